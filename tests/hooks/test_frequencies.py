@@ -12,7 +12,7 @@ from support import zoo
 from support.intervention_cases import TOKENS, logits
 
 from tl_posdisent import limit_frequencies, read_attention
-from tl_posdisent.hooks.edits.rotation_and_score_edits import within_band
+from tl_posdisent.hooks.edits.rotation_edits import within_band
 from tl_posdisent.rope import Rotary
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -15,7 +15,8 @@ from torch import Tensor
 from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks import positions as windows
-from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, Order, ScoreEdit
+from tl_posdisent.hooks.edits.rotation_edits import DistanceMap
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit
 
 DISTANCE = REAL[:, None] - REAL
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.

@@ -11,7 +11,7 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.hooks.edits.rotation_and_score_edits import FrequencyLimit
+from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit
 from tl_posdisent.hooks.hook_list import hooks_for, replace_scores
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.probe import judge_turns, listen

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import (
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.rotation_edits import (
     DistanceMap,
-    Edit,
     FrequencyLimit,
     PhaseNoise,
     PositionMap,
     PositionScale,
-    ResultEdit,
-    ScoreEdit,
     VectorPatch,
 )
+from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit
 from tl_posdisent.models.capture import Captured
 
 
@@ -107,6 +106,6 @@ def edited_results(seen: Captured, values: Tensor, edits: Sequence[Edit], beside
 
 
 def _limits(edits: Sequence[Edit]) -> Any:
-    from tl_posdisent.hooks.edits.rotation_and_score_edits import compose
+    from tl_posdisent.hooks.edits.rotation_edits import compose
 
     return compose(edits)

@@ -28,7 +28,8 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, Edit
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.rotation_edits import DistanceMap
 from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
 from tl_posdisent.hooks.patch import check_components, score_hooks
 from tl_posdisent.hooks.substitute import Stored, attended, fit_in_turn, stored_hooks

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.hooks.edits.rotation_and_score_edits import ResultEdit
 from tl_posdisent.hooks.edits.running_positions import real_tokens
+from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import hook_name

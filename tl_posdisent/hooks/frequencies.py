@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import FrequencyLimit, PhaseNoise, within_band
+from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, PhaseNoise, within_band
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.hooks.positions import real_tensor
 from tl_posdisent.models.reading.spec import AttentionSpec

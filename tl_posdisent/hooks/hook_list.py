@@ -18,10 +18,12 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.layer import LayerPass
-from tl_posdisent.hooks.edits.layer_plan import LayerPlan, at_head
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, Order, RotationEdit, ScoreEdit, View
-from tl_posdisent.hooks.edits.running_positions import CachedText
+from tl_posdisent.hooks.edits.cached_text import CachedText
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.layer_pass import LayerPass
+from tl_posdisent.hooks.edits.layer_plan import at_head, plan_layer
+from tl_posdisent.hooks.edits.rotation_edits import RotationEdit
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import FIRST_HOOK
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -133,14 +135,14 @@ class Compiled:
                 "the model was changed: make them anew, for one model"
             )
         self.layers = {
-            layer: LayerPlan(spec, [(x.edit, x.heads) for x in interventions if x.spec is spec])
+            layer: plan_layer(spec, [(x.edit, x.heads) for x in interventions if x.spec is spec])
             for layer, spec in sorted(specs.items())
         }
         self.places: WeakKeyDictionary[Any, tuple[int, str] | None] = WeakKeyDictionary(dict.fromkeys(firsts))
         for layer, plan in self.layers.items():
-            self.places.update({point: (layer, x) for point, x in plan.spec.points.items() if x in plan.roles})
+            self.places.update({point: (layer, x) for point, x in plan.spec.points.items() if x in plan.steps})
         self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # in a bridge others than in the plan
-        self.names.update(name for plan in self.layers.values() for name in plan.roles)
+        self.names.update(name for plan in self.layers.values() for name in plan.steps)
         self.tools = sorted({each.edit.tool for each in interventions})
         self.installer: object = None  # the thread that installed it last
         self._state = threading.local()
@@ -213,15 +215,17 @@ class Compiled:
         """One hook of a pass of one layer; a pass begins with the first hook that comes again."""
         running = state.passes.get(layer)
         returned = state.returned.get(name) or (lambda: None)
-        if _same_storage(returned(), x) or (running is not None and name in running.seen and name != running.first):
+        if _same_storage(returned(), x) or (
+            running is not None and name in running.fired and name != next(iter(running.fired))
+        ):
             raise ValueError(f"the same hooks of {' + '.join(self.tools)} are applied twice: apply them once")
-        if running is None or name in running.seen:
+        if running is None or name in running.fired:
             if not state.passes:
                 state.level = running_passes()
             memory = state.memories.setdefault(layer, CachedText())
             running = state.passes[layer] = LayerPass(self.layers[layer], memory)
-        new: Tensor | None = running.see(name, x)
-        if running.seen == set(running.plan.roles):
+        new: Tensor | None = running.at(name, x)
+        if running.fired.keys() == running.plan.steps.keys():
             del state.passes[layer]
         return new
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, VectorPatch, View
+from tl_posdisent.hooks.edits.rotation_edits import VectorPatch
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below

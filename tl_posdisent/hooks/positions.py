@@ -16,15 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import (
-    DistanceMap,
-    Order,
-    PositionMap,
-    PositionScale,
-    ScoreEdit,
-    View,
-    mapped,
-)
+from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, PositionMap, PositionScale, mapped
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_float64, check_integer, check_number, check_values, listed, shown

@@ -22,7 +22,7 @@ from tl_posdisent.additive.attention.rungs import (
     seen_keys,
 )
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
 from tl_posdisent.models.reading.forward_pass import running

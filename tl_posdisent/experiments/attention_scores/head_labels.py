@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
-from tl_posdisent.hooks.edits.rotation_and_score_edits import masked_softmax
+from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import device_of

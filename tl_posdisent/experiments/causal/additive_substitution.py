@@ -17,7 +17,7 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
-from tl_posdisent.hooks.edits.rotation_and_score_edits import View
+from tl_posdisent.hooks.edits.score_edits import View
 from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import Part, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks

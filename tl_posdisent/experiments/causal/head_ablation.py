@@ -10,7 +10,8 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import effect_table, units_of
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, ResultEdit
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
 from tl_posdisent.hooks.positions import hiding
 from tl_posdisent.models.reading.forward_pass import running

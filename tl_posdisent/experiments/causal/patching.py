@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import COUPLED, HooksOf, effect_table, read_source, units_of
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions

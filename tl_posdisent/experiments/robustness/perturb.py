@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import PhaseNoise
+from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 from tl_posdisent.hooks.hook_list import hooks_for
 from tl_posdisent.hooks.positions import positions_edit
 from tl_posdisent.models.reading.forward_pass import Hook

@@ -1,4 +1,4 @@
-"""One attention layer under edits: how each is done.
+"""Plan how edits of one attention layer are done, before any pass.
 
 A rotation is edited
 
@@ -12,17 +12,13 @@ Where a model discards edited scores, the attention's result is recomputed from 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import (
-    Edit,
-    HeadRotation,
-    PositionMap,
-    ResultEdit,
-    RotationEdit,
-    ScoreEdit,
-    compose,
-    score_conflict,
-)
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.rotation_edits import HeadRotation, PositionMap, RotationEdit, compose
+from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit, score_conflict
 from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.utils.validation import head_label
@@ -34,82 +30,72 @@ Grouped = dict[HeadRotation, list[int]]
 """Heads, or key heads, by the edits of their rotation."""
 
 
+class Step(IntEnum):
+    """What is done at the hooks of a layer, in the order of the computation (``layer_pass.py`` does it)."""
+
+    QUERIES = 1
+    KEYS = 2
+    COSINES = 3
+    SINES = 4
+    TURN_QUERIES = 5
+    TURN_KEYS = 6
+    SCORES = 7
+    VALUES = 8
+    PUT_IN = 9
+    PATTERN = 10
+    RESULT = 11
+    KEPT_KEYS = 12
+
+
 def at_head(layer: int, head: int) -> str:
+    """Name a head in an error."""
     return f"layer {layer}, head {head} ({head_label(layer, head)})"
 
 
 def grouped(rotations: Iterable[tuple[int, HeadRotation]]) -> Grouped:
+    """Group heads by the edits of their rotation."""
     groups: Grouped = {}
     for head, rotation in rotations:
         groups.setdefault(rotation, []).append(head)
     return groups
 
 
+@dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What acts on each head of a layer, and how it is done."""
+    """What acts on each head of a layer, and how it is done.
 
-    def __init__(self, spec: AttentionSpec, placed: Sequence[Placed]) -> None:
-        self.spec = spec
-        self.rotations = [
-            compose([edit for edit, heads in placed if isinstance(edit, RotationEdit) and head in heads])
-            for head in range(spec.n_heads)
-        ]
-        self.score_edits = sorted(
-            ((edit, heads) for edit, heads in placed if isinstance(edit, ScoreEdit)),
-            key=lambda pair: (pair[0].order, pair[0].call),
-        )
-        self.result_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ResultEdit)]
-        self.heads = {h for edit, some in placed if not isinstance(edit, ResultEdit) for h in some}
-        self.result_heads = {h for _, some in self.result_edits for h in some}
-        for head in sorted(self.heads | self.result_heads):
-            acting = [edit for edit, heads in self.score_edits if head in heads]
-            results = sorted(edit.tool for edit, heads in self.result_edits if head in heads)
-            problem = self.rotations[head].conflict() or score_conflict(acting, self.rotations[head])
-            if not problem and len(results) > 1:
-                problem = f"{' and '.join(results)} replace what it gathers: replace it once"
-            if problem:
-                raise ValueError(f"{at_head(spec.layer, head)}: {problem}")
-        self.table = self._table()
-        self.turned_q: Grouped = {}
-        self.turned_k: Grouped = {}
-        self.rescored: Grouped = {}
-        self._choose()
-        self.reads_vectors = bool(self.rescored or any(edit.vectors for edit, _ in self.score_edits))
-        self.counts = any(edit.counts for edit, _ in self.score_edits)
-        reads_scores = any(edit.scores for edit, _ in self.score_edits)
-        self.recomputes = bool(self.rescored or (spec.scores is None and reads_scores))
-        self._check()
-        self.roles = self._roles()
+    Attributes:
+        spec: the layer.
+        rotations: the edits of each head's rotation.
+        score_edits, result_edits: those of scores, in the order in which they act, and of ``z``, with their heads.
+        table: what is done in the rotation tables, for all heads.
+        turned_q, turned_k: query and key heads that are turned.
+        rescored: heads whose scores are recomputed.
+    """
 
-    def _table(self) -> HeadRotation:
-        """What the rotation tables can express: edits that all heads share, of queries and keys alike."""
-        shared = {rotation.of_positions for rotation in self.rotations}
-        first = self.rotations[0].of_positions
-        position = first.position
-        alike = position is None or (isinstance(position, PositionMap) and position.queries is position.keys)
-        return first if len(shared) == 1 and alike and self.spec.cos and self.spec.sin else HeadRotation()
+    spec: AttentionSpec
+    rotations: tuple[HeadRotation, ...]
+    score_edits: tuple[tuple[ScoreEdit, tuple[int, ...]], ...]
+    result_edits: tuple[tuple[ResultEdit, tuple[int, ...]], ...]
+    table: HeadRotation
+    turned_q: Grouped
+    turned_k: Grouped
+    rescored: Grouped
 
-    def _choose(self) -> None:
-        """Turn queries and keys of the heads of a group where all get the same keys; recompute the others' scores."""
-        spec, turnable = self.spec, self.spec.turn_q is not None and self.spec.turn_k is not None
-        for group in range(spec.n_kv_heads):
-            heads = [head for head in range(spec.n_heads) if spec.key_head(head) == group]
-            keys = {self._left(self.rotations[head].of_keys) for head in heads}
-            together = turnable and len(keys) == 1 and not any(each.pairwise for each in keys)
-            if together and (shared := next(iter(keys))):
-                self.turned_k.setdefault(shared, []).append(group)
-            for head in heads:
-                rotation = self.rotations[head]
-                if self._left(rotation):
-                    turned = together or (spec.turn_q is not None and not self._left(rotation.of_keys))
-                    (self.turned_q if turned else self.rescored).setdefault(rotation, []).append(head)
+    @cached_property
+    def heads(self) -> frozenset[int]:
+        """Heads whose attention is edited."""
+        rotated = {head for head, rotation in enumerate(self.rotations) if rotation}
+        return frozenset(rotated.union(*(heads for _, heads in self.score_edits)))
 
-    def _left(self, rotation: HeadRotation) -> HeadRotation:
-        """What the tables do not do."""
-        return HeadRotation(tuple(edit for edit in rotation.edits if edit not in self.table.edits))
+    @cached_property
+    def result_heads(self) -> frozenset[int]:
+        """Heads whose result is replaced."""
+        return frozenset(head for _, heads in self.result_edits for head in heads)
 
     @property
     def editable(self) -> bool:
+        """Whether the model uses edited scores."""
         return self.spec.scores_editable and self.spec.scores is not None
 
     @property
@@ -117,34 +103,125 @@ class LayerPlan:
         """Whether an edit of the attention is put in at ``hook_z``."""
         return not self.editable and bool(self.heads)
 
-    def _roles(self) -> dict[str, list[str]]:
-        spec = self.spec
-        names: list[tuple[str, Tap | str | None]] = []
-        if self.heads:
-            names += [("q", spec.q), ("k", spec.k), ("cos", spec.cos), ("sin", spec.sin)]
-            names += [("turn_q", spec.turn_q), ("turn_k", spec.turn_k), ("scores", spec.scores)]
-            if not self.editable:
-                names += [("v", spec.v), ("z", spec.z), ("pattern", spec.pattern)]
-        if self.result_edits:
-            names.append(("result", spec.z or hook_name(spec.layer, "hook_z")))
-            names.append(("keys", None if self.heads else spec.pattern))
-        roles: dict[str, list[str]] = {}
-        for role, where in names:
-            if where is not None:
-                roles.setdefault(where.name if isinstance(where, Tap) else where, []).append(role)
-        return roles
+    @cached_property
+    def rotates(self) -> bool:
+        return any(self.rotations)
 
-    def _check(self) -> None:
-        """Refuse a layer whose hooks do not serve."""
+    @cached_property
+    def reads_vectors(self) -> bool:
+        """Whether queries and keys before rotation are needed."""
+        return bool(self.rescored or any(edit.vectors for edit, _ in self.score_edits))
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether an edit asks which tokens of their text the queries and keys are."""
+        return any(edit.counts for edit, _ in self.score_edits)
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether scores are computed from queries and keys."""
+        reads_scores = any(edit.scores for edit, _ in self.score_edits)
+        return bool(self.rescored or (self.spec.scores is None and reads_scores))
+
+    @cached_property
+    def turned_before(self) -> bool:
+        """Whether vectors are turned at a hook before the rotation, where the running table is still to come."""
+        before = self.spec.turn_q is not None and self.spec.q is not None and self.spec.turn_q.name == self.spec.q.name
+        turned = [*self.turned_q, *self.turned_k]
+        return before and any(each.of_positions or each.noise or each.patched for each in turned)
+
+    @cached_property
+    def steps(self) -> dict[str, list[Step]]:
+        """What is done at each hook."""
         spec = self.spec
-        if not (self.rescored or self.score_edits):
-            return
-        if not self.editable and (spec.v is None or spec.pattern is None or spec.z is None):
-            raise ValueError(
-                f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
-                "its scores cannot be changed"
-            )
-        if (self.recomputes or self.reads_vectors) and (spec.q is None or spec.k is None):
-            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
-        if self.recomputes:
-            spec.require_scale()
+        places: list[tuple[Step, Tap | str | None]] = []
+        if self.heads:
+            places += [(Step.QUERIES, spec.q), (Step.KEYS, spec.k), (Step.COSINES, spec.cos), (Step.SINES, spec.sin)]
+            places += [(Step.TURN_QUERIES, spec.turn_q), (Step.TURN_KEYS, spec.turn_k), (Step.SCORES, spec.scores)]
+            if not self.editable:
+                places += [(Step.VALUES, spec.v), (Step.PUT_IN, spec.z), (Step.PATTERN, spec.pattern)]
+        if self.result_edits:
+            places.append((Step.RESULT, spec.z or hook_name(spec.layer, "hook_z")))
+            places.append((Step.KEPT_KEYS, None if self.heads else spec.pattern))
+        steps: dict[str, list[Step]] = {}
+        for step, where in places:
+            if where is not None:
+                steps.setdefault(where.name if isinstance(where, Tap) else where, []).append(step)
+        return steps
+
+
+def plan_layer(spec: AttentionSpec, placed: Sequence[Placed]) -> LayerPlan:
+    """Plan the edits of a layer; refuse those that conflict, and a layer whose hooks do not serve."""
+    rotations = tuple(
+        compose([edit for edit, heads in placed if isinstance(edit, RotationEdit) and head in heads])
+        for head in range(spec.n_heads)
+    )
+    score_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ScoreEdit)]
+    score_edits.sort(key=lambda pair: (pair[0].order, pair[0].call))
+    result_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ResultEdit)]
+    table = _in_tables(spec, rotations)
+    plan = LayerPlan(
+        spec, rotations, tuple(score_edits), tuple(result_edits), table, *_turned_and_rescored(spec, rotations, table)
+    )
+    _check_conflicts(plan)
+    _check_hooks(plan)
+    return plan
+
+
+def _in_tables(spec: AttentionSpec, rotations: Sequence[HeadRotation]) -> HeadRotation:
+    """What the rotation tables can express: edits that all heads share, of queries and keys alike."""
+    shared = {rotation.of_positions for rotation in rotations}
+    first = rotations[0].of_positions
+    position = first.position
+    alike = position is None or (isinstance(position, PositionMap) and position.queries is position.keys)
+    return first if len(shared) == 1 and alike and spec.cos and spec.sin else HeadRotation()
+
+
+def _turned_and_rescored(
+    spec: AttentionSpec, rotations: Sequence[HeadRotation], table: HeadRotation
+) -> tuple[Grouped, Grouped, Grouped]:
+    """Turn queries and keys of the heads of a group where all get the same keys; recompute the others' scores."""
+    left = [HeadRotation(tuple(edit for edit in each.edits if edit not in table.edits)) for each in rotations]
+    turnable = spec.turn_q is not None and spec.turn_k is not None
+    turned_q: Grouped = {}
+    turned_k: Grouped = {}
+    rescored: Grouped = {}
+    for group in range(spec.n_kv_heads):
+        heads = [head for head in range(spec.n_heads) if spec.key_head(head) == group]
+        keys = {left[head].of_keys for head in heads}
+        together = turnable and len(keys) == 1 and not any(each.pairwise for each in keys)
+        if together and (shared := next(iter(keys))):
+            turned_k.setdefault(shared, []).append(group)
+        for head in heads:
+            if left[head]:
+                turned = together or (spec.turn_q is not None and not left[head].of_keys)
+                (turned_q if turned else rescored).setdefault(rotations[head], []).append(head)
+    return turned_q, turned_k, rescored
+
+
+def _check_conflicts(plan: LayerPlan) -> None:
+    """Refuse edits that cannot act on one head."""
+    for head in sorted(plan.heads | plan.result_heads):
+        acting = [edit for edit, heads in plan.score_edits if head in heads]
+        results = sorted(edit.tool for edit, heads in plan.result_edits if head in heads)
+        problem = plan.rotations[head].conflict() or score_conflict(acting, plan.rotations[head])
+        if not problem and len(results) > 1:
+            problem = f"{' and '.join(results)} replace what it gathers: replace it once"
+        if problem:
+            raise ValueError(f"{at_head(plan.spec.layer, head)}: {problem}")
+
+
+def _check_hooks(plan: LayerPlan) -> None:
+    """Refuse a layer whose hooks do not serve."""
+    spec = plan.spec
+    if not (plan.rescored or plan.score_edits):
+        return
+    if not plan.editable and (spec.v is None or spec.pattern is None or spec.z is None):
+        raise ValueError(
+            f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
+            "its scores cannot be changed"
+        )
+    if (plan.recomputes or plan.reads_vectors) and (spec.q is None or spec.k is None):
+        raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
+    if plan.recomputes:
+        spec.require_scale()

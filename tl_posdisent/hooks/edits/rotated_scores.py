@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, HeadRotation, Side, check_patch
+from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, HeadRotation, Side, check_patch
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 

@@ -7,7 +7,6 @@ computes: in its table of cosines, in its vectors before and after rotation, and
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,20 +18,6 @@ from tl_posdisent.utils.errors import ArgumentError
 
 _CANDIDATES = 4096  # positions that are tried where a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
-
-
-@dataclass
-class CachedText:
-    """What is known of the text in the KV cache."""
-
-    texts: int = 0
-    n_key: int = 0  # keys in the cache
-    seen: int = 0  # tokens so far, of which a sliding window may have forgotten some
-    places: Tensor | None = None  # positions of these tokens, where they were found out
-    counted: Tensor | None = None  # which tokens of their texts they are, where that is needed
-    keys: Tensor | None = None  # unrotated; the last alone, by which one knows the text again, if no more are needed
-    given: Tensor | None = None  # keys as hooks turned them for the wrong positions, where a pass then fell back
-    values: Tensor | None = None  # where results are put together anew
 
 
 def positions_from_table(
@@ -99,35 +84,6 @@ def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
             if len(found.frequencies) == len(rotary.frequencies):
                 return found
     return None
-
-
-def before_and_now(
-    positions: Int[Tensor, "*batch query"], n_key: int, before: Int[Tensor, "*batch seen"] | None = None
-) -> Int[Tensor, "*batch key"]:
-    """Positions of all keys of which the last are those of the queries: those in a KV cache had the positions
-    ``before``, or else count up to the first."""
-    cached = n_key - positions.shape[-1]
-    if cached <= 0:
-        return positions
-    if before is not None and before.shape[-1] >= cached:
-        return joined(before, positions)[..., -n_key:]
-    steps = torch.arange(cached, 0, -1, device=positions.device)
-    return torch.cat([(positions[..., :1] - steps).clamp_min(0), positions], -1)
-
-
-def joined(before: Int[Tensor, "*batch seen"], now: Int[Tensor, "*batch new"]) -> Int[Tensor, "*batch seen+new"]:
-    """Numbers of the tokens so far; a row for each text if either has."""
-    if before.ndim != now.ndim:
-        texts = len(now if now.ndim == 2 else before)
-        before, now = (x.expand(texts, -1) for x in (before, now))
-    return torch.cat([before, now], -1)
-
-
-def so_far(before: Tensor | None, now: Tensor | None, *, continued: bool) -> Tensor | None:
-    """Numbers of the tokens of a text after this part of it, if they are known for all."""
-    if now is None or not continued:
-        return now
-    return None if before is None else joined(before, now)
 
 
 def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:

@@ -1,4 +1,4 @@
-"""Edits of a head's rotation (positions, frequencies, phases, vectors), scores and result, and how several compose.
+"""Edits of a head's rotation (positions, frequencies, phases, vectors), and how several compose.
 
 A head under edits of its rotation scores query i and key j by
 
@@ -7,26 +7,23 @@ A head under edits of its rotation scores query i and key j by
 with positions u and w (or any distances in place of u - w) from at most one position intervention, s the product of
 interpolation factors, ε the sum of all phase noise, θ_c = 0 where a frequency is frozen, and no term c where one is
 dropped. A rotated query or key of another run stands for all of its side, ``q_ic · exp(i (θ_c · u_i / s + ε_ic))`` or
-the same of the key: no edit moves it, and a dropped term is gone from it too. The order in which the edits are given
-makes no difference. Edits are values: they know no model, and two with equal contents are equal. Edits of the scores
-act on what these leave, in a fixed order: the Λ-mask hides keys, then components of another run are put in, then scores
-are replaced, then components are dropped; last, ablation replaces what a head gathers.
+that of the key: no edit moves it, and a dropped term is gone from it too. The order in which the edits are given makes
+no difference.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import IntEnum
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.rope.rotary import Rotary, in_columns_of, table_like, turn
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
@@ -38,39 +35,6 @@ Positions = Tensor | Callable[[Tensor], Tensor] | float | int
 tokens' own positions."""
 
 _NOISE_BLOCK = 64  # positions drawn at a time, so that those of a longer text begin with those of a shorter one
-
-
-@dataclass(frozen=True, eq=False)
-class Edit:
-    """What one call of a tool does to the heads that it names; ``call`` is that call in short."""
-
-    call: str
-
-    @property
-    def tool(self) -> str:
-        return self.call.partition("(")[0]
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return all(_alike(getattr(self, x.name), getattr(other, x.name)) for x in fields(self))
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.call))
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, partial):
-        return _alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return bool(a == b)
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,75 +357,3 @@ def check_patch(name: str, given: Tensor, own: Tensor) -> None:
     wanted = (*own.shape[:2], given.shape[2], own.shape[3])
     if given.shape != wanted:
         raise ArgumentError(name, f"must have the shape of the run's own, {wanted}, got {tuple(given.shape)}")
-
-
-@dataclass(frozen=True)
-class View:
-    """What an edit may look at: some heads of one layer, alike in all rotation edits, in one forward pass."""
-
-    spec: AttentionSpec  # with the rotation of the running text
-    heads: Sequence[int]
-    inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
-    rotation: HeadRotation
-    own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
-    # Which tokens of their text they are, from 0, whatever their positions, in these shapes; None if not asked for.
-    counted: tuple[Tensor, Tensor] | None
-    # The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap included,
-    # anything outside the mask.
-    scores: Float[Tensor, "batch head query key"]
-    # Queries and keys before rotation, keys repeated for every query head that reads them; None if not asked for.
-    vectors: Any
-
-
-class Order(IntEnum):
-    """When an edit acts, among those of one head."""
-
-    HIDE = 0
-    PATCH = 1
-    REPLACE = 2
-    COMPONENT = 3
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreEdit(Edit):
-    """What one call of a tool does to the scores of the heads that it names."""
-
-    edit: Callable[[View], Tensor]  # to new scores, which count inside the mask only; -inf hides a key
-    order: Order
-    scores: bool = False  # whether it looks at scores
-    vectors: bool = False
-    counts: bool = False  # whether it asks which tokens of their text the queries and keys are
-    plain: bool = False  # needs the real distances: of rotation edits it bears only limits and interpolation
-    cached: bool = False  # also serves a part of a text against a KV cache
-    components: frozenset[str] = frozenset()  # those that a patch puts in
-
-
-def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
-    """Why these edits cannot act on one head, or None."""
-    for edit in edits:
-        foreign = {e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))}
-        if edit.plain and foreign:
-            return f"{edit.tool} needs the real distances, which {', '.join(sorted(foreign))} changes: leave one out"
-        if edit.order == Order.REPLACE:
-            lost = sorted(e.tool for e in edits if e is not edit and e.order in (Order.PATCH, Order.REPLACE))
-            if lost:
-                return f"{edit.tool} replaces the scores, and {', '.join(lost)} would be lost: leave one out"
-    patched: list[str] = [name for edit in edits for name in edit.components]
-    if len(set(patched)) < len(patched):
-        return "one component of the scores is patched twice: patch it once"
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class ResultEdit(Edit):
-    """Replacement of what heads gather, at ``hook_z``: ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
-
-    replace: Callable[[int, Sequence[int], Tensor], Tensor]
-
-
-def masked_softmax(
-    scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
-) -> Float[Tensor, "batch head query key"]:
-    """Attention weights in float32 (float64 for float64)."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return wide.masked_fill(~inside, -torch.inf).softmax(-1)

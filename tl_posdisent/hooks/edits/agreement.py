@@ -1,0 +1,79 @@
+"""Check in a running pass that a layer computes what was read from it, so that edits may be based on that."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_posdisent.hooks.edits import running_positions as text
+from tl_posdisent.hooks.edits.layer_state import LayerState
+from tl_posdisent.hooks.edits.recomputed_scores import of_heads
+from tl_posdisent.hooks.edits.rotated_scores import rotated_vectors
+from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.models.capture import spread_rows
+from tl_posdisent.utils.precision import mismatch
+
+_ROWS_CHECKED = 8
+
+
+def check_scores(
+    state: LayerState,
+    x: Float[Tensor, "batch head query key"],
+    inside: Bool[Tensor, "*lead query key"],
+    *,
+    pattern: bool = False,
+) -> None:
+    """Recompute some rows of the model's own scores: they must be what vectors, rotation and cached keys give.
+
+    Args:
+        x: the scores, or the ``pattern`` of a model that does not show them.
+    """
+    spec, cached = state.spec, x.shape[-1] > state.n_query
+    if spec.problem is not None or state.seen.q is None:
+        return
+    # Vectors that were turned for other positions are what the model then rotated.
+    given = state.seen.given_q if state.misplaced else None
+    queries = state.queries if given is None else given
+    keys = (state.given_keys if state.misplaced else state.keys)(x.shape[-1]).detach()
+    own, n_key = state.places(x.shape[-1]), keys.shape[1]
+    rows = spread_rows(state.n_query, _ROWS_CHECKED, x.device)
+    for rotation, heads in state.in_force(pattern=pattern, cached=cached).items():
+        if cached and rotation.patched:
+            continue
+        q, k = queries[:, :, heads].detach(), keys[:, :, [spec.key_head(h) for h in heads]]
+        q_rot, k_rot = rotated_vectors(spec, rotation, heads, q, k, (own[0], own[1][..., -n_key:]))
+        ours = spec.score(q_rot[:, rows], k_rot)
+        theirs, seen = x[:, heads][:, :, rows, -n_key:].detach(), of_heads(inside, heads)[..., rows, -n_key:]
+        if pattern:
+            ours, seen = masked_softmax(ours, seen), torch.ones_like(seen)
+        seen = seen.expand(theirs.shape)
+        turned = text.rounding(spec.rotary, own[0]) if spec.rotary else 0.0
+        slack = turned * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * spec.require_scale()
+        if mismatch(theirs[seen], ours[seen], state.dtype, slack) <= 1:
+            continue
+        if cached:
+            state.refuse_cache(x.shape[-1])
+        spec.check_length(x.shape[-1], "interventions that recompute scores")
+        raise ValueError(
+            f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and "
+            "rotation give: padding, positions or tables that hooks cannot see here, or other hooks act on its "
+            "attention; run the model on whole, unpadded texts without them"
+        )
+
+
+def check_result(state: LayerState) -> None:
+    """What heads gather must be their pattern times ``hook_v``, or it could not be put together anew."""
+    seen, spec = state.seen, state.spec
+    if seen.z is None or seen.pattern is None:
+        return
+    z, pattern = seen.z.detach().double(), seen.pattern.detach().double()
+    rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(state.plan.heads)
+    v = state.values(pattern.shape[-1]).detach().double()
+    values, z = v[:, :, [spec.key_head(head) for head in heads]], z[:, rows][:, :, heads]
+    ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads][:, :, rows], values)
+    if ours.shape != z.shape or mismatch(z, ours, seen.z.dtype) > 1:
+        raise ValueError(
+            f"layer {spec.layer} of {spec.architecture} discards edited scores, and its hook_z is not "
+            "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
+        )

@@ -1,0 +1,332 @@
+"""One attention layer under edits, in one forward pass. ``layer_plan.py`` says how each edit is done.
+
+The steps, each at a hook of its own (``Step``), in the order in which most models compute:
+
+1. *queries*, before rotation, are kept; how many texts and tokens there are is known from now on.
+2. *keys*, before rotation, are kept.
+3. *cosines*: the positions of the running text are read from its rotation table, and the table is exchanged.
+4. *sines*: the table is exchanged. If it is of other frequencies than those that were read, it is measured.
+5. *queries are turned*. Where tables are not shown, positions are read from what rotation does to the queries.
+6. *keys are turned*.
+7. *scores*: the mask is read, the model's scores are compared with what was read from it, and edited.
+8. *values* are kept, where the model discards edited scores,
+9. and the result of edited scores is *put in* at ``hook_z``.
+10. *pattern*: checked, where the model shows it instead of scores.
+11. *result*: heads are replaced at ``hook_z``, whatever they gathered.
+12. *kept keys*: where only results are replaced, the pattern shows whether the model loses its KV cache.
+
+If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), turned vectors were
+turned for others. Then the pass *falls back*: it recomputes the scores of all rotated heads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.hooks.edits import running_positions as text
+from tl_posdisent.hooks.edits.agreement import check_result, check_scores
+from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now
+from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, Step
+from tl_posdisent.hooks.edits.layer_state import LayerState
+from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores, result_of
+from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
+from tl_posdisent.models.kv_cache import check_cache_is_kept, tokens_before
+from tl_posdisent.models.reading.spec import Tap, masked_below
+from tl_posdisent.rope.rotary import turn
+from tl_posdisent.utils.precision import no_autocast
+
+
+class LayerPass:
+    """One layer in one forward pass."""
+
+    def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
+        self.plan, self.state = plan, LayerState(plan, memory)
+        self.fired: dict[str, None] = {}  # hooks that have fired, in their order
+
+    @no_autocast()
+    def at(self, name: str, x: Tensor) -> Tensor | None:
+        """Do what is done at one hook; None leaves its tensor as it is."""
+        self.fired[name] = None
+        new: Tensor | None = None
+        for step in self.plan.steps[name]:
+            changed = _DONE_AT[step](self.state, x if new is None else new)
+            new = new if changed is None else changed
+        return new
+
+
+# --- 1, 2: queries and keys before the rotation
+
+
+def _queries(state: LayerState, x: Tensor) -> None:
+    vectors = state.seen.q = _read(state, state.spec.q, x, state.spec.n_heads)
+    state.texts, state.n_query, state.dtype = len(vectors), vectors.shape[1], vectors.dtype
+    if state.plan.turned_before or not state.plan.editable:
+        state.start = tokens_before(state.spec.layer)
+
+
+def _keys(state: LayerState, x: Tensor) -> None:
+    state.seen.k = _read(state, state.spec.k, x, state.spec.n_kv_heads)
+
+
+def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
+    assert tap is not None
+    vectors = tap.read(x)
+    if vectors.shape[2:] != (n, state.spec.d_head):
+        heads, size = vectors.shape[2:]
+        raise ValueError(
+            f"{tap.name} has {heads} heads of size {size}, and {n} of {state.spec.d_head} when the hooks were made: "
+            "make the hooks anew after changing the model"
+        )
+    return vectors
+
+
+# --- 3, 4: the rotation tables
+
+
+def _cosines(state: LayerState, x: Tensor) -> Tensor | None:
+    state.seen.cos = x
+    if state.plan.rotates or state.plan.reads_vectors:
+        rotary = state.spec.require_rotary("rotation edits")
+        state.own = text.positions_from_table(x, rotary, state.expected, state.cached)
+        _fall_back_elsewhere(state)
+    return _exchanged(state, x, "cos")
+
+
+def _sines(state: LayerState, x: Tensor) -> Tensor | None:
+    cos, state.seen.cos = state.seen.cos, None
+    if state.own is None and (state.plan.rotates or state.plan.reads_vectors):
+        assert cos is not None
+        _measure_rotation(state, cos, x)
+    return _exchanged(state, x, "sin")
+
+
+def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
+    """Go on with the rotation of the running text, where it is another than was read from the model."""
+    read = state.spec.require_rotary("rotation edits")
+    rotary = text.measured_rotary(cos, sin, read)
+    state.own = None if rotary is None else text.positions_from_table(cos, rotary, state.expected, state.cached)
+    if rotary is None or state.own is None:
+        _refuse_rotation(state)
+    for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
+        if isinstance(edit, FrequencyLimit):
+            edit.check(read, rotary, state.spec.layer)
+    state.use_rotary(rotary)
+    if state.plan.turned_before or state.plan.table:
+        state.fall_back()
+
+
+def _fall_back_elsewhere(state: LayerState) -> None:
+    """Fall back where vectors were turned for other positions than the model's, and from then on."""
+    if state.plan.turned_before and state.own is not None:
+        before = state.memory.given is not None and state.expected[0] > 0
+        if before or not torch.equal(state.own, state.expected):
+            state.fall_back()
+
+
+def _refuse_rotation(state: LayerState) -> NoReturn:
+    raise ValueError(
+        f"the rotation table of layer {state.spec.layer} is not that of positions 0, 1, 2 … nor of any others "
+        "that this model is known to use: run it on a whole text, unpadded, without position_ids or KV cache, and "
+        "make the hooks anew if its tables have changed"
+    )
+
+
+def _exchanged(state: LayerState, x: Tensor, which: Literal["cos", "sin"]) -> Tensor | None:
+    table, rotary = state.plan.table, state.spec.rotary
+    if not table or rotary is None or state.own is None or state.fell_back:
+        return None
+    return table.table(x, state.own, rotary, which, state.texts)
+
+
+# --- 5, 6: vectors are turned
+
+
+def _turn_queries(state: LayerState, x: Tensor) -> Tensor | None:
+    tap, plain = state.spec.turn_q, state.spec.q
+    assert tap is not None
+    moves = state.plan.rotates or state.plan.reads_vectors
+    if moves and not state.spec.cos and plain is not None and tap.name != plain.name:
+        heads = sorted(state.plan.heads)  # other lists of hooks may have turned the others
+        rotary = state.spec.require_rotary("rotation edits")
+        before, after = (vectors[:, :, heads] for vectors in (state.queries, tap.read(x)))
+        state.own = text.positions_from_vectors(before, after, rotary, state.expected, state.cached)
+        if state.own is None:
+            _refuse_rotation(state)
+    vectors = _turned(state, tap, x, "q", state.plan.turned_q)
+    if vectors is None:
+        return None
+    if plain is not None and tap.name == plain.name:
+        state.seen.given_q = vectors
+    return tap.write(vectors)
+
+
+def _turn_keys(state: LayerState, x: Tensor) -> Tensor | None:
+    tap, plain = state.spec.turn_k, state.spec.k
+    assert tap is not None
+    vectors = _turned(state, tap, x, "k", state.plan.turned_k)
+    if vectors is None:
+        return None
+    if plain is not None and tap.name == plain.name:
+        state.seen.given_k = vectors
+    return tap.write(vectors)
+
+
+def _turned(state: LayerState, tap: Tap, x: Tensor, which: Side, turned: Grouped) -> Tensor | None:
+    """Turn vectors of some heads at a hook before or behind the model's rotation."""
+    if not turned or state.fell_back:
+        return None
+    vectors, plain = tap.read(x), state.spec.q if which == "q" else state.spec.k
+    behind = plain is not None and tap.name != plain.name
+    own = state.expected if state.own is None else state.own
+    if which == "k":
+        own = before_and_now(own, vectors.shape[1], state.memory.places)
+    for rotation, heads in turned.items():
+        at = torch.tensor(heads, device=vectors.device)
+        some = _turned_on(state, vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
+        vectors = some if len(heads) == tap.n_heads else vectors.index_copy(2, at, some)
+    return vectors
+
+
+def _turned_on(
+    state: LayerState, x: Tensor, rotation: HeadRotation, heads: list[int], which: Side, own: Tensor, behind: bool
+) -> Tensor:
+    """Vectors of some heads as they have to be at the hook."""
+    rotary, table = state.spec.require_rotary("turning"), state.plan.table
+    given = rotation.patch(which)
+    if given is None:
+        return rotation.turned_on(x, which, own, rotary, tables=bool(table))
+    check_patch(f"{which}_rot", given, x)
+    given = rotation.kept(given[:, :, heads].to(x.device), rotary, which)
+    if behind:
+        return given
+    # In float64, or what is turned and turned back would not be the same.
+    angles = table.angles(rotary, table.places(which, own, len(x)))
+    return turn(given.double(), -angles[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
+
+
+# --- 7: scores
+
+
+def _scores(state: LayerState, x: Tensor) -> Tensor | None:
+    state.n_query, n_key = x.shape[-2:]
+    cached, new = n_key > state.n_query, None
+    if not state.plan.editable:
+        state.seen.scores = x
+    state.check_cache(n_key)
+    if state.edits_scores or state.own is None or cached:  # else nothing depends on the mask
+        inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
+        _number_queries(state, n_key, inside, real)
+        if state.edits_scores or cached:
+            check_scores(state, x, inside)
+        if state.edits_scores and state.plan.editable:
+            new = edited_scores(state, x, inside)
+    if not state.puts_in:
+        state.remember(n_key)
+    return new
+
+
+def _number_queries(state: LayerState, n_key: int, inside: Tensor, real: Tensor) -> None:
+    """Number the queries, where that is needed; find their positions where nothing but the mask shows them."""
+    if state.plan.counts:
+        before = state.memory.counted if n_key > state.n_query else None
+        state.counted = text.counted_in_text(inside, real, before)
+    if state.own is None:
+        state.own = text.positions_from_mask(real) + n_key - state.n_query
+        if state.plan.turned_before and not bool((state.own == state.expected).expand(real.shape)[real].all()):
+            state.fall_back()
+
+
+# --- 8, 9, 10: the result of edited scores, where the model discards them
+
+
+def _values(state: LayerState, x: Tensor) -> None:
+    assert state.spec.v is not None
+    state.seen.v = state.spec.v.read(x)
+    state.n_query = state.n_query or state.seen.v.shape[1]
+
+
+def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
+    if not state.edits_scores:
+        return None
+    state.seen.z, scores = x, state.seen.scores
+    check_result(state)
+    if scores is not None:
+        state.seen.scores = None
+        inside, _ = text.inside_mask(state.spec, scores <= masked_below(scores.dtype, state.dtype))
+    else:
+        scores, inside = _unshown_scores(state, x)
+    n_key = scores.shape[-1]
+    heads, result = result_of(state, scores, inside)
+    if state.spec.scores is not None or state.seen.pattern is not None:
+        state.remember(n_key)
+    return x.index_copy(2, torch.tensor(heads, device=x.device), result.to(x.dtype))
+
+
+def _unshown_scores(state: LayerState, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and mask of a model that shows neither; its pattern may be still to come."""
+    at = torch.arange((state.start or 0) + state.n_query, device=x.device)
+    state.counted = at[-state.n_query :]
+    state.own = state.counted if state.own is None else state.own
+    inside = state.spec.sees(state.counted[:, None] - at)
+    if state.rescored or state.plan.recomputes:
+        return own_scores(state, len(at)), inside
+    return x.new_zeros(len(x), state.spec.n_heads, *inside.shape), inside
+
+
+def _pattern(state: LayerState, x: Tensor) -> None:
+    """Where a model shows its pattern alone: check that its mask and positions are those of a text without padding,
+    whole or going on with a cached one."""
+    n_key, shows_scores = x.shape[-1], state.spec.scores is not None
+    at = torch.arange(n_key, device=x.device)
+    places = at[n_key - state.n_query :]
+    if not shows_scores and state.own is None:
+        state.own = places
+        if state.plan.turned_before and n_key > 1 and not torch.equal(places, state.expected):
+            state.refuse_part(n_key)  # too late for scores: the result may have passed
+    if state.edits_scores:
+        if state.seen.z is not None and not shows_scores and (state.start or 0) + state.n_query != n_key:
+            state.refuse_part(n_key)
+        state.seen.pattern = x
+        check_result(state)
+    if shows_scores:
+        return
+    state.check_cache(n_key)
+    if state.edits_scores or state.plan.rotates:
+        check_scores(state, x, state.spec.sees(places[:, None] - at), pattern=True)
+    if not state.puts_in or state.seen.z is not None:
+        state.remember(n_key)
+
+
+# --- 11, 12: results
+
+
+def _result(state: LayerState, x: Tensor) -> Tensor:
+    check_cache_is_kept(state.spec.layer, x.shape[1])
+    for edit, heads in state.plan.result_edits:
+        at = torch.tensor(heads, device=x.device)
+        x = x.index_copy(2, at, edit.replace(state.spec.layer, heads, x[:, :, at]).to(x.dtype))
+    return x
+
+
+def _kept_keys(state: LayerState, x: Tensor) -> None:
+    n_query, n_key = x.shape[-2:]
+    check_cache_is_kept(state.spec.layer, n_query, n_key, state.spec.window)
+
+
+_DONE_AT = {
+    Step.QUERIES: _queries,
+    Step.KEYS: _keys,
+    Step.COSINES: _cosines,
+    Step.SINES: _sines,
+    Step.TURN_QUERIES: _turn_queries,
+    Step.TURN_KEYS: _turn_keys,
+    Step.SCORES: _scores,
+    Step.VALUES: _values,
+    Step.PUT_IN: _put_in,
+    Step.PATTERN: _pattern,
+    Step.RESULT: _result,
+    Step.KEPT_KEYS: _kept_keys,
+}

@@ -1,0 +1,211 @@
+"""What is known of one attention layer in a running forward pass: what it has shown, positions, cached text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, last_of, so_far
+from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
+from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
+from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept
+from tl_posdisent.rope.rotary import Rotary
+
+
+@dataclass
+class Seen:
+    """What the layer has shown. Vectors are ``[batch, pos, head, d_head]``, before rotation and after any QK-norm."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    given_q: Tensor | None = None  # queries and keys as hooks turned them before the running positions were known
+    given_k: Tensor | None = None
+    cos: Tensor | None = None
+    scores: Tensor | None = None  # of a model that discards edited ones
+    pattern: Tensor | None = None
+    z: Tensor | None = None
+
+
+class LayerState:
+    """One layer in one forward pass.
+
+    Attributes:
+        spec: the layer, with the rotation of the running text.
+        plan, memory: how edits are done; the text in the KV cache.
+        seen: what the layer has shown so far.
+        own: positions of the queries, as the model has them; None until they are known.
+        counted: which tokens of their text the queries are, whatever their positions.
+        rescored: heads whose scores are recomputed, those of the plan, or all that are rotated if it ``fell_back``.
+        fell_back: whether the running text's rotation table is not the expected one.
+        start: tokens in the model's own cache, where it is needed before the hooks show it.
+    """
+
+    def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
+        self.plan, self.spec, self.memory = plan, plan.spec, memory
+        self.seen = Seen()
+        self.texts, self.n_query, self.dtype = 1, 0, torch.float32
+        self.own: Tensor | None = None
+        self.counted: Tensor | None = None
+        self.rescored = plan.rescored
+        self.fell_back = False
+        self.start: int | None = None
+
+    # --- the running text
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the text in the KV cache, if this pass goes on with it."""
+        return self.memory.seen if self.memory.texts == self.texts else 0
+
+    @property
+    def expected(self) -> Tensor:
+        """Positions that the queries have unless something else shows: 0, 1, 2 …, or the next of a cached text."""
+        start = self.start
+        if start is None:
+            start = self.cached if self.n_query == 1 else 0
+        return torch.arange(start, start + self.n_query, device=self.queries.device)
+
+    def places(self, n_key: int) -> tuple[Tensor, Tensor]:
+        """The model's own positions of queries and keys."""
+        assert self.own is not None
+        return self.own, before_and_now(self.own, n_key, self.memory.places)
+
+    def counts(self, n_key: int) -> tuple[Tensor, Tensor]:
+        """Which tokens of their text queries and keys are."""
+        assert self.counted is not None
+        return self.counted, before_and_now(self.counted, n_key, self.memory.counted)
+
+    def slots(self, n_key: int) -> tuple[int, int]:
+        """The slots of the text, padding included, of the first query and the first key."""
+        n_slots = self.n_query + (self.memory.seen if n_key > self.n_query else 0)
+        return n_slots - self.n_query, n_slots - n_key
+
+    # --- what is done
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether vectors were turned for other positions than the model's, so that their scores are recomputed."""
+        return self.fell_back and self.plan.turned_before
+
+    @property
+    def edits_scores(self) -> bool:
+        return bool(self.rescored or self.plan.score_edits)
+
+    @property
+    def puts_in(self) -> bool:
+        """Whether the result of edited scores is put in at ``hook_z``."""
+        return self.edits_scores and not self.plan.editable
+
+    def use_rotary(self, rotary: Rotary) -> None:
+        """Go on with the rotation of the running text."""
+        self.spec = replace(self.spec, rotary=rotary)
+
+    def fall_back(self) -> None:
+        """Recompute the scores of all rotated heads instead."""
+        if not (self.plan.editable or (self.spec.v and self.spec.z and self.spec.pattern)):
+            raise ValueError(
+                f"the rotation table of layer {self.spec.layer} is not that of positions 0, 1, 2 …, and its scores "
+                "cannot be recomputed: run the model without padding, position_ids or a KV cache"
+            )
+        self.fell_back = True
+        self.rescored = grouped((head, rotation) for head, rotation in enumerate(self.plan.rotations) if rotation)
+
+    def alike(self, heads: Iterable[int]) -> Grouped:
+        """Group heads by the edits of their rotation."""
+        return grouped((head, self.plan.rotations[head]) for head in heads)
+
+    def in_force(self, *, pattern: bool, cached: bool) -> Grouped:
+        """Heads whose scores must be known, by the edits that the model has taken in so far."""
+        rescored = {head for some in self.rescored.values() for head in some}
+        read = {h for edit, heads in self.plan.score_edits if edit.vectors or pattern for h in heads}
+        if cached or not self.spec.cos:
+            read |= self.plan.heads
+        now = HeadRotation() if self.fell_back else self.plan.table
+        wanted = sorted(rescored | read)
+        return grouped((head, now if head in rescored else self.plan.rotations[head]) for head in wanted)
+
+    # --- vectors, those in the KV cache included
+
+    @property
+    def queries(self) -> Tensor:
+        assert self.seen.q is not None
+        return self.seen.q
+
+    def vectors(self, heads: Sequence[int], n_key: int) -> tuple[Tensor, Tensor]:
+        """Unrotated queries and keys of some heads, a key head for each query head."""
+        k = self._whole(self.keys(n_key), n_key)
+        return self.queries[:, :, list(heads)], k[:, :, [self.spec.key_head(h) for h in heads]]
+
+    def keys(self, n_key: int) -> Tensor:
+        """Unrotated keys, the last of ``n_key``: as many as are known."""
+        assert self.seen.k is not None
+        return last_of(self.memory.keys, self.seen.k, n_key)
+
+    def given_keys(self, n_key: int) -> Tensor:
+        """Keys as hooks turned them, as many as are known."""
+        now = self.seen.k if self.seen.given_k is None else self.seen.given_k
+        assert now is not None
+        return last_of(self.memory.given, now, n_key)
+
+    def values(self, n_key: int) -> Tensor:
+        """Values of all keys."""
+        assert self.seen.v is not None
+        return self._whole(last_of(self.memory.values, self.seen.v, n_key), n_key)
+
+    def _whole(self, x: Tensor, n_key: int) -> Tensor:
+        if x.shape[1] != n_key:
+            self.refuse_part(n_key)
+        return x
+
+    # --- the KV cache
+
+    def check_cache(self, n_key: int) -> None:
+        """Refuse a KV cache that the model loses, or that was not filled under the same interventions."""
+        check_cache_is_kept(self.spec.layer, self.n_query, n_key, self.spec.window)
+        cached = n_key - self.n_query if self.n_query else 0
+        if cached and (given := next((e for r in self.plan.rotations for e in r.edits if e.slots), None)):
+            raise ValueError(
+                f"{given.tool} was given for each slot of a whole text, and layer {self.spec.layer} sees "
+                f"{self.n_query} queries against {n_key} keys: give {given.by_position} for a KV cache, "
+                f"or {WITHOUT_CACHE}"
+            )
+        if cached and not self.memory.holds(self.texts, cached, self.spec.window):
+            self.refuse_cache(n_key)
+
+    def check_whole(self, n_key: int, tool: str) -> None:
+        if n_key != self.n_query:
+            self.refuse_part(n_key, tool)
+
+    def refuse_part(self, n_key: int, tool: str = "") -> NoReturn:
+        raise ValueError(
+            f"{tool}{': ' * bool(tool)}layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys: "
+            f"{WITHOUT_CACHE}"
+        )
+
+    def refuse_cache(self, n_key: int) -> NoReturn:
+        raise ValueError(
+            f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys, of which the KV cache was "
+            f"not filled under these hooks: fill and use it in one model.hooks block, or {WITHOUT_CACHE}"
+        )
+
+    def remember(self, n_key: int) -> None:
+        """Keep what the next pass needs to know if it goes on with this text."""
+        memory, continued = self.memory, n_key > self.n_query
+        memory.places = so_far(memory.places, self.own, continued=continued)
+        memory.counted = so_far(memory.counted, self.counted, continued=continued)
+        memory.seen = self.n_query + (memory.seen if continued else 0)
+        if self.seen.k is not None:
+            # A pattern is compared whole.
+            all_keys = self.plan.reads_vectors or self.spec.scores is None or self.misplaced
+            keys = self.keys(n_key) if all_keys else self.seen.k[:, -1:]
+            given = self.given_keys(n_key).detach().clone() if self.misplaced else None
+            memory.keys, memory.given = keys.detach().clone(), given
+        if self.puts_in:
+            assert self.seen.v is not None
+            memory.values = last_of(memory.values, self.seen.v, n_key).detach().clone()
+        memory.texts, memory.n_key = self.texts, n_key

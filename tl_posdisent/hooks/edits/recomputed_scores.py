@@ -1,0 +1,77 @@
+"""Recompute a layer's scores under edits, from its queries and keys, and its result from these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_posdisent.hooks.edits import running_positions as text
+from tl_posdisent.hooks.edits.layer_state import LayerState
+from tl_posdisent.hooks.edits.rotated_scores import rotated_scores
+from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
+from tl_posdisent.hooks.edits.score_edits import Order, View, masked_softmax
+
+_FITTED = (Order.REPLACE, Order.COMPONENT)  # edits that fit a text's scores
+
+
+def own_scores(state: LayerState, n_key: int) -> Float[Tensor, "batch head query key"]:
+    """Compute the scores of a model that does not show them, under the rotation edits that it has taken in."""
+    q, spec = state.queries, state.spec
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.new_zeros(len(q), spec.n_heads, state.n_query, n_key, dtype=wide)
+    for rotation, heads in state.alike(range(spec.n_heads)).items():
+        if rotation not in state.rescored:
+            scores[:, heads] = _rotated(state, rotation, heads, n_key, None)
+    return scores
+
+
+def edited_scores(
+    state: LayerState, x: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
+) -> Float[Tensor, "batch head query key"]:
+    """Apply all edits to a layer's scores; outside the mask they stay as they are."""
+    x, n_key = x.clone(), x.shape[-1]
+    for rotation, heads in state.rescored.items():
+        before = None if state.spec.scores is None else x[:, heads]
+        new = _rotated(state, rotation, heads, n_key, before)
+        x[:, heads] = torch.where(of_heads(inside, heads), new.to(x.dtype), x[:, heads])
+    for edit, chosen in state.plan.score_edits:
+        if not edit.cached:
+            state.check_whole(n_key, edit.tool)
+        if n_key == 1 and edit.order == Order.COMPONENT:
+            continue  # one score is its own mean
+        if edit.order in _FITTED and not edit.cached:
+            text.check_one_text(state.spec, of_heads(inside, chosen), edit.tool)
+        for rotation, heads in state.alike(chosen).items() if edit.vectors else [(HeadRotation(), list(chosen))]:
+            before = x[:, heads]
+            left = of_heads(inside, heads) & (before != -torch.inf)
+            vectors = state.vectors(heads, n_key) if edit.vectors else None
+            counted = state.counts(n_key) if edit.counts else None
+            view = View(state.spec, heads, left, rotation, state.places(n_key), counted, before, vectors)
+            x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
+    return x
+
+
+def result_of(
+    state: LayerState, scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
+) -> tuple[list[int], Float[Tensor, "batch query head d_head"]]:
+    """Apply all edits to a layer's scores and return the heads that they act on and what these gather."""
+    pattern = masked_softmax(edited_scores(state, scores, inside), inside)
+    # Of other heads, whose vectors are turned, the model's own result is right, and scores may not be known.
+    heads = sorted({h for _, some in [*state.rescored.items(), *state.plan.score_edits] for h in some})
+    values = state.values(scores.shape[-1])[:, :, [state.spec.key_head(h) for h in heads]]
+    return heads, torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
+
+
+def of_heads(inside: Bool[Tensor, "*lead query key"], heads: Sequence[int]) -> Bool[Tensor, "*lead query key"]:
+    """The mask of some heads."""
+    return inside[:, list(heads)] if inside.ndim == 4 and inside.shape[1] > 1 else inside
+
+
+def _rotated(
+    state: LayerState, rotation: HeadRotation, heads: list[int], n_key: int, before: Tensor | None
+) -> Float[Tensor, "batch head query key"]:
+    q, k = state.vectors(heads, n_key)
+    return rotated_scores(state.spec, rotation, heads, q, k, state.places(n_key), before)

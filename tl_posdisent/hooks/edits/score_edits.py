@@ -1,0 +1,93 @@
+"""Edits of a head's scores and of what it gathers.
+
+They act on the scores that edits of the rotation leave, in a fixed order: the Λ-mask hides keys, then components of
+another run are put in, then scores are replaced, then components are dropped. Last, ablation replaces what a head
+gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, PositionScale
+from tl_posdisent.models.reading.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class View:
+    """What an edit may look at: some heads of one layer, alike in all rotation edits, in one forward pass."""
+
+    spec: AttentionSpec  # with the rotation of the running text
+    heads: Sequence[int]
+    inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
+    rotation: HeadRotation
+    own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
+    # Which tokens of their text they are, from 0, whatever their positions, in these shapes; None if not asked for.
+    counted: tuple[Tensor, Tensor] | None
+    # The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap included,
+    # anything outside the mask.
+    scores: Float[Tensor, "batch head query key"]
+    # Queries and keys before rotation, keys repeated for every query head that reads them; None if not asked for.
+    vectors: Any
+
+
+class Order(IntEnum):
+    """When an edit acts, among those of one head."""
+
+    HIDE = 0
+    PATCH = 1
+    REPLACE = 2
+    COMPONENT = 3
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreEdit(Edit):
+    """What one call of a tool does to the scores of the heads that it names."""
+
+    edit: Callable[[View], Tensor]  # to new scores, which count inside the mask only; -inf hides a key
+    order: Order
+    scores: bool = False  # whether it looks at scores
+    vectors: bool = False
+    counts: bool = False  # whether it asks which tokens of their text the queries and keys are
+    plain: bool = False  # needs the real distances: of rotation edits it bears only limits and interpolation
+    cached: bool = False  # also serves a part of a text against a KV cache
+    components: frozenset[str] = frozenset()  # those that a patch puts in
+
+
+def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
+    """Why these edits cannot act on one head, or None."""
+    for edit in edits:
+        foreign = {e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))}
+        if edit.plain and foreign:
+            return f"{edit.tool} needs the real distances, which {', '.join(sorted(foreign))} changes: leave one out"
+        if edit.order == Order.REPLACE:
+            lost = sorted(e.tool for e in edits if e is not edit and e.order in (Order.PATCH, Order.REPLACE))
+            if lost:
+                return f"{edit.tool} replaces the scores, and {', '.join(lost)} would be lost: leave one out"
+    patched: list[str] = [name for edit in edits for name in edit.components]
+    if len(set(patched)) < len(patched):
+        return "one component of the scores is patched twice: patch it once"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class ResultEdit(Edit):
+    """Replacement of what heads gather, at ``hook_z``: ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
+
+    replace: Callable[[int, Sequence[int], Tensor], Tensor]
+
+
+def masked_softmax(
+    scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
+) -> Float[Tensor, "batch head query key"]:
+    """Attention weights in float32 (float64 for float64)."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.masked_fill(~inside, -torch.inf).softmax(-1)
