@@ -101,7 +101,7 @@ def test_patterns_are_refused_unless_insisted(dtype: torch.dtype, mask: Any) -> 
     for padding in (None, 0.0, torch.nan):
         if padding is not None:
             pattern[0, :, :2] = padding  # queries of a padded text
-        with pytest.raises(ValueError, match="got rows that are non-negative and sum to 1, which is an attention patt"):
+        with pytest.raises(ValueError, match="got an attention pattern: its rows are non-negative and sum to 1"):
             fit_additive(pattern, mask=mask)
     pattern[0, :, :2] = 0.0
     assert bool((fit_additive(pattern, mask=mask, check=False).r > 0).all())

@@ -93,7 +93,9 @@ def test_what_follows_a_query_does_not_matter() -> None:
 
 def test_distances_that_were_not_fitted() -> None:
     fit = fit_attention(SCORES, keys=KEYS, window=6)
-    with pytest.raises(ValueError, match=r"keys must be of texts whose distances were fitted, 0 to 5, got .* 8: fit"):
+    with pytest.raises(
+        ValueError, match=r"keys must come from texts whose distances were fitted, 0 to 5, got .* 8: fit"
+    ):
         fit.static_scores(OTHER)
     i, j = 8, 3
     expected = fit.distance[:, 5] + (fit.direction[:, 0] * OTHER[0, j, [0, 0, 1, 1]].double()).sum(-1)
@@ -109,7 +111,7 @@ def test_distances_that_were_not_fitted() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_refusals() -> None:
     fit = fit_attention(SCORES, keys=KEYS)
-    with pytest.raises(ValueError, match=r"static_scores needs a fit .* keys=\), got one of free importances"):
+    with pytest.raises(ValueError, match=r"static_scores needs a fit .* keys=\), got one with free importances"):
         fit_attention(SCORES).static_scores(KEYS)
     for keys in (OTHER[..., :2], OTHER[:, :, [0, 1, 0]], OTHER[0, 0], OTHER[:, :0]):
         with pytest.raises(ValueError, match=r"keys must have shape \(\*texts, key, kv_head, 3\) .* 4 heads, got \("):
@@ -119,7 +121,7 @@ def test_refusals() -> None:
     for keys, got in ((OTHER.long(), "torch.int64"), (None, "NoneType")):
         with pytest.raises(ValueError, match=f"keys must be a floating point tensor, got {got}"):
             fit.static_scores(keys)
-    with pytest.raises(ValueError, match="keys must be finite, got 108 values"):
+    with pytest.raises(ValueError, match="keys must be finite, got 108 NaN or infinite values"):
         fit.static_scores(OTHER * torch.nan)
     with pytest.raises(ValueError, match="heads must be integers from 0 to 3"):
         fit.static_scores(OTHER, heads=4)
@@ -138,7 +140,9 @@ def test_few_keys_for_each_feature_are_warned_of() -> None:
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         return (texts[:, :, 0] @ planted)[:, None, None].expand(-1, 1, length, -1).masked_fill(~mask, -torch.inf)
 
-    with pytest.warns(UserWarning, match=r"direction of 30 features is fitted to 60 keys: with fewer than 4 .*120 of"):
+    with pytest.warns(
+        UserWarning, match=r"direction of 30 features is fitted to 60 keys: with fewer than 4 .*120 in all"
+    ):
         few = fit_attention(scores, keys=keys)
     truth = static(others).log_softmax(-1)
 

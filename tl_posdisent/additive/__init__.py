@@ -1,7 +1,7 @@
 """The additive model of attention scores: least-squares fit of a distance, a query and a key component. Tensors only.
 
-Here belong the sets of cells (masks), marginal sums, solver, identifiability and results of such fits; nothing in this
-folder knows what a model or a rotation is.
+This folder holds the sets of cells (masks), marginal sums, the solver, identifiability, and the results of such fits.
+It does not depend on models or rotations.
 """
 
 from tl_posdisent.utils.lazy_names import attach

@@ -1,10 +1,10 @@
-"""Masks as sets of (query, key) cells of a score matrix; sums of scores over them; refusal of masking values inside.
+"""Masks as sets of (query, key) cells of a score matrix, sums of scores over them, and checks for masking values.
 
-The additive model gives every cell ``a[distance] + b[query] + c[key]``; the normal equations need *marginals*, the sums
-over the cells of each distance, query and key, of the scores (``read_marginals``) and of the model (``Cells.product``).
-Coefficients and marginals are *stacked* in one vector: distances, queries, keys. ``Runs`` (no gaps in rows, columns and
-diagonals) and ``Scattered`` (any mask) are the two kinds of cell sets; ``make_cells`` chooses. The last query is at the
-last key: query ``i`` has position ``i + n_key - n_query``.
+The additive model gives every cell ``a[distance] + b[query] + c[key]``. The normal equations need *marginals*: the sums
+of the scores (``read_marginals``) and of the model (``Cells.product``) over the cells of each distance, query and key.
+Coefficients and marginals are *stacked* in one vector: distances, queries, keys. There are two kinds of cell sets,
+``Runs`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask); ``make_cells`` chooses. The last query
+is at the last key: query ``i`` has position ``i + n_key - n_query``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tl_posdisent.utils.validation import check_integer, check_values
 AnyCells = TypeVar("AnyCells", bound="Cells")
 T = TypeVar("T")
 
-_ROWS, _CELLS = 64, 2**18  # that are read at a time, at most, and converted: they stay in a processor's cache
+_ROWS, _CELLS = 64, 2**18  # most rows and cells that are read and converted at a time, to stay in the CPU's cache
 _APART = 100  # masked cells are this many times further from the other scores than these are from each other
 
 
 class Parts(NamedTuple):
-    """The three axes of a stacked vector."""
+    """The three parts of a stacked vector."""
 
     distance: Tensor
     query: Tensor
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Queries and keys, the last query at the last key, and the lowest and the highest distance that occur."""
+    """A grid of queries and keys, the last query at the last key, with the range of distances that occur."""
 
     n_query: int
     n_key: int
@@ -48,7 +48,7 @@ class Grid:
 
     @property
     def offset(self) -> int:
-        """Position of the first query: how many keys came before it."""
+        """Position of the first query: the number of keys before it."""
         return self.n_key - self.n_query
 
     @property
@@ -56,7 +56,7 @@ class Grid:
         return self.high - self.low + 1
 
     def columns(self, rows: slice) -> slice:
-        """Keys that some of these queries can see."""
+        """Return the range of keys that some of these queries can see."""
         left = max(0, rows.start + self.offset - self.high)
         right = min(self.n_key, rows.stop + self.offset - self.low)
         return slice(min(left, right), right)
@@ -91,14 +91,14 @@ class Cells(Grid, ABC):
         return torch.arange(self.low, self.high + 1, device=self.counts.device)
 
     def split(self, stacked: Tensor) -> Parts:
-        """Views of the three axes of a stacked vector."""
+        """Split a stacked vector into views of its three parts."""
         return Parts(*stacked.split((self.n_distance, self.n_query, self.n_key), -1))
 
     @abstractmethod
     def inside(
         self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
     ) -> Bool[Tensor, "*mask row column"]:
-        """True where a cell of this block counts; ``which`` picks sets by their flat leading index."""
+        """Return a mask of the block's cells that are in the set; ``which`` selects sets by flat leading index."""
 
     @abstractmethod
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
@@ -112,7 +112,7 @@ class Cells(Grid, ABC):
 
 
 def on_device(x: T, device: torch.device | str) -> T:
-    """A dataclass with its tensors and cells on another device."""
+    """Copy a dataclass with its tensors and cells to another device."""
     values = ((field.name, getattr(x, field.name)) for field in fields(x))  # type: ignore[arg-type]
     moved: Any = {name: value.to(device) for name, value in values if isinstance(value, (Tensor, Cells))}
     return replace(x, **moved)  # type: ignore[type-var]
@@ -125,7 +125,7 @@ def cell_distances(n_query: int, n_key: int, device: torch.device | str | None =
 
 
 def distance_range(mask: Bool[Tensor, "*mask query key"]) -> tuple[int, int]:
-    """The lowest and the highest distance with a cell in any of the masks."""
+    """Return the lowest and the highest distance with a cell in any of the masks."""
     n_query, n_key = mask.shape[-2:]
     used = cell_distances(n_query, n_key, mask.device)[mask.reshape(-1, n_query, n_key).any(0)]
     return int(used.min()), int(used.max())
@@ -144,11 +144,11 @@ def by_distance(mask: Bool[Tensor, "*mask query key"], low: int, high: int) -> B
 def diagonal_sums(x: Float64[Tensor, "*batch row column"], low: int, high: int) -> Float64[Tensor, "*batch diagonal"]:
     """Sum ``x`` along each diagonal ``row - column = low … high``; ``x`` must be 0 on all others.
 
-    A matrix of width n read with width n + 1 shows every diagonal as a column: the sums need no index, and no
-    copy either unless there are more diagonals than columns.
+    A matrix of width n, reshaped to width n + 1, has every diagonal as a column: the sums need no index, and no
+    copy unless there are more diagonals than columns.
     """
     columns = x.shape[-1]
-    width = max(columns, high - low)  # so that no two of the diagonals asked for share a column
+    width = max(columns, high - low)  # so that no two of the requested diagonals share a column
     if width > columns:
         x = torch.nn.functional.pad(x, (0, width - columns))
     flat = x.flatten(-2)
@@ -167,13 +167,15 @@ Run = tuple[Tensor, Tensor]  # half-open: first, and one past the last; equal if
 class Runs(Cells):
     """Cells whose rows, columns and diagonals have no gaps: causal, full, windowed and padded masks.
 
-    The sum of the model over a run is a difference of two cumulative sums: a product is O(length), without a matrix.
+    The sum of the model over a run is a difference of two cumulative sums, so a product takes O(length), without a
+    matrix.
 
     Attributes:
         first_key, stop_key: the run of keys of each query, half-open.
         first_query, stop_query: the run of queries of each distance, half-open.
-        starts, stops: where in the cumulative sum of a stacked vector the two runs of each coefficient begin and
-            end: a distance is met by queries and keys, a query by keys and distances, a key by queries and distances.
+        starts, stops: where the two runs of each coefficient begin and end in the cumulative sum of a stacked vector.
+            The cells of a distance form runs of queries and keys, those of a query runs of keys and distances, and
+            those of a key runs of queries and distances.
     """
 
     first_key: Int64[Tensor, "*mask query"]
@@ -185,7 +187,7 @@ class Runs(Cells):
 
     @classmethod
     def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str, *, sinks: int = 0) -> Runs:
-        """Make the cells with ``low <= distance <= high``, without the first ``sinks`` keys."""
+        """Create the cells with ``low <= distance <= high``, without the first ``sinks`` keys."""
         offset = n_key - n_query
         i, j = (torch.arange(n, device=device) for n in (n_query, n_key))
         d = torch.arange(low, high + 1, device=device)
@@ -217,14 +219,14 @@ class Runs(Cells):
         runs = (queries_of_distance, keys_of_query, queries_of_key)
         queries, keys = n_distance, n_distance + n_query  # where these begin in a stacked vector; distances at 0
         (d_start, d_stop), (q_start, q_stop), (k_start, k_stop) = runs
-        # Distance d meets the keys i - d of its queries i, query i the distances i - j of its keys j, and so on.
+        # Distance d has the keys i - d of its queries i, query i has the distances i - j of its keys j, and so on.
         key, distance_up, distance_down = keys + offset - low - d, offset - low - j, offset - low + i + 1
         starts = [queries + d_start, keys + q_start, queries + k_start]
         stops = [queries + d_stop, keys + q_stop, queries + k_stop]
         starts += [key + d_start, distance_down - q_stop, distance_up + k_start]
         stops += [key + d_stop, distance_down - q_start, distance_up + k_stop]
         counts = torch.cat([stop - start for start, stop in runs], -1).double()
-        last = counts.shape[-1]  # an empty run may lie anywhere: its two ends are equal
+        last = counts.shape[-1]  # an empty run may be anywhere, as its two ends are equal
         ends = (torch.cat(x, -1).clamp(0, last) for x in (starts, stops))
         return cls(n_query, n_key, low, low + n_distance - 1, counts, q_start, q_stop, d_start, d_stop, *ends)
 
@@ -240,15 +242,15 @@ class Runs(Cells):
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
         if self.n_query < 16 * self.n_distance:
             return torch.addcmul(self._run_sums(x), self.counts, x)
-        # A short run is a small difference of two large sums, so these must be exact. The leading bits of the
-        # numbers, as multiples of one unit, add up without rounding; what is left of the numbers is small.
+        # The sum of a short run is a small difference of two large sums, so these must be exact. The leading bits of
+        # the numbers, as multiples of one unit, add up without rounding; the remainders are small.
         bits = torch.frexp(x.abs().amax(-1, keepdim=True) * x.shape[-1]).exponent
         unit = torch.exp2(bits - 52.0)
         leading = (x / unit).round_().mul_(unit)
         return torch.addcmul(self._run_sums(leading) + self._run_sums(x - leading), self.counts, x)
 
     def _run_sums(self, x: Tensor) -> Tensor:
-        """Sum of the other two components over the cells of each coefficient."""
+        """Sum the other two components over the cells of each coefficient."""
         total = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
         n, shape = x.shape[-1], (*x.shape[:-1], self.starts.shape[-1])
         # Gathering over an expanded index is several times faster than index_select and take_along_dim.
@@ -262,7 +264,7 @@ def _clipped(start: Tensor, stop: Tensor, n: int) -> Run:
 
 
 def _find_run(mask: Bool[Tensor, "*mask n columns"]) -> Run | None:
-    """The run of True in every column, or None where one has a gap."""
+    """Find the run of True in every column, or return None if a column has a gap."""
     begins = mask.clone()
     begins[..., 1:, :] &= ~mask[..., :-1, :]
     if bool((begins.sum(-2) > 1).any()):
@@ -290,7 +292,7 @@ class Scattered(Cells):
         n_query, n_key = mask.shape[-2:]
         low, high = distance_range(mask)
         query_distance = by_distance(mask, low, high)
-        # Seen backwards, a key is a query whose last key stands at the last position too, that is `offset` off.
+        # In reversed order, keys take the place of queries, and distances are shifted by `offset`.
         offset = n_key - n_query
         key_distance = by_distance(mask.mT.flip(-1, -2), low - offset, high - offset).flip(-2)
         counts = torch.cat([query_distance.sum(-2), mask.sum(-1), mask.sum(-2)], -1)
@@ -328,7 +330,7 @@ def make_cells(
     """Convert ``mask``, ``window`` and ``sinks`` to the cells of scores of this shape, ``(*batch, query, key)``.
 
     Raises:
-        ValueError: an unknown mask, a mask of another size or dtype, a window below 1, sinks below 0, nothing left.
+        ValueError: an unknown mask, a mask of another size or dtype, a window below 1, sinks below 0, no cells left.
     """
     if window is not None:
         window = check_integer("window", window, 1)
@@ -346,7 +348,7 @@ def make_cells(
         raise ArgumentError(
             "scores",
             f"must have shape (..., query, key) with the last query at the last key, got {n_query} queries and "
-            f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are no scores",
+            f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are not scores",
         )
     low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1 - sinks
     if window is not None:
@@ -355,13 +357,13 @@ def make_cells(
 
 
 def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int) -> Tensor:
-    """Return the mask within the window, without sinks, with two axes or as many as the scores have, or raise."""
+    """Validate a boolean mask; return it cut to the window, without sinks, with 2 axes or those of the scores."""
     n_query, n_key = shape[-2:]
     if mask.dtype != torch.bool:
         raise ArgumentError(
             "mask",
             f"must have dtype torch.bool (True where a cell counts), got {mask.dtype}; "
-            "convert an additive or 0/1 mask yourself, its meaning cannot be read from its values",
+            "convert an additive or 0/1 mask yourself: its values do not show what it means",
         )
     check_values("mask", mask)
     if mask.ndim < 2 or tuple(mask.shape[-2:]) != (n_query, n_key):
@@ -378,7 +380,7 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int)
     if not bool(filled.all()):
         raise ArgumentError(
             "mask",
-            f"must leave at least one cell, got one of shape {tuple(mask.shape)} that leaves nothing"
+            f"must leave at least one cell, got a mask of shape {tuple(mask.shape)} that leaves none"
             + (f" at leading index {tuple((~filled).nonzero()[0].tolist())}" if leading else ""),
         )
     shared = all(n == 1 for n in leading)
@@ -390,9 +392,9 @@ class Marginals:
     """Sums of ``scores - pivot`` over the cells; the pivot is near the mean, so that squares do not cancel.
 
     Attributes:
-        pivot: what was subtracted from the scores.
-        sums: over the cells of each distance, query and key, stacked.
-        squares: over all cells.
+        pivot: number that was subtracted from the scores.
+        sums: sums over the cells of each distance, query and key, stacked.
+        squares: sum of squares over all cells.
     """
 
     pivot: Float64[Tensor, "*batch"]
@@ -400,7 +402,7 @@ class Marginals:
     squares: Float64[Tensor, "*batch"]
 
     def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
-        """Convert to the sums of ``scores - pivot`` over the same cells, for another pivot."""
+        """Convert the sums to those of ``scores - pivot`` over the same cells, for another pivot."""
         shift = self.pivot - pivot
         total = cells.split(self.sums).query.sum(-1)
         squares = self.squares + shift * (2 * total + cells.n_cells * shift)
@@ -413,11 +415,11 @@ def read_marginals(
     """Sum every score matrix over ``cells`` along each axis, in float64.
 
     Args:
-        name: of the scores, for errors.
-        suspicious: look for masking values such as -1e9 too; not where the user has marked every cell that counts.
+        name: the scores' name in errors.
+        suspicious: also look for masking values such as -1e9; False if the user has passed a boolean mask.
 
     Raises:
-        ValueError: a cell inside the mask is NaN, infinite or a masking value; says where the first one is.
+        ValueError: a cell inside the mask is NaN, infinite or a masking value; the message says where the first one is.
     """
     batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
     flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
@@ -445,7 +447,7 @@ def read_marginals(
             block.sub_(pivot[some, None, None])
             inside = cells.inside(lines, columns, masks)
             touched = (~inside).flatten(0, -2).any(0).nonzero()
-            if len(touched):  # most columns have no cell to hide
+            if len(touched):  # most columns have no masked cell
                 hidden = slice(int(touched[0]), int(touched[-1]) + 1)
                 block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
             cells.add_diagonals(by_distance[some], block, lines, columns)
@@ -464,7 +466,7 @@ def read_marginals(
 def _typical(
     x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, "matrix"] | None
 ) -> Float64[Tensor, "matrix"]:
-    """Estimate the mean of each matrix from a few of its rows, or from all where these have no cells."""
+    """Estimate the mean of each matrix from a few of its rows, or from all rows if those have no cells."""
     for step in (max(1, cells.n_query // 8), 1):
         rows = slice(0, cells.n_query, step)
         inside = cells.inside(rows, slice(0, cells.n_key), masks)
@@ -489,11 +491,11 @@ def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) 
 def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
     """Raise if some cells were masked by a finite number such as -1e9, -65504 or -1e4, alone or added to the scores.
 
-    They are recognised by their distance: far below 0, and either far below all other cells, or one number again and
-    again, beside other scores in the same row.
+    Masking values are recognised by their size: they are far below 0, and either far below all other cells or one
+    number that is repeated, in rows that also hold other scores.
 
     Args:
-        lowest: ``[matrix]``, the lowest score of each, which says where to look.
+        lowest: ``[matrix]``, the lowest score of each matrix, which shows which matrices to check.
     """
     if bool((lowest > -FAR).all()):
         return
@@ -507,12 +509,12 @@ def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: st
         raise ArgumentError(
             name,
             f"must not hold masking values inside the mask, {_where(scores, bad, cells)} "
-            "(a boolean mask is taken as it is)",
+            "(a boolean mask is not checked for them)",
         )
 
 
 def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
-    """Which cells of one matrix hold a masking value."""
+    """Find the cells of one matrix that hold a masking value."""
     none = torch.zeros_like(inside)
     lowest = scores[inside].min()
     if lowest > -FAR:
@@ -528,12 +530,12 @@ def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
 
 
 def _beside(some: Tensor, others: Tensor) -> bool:
-    """Whether a row holds both: a row that is low as a whole is a query component."""
+    """Whether some row holds both: a row that is low as a whole shows a query component, not masking."""
     return bool((some.any(-1) & others.any(-1)).any())
 
 
 def _where(scores: Tensor, bad: Tensor, cells: Cells) -> str:
-    """The first bad cell, and the argument that leaves exactly those of its matrix out, if there is one."""
+    """Describe the first bad cell, and name the argument that excludes exactly the bad cells of its matrix, if any."""
     first = tuple(bad.nonzero()[0].tolist())
     inside = cells.to_mask().expand(bad.shape)[first[:-2]]
     kept, distance = inside & ~bad[first[:-2]], cell_distances(cells.n_query, cells.n_key, bad.device)

@@ -48,29 +48,30 @@ def fit_additive(
 ) -> AdditiveFit:
     """Fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]`` by least squares, for all heads at once.
 
-    The three-axis model of arXiv 2503.13305, §3: position (the distance), a bias of the query and an importance of the
-    key. Cells outside the mask may hold anything. Sums run in float64 whatever the dtype.
+    This is the three-axis model of arXiv 2503.13305, §3: position (the distance), a bias of the query and an importance
+    of the key. Cells outside the mask may hold any value. Sums are computed in float64, whatever the dtype.
 
     Args:
         scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``. The
-            last query stands at the last key: with fewer queries than keys, query ``i`` is at ``i + n_key - n_query``.
-            Or a list of such tensors, or a cache of ``run_with_cache`` with ``hook_attn_scores``: scores of several
-            layers get one more axis, before the heads, and tables a column ``layer``.
+            last query is at the last key: with fewer queries than keys, query ``i`` is at ``i + n_key - n_query``.
+            Also a list of such tensors, one per layer, or a cache of ``run_with_cache`` with ``hook_attn_scores``: the
+            result then has an axis of layers before the heads, and its tables a column ``layer``.
         mask: ``"causal"`` (key not after query), ``"full"`` (bidirectional), or a boolean tensor that is True where a
             cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes).
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
-        sinks: leave this many keys at the beginning (attention sinks) out of the fit; their importance is 0.
-        pool: one distance profile for all entries of the first axis (texts), each with its own query and key part.
-        check: refuse an attention pattern (rows that are non-negative and sum to 1), and warn of what may be q, k, v
-            or z (fewer "queries" than "keys", finite also where a causal mask is).
+        sinks: leave this many first keys (attention sinks) out of the fit; their importance is 0.
+        pool: fit one distance profile to all entries of the first axis (texts), each with its own query and key part.
+        check: raise for an attention pattern (rows that are non-negative and sum to 1), and warn if the tensor may be
+            q, k, v or z (fewer "queries" than "keys", and no causal mask).
 
     Returns:
         An ``AdditiveFit``: components with their gauge fixed, ``r``, shares, ``fitted()``, ``residual()``, tables.
 
     Raises:
-        ValueError: scores that are no floating point matrices; a mask of wrong dtype or size or that leaves nothing; a
-            cell inside the mask that is NaN, infinite or a masking value such as -1e9 (says where, and which mask to
-            pass; a boolean mask is taken as it is); an attention pattern, unless ``check=False``.
+        ValueError: scores that are not floating point matrices; a mask of the wrong dtype or size, or without any cell;
+            a cell inside the mask that is NaN, infinite or a masking value such as -1e9 (the message says where, and
+            which mask to pass; a boolean mask is not checked for masking values); an attention pattern, unless
+            ``check=False``.
 
     Example:
         >>> import torch
@@ -107,15 +108,15 @@ def fit_additive(
 
 
 def _stacked(scores: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Scores of several layers as one tensor, with an axis of layers before the heads."""
+    """Stack scores of several layers into one tensor, with an axis of layers before the heads."""
     if hasattr(scores, "items"):
         named = {re.fullmatch(r"blocks\.(\d+)\.attn\.hook_attn_scores", str(name)): x for name, x in scores.items()}
         by_layer = {int(found[1]): x for found, x in named.items() if found}
         if not by_layer:
             raise ArgumentError(
                 "scores",
-                "must be a tensor, a list of tensors, or a cache that holds hook_attn_scores, got one without: "
-                'run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))',
+                "must be a tensor, a list of tensors, or a cache that holds hook_attn_scores, got a cache without it; "
+                'use run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))',
             )
     elif isinstance(scores, (list, tuple)) and scores:
         by_layer = dict(enumerate(scores))
@@ -136,18 +137,18 @@ def fit_marginals(
     """Fit the scores that have these marginal sums.
 
     Args:
-        size: of the terms that make up a score, where these are larger than the scores. Scores that vary by no more
-            than its rounding do not vary.
+        size: magnitude of the terms that make up a score, where these are larger than the scores. Scores that vary by
+            no more than the rounding of such terms are treated as constant.
     """
     weights = cells.counts
     if pool:
-        # One pivot for all texts: every sum and square is then about the same number.
+        # With one pivot for all texts, their sums and squares refer to the same number and can be added.
         read = read.about(read.pivot.mean(0, keepdim=True).expand_as(read.pivot), cells)
         weights = pooled(cells, weights.expand_as(read.sums))
     sums = pooled(cells, read.sums) if pool else read.sums
     squares, pivot = (read.squares.sum(0), read.pivot[0]) if pool else (read.squares, read.pivot)
 
-    # The squares of the terms round the sums, where these are larger than the scores.
+    # The sums are rounded relative to their terms, where these are larger than the scores.
     terms = read.squares.maximum(cells.n_cells * torch.as_tensor(size).to(read.squares) ** 2)
     solution = solve(cells, sums, squares=terms, pool=pool)
     offset, parts = fix_gauge(cells, weights, solution, pool=pool)
@@ -165,7 +166,7 @@ def fit_marginals(
     r2, *shares = (torch.where(constant, torch.nan, (x / total).clamp(0, 1)) for x in (explained, *alone))
     n_cells = n_cells.expand_as(r2)
     n_parameters = count_parameters(cells, len(sums) if pool else None).expand_as(r2)
-    spare = n_cells - n_parameters  # residual degrees of freedom; without any, the model fits whatever there is
+    spare = n_cells - n_parameters  # residual degrees of freedom; without any, the model fits every matrix
     r2 = torch.where(spare > 0, r2, torch.nan)
     return AdditiveFit(
         intercept=read.pivot + offset,
@@ -189,16 +190,17 @@ def fit_marginals(
 def explained_around(
     read: Marginals, cells: Cells, profiles: Float64[Tensor, "profile *batch distance"]
 ) -> Float64[Tensor, "profile *batch"]:
-    """r² of *given* distance profiles (0: none) with the best query and key components of these scores.
+    """Compute r² of *given* distance profiles (0: no profile) with the best query and key components for the scores.
 
-    It is ``1 - residual / total``, below that of queries and keys alone where the profile is worse than none, and NaN
-    for a profile of NaN.
+    It is ``1 - residual / total``: lower than for queries and keys alone if the profile is worse than none, and NaN
+    for a profile with NaN.
     """
     coefficients = read.sums.new_zeros(len(profiles), *read.sums.shape)
     cells.split(coefficients).distance.copy_(profiles.nan_to_num())
     put_in = cells.product(coefficients)
     left = read.sums - put_in
-    # Not of what is left: sums that nearly cancel are no longer those of one matrix.
+    # The two parts are solved separately, not their difference: after near cancellation, rounding would leave sums
+    # that no matrix has.
     of_model = (coefficients * put_in).sum(-1)
     solution = solve(cells, read.sums, squares=read.squares, distances=False)
     solution = solution - solve(cells, put_in, squares=of_model, distances=False)
@@ -210,7 +212,7 @@ def explained_around(
 
 
 def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum over distances, queries and keys; pooled texts have their own queries and keys, and the same distances."""
+    """Sum over distances, queries and keys; pooled texts share the distances but not the queries and keys."""
     d, q, k = (x.sum(-1) for x in cells.split(stacked))
     return (d[0], q.sum(0), k.sum(0)) if pool else (d, q, k)
 
@@ -218,7 +220,7 @@ def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Te
 def fix_gauge(
     cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
 ) -> tuple[Float64[Tensor, "*batch"], Parts]:
-    """Return the intercept and components in the gauge of ``AdditiveFit``.
+    """Convert a solution to the intercept and components in the gauge of ``AdditiveFit``.
 
     Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
     mean 0 over the cells, and ``c`` a least-squares slope of 0 over the cells' key positions (of all texts, if pooled).
@@ -234,13 +236,13 @@ def fix_gauge(
     line = torch.cat([-cells.distances, query, -key])
     tilted = cells.split(torch.addcmul(solution, slope, line))
     means = [weighted_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
-    # A distance, query or key without cells has no coefficient: it is given as 0.
+    # A distance, query or key without cells has no coefficient; report 0.
     parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
     return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
 
 
 def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
-    """Over the last axis, which stays; 0 without weights."""
+    """Compute the weighted mean over the last axis, which is kept; 0 where all weights are 0."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
 

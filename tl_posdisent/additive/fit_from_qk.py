@@ -1,11 +1,11 @@
 """Additive fit from queries and keys, without the scores: time O(length · d²), memory O(length · d).
 
-All that the fit needs of plain scores (``Marginals``) can be computed from the vectors: row and column sums from
-cumulative sums, sums along diagonals by a Fourier transform, the sum of squares from Gram matrices of blocks of keys.
+All that the fit needs to know of the scores (``Marginals``) can be computed from the vectors: row and column sums by
+cumulative sums, sums along diagonals by a Fourier transform, the sum of squares by Gram matrices of blocks of keys.
 
-Means first leave the vectors. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``, whose
-last two terms are a query and a key component already: their marginals are known exactly, and nothing large is left to
-cancel in the squares however nearly additive the scores are.
+The vectors are centred first. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``. The
+last two terms already are a query and a key component: their marginals are known exactly, and no large terms are left
+to cancel in the squares, however nearly additive the scores are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
 
-_BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked
-_COLUMNS = 8  # coordinates summed and transformed at a time: what they need stays in cache
+_BLOCK = 256  # side of a block of queries and keys; blocks that are partly masked are computed cell by cell
+_COLUMNS = 8  # coordinates that are summed and transformed at a time, so that their data stays in cache
 
 
 @own_sums()
@@ -40,18 +40,21 @@ def fit_additive_qk(
 ) -> AdditiveFit:
     """Fit the scores ``scale · ⟨q_rot[i], k_rot[j]⟩`` as ``fit_additive`` does, without forming them.
 
-    The same numbers, to rounding, where scores would not fit: at 131 072 tokens one head's scores take 64 GiB, its
-    queries and keys 128 MiB. Scores with a bias or a soft cap are not inner products and need ``fit_additive``.
+    The numbers are the same up to rounding, and need far less memory: at 131 072 tokens one head's scores take 64 GiB,
+    its queries and keys 128 MiB. Scores with a bias or a soft cap are not inner products and need ``fit_additive``.
 
     Args:
         q_rot: rotated queries ``[*batch, query, head, d_head]``, as ``capture`` yields them.
         k_rot: rotated keys ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
-        scale: what the inner products are multiplied by, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
+        scale: factor of the inner products, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
         mask: ``"causal"`` or ``"full"``.
-        window, pool: as in ``fit_additive``; pooling is over the first batch axis. Leading axes are ``*batch head``.
+        window, pool: as in ``fit_additive``; pooling is over the first batch axis.
+
+    Returns:
+        An ``AdditiveFit`` with leading axes ``*batch head``.
 
     Raises:
-        ValueError: shapes that do not belong together, vectors that are not finite, a boolean mask.
+        ValueError: shapes that do not match, vectors that are not finite, a boolean mask.
 
     Example:
         >>> import torch
@@ -62,7 +65,7 @@ def fit_additive_qk(
         True
     """
     if not isinstance(mask, str):
-        raise ArgumentError("mask", 'must be "causal" or "full"; fits to other masks need scores: use fit_additive')
+        raise ArgumentError("mask", 'must be "causal" or "full"; for other masks use fit_additive, with scores')
     check_queries_and_keys(q_rot=q_rot, k_rot=k_rot)
     check_number("scale", scale)
     check_flag("pool", pool)
@@ -87,14 +90,14 @@ def fit_additive_qk(
 def _read_group(
     q: Float64[Tensor, "head query d"], k: Float64[Tensor, "key d"], cells: Cells
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pivot, marginal sums, sum of squares and size ``|q|·|k|`` for the query heads of a key head."""
+    """Compute pivot, marginal sums, sum of squares and size ``|q|·|k|`` for the query heads of one key head."""
     size = q.square().sum(-1).mean(-1).sqrt() * k.square().sum(-1).mean().sqrt()
     q_mean, k_mean = q.mean(1, keepdim=True), k.mean(0)
     of_query = q @ k_mean
     u, v = q - q_mean, k - k_mean
     of_key = (q_mean @ v.T)[:, 0]
     pivot = of_query.mean(-1)
-    # The components that are known beforehand, as a model: its marginals need no scores either.
+    # The known components as coefficients of the model, whose marginals need no scores either.
     zero = q.new_zeros(len(q), cells.n_distance)
     known = torch.cat([zero, of_query - pivot[:, None], of_key], -1)
     sums = _bilinear_sums(u, v, cells)
@@ -107,7 +110,7 @@ def _read_group(
 def _bilinear_sums(
     u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
 ) -> Float64[Tensor, "head coefficient"]:
-    """Sums of ``u_i·v_j`` over the cells of each distance, query and key, stacked."""
+    """Sum ``u_i·v_j`` over the cells of each distance, query and key, stacked."""
     i = torch.arange(cells.n_query, device=u.device) + cells.offset
     j = torch.arange(cells.n_key, device=u.device) - cells.offset
     length = 1 << (cells.n_query + cells.n_key - 1).bit_length()
@@ -124,7 +127,7 @@ def _bilinear_sums(
 
 
 def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> Float64[Tensor, "*head run d"]:
-    """Sums over the half-open runs ``start … stop``, cut to what exists."""
+    """Sum ``x`` over the half-open runs ``start … stop``, clipped to the axis."""
     n = x.shape[-2]
     total = torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0))
     start = start.clamp(0, n)
@@ -134,9 +137,9 @@ def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> F
 def _bilinear_squares(
     u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
 ) -> Float64[Tensor, "head"]:
-    """Sum of ``(u_i·v_j)²``: blocks of keys that a block of queries sees whole enter by their Gram matrix."""
+    """Sum ``(u_i·v_j)²``, with the Gram matrix of each block of keys that a block of queries sees completely."""
     blocks = v.split(_BLOCK)
-    # Gram matrices of all blocks before, held once: of a long text they take the most memory.
+    # Cumulative sums of the blocks' Gram matrices, held once: for a long text they take the most memory.
     total = v.new_zeros(len(blocks) + 1, v.shape[-1], v.shape[-1])
     for n, keys in enumerate(blocks):
         torch.addmm(total[n], keys.T, keys, out=total[n + 1])
@@ -155,7 +158,7 @@ def _bilinear_squares(
 
 
 def _key_blocks(cells: Cells, row: int, stop: int) -> tuple[range, list[int]]:
-    """Blocks of keys that all queries ``row … stop`` see whole, and those of which they see some cells."""
+    """Return the blocks of keys that all queries ``row … stop`` see completely, and those that they see in part."""
     first, last = row + cells.offset, stop - 1 + cells.offset
     seen = range(max(0, first - cells.high), min(cells.n_key, last - cells.low + 1))
     by_all = range(max(0, last - cells.high), min(cells.n_key, first - cells.low + 1))

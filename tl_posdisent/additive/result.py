@@ -25,7 +25,7 @@ SUMMARY = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key
 
 
 class CellsFit(HasTable):
-    """A fit to some cells of score matrices."""
+    """Base class of fits to the cells of score matrices that a mask selects."""
 
     cells: Cells
 
@@ -48,31 +48,31 @@ class AdditiveFit(CellsFit):
     """Least-squares fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``.
 
     All tensors are float64 and in the units of the scores. ``*batch`` are the leading axes of the scores; ``*fit``
-    are the same, less the first (the texts) if the fit is pooled.
+    are the same axes without the first (the texts) if the fit is pooled.
 
-    **Gauge.** Fitted values and ``r`` are unique; between the components, constants can move, and so can a straight
-    line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key). The convention: every component has
-    mean 0 over the cells, and over them ``key`` has no linear trend in the key's position: a key counts as often as
-    it has cells (of all texts together, if pooled). If a mask falls into pieces (packed documents), compare components
-    within a piece.
+    **Gauge.** Fitted values and ``r`` are unique, but constants can move between the components, and so can a straight
+    line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key). By convention, every component has
+    mean 0 over the cells, and ``key`` has no linear trend in the key's position, each key weighted by its number of
+    cells (in all texts together, if pooled). If a mask falls into separate pieces (packed documents), compare
+    components within a piece only.
 
     Attributes:
-        intercept: ``[*batch]``, the mean of the scores; of each text, if texts with equal masks are pooled.
+        intercept: ``[*batch]``, the mean of the scores; one per text if texts with equal masks are pooled.
         distance: ``[*fit, distance]``, entry ``n`` belongs to ``distances[n]``; 0 for a distance without cells.
         query: ``[*batch, query]``; 0 for a query without cells.
         key: ``[*batch, key]``; 0 for a key without cells.
         distances: ``[distance]``, query position minus key position, ascending.
         r: ``[*fit]``, Pearson correlation of scores and fitted scores. NaN where the scores do not vary, and where
             the fit has no residual degrees of freedom (``n_cells == n_parameters``, as with two tokens).
-        r2: ``[*fit]``, its square, the share of the scores' variance that the fit explains; NaN likewise.
-        r2_adjusted: ``[*fit]``, ``1 - (1 - r2)·(n_cells - 1)/(n_cells - n_parameters)``: about 0 for noise; NaN
-            likewise.
-        share_distance, share_query, share_key: ``[*fit]``, the share of the variance that this axis explains when it
-            is alone. They need not add up to ``r2``, as the axes overlap under a causal mask.
+        r2: ``[*fit]``, the square of ``r``: the share of the scores' variance that the fit explains.
+        r2_adjusted: ``[*fit]``, ``1 - (1 - r2)·(n_cells - 1)/(n_cells - n_parameters)``: about 0 for noise.
+            ``r2`` and ``r2_adjusted`` are NaN where ``r`` is.
+        share_distance, share_query, share_key: ``[*fit]``, the share of the variance that this axis explains by
+            itself. The three need not add up to ``r2``, as the axes overlap under a causal mask.
         n_cells: number of cells in each fit.
         n_parameters: rank of the design, intercept included.
         pooled: whether all entries of the first axis share one distance component.
-        layers: the layers of the axis before the heads, if scores of several layers were fitted; else None.
+        layers: the layer numbers of the axis before the heads, if scores of several layers were fitted; else None.
     """
 
     intercept: Float64[Tensor, "*batch"]
@@ -97,12 +97,12 @@ class AdditiveFit(CellsFit):
         return (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
 
     def component(self, name: Component) -> Float64[Tensor, "*batch query key"]:
-        """Lay one component out like the scores; 0 outside the mask."""
+        """Return one component at every cell, in the shape of the scores; 0 outside the mask."""
         check_choice("name", name, get_args(Component))
         return torch.where(self.mask, self._laid_out(name).expand(self._shape), 0.0)
 
     def _laid_out(self, name: Component) -> Tensor:
-        """Give one component a shape that broadcasts to that of the scores."""
+        """Reshape one component so that it broadcasts to the scores."""
         if name == "query":
             return self.query[..., :, None]
         if name == "key":
@@ -112,7 +112,7 @@ class AdditiveFit(CellsFit):
         return self.distance[..., distance.clamp(cells.low, cells.high) - cells.low]
 
     def fitted(self, *, fill: float = 0.0) -> Float64[Tensor, "*batch query key"]:
-        """Return the fitted scores; ``fill`` outside the mask (``-inf`` makes them ready for a softmax)."""
+        """Return the fitted scores, with ``fill`` outside the mask (``fill=-inf`` makes them ready for a softmax)."""
         by_token = (self.intercept[..., None] + self.query)[..., :, None] + self._laid_out("key")
         return torch.where(self.mask, by_token + self._laid_out("distance"), fill)
 
@@ -125,8 +125,8 @@ class AdditiveFit(CellsFit):
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
 
-        ``"summary"`` has one row per fit: its index (``batch``, ``layer``, ``head``, as far as there are), ``r``,
-        ``r2``, ``r2_adjusted`` and the shares; the others have one row per coefficient of that component.
+        ``"summary"`` has one row per fit: its index (those of ``batch``, ``layer`` and ``head`` that apply), ``r``,
+        ``r2``, ``r2_adjusted`` and the shares. The other tables have one row per coefficient of that component.
         """
         check_choice("component", component, get_args(TableComponent))
         if component == "summary":
@@ -159,7 +159,7 @@ class AdditiveFit(CellsFit):
 
 
 def mean_and_range(x: Tensor, spec: str = ".3f") -> str:
-    """``mean (lowest…highest)``, or the one number."""
+    """Format a tensor as ``mean (lowest…highest)``, or as one number if all values are equal."""
     x = x.double()[~x.double().isnan()]
     if x.numel() == 0:
         return "undefined"

@@ -1,4 +1,4 @@
-"""Checks of tensors: attention scores (shape, dtype, no pattern, no vectors); queries and keys."""
+"""Validate attention scores (shape, dtype, neither a pattern nor q, k, v or z), and queries and keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_devices, check_values, described
 
-# Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
-# scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
+# Models mask with -inf, the lowest number of a dtype, or a round number, of which -1e4 is the closest to 0 in use. Real
+# scores are in the hundreds at most; -1000 would take attention far sharper than in any trained model.
 FAR = 1000.0
-_ENOUGH = 6  # keys: of fewer, real scores might by chance be non-negative and add up to less than 1 in every row
+_ENOUGH = 6  # keys: with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
 
 
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
@@ -43,11 +43,11 @@ def check_finite_tensor(name: str, x: Any) -> None:
         raise ArgumentError(name, f"must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     check_values(name, x)
     if not bool(x.isfinite().all()):
-        raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} values that are not")
+        raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} NaN or infinite values")
 
 
 def check_queries_and_keys(**vectors: Any) -> None:
-    """Raise unless these two, by name, are finite queries and at least two keys that belong together."""
+    """Raise unless the two named tensors are finite queries and at least two keys, with matching shapes."""
     for name, x in vectors.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
             raise ArgumentError(
@@ -66,11 +66,11 @@ def check_queries_and_keys(**vectors: Any) -> None:
 def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
     """Whether the tensor is an attention pattern: every row is non-negative and sums to 1.
 
-    Rows of zeros or NaN, as padding leaves them, count as rows of a pattern if there are others. Beside attention sinks
-    a pattern sums to less: it is known by the zeros that a causal mask leaves, where scores would have none.
+    Rows of zeros or NaN, which padding leaves, are accepted if some row sums to 1. With learned attention sinks rows
+    sum to less than 1: such a pattern is recognised by the zeros of a causal mask, where scores are not 0.
     """
     if not bool(((scores[..., -1, :] >= 0) | scores[..., -1, :].isnan()).all()):
-        return False  # one row of real scores is enough to know, without reading all
+        return False  # the last row already shows that these are scores, so the others need not be read
     rows = torch.nan_to_num(scores.detach(), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     sums = rows.sum(-1, dtype=torch.float64)
     ones = (sums - 1).abs() < 0.01  # bfloat16 rounds each probability to three digits
@@ -81,16 +81,17 @@ def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
 
 
 def refuse_patterns(scores: Float[Tensor, "*batch query key"], advice: str) -> None:
+    """Raise if ``scores`` is an attention pattern; ``advice`` ends the message."""
     if is_pattern(scores):
         raise ArgumentError(
             "scores",
-            "must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
-            f"is an attention pattern (or to less, as beside an attention sink); {advice}",
+            "must be attention logits before the softmax, got an attention pattern: its rows are non-negative and sum "
+            f"to 1 (or to less, as with attention sinks); {advice}",
         )
 
 
 def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
-    """Warn if fewer queries than keys come with scores where a causal model has none, as q, k, v and z do."""
+    """Warn if a tensor with fewer queries than keys is not causally masked, as is the case for q, k, v and z."""
     n_query, n_key = scores.shape[-2:]
     if scores.ndim < 3 or not 1 < n_query < n_key:
         return
@@ -99,7 +100,7 @@ def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
         warnings.warn(
             f"scores of shape {tuple(scores.shape)} are fitted as (..., query, key) with the queries at the last keys, "
             "but keys after a query are not masked: q, k, v and z, which are (batch, pos, head, d_head), look like "
-            "that and are no scores; pass check=False if these are scores",
+            "this and are not scores; pass check=False if these are scores",
             UserWarning,
             stacklevel=3,
         )

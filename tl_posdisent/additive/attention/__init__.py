@@ -1,1 +1,1 @@
-"""The additive model of the attention pattern that is nearest to it in divergence. Tensors only."""
+"""Additive models of attention patterns, fitted by least Kullback-Leibler divergence. Tensors only."""

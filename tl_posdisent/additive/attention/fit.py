@@ -1,4 +1,4 @@
-"""The best additive model of where a head looks: ``softmax_j(d[i - j] + k[j])`` nearest to its attention pattern."""
+"""Fit additive attention ``softmax_j(d[i - j] + k[j])`` to the attention patterns of heads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 
-_AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``
-_NEGLIGIBLE = 1e-13  # of the largest singular value of the features
-_ENOUGH = 4  # keys for each feature, see ``fit_attention``
+_AIM_ALONE = 1e-5  # precision of fits from which only the explained share is reported, see ``Problem.aim``
+_NEGLIGIBLE = 1e-13  # singular values of the features below this times the largest count as 0
+_ENOUGH = 4  # fewest keys per feature without a warning, see ``fit_attention``
 
 
 @own_sums()
@@ -42,49 +42,50 @@ def fit_attention(
 ) -> AttentionFit:
     """Fit ``softmax_j(distance[i - j] + key[j])`` to attention patterns by least Kullback-Leibler divergence.
 
-    Minimises ``Σ_i KL(P_i ‖ Q_i)`` over the queries, in float64. The problem is convex, and at its optimum the total
-    attention of every distance and of every key is that of the data.
+    The fit minimises ``Σ_i KL(P_i ‖ Q_i)`` over the queries, in float64. The problem is convex. At its optimum, every
+    distance and every key gets the same total attention as in the data.
 
     Args:
         scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``.
-        pattern: instead of scores, attention after the softmax; the rows must add up to 1 within the mask.
+        pattern: attention after the softmax, instead of scores; the rows must sum to 1 within the mask.
         mask, window: as in ``fit_additive``.
-        bands: distances at which a new band begins, ascending; keys have an importance of their own in each band.
-            ``(1, 2, 4, 8)`` tells the distances {0}, {1}, {2, 3}, {4 … 7} and {8 …} apart.
+        bands: distances at which a new band begins, ascending; each key has one importance per band. ``(1, 2, 4, 8)``
+            separates the distances {0}, {1}, {2, 3}, {4 … 7} and {8 …}.
         keys: features of the keys ``[*texts, key, kv_head, feature]``, e.g. unrotated key vectors. The importance is
             then ``direction · keys[j]``: a *static* head, which applies to other texts. Leading axes are those of the
-            scores less the heads; head h reads key head ``h // (heads // kv_heads)``. With no features
-            (``keys[..., :0]``) a head has its distance profile and ``sinks`` alone.
-        sinks: how many first keys have a term of their own each. Default: 1 with ``keys``, else 0.
-        pool: one distance profile (and direction) for all entries of the first axis (texts), each with its own keys.
-            Default: with ``keys`` and an axis of texts only.
-        pseudo_count: this part of the pattern is replaced by uniform attention, which keeps coefficients finite where
-            a key or a distance gets none. With 0, coefficients that would be infinite stop where the pattern no longer
-            changes.
+            scores without the heads; head h reads key head ``h // (heads // kv_heads)``. Without features
+            (``keys[..., :0]``) a head has only its distance profile and ``sinks``.
+        sinks: number of first keys that have a separate term each. Default: 1 with ``keys``, else 0.
+        pool: fit one distance profile (and direction) to all entries of the first axis (texts), each with its own keys.
+            Default: True only with ``keys`` and an axis of texts.
+        pseudo_count: part of the pattern that is replaced by uniform attention, to keep coefficients finite where a key
+            or a distance gets no attention. With 0, coefficients that would be infinite stop growing where the pattern
+            no longer changes.
 
     Returns:
-        An ``AttentionFit``. One warning names all fits that have not converged: these are the best found, with an
-        estimate of their ``gap``. Another says that a direction of features is fitted to fewer than four keys for each
-        of them, and fits other texts badly. In 18 heads of SmolLM2 (64 features) the share explained in other texts was
-        −0.27 with 1.5 keys for each, below 0.56 of distance and first token; 0.71 with 3, 0.74 with 6, 0.75 with 24.
+        An ``AttentionFit``. One warning names all fits that have not converged: they are the best found, with an
+        estimate of their ``gap``. Another warns of a direction that is fitted to fewer than four keys per feature,
+        which fits other texts badly. In 18 heads of SmolLM2 (64 features) the share explained in other texts was −0.27
+        with 1.5 keys per feature, less than the 0.56 of distance and first token; 0.71 with 3 keys, 0.74 with 6, 0.75
+        with 24.
 
     Raises:
-        ValueError: neither or both of scores and pattern, or one taken for the other; bands that do not ascend; keys of
-            another shape; as ``fit_additive`` otherwise.
+        ValueError: neither or both of scores and pattern, or one passed as the other; bands that do not ascend; keys of
+            another shape; otherwise as ``fit_additive``.
 
     Example:
         >>> import torch
         >>> from tl_posdisent import fit_attention
         >>> i = torch.arange(6.0)
         >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two high keys
-        >>> scores = scores + 10 * torch.randn(6, 1)  # of which a softmax sees nothing
+        >>> scores = scores + 10 * torch.randn(6, 1)  # which the softmax ignores
         >>> fit_attention(scores, pseudo_count=0)
         AttentionFit of one patterns, 6 queries × 6 keys
           explained 1.000   KL ... nats per query
           alone: distance ...   key ...
     """
     if (scores is None) == (pattern is None):
-        raise ValueError("scores or pattern= must be given, and not both")
+        raise ValueError("pass exactly one of scores or pattern=")
     x = (check_scores(pattern, "pattern") if scores is None else check_scores(scores)).detach()
     check_devices(**{"pattern" if scores is None else "scores": x}, keys=keys)
 
@@ -98,14 +99,14 @@ def fit_attention(
     if sinks and keys is None:
         raise ArgumentError(
             "sinks",
-            f"must be 0 or None without keys=, got {sinks}: free importances contain the first keys'; for terms "
-            "of the first keys and no other importance pass keys=keys[..., :0]",
+            f"must be 0 or None without keys=, got {sinks}: free importances already include the first keys; to fit "
+            "terms of the first keys and no other importance, pass keys=keys[..., :0]",
         )
     pseudo_count = check_number("pseudo_count", pseudo_count, least=0.0, below=1.0)
     if isinstance(bands, (str, bytes)) or not isinstance(bands, Sequence) or not all(map(is_integer, bands)):
         raise ArgumentError("bands", f"must be a sequence of distances, got {bands!r}")
     if any(a >= b for a, b in pairwise(bands)):
-        raise ArgumentError("bands", f"must be distances that ascend, got {bands!r}")
+        raise ArgumentError("bands", f"must be distances in ascending order, got {bands!r}")
     batch = torch.Size(shape[:-2])
     cells = make_cells(shape, mask, window, device=x.device)
     layout = Layout.of(cells, tuple(map(int, bands)), batch, pool=pool, named=isinstance(mask, str))
@@ -119,7 +120,7 @@ def fit_attention(
     data = _Data.read(blocks, arranged.shape[:2], layout, pseudo_count)
     values = None if features is None else features.values
     if features is not None:
-        n_keys = layout.keys.expand(features.values.shape[:3]).sum((1, 2))  # of the texts that share a direction
+        n_keys = layout.keys.expand(features.values.shape[:3]).sum((1, 2))  # in the texts that share a direction
         _warn_of_few_keys(int(n_keys.min()), features.weights.shape[1] - sinks)
     found = solve_attention(Problem(layout, data.marginals, features=values))
     kl = data.divergence(found)
@@ -145,7 +146,7 @@ def fit_attention(
         explained_distance=data.explained_alone(distance=True, features=no_features).reshape(fit),
         explained_key=data.explained_alone(distance=False, features=values).reshape(fit),
         converged=found.converged.reshape(fit),
-        gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # no divergence is below 0
+        gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # a divergence is at least 0
         cells=cells,
         pooled=pool,
         pseudo_count=pseudo_count,
@@ -156,9 +157,9 @@ def fit_attention(
 
 @dataclass(frozen=True, eq=False)
 class _Features:
-    """Features of the keys as linear combinations (``values``) that are of one size and uncorrelated.
+    """Features of the keys, whitened: linear combinations (``values``) of equal size that are uncorrelated.
 
-    A direction of features is ``weights`` times one of combinations.
+    ``weights`` converts a direction of combinations to a direction of features.
     """
 
     values: Float64[Tensor, "system text key combination"]
@@ -166,14 +167,14 @@ class _Features:
 
     @classmethod
     def of(cls, keys: Any, shape: Sequence[int], layout: Layout, *, pool: bool, sinks: int) -> _Features:
-        """Features per head; the last ones mark the first keys."""
+        """Whiten the features of each head; the last features are indicators of the first keys."""
         check_finite_tensor("keys", keys)
         *batch, _, n_key = shape
         kv = keys.shape[-2] if keys.ndim > 1 else 0
         if not batch or tuple(keys.shape[:-2]) != (*batch[:-1], n_key) or kv == 0 or batch[-1] % kv:
             raise ArgumentError(
                 "keys",
-                "must have shape (*texts, key, kv_head, feature) beside scores of shape (*texts, head, query, "
+                "must have shape (*texts, key, kv_head, feature) for scores of shape (*texts, head, query, "
                 f"key), got {tuple(keys.shape)} and {tuple(shape)}",
             )
         per_head = keys.detach().double().transpose(-3, -2).repeat_interleave(batch[-1] // kv, -3)
@@ -191,7 +192,7 @@ class _Features:
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """What a fit needs of a pattern: its marginals, also with the pseudo-count, and the entropy of each query."""
+    """What a fit needs to know of a pattern: marginals, without and with the pseudo-count, and each query's entropy."""
 
     pattern: Pattern
     layout: Layout
@@ -202,7 +203,7 @@ class _Data:
 
     @classmethod
     def read(cls, pattern: Pattern, shape: Sequence[int], layout: Layout, pseudo_count: float) -> _Data:
-        """One pass over the pattern."""
+        """Read the data in one pass over the pattern."""
         own = torch.zeros(*shape, layout.counts.shape[-1], dtype=torch.float64, device=layout.queries.device)
         entropy = own.new_zeros(*shape, layout.n_query)
         for systems, rows, columns, block in pattern():
@@ -212,7 +213,7 @@ class _Data:
         return cls(pattern, layout, own, torch.lerp(own, uniform.marginals, pseudo_count), entropy, uniform)
 
     def divergence(self, found: Solution) -> Float64[Tensor, "system text query"]:
-        """KL(pattern ‖ additive attention) of each query: another pass."""
+        """Compute KL(pattern ‖ additive attention) for each query, in another pass over the pattern."""
         divergence = found.log_z - self.entropy
         for systems, rows, columns, block in self.pattern():
             logits = self.layout.spread(found.stacked[systems], rows, columns)
@@ -220,12 +221,12 @@ class _Data:
         return divergence
 
     def explained(self, divergence: Float64[Tensor, "system"]) -> Float64[Tensor, "system"]:
-        """Share of the divergence from uniform attention that is gone."""
+        """Compute the share of the divergence from uniform attention that a fit removes."""
         from_uniform = (self.uniform.log_z - self.entropy).sum((-2, -1))
         return torch.where(from_uniform > 1e-12 * self.layout.n_query, 1 - divergence / from_uniform, torch.nan)
 
     def explained_alone(self, *, distance: bool, features: Tensor | None) -> Float64[Tensor, "system"]:
-        """The share that the distance or the keys explain alone; NaN where that fit has not converged."""
+        """Compute the share that the distance or the keys explain alone; NaN where that fit has not converged."""
         own, marginals, counts = (self.layout.drop_bands(x) for x in (self.own, self.marginals, self.layout.counts))
         layout = replace(self.layout, edges=(), counts=counts)
         if not distance and features is None and layout.is_causal:
@@ -239,13 +240,14 @@ class _Data:
 
 
 def _warn_of_unconverged(fit: AttentionFit) -> None:
+    """Warn once, naming all fits that have not converged."""
     missing = (~fit.converged).nonzero().tolist()
     if missing:
         shown = ", ".join(str(tuple(index)) for index in missing[:10]) + (", …" if len(missing) > 10 else "")
         gap = float(fit.gap[~fit.converged].max())
         warnings.warn(
             f"{len(missing)} of {fit.converged.numel()} fits of attention have not converged, at index {shown}: they "
-            f"are the best found, with a divergence up to about {gap:.0e} nats per query above the lowest (see "
+            f"are the best found, with a divergence up to about {gap:.0e} nats per query above the minimum (see "
             "converged and gap); a larger pseudo_count makes the problem better posed",
             UserWarning,
             stacklevel=4,
@@ -253,22 +255,22 @@ def _warn_of_unconverged(fit: AttentionFit) -> None:
 
 
 def _warn_of_few_keys(n_key: int, n_feature: int) -> None:
-    """Of a direction that will not do for other texts."""
+    """Warn if a direction is fitted to too few keys to apply to other texts."""
     if n_key < _ENOUGH * n_feature:
         warnings.warn(
             f"a static head's direction of {n_feature} features is fitted to {n_key} keys: with fewer than {_ENOUGH} "
-            f"for each feature, {_ENOUGH * n_feature} of them, it fits these texts and few others; give more texts, "
-            "pooled, or fewer features",
+            f"per feature, {_ENOUGH * n_feature} in all, it overfits these texts; pass more texts, pooled, or fewer "
+            "features",
             UserWarning,
             stacklevel=4,
         )
 
 
 def _fix_gauge(layout: Layout, stacked: Stacked, *, free: bool) -> tuple[Tensor, Tensor]:
-    """The same pattern in the gauge of ``AttentionFit``: ``[system, distance]`` and ``[system, text, band, key]``.
+    """Convert coefficients to the gauge of ``AttentionFit``: ``[system, distance]`` and ``[system, text, band, key]``.
 
-    With bands, constants move between the keys of a band and its distances. Directions of features fix their
-    importances, so there only the distances are centred.
+    With bands, constants can move between the keys of a band and its distances. A direction of features determines
+    the importances, so then only the distances are centred.
     """
     by_distance, by_key = (x.clone() for x in layout.split(stacked))
     of_distance, of_key = layout.split(layout.counts.expand_as(stacked))
@@ -289,7 +291,7 @@ def _fix_gauge(layout: Layout, stacked: Stacked, *, free: bool) -> tuple[Tensor,
 
 
 def _two_way_means(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Least squares ``x[text, band] ≈ a[text] + b[band]``: what each text and each band can be rid of."""
+    """Fit ``x[text, band] ≈ a[text] + b[band]`` by least squares, to subtract the means of texts and bands."""
     n_text = x.shape[-2]
     of_text, of_band = weights.sum(-1), weights.sum(-2)
     upper = torch.cat([torch.diag_embed(of_text), weights], -1)
@@ -299,17 +301,17 @@ def _two_way_means(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return means[..., :n_text], means[..., n_text:]
 
 
-_BLOCK = 2**20  # cells that are read at a time
-_ROWS = 64  # queries that are read together at least, if need be of one system at a time
-_HUGE = 1e30  # no score comes near
+_BLOCK = 2**20  # number of cells that are read at a time
+_ROWS = 64  # fewest queries that are read together, if necessary from one system at a time
+_HUGE = 1e30  # larger than any score
 
-# Systems, queries, keys, and the pattern of these; each call is a pass over it.
+# Systems, queries, keys, and their part of the pattern. Each call of a Pattern is one pass over the data.
 Block = tuple[slice, slice, slice, Float64[Tensor, "system text row column"]]
 Pattern = Callable[[], Iterator[Block]]
 
 
 def _blocks(layout: Layout, n_system: int, n_text: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Blocks of systems and queries, the keys that they see, and which of the cells count."""
+    """Yield blocks of systems and queries, with the keys that they see and a mask of the cells that count."""
     width = n_text * layout.n_key
     rows = min(layout.n_query, max(1, _BLOCK // (width * n_system), min(_ROWS, 4 * _BLOCK // width)))
     at_once = max(1, _BLOCK // (width * rows))
@@ -324,7 +326,7 @@ def _blocks(layout: Layout, n_system: int, n_text: int) -> Iterator[tuple[slice,
 
 
 def pattern_of_scores(layout: Layout, scores: Tensor) -> Pattern:
-    """The softmax of scores that are arranged by system and text."""
+    """Return the softmax of scores that are arranged by system and text."""
     return lambda: (
         (systems, rows, columns, _softmax(scores[systems][..., rows, columns].to(torch.float64, copy=True), inside))
         for systems, rows, columns, inside in _blocks(layout, *scores.shape[:2])
@@ -332,16 +334,16 @@ def pattern_of_scores(layout: Layout, scores: Tensor) -> Pattern:
 
 
 def _softmax(x: Tensor, inside: Tensor) -> Tensor:
-    """In place; 0 where no cell counts."""
+    """Compute the softmax in place; 0 outside the cells."""
     x = x.masked_fill_(~inside, -torch.inf)
     x = x.sub_(x.amax(-1, keepdim=True).clamp_min(-_HUGE)).exp_()
     return x.div_(x.sum(-1, keepdim=True).clamp_min(1))
 
 
 def pattern_of_pattern(layout: Layout, pattern: Tensor) -> Pattern:
-    """A pattern, arranged by system and text, with rows that add up to 1 exactly.
+    """Return a pattern that is arranged by system and text, with rows rescaled to sum to exactly 1.
 
-    Its blocks raise ValueError where that is not so to the precision of its dtype.
+    Reading raises ValueError if they do not sum to 1 within the precision of the dtype.
     """
     tolerance = 1e-2 if pattern.dtype in (torch.float16, torch.bfloat16) else 1e-3
 
@@ -352,8 +354,8 @@ def pattern_of_pattern(layout: Layout, pattern: Tensor) -> Pattern:
             if not bool((x >= 0).all()) or not bool((((total - 1).abs() <= tolerance) | ~used).all()):
                 raise ArgumentError(
                     "pattern",
-                    "must be attention after the softmax: not negative, and rows that add up to 1 within the "
-                    f"mask, got others among the queries {rows.start} to {rows.stop - 1}; pass the mask that the model "
+                    "must be attention after the softmax: not negative, with rows that add up to 1 within the mask, "
+                    f"got other rows among the queries {rows.start} to {rows.stop - 1}; pass the mask that the model "
                     "used, or scores as the first argument",
                 )
             yield systems, rows, columns, x.div_(torch.where(used, total, 1.0)[..., None])
@@ -364,7 +366,7 @@ def pattern_of_pattern(layout: Layout, pattern: Tensor) -> Pattern:
 def refuse_unusable(
     scores: Tensor, arranged: Tensor, cells: Cells, layout: Layout, *, pool: bool, suspicious: bool
 ) -> None:
-    """Raise if scores are an attention pattern, or not finite, or hold masking values (looked for if suspicious)."""
+    """Raise if scores are an attention pattern, are not finite or, if ``suspicious``, hold masking values."""
     refuse_patterns(scores, "pass it as pattern=")
     lowest = torch.zeros(arranged.shape[:2], dtype=torch.float64, device=scores.device)
     highest = lowest.clone()

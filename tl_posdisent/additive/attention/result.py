@@ -24,30 +24,30 @@ AttentionComponent = Literal["summary", "distance", "key", "query"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionFit(CellsFit):
-    """Additive attention ``softmax_j(distance[i - j] + key[band of i - j, j])`` nearest to a pattern.
+    """Additive attention ``softmax_j(distance[i - j] + key[band of i - j, j])`` closest to a pattern.
 
     All tensors are float64; coefficients are in nats, the units of scores. ``*batch`` are the leading axes of the
-    scores; ``*fit`` are the same, less the first (the texts) if the fit is pooled.
+    scores; ``*fit`` are the same axes without the first (the texts) if the fit is pooled.
 
-    **Gauge.** The pattern and ``kl`` are unique; the components are not: the softmax ignores constants and a straight
+    **Gauge.** The pattern and ``kl`` are unique. The components are not: the softmax ignores constants and a straight
     line (``+t·d`` in the distance, ``+t·j`` in the key). The convention is that of ``AdditiveFit``: mean 0 over the
     cells (the key in each band), no linear trend in ``key``. With features, only the distance is centred.
 
     Attributes:
         distance: ``[*fit, distance]``, entry ``n`` belongs to ``distances[n]``; 0 for a distance without cells.
-        key: ``[*batch, band, key]``, importance of each key; one band unless there are ``edges``.
+        key: ``[*batch, band, key]``, importance of each key; one band if ``edges`` is empty.
         distances: ``[distance]``, query position minus key position, ascending.
         edges: distances at which a new band begins.
-        direction: ``[*fit, band, feature]`` of the importances, or None if these are free.
-        sinks: ``[*fit, band, sink]``, the terms of the first keys, which are also in ``key``; None if there are none.
+        direction: ``[*fit, band, feature]``, direction of the importances in the features, or None if these are free.
+        sinks: ``[*fit, band, sink]``, terms of the first keys, which ``key`` includes; None without such terms.
         kl: ``[*batch, query]``, divergence KL(pattern ‖ fit) in nats; 0 for a query without cells.
         explained: ``[*fit]``, 1 - KL(pattern ‖ fit) / KL(pattern ‖ uniform), both summed over queries: 0 for uniform
             attention, 1 for the pattern itself. NaN where the pattern is uniform.
-        explained_distance, explained_key: ``[*fit]``, the same of the best fit by distances alone, or by keys alone.
-        converged: ``[*fit]``, whether the fit has reached its optimum. Where one by distances or by keys alone has not,
-            its share is NaN.
-        gap: ``[*fit]``, estimate of how far the divergence is above its lowest, in nats per query.
-        cells: those of the mask.
+        explained_distance, explained_key: ``[*fit]``, the same share for the best fit by distances alone, or by keys
+            alone; NaN where that fit has not converged.
+        converged: ``[*fit]``, whether the fit has reached its optimum.
+        gap: ``[*fit]``, estimate of how far the divergence is above its minimum, in nats per query.
+        cells: the cells of the mask.
         pooled: whether all entries of the first axis share one distance component.
         pseudo_count: part of the pattern that was replaced by uniform attention for the fit.
     """
@@ -69,20 +69,20 @@ class AttentionFit(CellsFit):
     pseudo_count: float
 
     def logits(self) -> Float64[Tensor, "*batch query key"]:
-        """The sum of the components at each cell; ``-inf`` outside the mask."""
+        """Return the sum of the components at each cell; ``-inf`` outside the mask."""
         cells = self.cells
         d = cell_distances(cells.n_query, cells.n_key, self.key.device)
         by_distance = self.distance[..., d.clamp(cells.low, cells.high) - cells.low]
         return torch.where(self.mask, by_distance + self._by_key(self.key, d), -torch.inf)
 
     def _by_key(self, key: Float64[Tensor, "*batch band key"], d: Int64[Tensor, "query key"]) -> Tensor:
-        """The importance of each cell's key in the band of the cell's distance."""
+        """Look up the importance of each cell's key in the band of the cell's distance."""
         band = torch.bucketize(d, torch.tensor(self.edges, device=d.device), right=True)
         return key[..., band, torch.arange(key.shape[-1], device=d.device).expand_as(d)]
 
     def pattern(self) -> Float64[Tensor, "*batch query key"]:
-        """The fitted attention; 0 outside the mask."""
-        return self.logits().softmax(-1).nan_to_num(nan=0.0)  # queries without cells
+        """Return the fitted attention; 0 outside the mask."""
+        return self.logits().softmax(-1).nan_to_num(nan=0.0)  # NaN: queries without cells
 
     def static_scores(
         self,
@@ -95,17 +95,18 @@ class AttentionFit(CellsFit):
         """Apply static heads to keys of other texts: ``distance[i - j] + direction · keys[j] + sinks``.
 
         Args:
-            keys: features of the keys ``[*texts, key, kv_head, feature]``, as in ``fit_attention``. The texts may be
-                any if the fit is pooled (or of scores without an axis of texts), else those of the fit.
-            mask, window: of these texts, as in ``fit_attention``; the first key is the first that some query sees.
-            heads: which of the fit's heads to apply, default all; ``keys`` has the key heads of these.
+            keys: features of the keys ``[*texts, key, kv_head, feature]``, as in ``fit_attention``. Any texts if the
+                fit is pooled (or its scores had no axis of texts), else those of the fit.
+            mask, window: mask and window of these texts, as in ``fit_attention``; the first key is the first that some
+                query sees.
+            heads: which of the fit's heads to apply, default all; ``keys`` must have their key heads.
 
         Returns:
             Scores, ``-inf`` outside the mask; ``.softmax(-1)`` is the attention pattern.
 
         Raises:
-            ValueError: a fit of free importances, which belong to the keys of its own texts; keys of another shape or
-                not finite; heads out of range; a distance that was not fitted.
+            ValueError: a fit with free importances, which apply only to the keys of its own texts; keys of another
+                shape or not finite; heads out of range; a distance that was not fitted.
 
         Example:
             >>> import torch
@@ -121,7 +122,7 @@ class AttentionFit(CellsFit):
         if self.direction is None:
             raise ValueError(
                 "static_scores needs a fit whose importances are linear in features of the keys (fit_attention with "
-                "keys=), got one of free importances, which belong to the keys of its own texts"
+                "keys=), got one with free importances, which apply only to the keys of its own texts"
             )
         chosen = check_indices("heads", heads, self.direction.shape[-3])
         features = self._features_per_head(keys, len(chosen))
@@ -135,7 +136,7 @@ class AttentionFit(CellsFit):
         key = torch.einsum("...hkf,...hbf->...hbk", features, self.direction[..., chosen, :, :])
         if self.sinks is not None:
             marks = first_keys(cells.split(cells.counts).key > 0, self.sinks.shape[-1])
-            marks = marks if marks.ndim > 2 else marks[None]  # beside heads
+            marks = marks if marks.ndim > 2 else marks[None]  # an axis that broadcasts to the heads
             key = key + torch.einsum("...hkn,...hbn->...hbk", marks, self.sinks[..., chosen, :, :])
         return torch.where(inside, self.distance[..., chosen, :][..., at] + self._by_key(key, d), -torch.inf)
 
@@ -162,14 +163,14 @@ class AttentionFit(CellsFit):
         if len(missing):
             raise ArgumentError(
                 "keys",
-                f"must be of texts whose distances were fitted, {int(fitted[0])} to {int(fitted[-1])}, got a text "
+                f"must come from texts whose distances were fitted, {int(fitted[0])} to {int(fitted[-1])}, got a text "
                 f"with distance {int(missing.abs().max())}: fit longer texts, or pass shorter ones",
             )
 
     def to_frame(self, component: AttentionComponent = "summary") -> pd.DataFrame:
-        """The fit as a table.
+        """Return the fit as a table.
 
-        ``"summary"`` has one row per fit: its leading index, the shares explained, and the mean ``kl`` per query.
+        ``"summary"`` has one row per fit: its leading index, the explained shares, and the mean ``kl`` per query.
         ``"distance"``, ``"key"`` and ``"query"`` (the divergences) have one row per value.
         """
         check_choice("component", component, get_args(AttentionComponent))

@@ -1,6 +1,6 @@
-"""The rungs between uniform attention and a head's own: additive attention with ever more freedom.
+"""Rungs of the attention ladder: models of attention with ever more parameters, from uniform to a head's own attention.
 
-Each rung replaces attention logits by others, for given scores, mask and features of the keys:
+Each rung replaces the attention logits, given the scores, the mask and features of the keys:
 
 =================== ============================================ ==============================================
 rung                logits                                        what an attention weight depends on
@@ -10,8 +10,8 @@ rung                logits                                        what an attent
 ``distance``        ``d[i - j]``                                  the distance
 ``distance+sink``   ``d[i - j] + s · [j is first]``               the distance, and the first token
 ``static``          ``d[i - j] + s · [j is first] + u · x_j``     the distance, and features of the key
-``additive``        ``d[i - j] + k[j]``                           the distance, and a free number for each key
-``banded``          ``d[i - j] + k_b[j]``, b the band of i - j    the same, a free number for each key and band
+``additive``        ``d[i - j] + k[j]``                           the distance, and one parameter per key
+``banded``          ``d[i - j] + k_b[j]``, b the band of i - j    the distance, and one parameter per key and band
 ``low-rank``        ``d[i - j] + k_b[j] + u_i · v_j``             also the query, by a term of low rank
 ``untouched``       the scores                                    everything
 =================== ============================================ ==============================================
@@ -41,13 +41,13 @@ RUNGS: tuple[Rung, ...] = get_args(Rung)
 """All rungs, lowest first."""
 
 WITHOUT_FIT: tuple[Rung, ...] = ("uniform", "first_token", "untouched")
-"""Rungs that fit nothing."""
+"""Rungs without parameters."""
 
 PER_HEAD: tuple[Rung, ...] = ("distance", "distance+sink", "static")
 """Rungs whose coefficients belong to the head and not to the tokens of one text: they apply to other texts."""
 
 _PSEUDO_COUNT = 1e-3
-_NEVER = -1e4  # a logit of keys beside one of 0; queries that do not see that one attend to all others alike
+_NEVER = -1e4  # logit of keys other than the first; finite, so that queries that do not see the first attend uniformly
 
 
 def check_rung_options(bands: Any, rank: Any) -> None:
@@ -67,7 +67,7 @@ def fit_rung(
     bands: Sequence[int],
     pool: bool,
 ) -> AttentionFit:
-    """The fit of a rung, other than the first two and the last two; ``keys`` are for ``"static"``."""
+    """Fit a rung (not the first two or the last two); ``keys`` are needed for ``"static"``."""
     if rung in ("additive", "banded"):
         return fit_attention(scores, mask=inside, bands=bands if rung == "banded" else (), pool=pool)
     if rung != "static":
@@ -79,7 +79,7 @@ def fit_rung(
 def seen_keys(
     keys: Float[Tensor, "*texts key kv feature"], inside: Bool[Tensor, "*mask query key"]
 ) -> Float[Tensor, "*texts key kv feature"]:
-    """Features of the keys that some query sees, and 0 at padding, which may hold anything."""
+    """Set features to 0 at keys that no query sees: padding may hold any values."""
     seen = inside.any(-2)
     if seen.ndim > 1:  # masks for each text and head
         seen = seen.any(-2)
@@ -95,7 +95,7 @@ def rung_logits(
     bands: Sequence[int],
     rank: int,
 ) -> Float[Tensor, "*texts head query key"]:
-    """Logits of a rung that is fitted to the attention of these texts, each by itself; arbitrary outside the mask."""
+    """Compute a rung's logits, fitted to the attention of each text separately; arbitrary outside the mask."""
     if rung == "untouched":
         return scores
     if rung == "uniform":
@@ -116,7 +116,7 @@ def rung_logits(
 def n_parameters(
     rung: Rung, inside: Bool[Tensor, "query key"], n_feature: int, *, bands: Sequence[int], rank: int
 ) -> int:
-    """Numbers that a rung fits for one head and one text (for a head, if these belong to the head)."""
+    """Count the parameters of a rung for one head and one text (for one head, if the rung is in ``PER_HEAD``)."""
     if rung in WITHOUT_FIT:
         return 0
     d = cell_distances(inside.shape[0], inside.shape[1], inside.device)
@@ -136,7 +136,7 @@ def n_parameters(
 
 
 _STEPS = 100
-_PENALTY = 1e-4  # nats for a unit of u² or v²: where a query sees one key, or a key gets nothing, all else is arbitrary
+_PENALTY = 1e-4  # nats per unit of u² or v²; without it, u or v is arbitrary where a query sees one key or a key gets 0
 
 Cells = Float64[Tensor, "query key"]
 
@@ -145,19 +145,19 @@ Cells = Float64[Tensor, "query key"]
 def fit_query_term(
     pattern: Float64[Tensor, "*batch query key"], logits: Float64[Tensor, "*batch query key"], rank: int
 ) -> Float64[Tensor, "*batch query key"]:
-    """The term ``u_i · v_j`` of this rank that brings ``softmax(logits)`` near to a pattern; 0 outside the mask.
+    """Fit a term ``u_i · v_j`` of this rank, added to ``logits``, to a pattern; 0 outside the mask.
 
-    The divergence is convex in ``u`` for given ``v`` and in ``v`` for given ``u``, but not in both: what is found is a
-    local optimum. The search (L-BFGS) begins at the leading singular vectors of what the additive part leaves of the
-    pattern, ``P - Q``: the direction in which the divergence falls most steeply.
+    The divergence is convex in ``u`` for given ``v`` and in ``v`` for given ``u``, but not in both, so the result is a
+    local optimum. The search (L-BFGS) begins at the leading singular vectors of the residual ``P - Q`` of the additive
+    pattern: the direction in which the divergence falls most steeply.
 
     Args:
-        pattern: attention, 0 outside the mask; positive inside it, or ``u`` and ``v`` may have no finite optimum.
-        logits: of additive attention, ``-inf`` outside the mask.
+        pattern: attention, 0 outside the mask and positive inside it (else ``u`` and ``v`` may have no finite optimum).
+        logits: logits of additive attention, ``-inf`` outside the mask.
         rank: number of components of ``u_i`` and ``v_j``.
     """
     ps, bases = (x.reshape(-1, *x.shape[-2:]) for x in (pattern, logits))
-    terms = [_fit_one(p, base, rank) for p, base in zip(ps, bases, strict=True)]  # each as it would be alone
+    terms = [_fit_one(p, base, rank) for p, base in zip(ps, bases, strict=True)]  # independent of the batch
     return torch.stack(terms).reshape(logits.shape)
 
 
@@ -187,9 +187,11 @@ def _fit_one(p: Cells, base: Cells, rank: int) -> Cells:
 
 
 def _value_and_gradients(p: Cells, base: Cells, u: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The divergence up to a constant, with the penalty; in closed form, as a model may run where torch records no
-    gradients."""
-    # One exponential of each cell, in place: passes over all cells are the time of the whole fit.
+    """Compute the divergence (up to a constant) with the penalty, and its gradient.
+
+    The gradient is in closed form, because a model may run where torch records no gradients.
+    """
+    # One exponential of each cell, in place: passes over all cells dominate the time of the fit.
     left = torch.addmm(base, u, v.mT)
     shift = left.amax(-1, keepdim=True)
     z = left.sub_(shift).exp_().sum(-1, keepdim=True)

@@ -1,12 +1,12 @@
-"""Newton's method for additive attention: coefficients whose pattern has given marginals.
+"""Newton's method for additive attention: find coefficients whose pattern has given marginals.
 
-``Σ_i log Z_i - marginals · coefficients`` is convex, and its gradient is the marginals of the model less those of the
+``Σ_i log Z_i - marginals · coefficients`` is convex, and its gradient is the marginals of the model minus those of the
 data. Each step is solved by conjugate gradients, with products from ``AttentionSums`` and the marginals as a diagonal
-preconditioner; where these do not converge and the problem is small, by a Cholesky factor of the Hessian. Directions
-that change no pattern (constants, a straight line) have no gradient, and no step leads into them.
+preconditioner or, if these do not converge and the problem is small, by a Cholesky factor of the Hessian. Directions
+that change no pattern (constants, a straight line) have zero gradient, and no step moves along them.
 
-Systems are solved together, and each is dropped once it is solved. None raises: what is not solved after a limited
-number of steps is the best point found, marked as not converged.
+Systems are solved together, and each is dropped once it is solved. No system raises: if one is not solved after a
+limited number of steps, the solution is the best point found, marked as not converged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked
 from tl_posdisent.additive.fit import conjugate_gradients
 
-_AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
-AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
-GAP = 1e-10  # nats per query: a divergence this near to its lowest is as good as solved
-_LONGEST = 8.0  # nats that a sweep may change a coefficient by
+_AT_ONCE = 2**14  # number of keys (of all texts of all systems) that are solved together
+AIM = 1e-9  # accepted error, relative to the marginal, or to one unit of attention if the marginal is smaller
+GAP = 1e-10  # nats per query: a divergence this close to its minimum counts as solved
+_LONGEST = 8.0  # most nats by which a sweep changes a coefficient
 _MAX_STEPS, _MAX_PRODUCTS, _MAX_HALVINGS = 60, 400, 40
-_DENSE = 2**26  # cells times coefficients of a system whose Hessian may be formed
-_LEAST = 1e-3  # of its marginal, that a diagonal entry is taken to be
-_NEGLIGIBLE = 1e-12  # of the largest eigenvalue of the features' second moments
+_DENSE = 2**26  # largest product of cells and coefficients for which a system's Hessian is formed
+_LEAST = 1e-3  # lower bound of a diagonal entry, relative to its marginal
+_NEGLIGIBLE = 1e-12  # eigenvalues of the features' second moments below this times the largest count as 0
 
 Coefficients = Float64[Tensor, "system parameter"]
 PerSystem = Float64[Tensor, "system 1"]
@@ -38,14 +38,14 @@ PerSystem = Float64[Tensor, "system 1"]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Marginals of the data, and how the coefficients of a fit become those of the cells.
+    """Marginals of the data, and the map from the coefficients of a fit to those of the cells.
 
     Attributes:
-        marginals: that the model should have; one distance profile serves all texts of a system.
-        distance: whether there is a profile.
-        features: of the keys, whose importances are linear in them, with one direction per system and band; none at all
-            leaves the profile; None is a coefficient for each key of each text.
-        aim: how near to come to each marginal. The objective then errs by about its square.
+        marginals: target of the model; one distance profile applies to all texts of a system.
+        distance: whether the fit has a distance profile.
+        features: features of the keys; importances are linear in them, with one direction per system and band. An empty
+            axis of features leaves only the profile; None means one coefficient per key of each text.
+        aim: accepted relative error of each marginal. The error of the objective is then about its square.
     """
 
     layout: Layout
@@ -56,17 +56,17 @@ class Problem:
 
     @property
     def n_profile(self) -> int:
-        """Number of coefficients of the distance."""
+        """Number of coefficients of the distance profile."""
         return self.layout.n_distance if self.distance else 0
 
     @cached_property
     def target(self) -> Coefficients:
-        """The marginals of each coefficient."""
+        """Marginal of the data for each coefficient."""
         return self.reduce(self.marginals)
 
     @cached_property
     def allowed(self) -> Coefficients:
-        """How far each of these may be off."""
+        """Accepted error of each marginal."""
         features = None if self.features is None else self.features.abs()
         return self.aim * replace(self, features=features).reduce(self.marginals).clamp_min(1)
 
@@ -81,7 +81,7 @@ class Problem:
         return replace(self, layout=layout, marginals=marginals, features=features)
 
     def expand(self, x: Coefficients) -> Stacked:
-        """The coefficients of the cells."""
+        """Convert coefficients of the fit to coefficients of the cells."""
         layout, n, n_text = self.layout, len(x), self.marginals.shape[1]
         by_distance = x.new_zeros(n, n_text, layout.n_distance)
         if self.distance:
@@ -92,7 +92,7 @@ class Problem:
         return torch.cat([by_distance, rest.reshape(n, n_text, -1)], -1)
 
     def reduce(self, stacked: Stacked) -> Coefficients:
-        """The transpose of ``expand``."""
+        """Apply the transpose of ``expand``."""
         by_distance, by_key = self.layout.split(stacked)
         parts = [by_distance.sum(1)] if self.distance else []
         if self.features is not None:
@@ -102,7 +102,7 @@ class Problem:
         return torch.cat(parts, -1)
 
     def preconditioner(self, sums: AttentionSums) -> Callable[[Coefficients], Coefficients]:
-        """Division by the Hessian's diagonal; of features, by their second moments, weighted with it."""
+        """Return division by the Hessian's diagonal or, for features, by their second moments weighted with it."""
         diagonal = sums.diagonal.maximum(_LEAST * sums.marginals)
         weights = replace(self, features=None).reduce(diagonal)
         inverse = torch.where(weights > 0, 1 / weights, 0.0)
@@ -122,7 +122,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """Coefficients of the fit and of the cells; sums, objective, and gradient: marginals less those of the data."""
+    """Coefficients ``x`` of the fit, and there: coefficients of the cells, sums, objective and gradient."""
 
     x: Coefficients
     stacked: Stacked
@@ -139,12 +139,13 @@ class Point:
 
 
 class Solution(NamedTuple):
-    """What Newton's method found.
+    """Result of Newton's method.
 
     Attributes:
-        coefficients, stacked: of the fit, and of the cells.
-        gap: estimate of how far the divergence is above its lowest, in nats per query: half the Newton decrement.
-        converged: whether each marginal is as near as was asked, or the gap is below ``GAP``.
+        coefficients, stacked: coefficients of the fit, and of the cells.
+        log_z: logarithm of the normaliser of each query.
+        gap: estimate of how far the divergence is above its minimum, in nats per query: half the Newton decrement.
+        converged: whether each marginal is within ``Problem.aim``, or the gap is below ``GAP``.
     """
 
     coefficients: Coefficients
@@ -155,7 +156,7 @@ class Solution(NamedTuple):
 
 
 def solve_attention(problem: Problem) -> Solution:
-    """Find coefficients at which the model has the given marginals, as far as the problem can tell them apart."""
+    """Find coefficients at which the model has the given marginals, unique up to the gauge."""
     n_system, n_text = problem.marginals.shape[:2]
     order = torch.arange(n_system, device=problem.marginals.device)
     groups = order.split(max(1, _AT_ONCE // (n_text * problem.layout.n_key)))
@@ -169,7 +170,7 @@ def _solve_together(problem: Problem) -> Solution:
     log_z = x.new_zeros(*problem.marginals.shape[:2], problem.layout.n_query)
     found = Solution(x.clone(), torch.zeros_like(problem.marginals), log_z, zero, zero > 0)
     open_ = torch.arange(len(x), device=x.device)  # the systems that are not solved yet
-    small = x.new_zeros(len(x), 1)  # steps in a row whose gap was small
+    small = x.new_zeros(len(x), 1)  # number of successive steps with a small gap
     for step in range(_MAX_STEPS + 1):
         here = _sweep(problem, x)
         near = (here.gradient.abs() <= problem.allowed).all(-1, keepdim=True)
@@ -192,7 +193,7 @@ def _solve_together(problem: Problem) -> Solution:
 
 
 def _begin(problem: Problem) -> Coefficients:
-    """Logarithms of the marginals, relative to those of uniform attention; features begin at 0."""
+    """Return starting values: logarithms of the marginals relative to those of uniform attention; 0 for features."""
     target = problem.target
     uniform = problem.reduce(AttentionSums(problem.layout, torch.zeros_like(problem.marginals)).marginals)
     start = torch.where(target > 0, (target / uniform).log(), 0.0)
@@ -202,14 +203,15 @@ def _begin(problem: Problem) -> Coefficients:
 
 
 def solve_keys_alone(layout: Layout, marginals: Stacked) -> tuple[Stacked, Float64[Tensor, "system text query"]]:
-    """The solution without a profile where each query sees all keys up to its own (``layout.is_causal``).
+    """Solve in closed form without a profile, where each query sees all keys up to its own (``layout.is_causal``).
 
-    Attention from the queries at or after position j to the keys up to j is their number less what the later keys get,
-    ``T_j``. Key j gets its part ``m_j / T_j`` of it in each of these queries, so a normaliser over keys up to j - 1 is
-    one over keys up to j times ``1 - m_j / T_j``, and the importance is the logarithm of the part of the normaliser.
+    Let ``T_j`` be the attention from the queries at or after position j to the keys up to j: the number of these
+    queries minus the attention that later keys get. Key j gets the fraction ``m_j / T_j`` of it from each of these
+    queries. A normaliser over keys up to j - 1 is therefore the one over keys up to j times ``1 - m_j / T_j``, and the
+    importance of key j is the logarithm of its fraction of the normaliser.
 
     Returns:
-        Coefficients of the cells, and normalisers.
+        Coefficients of the cells, and logarithms of the normalisers.
     """
     by_key = layout.split(marginals)[1][..., 0, :]
     queries = torch.nn.functional.pad(layout.queries.to(by_key), (layout.offset, 0))
@@ -223,15 +225,15 @@ def solve_keys_alone(layout: Layout, marginals: Stacked) -> tuple[Stacked, Float
 
 
 def _sweep(problem: Problem, x: Coefficients) -> Point:
-    """Iterative proportional fitting, one sweep: give distances, then keys, the marginals that they should have.
+    """Run one sweep of iterative proportional fitting: match the marginals of the distances, then of the keys.
 
-    This never raises the objective. Newton's method by itself overshoots, by orders of magnitude, where a coefficient
-    is so low that the model's marginal is much below the data's.
+    This never raises the objective. Newton's method by itself overshoots by orders of magnitude where a coefficient
+    is so low that the model's marginal is far below the data's.
     """
     here = Point.at(problem, x)
     groups = [slice(0, problem.n_profile)] if problem.distance else []
     groups += [slice(problem.n_profile, None)] if problem.features is None else []
-    for group in groups:  # of coefficients of which each cell has one at most
+    for group in groups:  # of coefficients, at most one per cell
         target, gradient = problem.target[:, group], here.gradient[:, group]
         ratio = target.clamp_min(1e-300).log() - (target + gradient).clamp_min(1e-12).log()
         x = here.x.clone()
@@ -242,7 +244,7 @@ def _sweep(problem: Problem, x: Coefficients) -> Point:
 
 
 def _line_search(problem: Problem, here: Point, step: Coefficients) -> Coefficients:
-    """Halve the step of each system until it lowers the objective as it should; stay where none does."""
+    """Halve the step of each system until it lowers the objective sufficiently; keep the point if no step does."""
     slope = (here.gradient * step).sum(-1, keepdim=True)
     length = torch.ones_like(slope)
     rounding = 1e-11 * here.value.abs().clamp_min(1)
@@ -262,7 +264,7 @@ def _line_search(problem: Problem, here: Point, step: Coefficients) -> Coefficie
 def _newton_step(
     problem: Problem, here: Point, wanted: Bool[Tensor, "system 1"]
 ) -> tuple[Coefficients, PerSystem, Bool[Tensor, "system 1"]]:
-    """The step of each wanted system, the gap that it closes, whether it solves Newton's equation."""
+    """Compute the step of each wanted system, the gap that it closes, and whether it solves Newton's equation."""
     precondition = problem.preconditioner(here.sums)
     norm = (here.gradient * precondition(here.gradient)).sum(-1, keepdim=True)
     size = (norm / problem.n_rows).sqrt()
@@ -274,7 +276,7 @@ def _newton_step(
         torch.where(wanted, -here.gradient, 0.0),
         norm * size.clamp(1e-6, 0.1) ** 2,
         most=min(_MAX_PRODUCTS, 50 + n),
-        allowed=problem.allowed / 4,  # less would be rounding
+        allowed=problem.allowed / 4,  # smaller residuals would be rounding
     )
     if n * problem.marginals[0, :, 0].numel() * problem.layout.n_query * problem.layout.n_key <= _DENSE:
         for system in (~solved[:, 0]).nonzero()[:, 0].tolist():
@@ -282,14 +284,14 @@ def _newton_step(
             if dense is not None:
                 step[system], solved[system] = dense, True
     decrement = -(here.gradient * step).sum(-1, keepdim=True) / problem.n_rows
-    failed = wanted & ~(decrement > 0)  # by rounding: the pattern is as good as 0 or 1 everywhere
+    failed = wanted & ~(decrement > 0)  # by rounding, where the pattern is practically 0 or 1 everywhere
     step = torch.where(failed, -precondition(here.gradient), step)
     gap = torch.where(wanted, decrement, size.square()) / 2
     return step, gap.masked_fill(failed, torch.inf), solved & ~failed
 
 
 def _dense_step(problem: Problem, x: Coefficients, gradient: Coefficients, system: int) -> Tensor | None:
-    """Newton's step of one system from a Cholesky factor of its Hessian, or None if that has no factor."""
+    """Compute one system's Newton step by a Cholesky factorisation of its Hessian, or return None if that fails."""
     one = problem.select(torch.tensor([system], device=x.device))
     sums = AttentionSums(one.layout, one.expand(x[system : system + 1]), direct=True)
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)

@@ -1,9 +1,9 @@
 """Cells and coefficients of additive attention, its normalisers and marginals, and products with its Hessian.
 
 Coefficients and marginals are *stacked* in one vector: first the distances, then the keys of each band of distances.
-A *system* is what is fitted by itself: the scores of a head in one text, or in all texts if these are pooled. Queries
-of a band of distances are summed by Fourier transforms, in O(length · log length). Tiles of queries of which rounding
-would be seen, and other masks, are formed cell by cell in the log domain.
+A *system* is one independent fit: the scores of a head in one text, or in all texts if these are pooled. If the cells
+are all those between two distances, sums are computed by Fourier transforms, in O(length · log length). Tiles of
+queries for which rounding would matter, and other masks, are computed cell by cell in the log domain.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.nn.functional import pad
 from tl_posdisent.additive.cells import Cells, Grid, cell_distances
 
 Stacked = Float64[Tensor, "system text coefficient"]
-_ROWS = 64  # queries whose cells are counted together
+_ROWS = 64  # number of queries whose cells are counted together
 
 
 @dataclass(frozen=True, eq=False)
 class Layout(Grid):
-    """Which cells there are, and which coefficients each of them has.
+    """The cells of a fit, and the coefficients of each cell.
 
     Attributes:
-        edges: distances at which a new band begins, ascending; keys have coefficients of their own in each band.
-        queries, keys: those that have cells.
+        edges: distances at which a new band begins, ascending; each key has one coefficient per band.
+        queries, keys: True for those that have cells.
         counts: number of cells of each coefficient, stacked.
-        mask: None if the cells are all those of these queries and keys with ``low <= distance <= high``.
+        mask: the cells, or None if these are all cells of these queries and keys with ``low <= distance <= high``.
     """
 
     edges: tuple[int, ...]
@@ -41,7 +41,7 @@ class Layout(Grid):
 
     @classmethod
     def of(cls, cells: Cells, edges: Sequence[int], batch: Sequence[int], *, pool: bool, named: bool) -> Layout:
-        """The layout of cells; ``named`` says that they are those of a named mask, which is always a band."""
+        """Create the layout of ``cells``; ``named`` if they come from a named mask, which is always a band."""
 
         def arranged(x: Tensor, n: int) -> Tensor:
             return by_system(x.expand(*batch, *x.shape[-n:]), n, pool=pool) if x.ndim > n else x[None, None]
@@ -59,7 +59,7 @@ class Layout(Grid):
         layout = cls(*shape, arranged(by_query, 1), arranged(by_key, 1), counts, mask)
         if not edges:
             return layout
-        counts = torch.zeros_like(counts)  # with keys counted in each band
+        counts = torch.zeros_like(counts)  # now with keys counted per band
         for row in range(0, layout.n_query, _ROWS):
             rows = slice(row, min(row + _ROWS, layout.n_query))
             columns = layout.columns(rows)
@@ -83,15 +83,16 @@ class Layout(Grid):
         return torch.bucketize(distances, torch.tensor(self.edges, device=distances.device), right=True)
 
     def split(self, stacked: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the distances ``[..., distance]`` and of the keys ``[..., band, key]``."""
+        """Split a stacked vector into views of the distances ``[..., distance]`` and keys ``[..., band, key]``."""
         return stacked[..., : self.n_distance], stacked[..., self.n_distance :].unflatten(-1, (self.n_band, self.n_key))
 
     def drop_bands(self, sums: Tensor) -> Tensor:
-        """Stacked sums with those of keys added up over the bands."""
+        """Add up the keys' sums over the bands."""
         by_distance, by_key = self.split(sums)
         return torch.cat([by_distance, by_key.sum(-2)], -1)
 
     def select(self, systems: slice | Int64[Tensor, "chosen"]) -> Layout:
+        """Return the layout of some of the systems."""
 
         def some(x: Tensor) -> Tensor:
             return x if len(x) == 1 else x[systems]
@@ -106,7 +107,7 @@ class Layout(Grid):
         return query[:, None] - torch.arange(columns.start, columns.stop, device=device)
 
     def inside(self, rows: slice, columns: slice) -> Bool[Tensor, "some_systems some_texts row column"]:
-        """True where a cell of this block counts."""
+        """Return a mask of the block's cells that belong to the fit."""
         if self.mask is not None:
             return self.mask[..., rows, columns]
         d = self._distances(rows, columns)
@@ -114,14 +115,14 @@ class Layout(Grid):
         return band & self.queries[..., rows, None] & self.keys[..., None, columns]
 
     def spread(self, stacked: Stacked, rows: slice, columns: slice) -> Float64[Tensor, "system text row column"]:
-        """The sum of its two coefficients at each cell of a block."""
+        """Add the coefficients of distance and key at each cell of a block."""
         by_distance, by_key = self.split(stacked)
         n_row, n_column = rows.stop - rows.start, columns.stop - columns.start
         shift = rows.stop - 1 + self.offset - columns.start  # distance of the last row's first cell
         d = torch.arange(shift, shift - n_row - n_column + 1, -1, device=stacked.device).clamp(self.low, self.high)
         if not n_column:
             return stacked.new_zeros(*stacked.shape[:-1], n_row, 0)
-        # Row after row, a window of the distances that begins one earlier.
+        # Each row is a window of the distances that begins one entry before that of the row above.
         out = by_distance[..., d - self.low].unfold(-1, n_column, 1).flip(-2)
         if self.n_band == 1:
             return out.add_(by_key[..., 0, None, columns])
@@ -131,7 +132,7 @@ class Layout(Grid):
         return out
 
     def _bands_of(self, rows: slice, columns: slice) -> Iterator[tuple[int, slice, Float64[Tensor, "row part"]]]:
-        """The bands in a block: each with the block's columns that have some of its cells, and 1 where they are."""
+        """Yield each band in a block, with the columns that contain it and a 0/1 matrix of its cells there."""
         bounds = zip((self.low, *self.edges), (*(edge - 1 for edge in self.edges), self.high), strict=True)
         for b, (first, last) in enumerate(bounds):
             left = max(rows.start + self.offset - last, columns.start)
@@ -145,7 +146,7 @@ class Layout(Grid):
     def add_sums(
         self, sums: Stacked, block: Float64[Tensor, "system text row column"], rows: slice, columns: slice
     ) -> None:
-        """Add a block's sums along distances and keys to ``sums``; the block must be 0 where no cell counts."""
+        """Add a block's sums along distances and keys to ``sums``; the block must be 0 outside the cells."""
         by_distance, by_key = self.split(sums)
         self.add_diagonals(by_distance, block, rows, columns)
         if self.n_band == 1:
@@ -157,50 +158,50 @@ class Layout(Grid):
 
 
 def by_system(x: Tensor, n: int, *, pool: bool) -> Tensor:
-    """Leading axes as ``(system, text)``, before the last ``n``: pooled texts, the first axis, share a system."""
+    """Reshape the axes before the last ``n`` to ``(system, text)``: pooled texts, the first axis, share a system."""
     last = x.shape[x.ndim - n :]
     if not pool:
-        return x.reshape(x.shape[: x.ndim - n].numel(), 1, *last)  # also of features of which there are none
+        return x.reshape(x.shape[: x.ndim - n].numel(), 1, *last)  # -1 would fail for an empty axis of features
     return x.movedim(0, x.ndim - n - 1).reshape(x.shape[1 : x.ndim - n].numel(), x.shape[0], *last)
 
 
 def to_batch(x: Tensor, batch: Sequence[int], *, pool: bool) -> Tensor:
-    """The transpose of ``by_system``: leading axes of the scores, from ``(system, text)``."""
+    """Undo ``by_system``: reshape ``(system, text)`` to the leading axes of the scores."""
     return (x.movedim(1, 0) if pool else x[:, 0]).reshape((*batch, *x.shape[2:]))
 
 
 def first_keys(seen: Bool[Tensor, "*mask key"], n: int) -> Float64[Tensor, "*mask key n"]:
-    """Features that mark the first n keys that some query sees, one feature for each."""
+    """Create one indicator feature for each of the first n keys that some query sees."""
     order = torch.arange(1, n + 1, device=seen.device)
     return (seen[..., None] & (seen.cumsum(-1)[..., None] == order)).double()
 
 
-# Transforms err by about 2e-16 of the product of the norms of what is convolved, so a normaliser above this part of
-# that product is good to about 1e-10.
+# Transforms have an error of about 2e-16 times the product of the two inputs' norms, so a normaliser above _SAFE times
+# that product has a relative error of at most about 1e-10.
 _SAFE = 2e-6
-_TINY = 1e-140  # normalisers whose inverse squares overflow soon
-_NEAR = 32  # distances next to the query
+_TINY = 1e-140  # the inverse squares of normalisers below this come close to overflow
+_NEAR = 32  # number of distances next to the query that are summed cell by cell
 
 Queries = Float64[Tensor, "system text query"]
 NearCells = Float64[Tensor, "system text query near"]
 
 
 class FourierSums:
-    """As ``AttentionSums``, of the queries whose sums are not spoiled by rounding.
+    """``AttentionSums`` for the queries whose sums a Fourier transform gives precisely.
 
     On a grid where query ``t`` sees key ``j`` at distance ``low + t - j``, ``Z[t] = Σ_j e^{d[t - j]} e^{k[j]}`` is a
-    convolution, and the marginals are correlations with ``1/Z``. No exponential is above 1, as a constant moves from
-    the keys of a band to its distances. Rounding errors are relative to the largest normaliser, so the distances next
-    to the query, where profiles are steepest, are summed cell by cell, and queries whose normaliser is still too small
-    are left to the caller.
+    convolution, and the marginals are correlations with ``1/Z``. No exponential exceeds 1, because the largest
+    coefficient of a band's keys is moved to its distances. Rounding errors are relative to the largest normaliser.
+    Therefore the distances next to the query, where profiles are steepest, are summed cell by cell, and queries whose
+    normaliser is still too small are left to the caller.
 
     Attributes:
-        unsafe: tiles that hold the other queries.
-        log_z, marginals: with 0 for those.
+        unsafe: tiles that contain queries left to the caller.
+        log_z, marginals: as in ``AttentionSums``, 0 for the queries of those tiles.
     """
 
     def __init__(self, layout: Layout, stacked: Stacked, tiles: list[slice]) -> None:
-        """Evaluate at these coefficients; queries are left out by whole tiles."""
+        """Evaluate at these coefficients; a tile is left out as a whole."""
         self._layout = layout
         self._length = 1 << (layout.n_key + layout.n_distance - 2).bit_length()
         self._first = layout.offset - layout.low
@@ -218,13 +219,13 @@ class FourierSums:
         self._near = slice(first - layout.low, first - layout.low + len(d))
         at = torch.arange(layout.n_query, device=device)[:, None] + layout.offset - d
         exists = (at >= 0) & (at < layout.n_key)
-        # Where a near cell's key is among those of all bands; one past them where there is no key.
+        # Index of a near cell's key among the keys of all bands; one past the end where there is no key.
         self._key_of_near = torch.where(exists, band[self._near] * layout.n_key + at, layout.n_band * layout.n_key)
         cells = self._of_keys(key) * distance[..., self._near].sum(-2)[..., None, :]
 
         distance[..., self._near] = 0.0
         far = torch.cat([band[: self._near.start], band[self._near.stop :]])
-        self._bands = (far if len(far) else band).unique()  # those that are transformed
+        self._bands = (far if len(far) else band).unique()  # the bands that are transformed
         self._distance, self._key = distance[..., self._bands, :], key[..., self._bands, :]
         self._distance_spectrum, self._key_spectrum = self._spectrum(self._distance), self._spectrum(self._key)
         z = self._at_queries(self._distance_spectrum * self._key_spectrum) + cells.sum(-1)
@@ -259,14 +260,14 @@ class FourierSums:
         return pad(x, (max(-self._first, 0), 0))  # queries before the grid have no cells
 
     def _stacked(self, to_distance: Tensor, to_key: Tensor, distance: Tensor, key: Tensor) -> Stacked:
-        """Spectra as sums for each coefficient, weighted with these exponentials."""
+        """Transform spectra back to stacked sums, weighted with these exponentials."""
         of_distance = (distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
         of_key = key * self._inverse_transform(to_key, self._layout.n_key)
         of_bands = of_key.new_zeros(*of_key.shape[:-2], self._layout.n_band, self._layout.n_key)
         return torch.cat([of_distance, of_bands.index_copy(-2, self._bands, of_key).flatten(-2)], -1)
 
     def _of_keys(self, by_key: Float64[Tensor, "system text band key"]) -> NearCells:
-        """The coefficient of each near cell's key in the cell's band; 0 where there is no key."""
+        """Look up the coefficient of each near cell's key in the cell's band; 0 where there is no key."""
         return pad(by_key.flatten(-2), (0, 1))[..., self._key_of_near]
 
     def _add_near(self, cells: NearCells, sums: Stacked) -> Stacked:
@@ -278,7 +279,7 @@ class FourierSums:
         return sums
 
     def diagonal(self) -> Stacked:
-        """These queries' part of ``AttentionSums.diagonal``."""
+        """Compute these queries' part of ``AttentionSums.diagonal``."""
         squares = self._spectrum_of_queries(self._inverse.square())
         distance, key = self._distance.square(), self._key.square()
         to_distance, to_key = squares * self._spectrum(key).conj(), squares * self._spectrum(distance).conj()
@@ -286,7 +287,7 @@ class FourierSums:
         return self.marginals - self._add_near(self._cells.square(), removed)
 
     def product(self, x: Stacked) -> Stacked:
-        """These queries' part of ``AttentionSums.product``."""
+        """Compute these queries' part of ``AttentionSums.product``."""
         by_distance, by_key = self._layout.split(x)
         distance = self._spectrum(self._distance * by_distance[..., None, :])
         key = self._spectrum(self._key * by_key[..., self._bands, :])
@@ -300,18 +301,19 @@ class FourierSums:
         return self._add_near(near.sub_(mean[..., None]).mul_(self._cells), out)
 
 
-_TILE = 64  # queries that are formed cell by cell together
-_STORED = 2**26  # cells of a pattern that are kept from one product to the next; beyond, they are formed anew
+_TILE = 64  # number of queries that are computed cell by cell together
+_STORED = 2**26  # most cells of a pattern that are kept between products; beyond that, they are recomputed
 
 
 class AttentionSums:
-    """Additive attention with given coefficients: all that a step of Newton's method asks of it.
+    """Additive attention with given coefficients: all that a step of Newton's method needs.
 
     Attributes:
         log_z: logarithm of the normaliser of each query; 0 for a query without cells.
         marginals: total attention of each distance, and of each key in each band, stacked.
-        diagonal: of the Hessian of ``Σ log Z``, sums of ``p (1 - p)``; by transforms to about 1e-5 of the marginals.
-        tiles: queries that are formed cell by cell.
+        diagonal: diagonal of the Hessian of ``Σ log Z``, sums of ``p (1 - p)``; where transforms are used, the error is
+            about 1e-5 of the marginals.
+        tiles: queries that are computed cell by cell.
     """
 
     log_z: Float64[Tensor, "system text query"]
@@ -320,7 +322,7 @@ class AttentionSums:
     tiles: list[slice]
 
     def __init__(self, layout: Layout, stacked: Stacked, *, direct: bool = False) -> None:
-        """Evaluate at these coefficients; ``direct`` forms every cell."""
+        """Evaluate at these coefficients; with ``direct``, compute every cell without transforms."""
         self._layout, self._stacked = layout, stacked
         self.tiles = [slice(t, min(t + _TILE, layout.n_query)) for t in range(0, layout.n_query, _TILE)]
         self._fourier: FourierSums | None = None
@@ -348,7 +350,7 @@ class AttentionSums:
         self.diagonal *= used
 
     def product(self, x: Stacked) -> Stacked:
-        """Product of the Hessian of ``Σ log Z`` with ``x``: marginals of the pattern times ``x - mean per query``.
+        """Multiply the Hessian of ``Σ log Z`` by ``x``: marginals of the pattern times ``x - mean per query``.
 
         Systems of ``x`` broadcast against those of the coefficients.
         """
