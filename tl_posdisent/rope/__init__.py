@@ -1,7 +1,7 @@
-"""Rotary geometry, and what follows from it for attention scores at controlled distances. Tensors only, no models.
+"""Rotary geometry, and its consequences for attention scores at controlled distances. Tensors only, no models.
 
-Here belong RoPE's rotation, the moments of queries and keys, the variance decomposition of scores, and what is said
-subspace by subspace; the fit of scores that were observed is in ``additive``.
+This folder holds RoPE's rotation, the moments of queries and keys, the variance decomposition of scores, and measures
+of single subspaces. The fit of observed scores is in ``additive``.
 """
 
 from tl_posdisent.utils.lazy_names import attach

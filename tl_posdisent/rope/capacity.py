@@ -1,4 +1,4 @@
-"""Capacity of RoPE: the best approximation of a function of the distance by a layer's frequencies."""
+"""Capacity of RoPE: the best approximation of a function of the distance with a layer's frequencies."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .variance_decomposition import Numbers, numbers
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RopeCapacity(HasTable):
-    """The best approximation of a function of the distance by a layer's frequencies.
+    """The best approximation of a function of the distance with a layer's frequencies.
 
     All tensors are float64 (the coefficients complex128); values are in the units of the target.
 
     Attributes:
         distances: ``[distance]``, in tokens.
-        target: ``[distance]``, the function asked for.
+        target: ``[distance]``, the function to approximate.
         fitted: ``[distance]``, ``intercept + Σ_c Re(z_c · exp(i θ_c d))``.
-        coefficients: ``[subspace]``, the z_c: the feature ``q_c · conj(k_c)`` of a query and a key that have this
-            profile, times the model's scale and the square of its attention factor.
-        intercept: a constant that the softmax does not see; 0 unless asked for.
+        coefficients: ``[subspace]``, the z_c: the product ``q_c · conj(k_c)`` of a query and a key with this profile,
+            times the model's scale and the square of its attention factor.
+        intercept: a constant, which the softmax ignores; 0 without ``intercept=True``.
         condition: largest over smallest singular value of the basis; infinite with fewer distances than real
-            coefficients. Where it is large, coefficients without a ridge are large and cancel each other.
+            coefficients. If it is large, coefficients without a ridge are large and cancel each other.
         frequencies: ``[subspace]``, θ in radians per position.
     """
 
@@ -47,9 +47,9 @@ class RopeCapacity(HasTable):
 
     @property
     def error(self) -> float:
-        """Mean square of ``target - fitted`` over the target's variance: 0 is perfect; NaN for a constant target."""
+        """Mean square of ``target - fitted``, divided by the target's variance; NaN for a constant target."""
         variance = self.target.var(correction=0).item()
-        # Of a constant, the mean may be off by rounding.
+        # A constant's variance can be above 0 by rounding of the mean.
         varies = variance > 1e-28 * self.target.square().mean().item()
         return (self.target - self.fitted).square().mean().item() / variance if varies else math.nan
 
@@ -60,11 +60,11 @@ class RopeCapacity(HasTable):
 
     @property
     def norm(self) -> float:
-        """``√Σ|z_c|²``: how large a feature the profile takes. A model is limited by the size of its vectors."""
+        """``√Σ|z_c|²``: size of the products of queries and keys that the profile needs; a model's vectors limit it."""
         return self.coefficients.abs().square().sum().sqrt().item()
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per distance: ``distance``, ``target``, ``fitted``."""
+        """Return one row per distance: ``distance``, ``target``, ``fitted``."""
         return pd.DataFrame({name: getattr(self, name).tolist() for name in ("distances", "target", "fitted")}).rename(
             columns={"distances": "distance"}
         )
@@ -80,22 +80,22 @@ class RopeCapacity(HasTable):
 def rope_capacity(
     rotary: Rotary, distances: Numbers, target: Numbers, *, ridge: float = 0.0, intercept: bool = False
 ) -> RopeCapacity:
-    """Fit a function of the distance by a sum of a layer's rotary frequencies: what RoPE can do at best.
+    """Approximate a function of the distance with a layer's rotary frequencies, as well as any query and key could.
 
-    Regularised least squares, in float64 by singular values:
+    The fit is regularised least squares, in float64 by singular values:
 
         mean over d of ( Σ_c Re(z_c · exp(i θ_c d)) - target(d) )²  +  ridge · Σ_c |z_c|²   →   min.
 
-    A query and a key are free to have any z_c, so this is what RoPE can do at all (an inverse Fourier transform,
-    arXiv 2503.13305). What the frequencies cannot tell apart over these distances gets the smallest coefficients.
+    A query and a key can have any z_c, so the result is the best that RoPE can do (an inverse Fourier transform,
+    arXiv 2503.13305). Of all coefficients that fit equally well over these distances, the smallest are chosen.
     Returns ``RopeCapacity``.
 
     Args:
-        rotary: the layer's frequencies, angles rounded as its model rounds them.
+        rotary: the layer's frequencies; angles are rounded as its model rounds them.
         distances: query position minus key position, 1-D, any finite numbers.
-        target: the function's value at each.
+        target: the function's value at each distance.
         ridge: weight of ``Σ|z_c|²``, in (units of the target / units of z)², not negative.
-        intercept: whether to fit a constant too, which the ridge leaves alone. The softmax does not see one.
+        intercept: whether to fit also a constant, without penalty. The softmax ignores constants.
 
     Raises:
         ValueError: distances or a target that are not finite, empty, or of unequal length; a negative ridge; a rotary
@@ -131,7 +131,7 @@ def rope_capacity(
     return RopeCapacity(
         distances=d,
         target=y,
-        fitted=u @ (s * inverse * along) + level,  # the projection itself: large coefficients cost digits
+        fitted=u @ (s * inverse * along) + level,  # as a projection: from large coefficients it would lose digits
         coefficients=torch.complex(*x.chunk(2)),
         intercept=constant.item(),
         condition=s[0].item() / smallest if smallest > 0 else math.inf,

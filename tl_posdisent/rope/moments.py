@@ -1,4 +1,4 @@
-"""Moments of queries and keys: the means and covariances that the variance decomposition of the scores needs."""
+"""Means and covariances of queries and keys (moments), which determine the variance decomposition of the scores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_values
 
-NUMBERS_AT_ONCE = 2**22  # of a chunk of points: 32 MiB in float64
+NUMBERS_AT_ONCE = 2**22  # size of a chunk of points: 32 MiB in float64
 
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Count, mean and covariance of a set of points per head. ``a + b`` are those of both sets together.
+    """Count, mean and covariance of a set of points per head. ``a + b`` is the spread of both sets together.
 
     Attributes:
-        count: how many points there are.
-        mean, cov: in the units of the points; the population covariance (divided by the count).
+        count: number of points.
+        mean, cov: mean and population covariance (divided by the count), in the units of the points.
     """
 
     count: float
@@ -39,7 +39,7 @@ class Spread:
             raise ValueError("a spread must have finite mean and covariance")
 
     def __add__(self, other: Spread) -> Spread:
-        """Merge by the formula of Chan, Golub and LeVeque, which has no sum of squares about a far-away origin."""
+        """Merge two spreads by the formula of Chan, Golub and LeVeque, which is stable for means far from 0."""
         if self.mean.shape != other.mean.shape:
             shapes = f"{tuple(self.mean.shape)} and {tuple(other.mean.shape)}"
             raise ValueError(f"spreads to be added must have the same shape, got {shapes}")
@@ -55,7 +55,7 @@ def total(spreads: Iterable[Spread]) -> Spread:
 
 
 def spread_of(points: Float64[Tensor, "point head coordinate"]) -> Spread:
-    """Compute mean and covariance of points; equal points have a covariance of exactly 0."""
+    """Compute mean and covariance of points; the covariance of equal points is exactly 0."""
     origin = points[0]
     mean = (points - origin).mean(0)
     by_head = (points - origin - mean).permute(1, 0, 2)
@@ -75,14 +75,14 @@ def chunks(x: Float[Tensor, "*point head coordinate"]) -> Iterator[Float64[Tenso
 class Moments:
     """Means and covariances of one layer's queries and keys before rotation.
 
-    They suffice for the variance decomposition at controlled distances (``decompose``). ``a + b`` are the moments of
-    both texts together, ``sum(moments)`` those of a corpus. Coordinates are in the order of the subspaces, two for
-    each, whatever the pairing; those that RoPE leaves alone follow.
+    They are all that the variance decomposition at controlled distances needs (``decompose``). ``a + b`` are the
+    moments of both texts together, ``sum(moments)`` those of a corpus. Coordinates are in the order of the subspaces,
+    two for each, whatever the pairing; those that RoPE does not rotate follow.
 
     Attributes:
         query: ``count``, ``mean`` ``[head, d_head]`` and ``cov`` ``[head, d_head, d_head]`` of the queries, float64,
             in the units of the vectors; covariances are divided by the count.
-        key: the same of the keys, per key head; query head h reads key head ``h // (n_heads // n_kv)``.
+        key: the same for the keys, per key head; query head h reads key head ``h // (n_heads // n_kv)``.
         rotary: the layer's frequencies, pairing and attention factor.
 
     Example:
@@ -104,16 +104,16 @@ class Moments:
     def from_qk(
         cls, q: Float[Tensor, "*n_q head d_head"], k: Float[Tensor, "*n_k kv_head d_head"], rotary: Rotary
     ) -> Moments:
-        """Compute the moments, in float64, a chunk of queries or keys at a time.
+        """Compute the moments in float64, one chunk of queries or keys at a time.
 
         Args:
             q: queries before rotation and after any QK-norm, ``[*n_q, head, d_head]``, pooled over all leading axes.
-                To leave some out (padding), index: ``q[keep]``.
-            k: keys likewise, ``[*n_k, kv_head, d_head]``; ``kv_head`` divides ``head``.
+                To exclude some of them (padding), index: ``q[keep]``.
+            k: keys before rotation and after any QK-norm, ``[*n_k, kv_head, d_head]``; ``kv_head`` divides ``head``.
             rotary: the layer's rotation.
 
         Raises:
-            ValueError: queries or keys that are empty, not finite, or do not fit each other or the rotation.
+            ValueError: queries or keys that are empty, not finite, or do not match each other or the rotation.
         """
         _check_vectors(q, k, rotary)
         planes, rest = to_complex(torch.arange(q.shape[-1], dtype=torch.float64, device="cpu"), rotary)
@@ -122,7 +122,7 @@ class Moments:
         return cls(query, key, rotary.to(q.device))
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both sets of queries and of both sets of keys together.
+        """Merge the moments of two sets of queries and keys.
 
         Raises:
             ValueError: moments of another shape or another rotation.
@@ -139,7 +139,7 @@ class Moments:
         return Moments(self.query + other.query, self.key + other.key, self.rotary)
 
     def __radd__(self, other: Literal[0]) -> Moments:
-        """``sum`` begins with 0."""
+        """Support ``sum``, which begins with 0."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class Moments:
 def _measured(name: str, x: Tensor, order: Int64[Tensor, "d_head"]) -> Spread:
     try:
         spread = total(map(spread_of, chunks(x)))
-    except ValueError:  # NaN and infinity survive into the covariance: no second pass to look for them
+    except ValueError:  # NaN and infinity propagate to the covariance, so no second pass is needed to find them
         raise ArgumentError(name, "must be finite, and small enough to be squared") from None
     return Spread(spread.count, spread.mean[:, order], spread.cov[:, order][:, :, order])
 
@@ -175,6 +175,6 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
     if d_head != d_key:
         raise ValueError(f"queries and keys must have the same d_head, got {d_head} and {d_key}")
     if n_heads % n_kv:
-        raise ValueError(f"the number of key heads must divide that of heads, got {n_kv} and {n_heads}")
+        raise ValueError(f"the number of key heads must divide the number of heads, got {n_kv} and {n_heads}")
     if d_head < rotary.dim:
         raise ArgumentError("d_head", f"must be at least {rotary.dim}, two per frequency, got {d_head}")

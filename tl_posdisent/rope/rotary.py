@@ -1,8 +1,8 @@
-"""Rotary position embedding (RoPE): rotate vectors, read frequencies off a model's tables, make tables.
+"""Rotary position embedding (RoPE): rotate vectors, read frequencies from a model's tables, compute tables.
 
-RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subspaces*) and turns plane c by the angle
-``position · θ_c``; further coordinates pass through. A score then depends on positions through their difference
-alone: ``⟨R(p) q, R(s) k⟩ = Σ_c Re(q_c · conj(k_c) · exp(i θ_c (p − s))) + pass-through``.
+RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subspaces*) and rotates plane c by the angle
+``position · θ_c``; further coordinates pass through. A score then depends on positions only through their difference:
+``⟨R(p) q, R(s) k⟩ = Σ_c Re(q_c · conj(k_c) · exp(i θ_c (p − s))) + pass-through``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Rotary:
     Attributes:
         frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them.
         pairing: ``"half"`` pairs coordinate c with c + n (Llama, GPT-NeoX), ``"adjacent"`` 2c with 2c + 1 (GPT-J).
-        attention_factor: queries and keys are multiplied by it as they are rotated (YaRN); scores by its square.
-        angle_dtype: angles are rounded to it, as models round ``position · θ`` (float32); float64 is exact.
-        frequency_dtype: frequencies are rounded to it, or measured on a table in it.
+        attention_factor: factor of queries and keys when they are rotated (YaRN); scores get its square.
+        angle_dtype: dtype to which angles are rounded, as models round ``position · θ`` (float32); float64 is exact.
+        frequency_dtype: dtype to which frequencies are rounded, or of the table from which they were measured.
 
     Raises:
-        ValueError: an attribute of another kind, or that is not finite.
+        ValueError: an attribute of another type, or that is not finite.
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ class Rotary:
         if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
             raise ArgumentError("frequencies", f"must be a float64 tensor of shape (subspace,), got {described(x)}")
         if not bool(x.isfinite().all()):
-            raise ArgumentError("frequencies", f"must be finite, got {int((~x.isfinite()).sum())} that are not")
+            raise ArgumentError("frequencies", f"must be finite, got {int((~x.isfinite()).sum())} NaN or infinite")
         check_number("attention_factor", self.attention_factor, above=0)
         for name, dtype in (("angle_dtype", self.angle_dtype), ("frequency_dtype", self.frequency_dtype)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -72,12 +72,12 @@ class Rotary:
         return 2 * torch.pi / self.frequencies
 
     def angles(self, positions: Real[Tensor, "*pos"]) -> Float64[Tensor, "*pos subspace"]:
-        """Angle of every subspace at these positions, in radians, rounded as the model rounds it."""
+        """Compute the angle of every subspace at these positions, in radians, rounded as the model rounds it."""
         exact = positions.double()[..., None] * self.frequencies.to(positions.device)
         return exact.to(self.angle_dtype).double()
 
     def to(self, device: torch.device | str) -> Rotary:
-        """The same on another device."""
+        """Return the same rotation on another device."""
         return replace(self, frequencies=self.frequencies.to(device))
 
 
@@ -92,7 +92,7 @@ def rotate(
         rotary: the layer's rotation.
 
     Returns:
-        The same shape and dtype as ``x``; computed in float64 for float64 and in float32 otherwise.
+        A tensor of the shape and dtype of ``x``; computed in float64 for float64 and in float32 otherwise.
 
     Raises:
         ValueError: a head smaller than the rotary dimension; positions of wrong shape or not finite.
@@ -113,7 +113,7 @@ def rotate(
 def turn(
     x: Float[Tensor, "*batch d_head"], angle: Float64[Tensor, "*angle subspace"], pairing: Pairing, factor: float
 ) -> Float[Tensor, "*batch d_head"]:
-    """Rotate each subspace of ``x`` by its angle and stretch it by ``factor``; further coordinates pass through."""
+    """Rotate each subspace of ``x`` by its angle and multiply it by ``factor``; further coordinates pass through."""
     n = angle.shape[-1]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
@@ -131,7 +131,7 @@ def to_complex(
     complex64 otherwise.
 
     Raises:
-        ValueError: vectors smaller than the rotary dimension, or of integers.
+        ValueError: vectors smaller than the rotary dimension, or with an integer dtype.
 
     Example:
         >>> import torch
@@ -150,12 +150,12 @@ def to_complex(
 def from_complex(
     z: Complex[Tensor, "*batch subspace"], rest: Float[Tensor, "*batch rest"], rotary: Rotary
 ) -> Float[Tensor, "*batch d_head"]:
-    """Undo ``to_complex``: join subspaces and the rest into vectors."""
+    """Undo ``to_complex``: join subspaces and the other coordinates into vectors."""
     return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
 
 
 def _check_positions(positions: Tensor, x: Tensor) -> Tensor:
-    """Return ``positions`` on the device of ``x: [*batch, pos, head, d_head]``, or raise unless they fit."""
+    """Validate ``positions`` and return them on the device of ``x: [*batch, pos, head, d_head]``."""
     if x.ndim < 3:
         raise ArgumentError("x", f"must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
     length = x.shape[-3]
@@ -203,15 +203,15 @@ def _joined(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
 def rotary_from_table(
     cos: Float[Tensor, "pos columns"], sin: Float[Tensor, "pos columns"], *, pairing: Pairing = "half"
 ) -> Rotary:
-    """Read frequencies and attention factor off a model's table of cosines and sines for positions 0, 1, 2 ….
+    """Read frequencies and attention factor from a model's table of cosines and sines for positions 0, 1, 2 ….
 
     The table may have one column per subspace, or two of them in either order (``c0 c1 c0 c1`` or ``c0 c0 c1 c1``).
-    Row 1 gives each angle up to the rounding of the table; each doubling of the position halves that error without
-    losing count of the turns. Angles of the result are rounded to float32; ``pairing``, which no table can tell, is
-    kept in it.
+    Row 1 gives each angle up to the rounding of the table; each doubling of the position halves that error, and the
+    estimate so far determines the number of full turns. Angles of the result are rounded to float32. ``pairing`` is
+    only copied to the result, because a table does not show it.
 
     Raises:
-        ValueError: fewer than two rows, or rows that are not the cosines and sines of growing angles.
+        ValueError: fewer than two rows, or angles that do not grow linearly with the row.
 
     Example:
         >>> import torch
@@ -261,10 +261,10 @@ def _wrapped(angle: Tensor) -> Tensor:
 def table_like(
     seen: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, positions: Tensor, which: str
 ) -> Float[Tensor, "texts rows columns"]:
-    """The table (``which`` is ``"cos"`` or ``"sin"``) that the model would have made for ``positions``.
+    """Compute the table (``which`` is ``"cos"`` or ``"sin"``) that the model would compute for ``positions``.
 
-    Computed in the precision and laid out in the columns of ``seen``, the table that it made: one column per subspace,
-    or two in either order. At the model's own positions the result is that table to the last bit.
+    It has the precision and the columns of ``seen``, the model's own table: one column per subspace, or two in either
+    order. At the model's own positions the result equals that table bit by bit.
     """
     angle = rotary.angles(positions.to(seen.device)).to(rotary.angle_dtype)
     values = in_columns_of(seen, (angle.cos() if which == "cos" else angle.sin()) * rotary.attention_factor)
@@ -272,7 +272,7 @@ def table_like(
 
 
 def in_columns_of(table: Tensor, x: Tensor) -> Tensor:
-    """A row for the subspaces ``[..., subspace]`` in the columns of a table: one for each, or two in either order."""
+    """Arrange values of subspaces ``[..., subspace]`` like a table's columns: one each, or two in either order."""
     n = x.shape[-1]
     if table.shape[-1] != 2 * n:
         return x
@@ -282,10 +282,10 @@ def in_columns_of(table: Tensor, x: Tensor) -> Tensor:
 def running_rotary(
     cos: Float[Tensor, "one_or_batch pos columns"], sin: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary
 ) -> Rotary:
-    """The rotation of a running text, from the tables that it passes to the hooks ``spec.cos`` and ``spec.sin``.
+    """Return the rotation of a running text, from the tables at the hooks ``spec.cos`` and ``spec.sin``.
 
-    ``rotary``, as it was read, where these are its tables; otherwise what they show (models may rotate long texts by
-    other frequencies). Refuses tables of other positions than 0, 1, 2 …
+    It is ``rotary``, as read from the model, if these are its tables, and otherwise the rotation that the tables show
+    (models may rotate long texts by other frequencies). Raises for tables of positions other than 0, 1, 2 …
     """
     positions = torch.arange(cos.shape[1], device=cos.device)
     for which, table in (("cos", cos), ("sin", sin)):
@@ -301,9 +301,9 @@ def rotated_by_table(
     sin: Float[Tensor, "one_or_batch pos columns"],
     rotary: Rotary,
 ) -> Float64[Tensor, "batch pos head d_head"]:
-    """Queries or keys as a model rotates them that passes these tables to the hooks ``spec.cos`` and ``spec.sin``.
+    """Rotate queries or keys by the tables that a model passes to the hooks ``spec.cos`` and ``spec.sin``.
 
-    ``rotary`` tells the pairing alone: the tables may be of any positions and frequencies.
+    Only the pairing is read from ``rotary``: the tables may be for any positions and frequencies.
     """
     z, rest = to_complex(x.double(), rotary)
     n = len(rotary.frequencies)

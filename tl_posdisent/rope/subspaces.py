@@ -31,8 +31,8 @@ def interaction_bound(
 ) -> pd.DataFrame:
     """Bound the variance of an interaction; it is 0 if no subspace both rotates and has varying keys.
 
-    In the notation of ``decompose``, with complex subspaces, mean query q̄, key covariances ``K = E[k_c conj(k_c')]``,
-    ``K̃ = E[k_c k_c']`` of the centred keys, and U, Ũ likewise of the rotation ``u_c = scale · factor² · exp(i θ_c d)``,
+    In the notation of ``decompose``, with complex subspaces, mean query q̄, covariances ``K = E[k_c conj(k_c')]`` and
+    ``K̃ = E[k_c k_c']`` of the centred keys, and U and Ũ of the rotation ``u_c = scale · factor² · exp(i θ_c d)``,
 
         var(distance:key) = ½ Re Σ_cc' ( U q̄_c conj(q̄_c') conj(K) + Ũ q̄_c q̄_c' conj(K̃) )
                           ≤ ½ Σ_cc' |q̄_c| |q̄_c'| ( |K| |U| + |K̃| |Ũ| )                      (pairwise)
@@ -40,11 +40,11 @@ def interaction_bound(
 
     by the triangle inequality and Cauchy–Schwarz, with ``sd(k_c)² = E|k_c − k̄_c|²`` and
     ``sd(u_c)² = scale² factor⁴ (1 − |mean of exp(i θ_c d)|²)``, which is 0 for a subspace that does not turn over these
-    distances. For ``distance:query:key`` the query's covariances stand where q̄ does.
+    distances. For ``distance:query:key`` the query's covariances take the place of q̄.
 
     Arguments and errors are those of ``decompose``; ``component`` may be any of its components. Returns one row per
-    head: shares of the scores' variance, ``share`` itself and its bounds ``pairwise`` and ``separate``; and that
-    variance, ``total``, in units of the scores squared.
+    head: the interaction's ``share`` of the scores' variance, its bounds ``pairwise`` and ``separate``, and the
+    variance itself, ``total``, in units of the scores squared.
 
     Example:
         >>> import torch
@@ -52,7 +52,7 @@ def interaction_bound(
         >>> rotary = Rotary(torch.tensor([torch.pi], dtype=torch.float64))  # turns over at every step
         >>> q, k = torch.ones(5, 1, 2), torch.arange(5.0)[:, None, None] * torch.ones(2)
         >>> bound = interaction_bound(Moments.from_qk(q, k, rotary), [0, 1], scale=1.0)
-        >>> bound.round(3)  # as tight as can be
+        >>> bound.round(3)  # here the bounds are tight
            head  share  pairwise  separate  total
         0     0  0.333     0.333     0.333   24.0
     """
@@ -69,7 +69,7 @@ def interaction_bound(
 
 
 def _spreads(pair: Pair) -> Float64[Tensor, "head subspace"]:
-    """What each subspace can add to an interaction, in units of the scores."""
+    """Bound the contribution of each subspace to an interaction, in units of the scores."""
     return pair.hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
 
 
@@ -84,32 +84,34 @@ def subspace_patterns_qk(
 ) -> pd.DataFrame:
     """Measure the distance patterns of arXiv 2503.13305 (Observation 1, Theorem 2) in one layer's queries and keys.
 
-    Scores are additive in position and content where every subspace either hardly turns over the distances (slow: it
-    can carry content), or has keys that are nearly alike (concentrated: it can carry position).
+    Scores are additive in position and content if every subspace either hardly turns over the distances (slow: it can
+    carry content) or has nearly equal keys (concentrated: it can carry position).
 
     Args:
         q, k, rotary: as in ``Moments.from_qk``.
         distances, scale: as in ``decompose``.
 
     Returns:
-        One row per query head and subspace c, in which vectors are complex numbers z. Coordinates that RoPE leaves
-        alone follow, two by two, at frequency 0; which two make a pair is arbitrary, so their phases are NaN.
+        One row per query head and subspace c, in which vectors are complex numbers z. Coordinates that RoPE does not
+        rotate follow, two by two, at frequency 0; which two make a pair is arbitrary, so their phases
+        and concentrations are NaN.
 
         * ``head``, ``subspace``, ``frequency`` (θ, radians per position), ``wavelength``;
         * ``turn``: standard deviation of ``exp(i θ_c d)`` over the distances, 0 … 1;
         * ``query_…`` and ``key_size`` (mean of ``|z|``), ``variation`` (standard deviation of ``|z|`` over its mean),
           ``phase`` (``arg E[z]``, radians) and ``concentration`` (``|E[z]| / E[|z|]``, 0 … 1);
           ``E|z - E z|² = size² (1 + variation² - concentration²)``;
-        * ``relative_phase``: of ``arg q_c - arg k_c`` over all pairs, -π … π;
-        * ``distance``, ``semantic``, ``interaction``: parts of the scores' variance at controlled distances:
-          ``distance``; ``query``, ``key`` and ``query:key``; and the three others. Over subspaces and all three they
-          add up to 1. What a pair of subspaces shares is given to both in halves, so that a part is negative where the
-          subspace undoes more of what others do than it does itself;
-        * ``spread``: its term of ``separate`` of ``interaction_bound``, in standard deviations of the scores: size of
-          the mean query × standard deviation of the key × ``turn``, with scale and attention factor.
+        * ``relative_phase``: phase of the mean of ``q_c · conj(k_c)`` over all pairs, -π … π;
+        * ``distance``, ``semantic``, ``interaction``: shares of the scores' variance at controlled distances:
+          ``distance``; ``query``, ``key`` and ``query:key`` together; and the three other components together. Summed
+          over subspaces and all three, they are 1. A covariance of two subspaces is split equally between them, so a
+          share is negative where a subspace cancels more of the others' variance than it adds;
+        * ``spread``: the subspace's term in the bound ``separate`` of ``interaction_bound``, in standard deviations of
+          the scores: size of the mean query × standard deviation of the key × ``turn``, with scale and attention
+          factor.
 
     Raises:
-        ValueError: what ``Moments.from_qk`` and ``decompose`` refuse.
+        ValueError: as ``Moments.from_qk`` and ``decompose``.
 
     Example:
         >>> import torch
@@ -127,7 +129,7 @@ def subspace_patterns_qk(
     columns |= {f"key_{name}": x.repeat_interleave(group, 0) for name, x in _side(k, moments.key, rotary).items()}
     relative = columns["query_phase"] - columns["key_phase"]
     columns["relative_phase"] = torch.remainder(relative + torch.pi, 2 * torch.pi) - torch.pi
-    # Pairs are symmetric, so a row holds each subspace's own term and half of what it shares with every other.
+    # Pairs are symmetric, so a row sum is each subspace's own term plus half of its covariance with every other.
     parts = torch.stack([torch.add(*factors.pair(name)).real.sum(-1) / 2 for name in COMPONENTS])
     semantic = [i for i, name in enumerate(COMPONENTS) if "distance" not in name]
     mixed = [i for i, name in enumerate(COMPONENTS) if name.startswith("distance:")]
@@ -143,7 +145,7 @@ def subspace_patterns_qk(
 
 
 def _side(x: Tensor, vectors: Spread, rotary: Rotary) -> dict[str, Float64[Tensor, "head subspace"]]:
-    """Size, variation, phase and concentration of queries or of keys."""
+    """Compute size, variation, phase and concentration of queries or of keys."""
     pad, odd = torch.nn.functional.pad, x.shape[-1] % 2
 
     def magnitudes(part: Tensor) -> Float64[Tensor, "part head subspace"]:
@@ -161,7 +163,7 @@ def _side(x: Tensor, vectors: Spread, rotary: Rotary) -> dict[str, Float64[Tenso
 
 
 def _turn(moments: Moments, distances: Numbers, n: int) -> Float64[Tensor, "subspace"]:
-    """Standard deviation of ``exp(i θ d)``; of what stands still, exactly 0."""
+    """Compute the standard deviation of ``exp(i θ d)``; exactly 0 for a subspace that does not turn."""
     angle = moments.rotary.angles(check_distances(moments, distances))
     points = torch.stack([angle.cos(), angle.sin()], -1)
     points = points - points[0]
