@@ -15,7 +15,7 @@ import tl_posdisent as tp
 from tl_posdisent.additive.attention import rungs
 from tl_posdisent.experiments.cost import Measured
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.reading import forward
+from tl_posdisent.models.reading import memory
 
 TOOLS = get_args(Measured)
 LAYER_BY_LAYER = ("additivity", "controlled_distance", "subspace_patterns", "fit_attention")
@@ -119,21 +119,21 @@ def test_additivity_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> 
     """Before it runs, and only where one layer's scores alone are more than there is."""
     model, tokens = tp.load_demo_model(), tp.demo_tokens(length=256)
     scores = 8 * 256**2 * 4
-    monkeypatch.setattr(forward, "free_memory", lambda devices: scores - 1)
+    monkeypatch.setattr(memory, "free_memory", lambda devices: scores - 1)
     with pytest.raises(MemoryError, match=r"scores of one layer .* use fewer"):
         tp.additivity(model, tokens, progress=False)
-    monkeypatch.setattr(forward, "free_memory", lambda devices: scores)
+    monkeypatch.setattr(memory, "free_memory", lambda devices: scores)
     assert len(tp.additivity(model, tokens, layers=[0], progress=False)) == 8
-    monkeypatch.setattr(forward, "free_memory", lambda devices: None)  # not known: not refused
+    monkeypatch.setattr(memory, "free_memory", lambda devices: None)  # not known: not refused
     assert len(tp.additivity(model, tokens, layers=[1], progress=False)) == 8
 
 
 def test_free_memory(tmp_path: Any) -> None:
-    free = forward.free_memory(["cpu", "mps"])
+    free = memory.free_memory(["cpu", "mps"])
     assert free is not None
     assert 0 < free < 2**50
-    assert forward.free_memory(["mps"]) is None
+    assert memory.free_memory(["mps"]) is None
     for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 5\ninactive_file 50\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert forward._left_by_group(tmp_path) == [350]
-    assert [forward.gigabytes(n) for n in (2.5e9, 3e13)] == ["2.5 GB", "30,000 GB"]
+    assert memory._left_by_group(tmp_path) == [350]
+    assert [memory.gigabytes(n) for n in (2.5e9, 3e13)] == ["2.5 GB", "30,000 GB"]

@@ -339,9 +339,7 @@ def test_in_both_directions(tmp_path: Path) -> None:
     assert document.wrong == []
     assert "in both directions" in document.text
     assert "model must be causal" in document.text
-    layers = tp.capture(model, tokens)
-    fit = tp.fit_additive(next(layers).scores, mask="full", pool=True)
-    layers.close()
+    fit = tp.fit_additive(tp.capture(model, tokens, layers=[0])[0].scores, mask="full", pool=True)
     for line, profile in zip(document.drawn("the heads of layer 0"), fit.distance, strict=True):
         assert list(line["customdata"]) == fit.distances.tolist()
         assert list(line["y"]) == pytest.approx(profile.tolist())

@@ -176,7 +176,7 @@ def model_for(function: Function, reading: Any) -> Any:
     return reading.model if of_models else reading
 
 
-def call(function: Function, *model: Any, **changed: Any) -> Any:
+def call(function: Function, /, *model: Any, **changed: Any) -> Any:
     """With good values for all else; what comes lazily is asked for its first."""
     name = next((x for x, made in MADE.items() if made == function), getattr(function, "__name__", ""))
     arguments = dict(zip(("model",), model, strict=False))
