@@ -130,11 +130,11 @@ def test_shares_by_hand() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3", {}, "queries that are an affine function of the residual stream .*QK-norm"),
     ("olmo2", {}, "queries that are an affine function of the residual stream"),
-    ("gemma2", {}, "caps its scores, so they are no sum of products"),
+    ("gemma2", {}, "soft-caps its scores, so they are not sums of products"),
     ({"encoding": "mla"}, {}, "affine function .* latent attention"),
     ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* an unknown rotation"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1]}, "tokens must be at least two texts at every position for content_position"),
-    ({"pad_id": 0}, {"tokens": TOKENS[:1].expand(4, -1)}, "at least two different texts, got 4 that do not differ"),
+    ({"pad_id": 0}, {"tokens": TOKENS[:1].expand(4, -1)}, "at least two different texts, got 4 equal ones"),
     ({"pad_id": 0}, {"tokens": TOKENS * (torch.arange(9) < 7)}, "padded or packed texts are not supported"),
 ]
 

@@ -248,7 +248,10 @@ GATED = "attention whose output is a linear function of hook_z, added as it is o
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blocks.0.hook_resid_post", "in layer 0 of .*, a residual stream to which attention and MLP are added"),
+        (
+            "blocks.0.hook_resid_post",
+            "in layer 0 of .*, a residual stream to which attention and MLP outputs are added",
+        ),
         ("blocks.0.hook_attn_out", f"in layer 0 of .*, {GATED}"),
         ("blocks.1.attn.hook_q", "distance_sources needs queries that are an affine function"),
     ],

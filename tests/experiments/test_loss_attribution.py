@@ -49,5 +49,5 @@ def test_incomplete_and_repeated_tables_are_refused() -> None:
         shapley_values(table.drop(index=2))
     with pytest.raises(ValueError, match="got 32 rows for 16"):
         shapley_values(pd.concat([table, table]))
-    with pytest.raises(ValueError, match="what additive_substitution returned, got \\['a'\\]"):
+    with pytest.raises(ValueError, match="a table of additive_substitution, got \\['a'\\]"):
         shapley_values(pd.DataFrame({"a": [1]}))

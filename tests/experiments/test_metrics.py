@@ -150,7 +150,7 @@ def test_metrics_of_every_kind(kind: str, name: str, experiment: str, shared_rea
 def test_the_ladder_needs_as_many_numbers_of_each_run(shared_reading: Any) -> None:
     runs = iter([*range(2), *range(100)])
     with pytest.warns(
-        UserWarning, match=r"ArgumentError: metric must return as many numbers of each run, got 3 .* and 1"
+        UserWarning, match=r"ArgumentError: metric must return the same number of values for each run, got 3 .* and 1"
     ):
         EXPERIMENTS["ladder"](
             shared_reading("bridge", "llama-gqa"),

@@ -30,7 +30,7 @@ Measured = Literal[
     "preference_flips",
 ]
 
-# Of all layers and heads. A changed head needs only the layers behind it; each layer's attention runs once more.
+# For all layers and heads. A changed head needs only the layers after it, and each layer's attention runs once more.
 _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
     "head_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
@@ -46,12 +46,12 @@ class Estimate(HasTable):
 
     Attributes:
         tool, length, batch: as given.
-        passes: forward passes through all layers, of all texts; parts of passes add up.
-        model_bytes: parameters and buffers.
+        passes: number of forward passes of all texts through all layers; partial passes count as fractions.
+        model_bytes: bytes of parameters and buffers.
         score_bytes: upper bound for the score matrices, patterns and masks of one layer.
         other_bytes: upper bound for activations, logits, and the tool's own sums.
-        available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
-        advice: arguments that would fit, if this does not; else empty.
+        available_bytes: free memory in addition to the model; None if unknown, in which case everything fits.
+        advice: arguments that would fit, if these do not; else empty.
     """
 
     tool: str
@@ -66,30 +66,30 @@ class Estimate(HasTable):
 
     @property
     def needed_bytes(self) -> int:
-        """Upper bound for the memory beside the model."""
+        """Upper bound for the memory in addition to the model."""
         return self.score_bytes + self.other_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether what is needed beside the model is there."""
+        """Whether the memory needed in addition to the model is available."""
         return self.available_bytes is None or self.needed_bytes <= self.available_bytes
 
     def check(self) -> Estimate:
-        """Itself, if it fits.
+        """Return the estimate, or raise if the measurement does not fit.
 
         Raises:
-            MemoryError: it does not fit; names the needed and the free memory, and arguments that would fit.
+            MemoryError: it does not fit; the message gives the needed and the free memory, and arguments that fit.
         """
         if not self.fits:
             raise MemoryError(
-                f"{self.tool} of {self.batch}×{self.length} tokens needs up to {gigabytes(self.needed_bytes)} beside "
-                f"the model, of which {gigabytes(self.score_bytes)} for scores, and "
+                f"{self.tool} of {self.batch}×{self.length} tokens needs up to {gigabytes(self.needed_bytes)} in "
+                f"addition to the model, of which {gigabytes(self.score_bytes)} for scores, and "
                 f"{gigabytes(self.available_bytes or 0)} are available: use {self.advice}"
             )
         return self
 
     def to_frame(self) -> pd.DataFrame:
-        """One row, with ``needed_bytes`` and ``fits``."""
+        """Return one row with all attributes, ``needed_bytes`` and ``fits``."""
         return pd.DataFrame([asdict(self) | {"needed_bytes": self.needed_bytes, "fits": self.fits}])
 
     def __repr__(self) -> str:
@@ -111,20 +111,20 @@ def estimate(
 ) -> Estimate:
     """Estimate forward passes and memory of a measurement with its default arguments.
 
-    The memory is an upper bound from shapes (docs/memory_and_time.md). Models on ``meta`` work as well.
+    The memory is an upper bound, computed from shapes (docs/memory_and_time.md). The model may be on ``meta``.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        length: tokens of a text, at least 2.
-        batch: texts that run at once.
-        tool: what will run, on all layers and heads; ``"fit_attention"`` of one layer that ``capture`` returns. Tools
-            that run once, layer by layer, need about as much as ``"controlled_distance"``. What a tool computes beside
-            the passes takes time too: docs/memory_and_time.md has all of it, measured.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
+        length: tokens per text, at least 2.
+        batch: number of texts that run at once.
+        tool: the tool that will run, on all layers and heads; ``"fit_attention"`` is for one layer that ``capture``
+            returns. Tools that run once, layer by layer, need about as much as ``"controlled_distance"``. Computation
+            outside the passes takes time too: docs/memory_and_time.md lists measured times.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
 
     Raises:
-        ValueError: unusable arguments. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
+        ValueError: invalid arguments. ``estimate(...).check()`` raises ``MemoryError`` if the measurement does not fit.
 
     Example:
         >>> from tl_posdisent import estimate, load_demo_model
@@ -146,7 +146,7 @@ def estimate(
     on_meta = all(device.type == "meta" for device in devices)
     free = free_memory(devices) if available is None else available
     if available is None and on_meta and free is not None:
-        free = max(0, free - weights)  # the model is still to come
+        free = max(0, free - weights)  # the model is not loaded yet
     scores, other = _memory(model, tool, length, batch)
     fits = free is None or scores + other <= free
     passes = float(_PASSES[tool](layers, model.cfg.n_heads)) if tool in _PASSES else 1.0
@@ -155,7 +155,7 @@ def estimate(
 
 
 def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
-    """Upper bounds for the bytes of scores and of everything else beside the model."""
+    """Compute upper bounds for the bytes of scores, and of everything else except the model."""
     cfg, layers = model.cfg, n_layers(model)
     heads, kv, width = cfg.n_heads, getattr(cfg, "n_key_value_heads", None) or cfg.n_heads, cfg.d_head
     size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
@@ -178,11 +178,11 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
         other += 2**26 * (tool == "preference_flips")  # pairs of keys at a time
         other += 8 * (4 * vectors + 2 * (heads + kv) * width * (2 * width + length)) + 6 * tokens * heads * width * size
-    return scores, other + 2**23 + layers * 2**19  # beside tensors, as measured
+    return scores, other + 2**23 + layers * 2**19  # overhead in addition to tensors, as measured
 
 
 def _advice(model: Any, tool: str, length: int, batch: int, free: int) -> str:
-    """Arguments with which it would fit: fewer texts, then a shorter text."""
+    """Find arguments that would fit: fewer texts, then a shorter text."""
 
     def fits(length: int, batch: int) -> bool:
         return sum(_memory(model, tool, length, batch)) <= free

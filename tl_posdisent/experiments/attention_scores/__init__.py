@@ -1,1 +1,1 @@
-"""What attention scores are made of."""
+"""Additivity and other measures of attention scores and patterns, by layer and head."""

@@ -35,35 +35,36 @@ def additivity(
     pool: bool = False,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Fit the three-axis model to every head's scores: one forward pass, one layer in memory.
+    """Fit the three-axis model to every head's scores, in one forward pass with one layer's scores in memory.
 
-    ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``, on the scores as they are in this text.
-    Hooks that the model has, such as interventions of this package, act on the scores that are fitted.
+    The model is ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``, for the scores of this text. Hooks
+    on the model, such as interventions of this package, act on the scores that are fitted.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with any position encoding.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; with any position
+            encoding.
+        tokens: ids ``[batch, pos]`` or, if the model has a tokenizer, a text or a list of texts of any lengths.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run and fitted without its padding.
         layers: default all.
-        mask: which cells count; by default each layer's own (causal or full, with its sliding window), which a
-            boolean ``[query, key]`` narrows.
-        sinks: leave this many keys at the beginning of each text out of the fit (``fit_additive``).
-        pool: one distance profile per head for all texts, each text with its own query and key component.
-        progress: show a bar.
+        mask: which cells count; default each layer's own mask (causal or full, with its sliding window). A boolean mask
+            ``[query, key]`` restricts it further.
+        sinks: leave this many first keys of each text out of the fit (``fit_additive``).
+        pool: fit one distance profile per head to all texts, each text with its own query and key component.
+        progress: show a progress bar.
 
     Returns:
         One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r``, ``r2``,
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
-        each component explains alone (see ``AdditiveFit``). Not pooled, also ``r_no_distance``, r of the query and
-        key component alone, and of two texts or more ``r_held_out``: r with the distance profile that was fitted to the
-        *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant, NaN
-        for a text that is longer than all others. Of these numbers ``r_held_out`` tells trained from random weights
-        most clearly (docs/results.md): a deep random network is nearly additive on one text, too, but not by one
-        profile for all texts.
+        each component explains alone (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
+        key component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to
+        the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant,
+        NaN for a text that is longer than all others. Of these numbers ``r_held_out`` separates trained from random
+        weights most clearly (docs/results.md): a deep random network is nearly additive on one text, too, but not with
+        one profile for all texts.
 
     Raises:
-        ValueError: unusable arguments; scores that neither show nor can be recomputed from queries and keys.
-        MemoryError: one layer's scores alone are more than the memory that is free.
+        ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys.
+        MemoryError: one layer's scores exceed free memory.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model
@@ -109,7 +110,7 @@ class Part(NamedTuple):
 def _read_group(
     model: Any, group: TextGroup, specs: list[AttentionSpec], mask: MaskKind | Tensor | None, sinks: int, bar: Any
 ) -> dict[int, Part]:
-    """The marginal sums of each layer, from one pass."""
+    """Compute the marginal sums of each layer in one pass."""
     parts: dict[int, Part] = {}
 
     def read(spec: AttentionSpec, scores: Tensor) -> None:
@@ -124,12 +125,12 @@ def _read_group(
 
 
 def _of_all(fits: Sequence[AdditiveFit]) -> dict[str, Tensor]:
-    """Each column of the summary, ``[*text, head]``."""
+    """Collect the columns of the summary, ``[*text, head]`` each, from several fits."""
     return {name: torch.cat([getattr(fit, name) for fit in fits]) for name in SUMMARY}
 
 
 def columns_of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """The columns of ``additivity`` that are not pooled, ``[text, head]``, texts in the order of the batch."""
+    """Compute the columns of ``additivity`` without pooling, ``[text, head]``, texts in the order of the batch."""
     fits = [fit_marginals(part.read, part.cells) for part in parts]
     given = {"r_no_distance": [torch.zeros_like(fit.distance) for fit in fits]}
     if sum(len(part.rows) for part in parts) > 1:
@@ -141,8 +142,8 @@ def columns_of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
 
 
 def _profiles_of_others(parts: Sequence[Part], fits: Sequence[AdditiveFit]) -> list[Tensor]:
-    """For each text the profile ``[text, head, distance]`` of all others; NaN if none of them is as long."""
-    if len(parts) == 1:  # in one mask, the profile of several texts is the mean of theirs
+    """Fit the profile ``[text, head, distance]`` of all other texts for each text; NaN if none of them is as long."""
+    if len(parts) == 1:  # with equal masks, the profile of several texts is the mean of their profiles
         (fit,) = fits
         return [(fit.distance.sum(0) - fit.distance) / (len(fit.distance) - 1)]
     apart = [[_one_text(part, n) for n in range(len(part.rows))] for part in parts]
@@ -156,7 +157,7 @@ def _one_text(part: Part, n: int) -> Part:
 
 
 def _profile(cells: Cells, others: Sequence[Part]) -> Tensor:
-    """The profile ``[head, distance]`` of these texts, at the distances of the cells."""
+    """Fit the profile ``[head, distance]`` of these texts, at the distances of the cells."""
     fit = fit_marginals(*_stacked(others), pool=True)
     if cells.n_key > max(other.cells.n_key for other in others):
         return fit.distance.new_full((len(fit.distance), cells.n_distance), nan)
@@ -165,7 +166,7 @@ def _profile(cells: Cells, others: Sequence[Part]) -> Tensor:
 
 
 def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
-    """Marginal sums of texts of several lengths, in the axes of the longest."""
+    """Stack marginal sums of texts of several lengths, along the axes of the longest."""
     if len(parts) == 1:
         return parts[0].read, parts[0].cells
     n = max(part.cells.n_key for part in parts)
@@ -187,7 +188,7 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
 
 
 def cells_of(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:
-    """Mask and window for ``fit_additive``."""
+    """Return mask and window of a layer as arguments for ``make_cells``."""
     if mask is None:
         return {"mask": "causal" if spec.causal else "full", "window": spec.window}
     if isinstance(mask, Tensor):

@@ -1,4 +1,4 @@
-"""Variance decomposition of scores at controlled distances (arXiv 2503.13305, §3), alone and beside the text's own."""
+"""Variance decomposition of scores at controlled distances (arXiv 2503.13305, §3), and its comparison with a text."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ def controlled_distance(
 ) -> pd.DataFrame:
     """Decompose every head's scores over all combinations of distances, queries and keys of a text.
 
-    In a text each pair has one distance. Here each query meets each key at each distance (see ``decompose``): one
-    forward pass for queries and keys, and no score is computed.
+    In a text each pair of tokens has one distance. Here each query is combined with each key at each distance (see
+    ``decompose``). This takes one forward pass, for queries and keys, and computes no scores.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens, attention_mask: as in ``additivity``; queries and keys of all texts are pooled, so that
-            queries of one text meet keys of every other.
-        distances: default 0 up to those of the longest text, also those beyond a layer's sliding window; any finite
-            numbers.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; with rotary embeddings.
+        tokens, attention_mask: as in ``additivity``; queries and keys of all texts are pooled, so that queries of one
+            text are also combined with keys of the others.
+        distances: any finite numbers; default all distances of the longest text, from 0, also beyond a layer's sliding
+            window.
         layers: default all.
-        sinks: positions to leave out at the beginning of each text, as queries and as keys.
-        progress: show a bar.
+        sinks: number of first positions of each text to leave out, as queries and as keys.
+        progress: show a progress bar.
 
     Returns:
         One row per layer and head: ``layer``, ``head``, ``mean``, ``total`` (variance), the shares ``distance``,
         ``query``, ``key``, ``distance:query``, ``distance:key``, ``query:key``, ``distance:query:key``, and
-        ``r_three_axis``, ``r_two_axis``. With a soft cap (Gemma 2) these are the scores before it.
+        ``r_three_axis``, ``r_two_axis``. With a soft cap (Gemma 2) they describe the scores before it.
 
     Raises:
-        ValueError: unusable arguments; a layer without rotary embeddings.
+        ValueError: invalid arguments; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import controlled_distance, demo_tokens, load_demo_model
@@ -92,23 +92,23 @@ def dummy_distance_check(
 ) -> pd.DataFrame:
     """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.
 
-    One layer at a time, every query sees every key at distance d. If scores are additive, the key and the query
-    component of the fit stay as they were, and the mean score follows the distance component.
+    In one layer at a time, every query sees every key at distance d. If scores are additive, the key and the query
+    component of the fit do not change, and the mean score follows the distance component.
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
-        distances: dummy distances that occur in every text (0 … pos - 1), each once; default 1, 2, 4 … 64, as far as
-            they do.
+        distances: dummy distances that occur in every text (0 … pos - 1), each once; default those of 1, 2, 4 … 64 that
+            occur.
 
     Returns:
-        One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, of that
-        component between the real run and this one, weighted by cells, NaN for rounding; ``mean``, the mean score in
-        this run, and ``component``, intercept and distance component at d of the real fit. By the gauge (see
-        ``AdditiveFit``) these two may differ by a straight line in d.
+        One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
+        correlations of these components between the real and this run, weighted by cells, NaN for components that are
+        rounding; ``mean``, the mean score in this run, and ``component``, intercept plus distance component at d of the
+        real fit. By the gauge (see ``AdditiveFit``) the last two may differ by a straight line in d.
 
     Raises:
-        ValueError: distances that do not occur, or twice; a layer that shows no scores; what ``controlled_distance``
-            refuses.
+        ValueError: distances that do not occur or are repeated; a layer without a hook for its scores; otherwise as
+            ``controlled_distance``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -145,7 +145,7 @@ def dummy_distance_check(
 
 
 def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, AdditiveFit]:
-    """The additive fit of each layer's scores as they are under the hooks that the model has now."""
+    """Fit each layer's scores under the model's current hooks."""
     fits: dict[int, AdditiveFit] = {}
 
     def fit(spec: AttentionSpec, scores: Tensor) -> None:
@@ -156,11 +156,11 @@ def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, A
 
 
 def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) -> pd.DataFrame:
-    """What becomes of the components of one layer when all pairs are at one distance."""
+    """Compare the components of one layer's real fit with those of the fit with all pairs at one distance."""
     cells = real.mask.double()
 
     def correlation(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        largest = 1e-6 * (real.intercept.abs() + real.distance.abs().amax(-1))  # less than this is rounding
+        largest = 1e-6 * (real.intercept.abs() + real.distance.abs().amax(-1))  # smaller components are rounding
         x, y = (v - (v * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True) for v in (x, y))
         a, b = ((weights * v * v).sum(-1) for v in (x, y))
         found: Tensor = (weights * x * y).sum(-1) / (a * b).sqrt()
@@ -183,18 +183,19 @@ _CONTROLLED = ["r_three_axis", "r_two_axis"]
 def disentanglement(
     model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, sinks: int = 0, progress: bool = True
 ) -> pd.DataFrame:
-    """Measure r of every head's scores: of the text, and three-axis and two-axis at controlled distances.
+    """Measure r of every head's scores: three-axis on the text, and three-axis and two-axis at controlled distances.
 
-    The columns are the same whatever the encoding: tables of several models or checkpoints can be concatenated.
+    The columns are the same for every position encoding, so tables of several models or checkpoints can be
+    concatenated.
 
     Args:
         model, tokens, attention_mask, progress: as in ``additivity``.
-        sinks: positions to leave out of ``controlled_distance``.
+        sinks: number of first positions to leave out of ``controlled_distance``.
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``r`` of ``additivity`` with ``pool``; ``r_three_axis`` and
-        ``r_two_axis`` of ``controlled_distance`` over all distances that the layer's mask leaves. NaN where scores do
-        not vary, or a layer's rotation cannot be controlled.
+        ``r_two_axis`` of ``controlled_distance`` over all distances that the layer's mask allows. NaN where scores do
+        not vary, or where a layer's distances cannot be controlled.
 
     Raises:
         ValueError: as ``additivity``.
@@ -209,7 +210,7 @@ def disentanglement(
     texts = read_texts(reading.model, tokens, attention_mask)
     batch: dict[str, Any] = {"tokens": texts, "progress": progress}
     table = additivity(reading, pool=True, **batch)[["layer", "head", "r"]]
-    layers: dict[tuple[int, ...], list[int]] = {}  # by the distances that their masks leave
+    layers: dict[tuple[int, ...], list[int]] = {}  # by the distances that their masks allow
     for spec in reading.specs():
         if spec.rotary is not None and not spec.no_rotation and not spec.problem:
             first = 0 if spec.causal else 1 - texts.longest

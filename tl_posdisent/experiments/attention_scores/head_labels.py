@@ -25,7 +25,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
 
-_LENGTH = 50  # of a random sequence that is repeated, if the vocabulary and the context have room
+_LENGTH = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
 _HEAD = ["layer", "head"]
 _LABELS = ("previous_token", "duplicate_token", "induction", "first_token")
 _LAYER_MEASURES = (*_LABELS, "local", "entropy")
@@ -50,45 +50,45 @@ def head_labels(
     std: Scale = "config",
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure what heads are usually called by, each with its random-weights baseline.
+    """Measure the properties by which heads are usually labelled, each with its random-weights baseline.
 
-    Means over queries of the attention that a head gives to
+    Five measures are means over queries of the attention that a head gives to
 
     * ``previous_token``: the key just before the query;
     * ``duplicate_token``: the same token in the first copy of a random sequence that is repeated;
     * ``induction``: the token after that one (arXiv 2209.11895);
     * ``first_token``: the first key, often an attention sink (arXiv 2410.10781);
-    * ``local``: the last ``local`` keys, the query's own included, for queries that see more;
+    * ``local``: the last ``local`` keys, the query's own included, for queries that see more.
 
-    and ``entropy``, of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token, if this
-    head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). Duplicate tokens and induction
-    are measured on repeated random tokens, the others on ``tokens``.
+    ``entropy`` is the entropy of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token,
+    if this head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). Duplicate tokens and
+    induction are measured on repeated random tokens, the others on ``tokens``.
 
     Args:
         model, attention_mask, layers: as in ``additivity``.
-        tokens: as there; default the repeated random tokens for all measures.
-        local: keys that count as near, in positions.
+        tokens: as in ``additivity``; default the repeated random tokens for all measures.
+        local: number of last keys that count as local.
         sinks, window: as in ``streaming_ablation``.
-        streaming: False leaves this measure out, which takes most of the time.
+        streaming: False omits this measure, which takes most of the time.
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
-        repeats: random sequences, of which the mean is taken.
-        threshold: for ``label``.
-        seed: of the random sequences.
-        seeds: random copies of the model (``random_control``): how many, or a list of their seeds; 0 or ``()`` for
+        repeats: number of random sequences to average over.
+        threshold: threshold for ``label``, see below.
+        seed: seed of the random sequences.
+        seeds: number of random copies of the model (``random_control``), or a list of their seeds; 0 or ``()`` for
             none.
-        std: standard deviation of the copies' weights, one, as in ``random_control``.
-        progress: show a bar over the models.
+        std: standard deviation of the copies' weights (a single one), as in ``random_control``.
+        progress: show a progress bar over the models.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with ``_random`` its mean
-        over the random copies. ``label`` names those of the first four measures that come at least ``threshold`` of the
-        way from the random copies' value (without copies: from 0) to 1, joined by ``+``; else ``"local"`` if that does;
-        else it is empty.
-        ``table.attrs["random weights"]`` says what the copies are, ``table.attrs["start_token"]`` which token begins
+        One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with the suffix ``_random``
+        its mean over the random copies. ``label`` names those of the first four measures that reach at least the
+        fraction ``threshold`` of the way from the random copies' value (without copies: from 0) to 1, joined by ``+``;
+        if there are none, ``"local"`` if that measure reaches it; else it is empty.
+        ``table.attrs["random weights"]`` describes the copies, ``table.attrs["start_token"]`` is the token that begins
         the repeated random tokens (None without tokenizer or configuration).
 
     Raises:
-        ValueError: unusable arguments; sinks and a window that hide nothing; a layer that shows neither pattern nor
+        ValueError: invalid arguments; sinks and a window that hide nothing; a layer without hooks for its pattern and
             scores.
 
     Example:
@@ -108,7 +108,7 @@ def head_labels(
     given = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *given)
     if min(texts.lengths) <= local:
-        raise ArgumentError("local", f"must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
+        raise ArgumentError("local", f"must be less than the shortest text's {min(texts.lengths)} tokens, got {local}")
     scales = [initial_scale(reading.model, std)] if seeds else []
     copies = random_control(reading.model, seeds, std=scales) if seeds else ()
     found = []
@@ -131,8 +131,8 @@ def head_labels(
 
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
-    """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one."""
-    # TransformerLens gives tokenizers that lack one a token beyond the vocabulary.
+    """Draw sequences of different random tokens, each repeated once, after the start token if the model has one."""
+    # TransformerLens adds a token beyond the vocabulary to tokenizers that lack a special token.
     start = [x for x in (special_id(model, "bos"),) if x is not None and x < model.cfg.d_vocab]
     special = (special_id(model, "pad"), *start)
     usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
@@ -142,8 +142,8 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     if length > most:
         raise ArgumentError(
             "length",
-            f"must be at most {most}, got {length}: the vocabulary has {len(usable)} usable tokens and the "
-            f"context room for {room // 2}, twice",
+            f"must be at most {most}, got {length}: the vocabulary has {len(usable)} usable tokens, and the "
+            f"context fits {room // 2} tokens twice",
         )
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(usable), generator=generator, device="cpu")[:length] for _ in range(repeats)]
@@ -163,7 +163,7 @@ def _compared(trained: pd.DataFrame, random: pd.DataFrame | None, threshold: flo
 
 
 def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, local: int) -> pd.DataFrame:
-    """Measures of one model that need its patterns alone, by layer and head."""
+    """Compute the measures of one model that need only its patterns, by layer and head."""
     specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
     sums: dict[tuple[str, int], Any] = defaultdict(float)
 
@@ -193,11 +193,11 @@ def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, 
 
 
 def _of_text(pattern: Pattern, local: int) -> dict[str, Float64[Tensor, "batch head"]]:
-    """Mean attention to the previous and the first token and to near keys, and entropy, without the first query."""
+    """Compute mean attention to the previous token, first token and near keys, and entropy, without the first query."""
     distance = torch.arange(pattern.shape[-1], device=pattern.device)
     near = (distance[:, None] - distance).abs() < local
     rows = pattern[..., 1:, :]
-    shares = rows / rows.sum(-1, keepdim=True)  # of what falls on tokens, where a learned sink takes a part
+    shares = rows / rows.sum(-1, keepdim=True)  # of the attention to tokens; a learned sink may take a part
     return {
         "previous_token": pattern.diagonal(-1, -2, -1).mean(-1),
         "first_token": rows[..., 0].mean(-1),
@@ -207,7 +207,7 @@ def _of_text(pattern: Pattern, local: int) -> dict[str, Float64[Tensor, "batch h
 
 
 def _of_copies(pattern: Pattern, n: int) -> dict[str, Float64[Tensor, "batch head"]]:
-    """Mean attention of the second copy's tokens to the same tokens in the first, and to those after them."""
+    """Compute mean attention of the second copy's tokens to the same tokens in the first, and to those after them."""
     return {
         "duplicate_token": pattern.diagonal(-n, -2, -1)[..., -n:].mean(-1),
         "induction": pattern.diagonal(1 - n, -2, -1)[..., -n:].mean(-1),

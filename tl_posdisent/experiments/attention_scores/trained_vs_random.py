@@ -1,4 +1,4 @@
-"""Measures of a trained model beside those of random-weights baselines of the same architecture."""
+"""Comparison of a trained model's measures with random-weights baselines of the same architecture."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _OF_FITS = ("r", "r_no_distance", "r_held_out")
 
 
 def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> str:
-    """In words, which heads are above the highest head of their layer at random initialisation, means over texts."""
+    """Describe which heads are above the highest random head of their layer (means over texts)."""
     mean = trained.groupby(_HEAD)[column].mean().dropna()
     copies = random.groupby([*{"weights", "seed"}.intersection(random), *_HEAD])[column].mean()
     limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
     low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
-    named = f", all but {', '.join(low[:20])}{' …' if len(low) > 20 else ''}" if low else ""  # the table has all
+    named = f", all but {', '.join(low[:20])}{' …' if len(low) > 20 else ''}" if low else ""  # the table lists all
     return f"above the highest random head of their layer: {len(mean) - len(low)} of {len(mean)} heads{named}"
 
 
@@ -60,27 +60,27 @@ def trained_vs_random(
 ) -> pd.DataFrame:
     """Compare additivity and other measures of a model's scores with their random-weights baseline.
 
-    The measures are ``r``, ``r_no_distance`` and (of two texts or more) ``r_held_out`` of ``additivity``, and
+    The measures are ``r``, ``r_no_distance`` and (with two or more texts) ``r_held_out`` of ``additivity``, and
     ``positional``, ``symbolic`` of ``positional_symbolic`` (means over texts); ``r_three_axis``, ``r_two_axis``,
-    ``distance:key`` and ``distance:query:key`` of ``controlled_distance``; ``bound`` of ``distance:key``
+    ``distance:key`` and ``distance:query:key`` of ``controlled_distance``; ``bound``, the bound of ``distance:key``
     (``interaction_bound``); and the keys' ``concentration`` (``subspace_patterns``).
 
     Args:
         model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
-        seeds: copies (``random_control``): how many, or a list of their seeds.
+        seeds: number of random copies (``random_control``), or a list of their seeds.
         weights, std: which weights of the copies are random, and their standard deviation, as in ``random_control``.
-            What random weights give depends on ``std``: give several to see by how much.
-        by: one row per head, or per layer: the mean over its heads.
-        sinks: positions to leave out at the beginning of each text, as queries and as keys.
-        progress: show a bar over the models.
+            Results for random weights depend on ``std``: pass several values to see by how much.
+        by: one row per head, or per layer (the mean over its heads).
+        sinks: number of first positions of each text to leave out, as queries and as keys.
+        progress: show a progress bar over the models.
 
     Returns:
         One row per layer (and head), measure and ``std``: ``layer``, (``head``,) ``measure``, ``std`` (NaN for shuffled
         weights); ``trained``; ``random`` and ``random_std``, mean and standard deviation over the copies (NaN for a
-        single one). ``table.attrs["random weights"]`` says what the copies are.
+        single one). ``table.attrs["random weights"]`` describes the copies.
 
     Raises:
-        ValueError: what these functions refuse.
+        ValueError: as the functions named above.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, trained_vs_random
@@ -121,7 +121,7 @@ def trained_vs_random(
 def _measure(
     reading: ModelReading, texts: Texts, distances: Numbers | None, layers: list[int], sinks: int
 ) -> pd.DataFrame:
-    """One row per layer and head, one column per measure; one pass for all of them."""
+    """Compute all measures in one pass: one row per layer and head, one column per measure."""
     at, tool = range(texts.longest) if distances is None else distances, "trained_vs_random"
 
     def measure(layer: Captured) -> _OfTexts:

@@ -49,26 +49,26 @@ def additive_substitution(
 ) -> pd.DataFrame:
     """Measure the added loss if scores are replaced by their additive fit: by head, by layer, and in all layers.
 
-    There are two controls on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
-    order with the first one in place. Each takes as long as the fit.
+    There are two controls for the same heads: zero output, and the fit of a *shuffled* text, which has the same tokens
+    in another order, except the first. Each takes as long as the fit.
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``.
         axes: ``"three"`` or ``"two"`` (see ``substitute_additive``).
         layers: default all (all that rotate, for two axes).
-        controls: which; ``head_ablation`` measures ``"zero"``, too.
-        seed: of the order of the shuffled text, which is the same for all texts of one length.
+        controls: which controls to run; ``head_ablation`` measures ``"zero"``, too.
+        seed: seed of the shuffled order, which is the same for all texts of one length.
 
     Returns:
-        One row for each run: ``scope``, what was replaced: ``"head"``, ``"layer"`` or ``"all"`` (with a row for each
-        subset of the four components); ``layer`` and ``head``; ``put_in``: ``"fit"``, ``"shuffled fit"`` or ``"zero"``;
+        One row per run: ``scope``, what was replaced: ``"head"``, ``"layer"`` or ``"all"`` (with a row for each subset
+        of the four components); ``layer`` and ``head``; ``put_in``: ``"fit"``, ``"shuffled fit"`` or ``"zero"``;
         ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none and empty for ``"zero"``; ``loss``,
         nats per predicted token; ``change``, loss minus that of the unmodified model; ``kl``, KL(unmodified ‖ this) of
         the predictions, nats per token.
 
     Raises:
-        ValueError: unusable tokens, layers, axes, controls or seed; what ``substitute_additive`` and ``ablate_heads``
-            refuse.
+        ValueError: invalid tokens, layers, axes, controls or seed; otherwise as ``substitute_additive`` and
+            ``ablate_heads``.
 
     Example:
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
@@ -120,14 +120,14 @@ def additive_substitution(
 
 
 Fits = dict[int, Captured | AdditiveFit]
-"""What the fits of each layer's scores are made of, in the shuffled texts of one length."""
+"""By layer, the data of the fits to its scores in the shuffled texts of one length."""
 
 Put = Callable[[AttentionSpec, Sequence[Fits], int, Sequence[int]], Hooks]
-"""From a layer, the fits and number of a group of texts, and some heads to hooks that put something in their place."""
+"""A function of a layer, the fits and number of a group of texts, and some heads, to hooks that replace these heads."""
 
 
 def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
-    """What replaces heads, which components it keeps, and how; the first three are for single heads and layers, too."""
+    """Yield each replacement, its kept components and its hooks; the first three serve heads and layers, too."""
 
     def fit(keep: Collection[Part]) -> Put:
         return lambda spec, fits, group, heads: keep_parts_hooks(spec, heads, keep, axes)
@@ -146,12 +146,12 @@ def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
 
 
 def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> Hooks:
-    """The fit of another run's scores."""
+    """Return hooks that replace scores by the fit of another run's scores."""
     if isinstance(stored, AdditiveFit):
         fields = {name: x for name, x in vars(stored).items() if isinstance(x, Tensor) and name != "distances"}
         some: Any = {name: x[:, list(heads)] for name, x in fields.items()}
         return replace_scores(spec, heads, lambda view: replace(stored, **some).fitted(), "additive_substitution")
-    q, k = stored.q, spec.per_query_head(stored.k)  # and ``stored.spec`` has the rotation of that text
+    q, k = stored.q, spec.per_query_head(stored.k)  # ``stored.spec`` has the rotation of that text
 
     def fit(view: View) -> Tensor:
         some = list(view.heads)
@@ -161,7 +161,7 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
 
 
 def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], axes: Axes) -> Fits:
-    """The fits of each layer's scores, in one forward pass: O(length) for each head."""
+    """Fit each layer's scores in one forward pass, and keep O(length) numbers per head."""
     stored: Fits = {}
 
     def fit(spec: AttentionSpec, scores: Tensor) -> None:

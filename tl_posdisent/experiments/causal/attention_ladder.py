@@ -1,4 +1,4 @@
-"""How much of a head's attention its predictions need: a ladder of additive replacements, and a verdict per head."""
+"""Attention ladder: replace attention by models of increasing freedom, measure the loss, and classify each head."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from .runs import Failures, Run, Runs
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
 _CONTROLS: tuple[Control, ...] = ("shuffled",)
-_ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # of the shares ``recovered``
+_ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
 MEAN: Final = "mean_output"
 _Step = Rung | Literal["mean_output"]
-"""A rung, or the head's mean output in place of all that it attends to."""
+"""A rung, or the head's mean output."""
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
 _COLUMNS += ["kl", "error", "blocks", "df", "parameters", "causal"]
 
@@ -79,18 +79,18 @@ def attention_ladder(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Replace attention by ever better additive attention, and measure how much of the loss each rung recovers.
+    """Replace attention by additive attention of increasing freedom, and measure how much loss each rung recovers.
 
-    The attention of one head, one layer, or all is replaced by each rung of ``substitute_attention``, from uniform
-    attention to the head's own. Rungs ``"distance"``, ``"distance+sink"`` and ``"static"`` are fitted to all texts of
-    ``tokens`` together and are causal on other texts: give ``heldout``. The others have coefficients of each key of the
-    very text that is predicted, so they may leak what later queries look for. For ``unit="all"`` fits are made layer by
-    layer in the model whose earlier layers are already replaced.
+    The attention of one head, one layer, or all heads is replaced by each rung of ``substitute_attention``, from
+    uniform attention to the head's own. Rungs ``"distance"``, ``"distance+sink"`` and ``"static"`` are fitted to all
+    texts of ``tokens`` together and are causal on other texts: pass ``heldout``. The others have coefficients for each
+    key of the predicted text itself, so they may leak information from later queries. With ``unit="all"``, layers are
+    fitted one by one in the model whose earlier layers are already replaced.
 
-    Shares of the loss have two baselines. Uniform attention also measures the harm of *wrong* attention, which a head
-    that idles at the first token does when it is made to attend elsewhere. The head's mean output over ``tokens``
-    measures what its attention is worth: where that costs nothing, the head is not used, whatever uniform attention
-    does.
+    Shares of the loss have two baselines. Loss under uniform attention includes the harm of *wrong* attention, for
+    instance if a head that idles at the first token is made to attend elsewhere. The head's mean output over ``tokens``
+    shows how much its attention contributes: if that costs nothing, the head is not used, whatever uniform attention
+    costs.
 
     Args:
         model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; the model must return logits.
@@ -98,28 +98,28 @@ def attention_ladder(
         heldout_mask: the mask of ``heldout``.
         metric: as in ``head_ablation``, of the predicted texts.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
-        rungs: which; ``"uniform"``, ``"untouched"`` and the baseline ``"mean_output"`` are always there.
-        controls: ``"shuffled"`` (default): rungs fitted to the same tokens in another order, the first in its place;
-            ``"random"``: the whole ladder in a copy with random weights, without hooks of yours (``random_control``).
-        bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
-        rank: of ``"low-rank"``.
-        seed: of the shuffled order and the random weights.
+        rungs: which rungs to run; ``"uniform"``, ``"untouched"`` and the baseline ``"mean_output"`` are always added.
+        controls: ``"shuffled"`` (default): rungs fitted to the same tokens in another order, except the first;
+            ``"random"``: the whole ladder in a copy with random weights, without your hooks (``random_control``).
+        bands: distances at which a new band of ``"banded"`` and ``"low-rank"`` begins.
+        rank: rank of ``"low-rank"``.
+        seed: seed of the shuffled order and the random weights.
 
     Returns:
-        One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
+        One row per run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
         standard error or rounding; ``se``, its standard error; ``recovered_mean``, ``se_mean``, the same share from the
-        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats
-        per token; ``error``, the standard error of this loss minus the untouched one; ``blocks``, over which ``se`` and
-        ``error`` are: the texts, or where there are fewer than ten, equal blocks of each, as if independent;
-        ``parameters`` fitted; ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean
-        over texts is in ``value``, ``recovered`` is its share, and ``se`` and ``error`` are over texts (NaN for one;
-        then any difference of the ends counts).
+        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the standard
+        error of this loss minus the untouched one; ``blocks``, the number of blocks behind ``se`` and ``error``: the
+        texts or, if there are fewer than ten, equal blocks of each text, treated as independent; ``parameters``, the
+        number fitted; ``causal``, whether predictions depend only on earlier tokens. With ``metric``, ``value`` is its
+        mean over texts, ``recovered`` is its share, and ``se`` and ``error`` are over texts (NaN for a single text, for
+        which any difference between the two ends counts).
 
     Raises:
-        ValueError: an unknown option; held-out texts longer than those of ``tokens``; what ``head_ablation`` and
-            ``substitute_attention`` refuse.
+        ValueError: an unknown option; held-out texts longer than those of ``tokens``; otherwise as ``head_ablation``
+            and ``substitute_attention``.
 
     Example:
         >>> from tl_posdisent import attention_ladder, demo_tokens, load_demo_model
@@ -150,8 +150,8 @@ def attention_ladder(
         raise ArgumentError(
             "heldout",
             f"must be no longer than the texts of tokens, {fitted.longest}, got {texts.longest}: "
-            "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
-            f"rungs {', '.join(PER_HEAD)}",
+            "static rungs have no coefficients for larger distances; fit longer texts, cut the held-out ones, or leave "
+            f"out rungs {', '.join(PER_HEAD)}",
         )
     rung_list: list[_Step] = [MEAN, *(rung for rung in RUNGS if rung in wanted)]
     fitted_rungs = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
@@ -176,12 +176,12 @@ def attention_ladder(
 
 _Row = tuple[Any, ...]
 _Item = tuple[int | None, int | None, Chosen]
-"""Layer and head of a row, and what is replaced for it."""
+"""Layer and head of a row, and the heads that are replaced for it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """One run: losses by token, mean divergence, and what shares are of: the same losses, or a metric by text."""
+    """One run: losses by token, mean divergence, and the values behind the shares (losses, or a metric by text)."""
 
     losses: Float[Tensor, "token"]
     kl: float
@@ -190,7 +190,7 @@ class _Measured:
 
 @dataclass(frozen=True, eq=False)
 class _Ladder:
-    """One model, the texts that static rungs are fitted to, and the texts that are predicted."""
+    """The ladder of one model, with the texts to which static rungs are fitted, and the texts to predict."""
 
     reading: ModelReading
     fitted: Texts
@@ -202,10 +202,10 @@ class _Ladder:
     metric: Metric | None
     failures: Failures
     bar: Any
-    baselines: dict[_Row, _Measured] = field(default_factory=dict)  # by layer, head and rung, the last measured
+    baselines: dict[_Row, _Measured] = field(default_factory=dict)  # the last measured, by layer, head and rung
 
     def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[_Step]]) -> list[_Row]:
-        """The rows of each control. One without the baselines takes those of the control before."""
+        """Measure the rows of each control. A control without baselines uses those of the previous one."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[_Row] = []
         with running(model):
@@ -235,7 +235,7 @@ class _Ladder:
         return rows
 
     def _means(self, chosen: Chosen) -> StandIn | ValueError:
-        """What puts mean outputs over the fitted texts in the place of heads' own, or why that is not possible."""
+        """Return the replacement of heads by their mean outputs over the fitted texts, or the error if that fails."""
         layers = [spec.layer for spec, _ in chosen]
         try:
             check_reach(self.reading, layers)
@@ -265,8 +265,10 @@ class _Ladder:
         *,
         shuffled: bool,
     ) -> Iterator[Run]:
-        """Runs with a rung in the place of each item's attention, fitted to what is replaced together; ``seen`` is what
-        the unmodified model was seen to attend by in each group of texts, for other rungs."""
+        """Measure runs in which a rung replaces each item's attention, fitted to the heads that are replaced together.
+
+        ``seen`` holds the unmodified model's attention in each group of texts, for rungs that are fitted there.
+        """
         model, replaced = self.reading.model, self.unit == "all"
         in_the_run = rung in WITHOUT_FIT or (replaced and rung not in PER_HEAD and not shuffled)
         stored = [] if in_the_run else self._fits(together, rung, seen, shuffled=shuffled)
@@ -282,7 +284,7 @@ class _Ladder:
         return runs.each(spec.layer, units, [lambda group, heads: hooks(group, [(spec, list(heads))])], kind=rung)
 
     def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
-        """The fits of a rung for each group of the predicted texts."""
+        """Fit a rung for each group of the predicted texts."""
         model, per_head, found = self.reading.model, rung in PER_HEAD, list[tuple[Tensor, Attended]]()
         for group in (self.fitted if per_head else self.texts).groups:
             tokens = group.tokens[:, shuffled_order(group.tokens.shape[1], self.seed)] if shuffled else group.tokens
@@ -302,8 +304,8 @@ class _Ladder:
             losses, divergences = compare(outputs, self.texts, clean)
             values = self._values(outputs, losses)
             if len(values) != len(untouched.values):
-                got = f"{len(untouched.values)} of the unmodified run and {len(values)} of another"
-                raise ArgumentError("metric", f"must return as many numbers of each run, got {got}")
+                got = f"{len(untouched.values)} for the unmodified run and {len(values)} for another"
+                raise ArgumentError("metric", f"must return the same number of values for each run, got {got}")
             return _Measured(losses, divergences.mean().item(), values)
 
         nothing = torch.tensor([nan], device="cpu")
@@ -336,13 +338,13 @@ class _Ladder:
             yield layer, head, control, rung, value, loss, *both, run.kl, error, *counts, causal
 
     def _blocks(self, untouched: _Measured) -> Blocks:
-        """Of predicted tokens, or of a metric's numbers."""
+        """Return blocks of predicted tokens, or of a metric's values."""
         if self.metric is not None:
             return Blocks.single(len(untouched.values))
         return Blocks.of_texts([group.tokens.shape[1] - 1 for group in self.texts.groups for _ in group.rows])
 
     def _size(self, rung: _Step, spec: AttentionSpec, length: int) -> int:
-        """Numbers that a rung fits for one head."""
+        """Count the parameters that a rung fits for one head."""
         if rung == MEAN:
             return spec.d_head
         return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
@@ -350,7 +352,7 @@ class _Ladder:
     def _shares_of(
         self, baseline: _Measured, untouched: _Measured, blocks: Blocks
     ) -> Callable[[_Measured], tuple[float, float]]:
-        """A function from a run to its share of what lies between a baseline and the untouched model, and the error."""
+        """Return a function of a run: its share between a baseline (0) and the untouched model (1), and the error."""
         effect = baseline.values - untouched.values
         gap, noise = blocks.mean(effect)
         end = baseline.values.mean().item()
@@ -364,54 +366,54 @@ def _fail(error: ValueError) -> Any:
 
 
 _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
-_VERDICTS |= {"low-rank": "query-dependent"}  # others: the rung
+_VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
 
 
 Correction = Literal["none", "fdr"]
-"""Of a verdict's intervals for the number of heads: none, or for the false discovery rate."""
+"""Correction of a verdict's intervals for the number of heads: none, or by the false discovery rate."""
 
 
 def head_verdicts(
     table: pd.DataFrame, share: float = 0.95, *, confidence: float = 0.95, correction: Correction = "none"
 ) -> pd.DataFrame:
-    """Name each head by the simplest rung of ``attention_ladder`` that recovers a share of what its attention is worth.
+    """Classify each head by the simplest rung of ``attention_ladder`` that recovers a given share of the loss.
 
     ====================== =====================================================================
     verdict                what suffices
     ====================== =====================================================================
-    *not used*             nothing: the head's mean output costs no more than chance
-    *no effect*            uniform attention costs no more than chance
+    *not used*             the head's mean output: it costs no more than chance
+    *no effect*            uniform attention: it costs no more than chance
     *first token*          ``"first_token"``: a sink
     *distance*             ``"distance"`` or ``"distance+sink"``
     *static*               ``"static"``: distance and key vector
     *additive*, *banded*   the rung of that name, fitted to the text itself: an upper bound
-    *query-dependent*      ``"low-rank"``, or none but its own attention
-    *more than* …          none in the table, if it leaves out ``"banded"``
-    *undecided between* …  the simplest rung that may, and the simplest that does
+    *query-dependent*      ``"low-rank"``, or only the head's own attention
+    *more than* …          no rung in the table, if it leaves out ``"banded"``
+    *undecided between* …  the simplest rung that may suffice, and the simplest that does
     ====================== =====================================================================
 
-    The first that holds is taken; *not used* needs the row ``"mean_output"``. A rung *may* suffice if its share is not
-    significantly below ``share``, and *does* if it is significantly above: t-intervals of ``recovered`` with the
-    table's ``df`` degrees of freedom (in a table without it, one fewer than ``blocks``). Rungs that know the predicted
-    text come after the causal ones, so they name a head only if none of these may suffice.
+    The first verdict that applies is given; *not used* needs the row ``"mean_output"``. A rung *may* suffice if its
+    share is not significantly below ``share``, and *does* suffice if it is significantly above: t-intervals of
+    ``recovered`` with the table's ``df`` degrees of freedom (in a table without it, one fewer than ``blocks``). Rungs
+    fitted to the predicted text come after the causal ones, so they name a head only if no causal rung may suffice.
 
     Args:
-        table: of ``attention_ladder``; only rows without a control are read.
-        share: of the loss between uniform and untouched attention, above 0 and at most 1.
-        confidence: of each two-sided interval, at least 0 (the estimates alone) and below 1. It is that of a verdict
-            as well, given the fits, unless several rungs recover almost ``share``.
-        correction: for the number of heads. With ``"none"`` of n heads that are not used ``(1 - confidence) / 2 * n``
-            are expected to be called used by chance. With ``"fdr"`` the expected share of such heads among those called
-            used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995), and if k of n heads pass, every
-            interval has the confidence ``1 - (1 - confidence) * k / n`` (Benjamini and Yekutieli, 2005, for intervals
-            of what was selected); ``attrs["confidence"]`` of the table says it.
+        table: table of ``attention_ladder``; only rows without a control are read.
+        share: share of the loss between uniform and untouched attention, above 0 and at most 1.
+        confidence: confidence of each two-sided interval, at least 0 (only the estimates) and below 1. A verdict has
+            the same confidence, given the fits, unless several rungs recover almost ``share``.
+        correction: correction for the number of heads. With ``"none"``, ``(1 - confidence) / 2 * n`` of n heads that
+            are not used are expected to be called used by chance. With ``"fdr"``, the expected share of such heads
+            among those called used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995). If k of n heads pass,
+            every interval has the confidence ``1 - (1 - confidence) * k / n`` (Benjamini and Yekutieli, 2005, for
+            selected intervals), which is in ``attrs["confidence"]`` of the table.
 
     Returns:
-        One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
-        simplest rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` of a
+        One row per head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
+        simplest rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` for a
         head that is not used); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap`` (uniform minus untouched, of
         the loss in nats per token or of the table's metric) and ``error`` (its standard error); ``gap_mean``,
-        ``error_mean``, the same of the mean output (NaN without that row).
+        ``error_mean``, the same for the mean output (NaN without that row).
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``; a share or confidence out of range.
@@ -430,15 +432,13 @@ def head_verdicts(
     check_choice("correction", correction, get_args(Correction))
     needed = {"layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "causal"}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
-        raise ArgumentError("table", f"must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
+        raise ArgumentError("table", f"must come from attention_ladder, with columns {', '.join(sorted(needed))}")
     measure = "value" if "value" in table else "loss"
     heads: dict[Any, dict[Any, dict[Any, Any]]] = {}
     for place, some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
         heads[place] = {row["rung"]: row for row in some.to_dict("records")}
         if not {"uniform", "untouched"} <= set(heads[place]) or len(heads[place]) < len(some):
-            raise ArgumentError(
-                "table", "must have one row of each rung for each head, uniform and untouched among them"
-            )
+            raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
     if correction == "fdr":
         confidence = _confidence_of_selected([_p_values(by_rung, measure)[0] for by_rung in heads.values()], confidence)
     rows = []
@@ -454,7 +454,7 @@ def head_verdicts(
             simplest = next((x for x in tried if above[x] >= 0 or not sure[x] >= confidence), "untouched")
             at_most = next((x for x in tried if above[x] >= 0 and sure[x] >= confidence), "untouched")
         fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
-        # Heads depend on the query only if all other rungs were tried.
+        # "query-dependent" needs a table with all other rungs.
         rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else "undecided"
         first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
         verdict = first if first == last else f"undecided between {first} and {last}"
@@ -470,9 +470,9 @@ def head_verdicts(
 
 
 def _p_values(by_rung: Mapping[Any, Mapping[Any, Any]], measure: str) -> list[float]:
-    """How likely chance alone makes each baseline, the mean output first, as much worse than the untouched model.
+    """Compute the p-value of each baseline's gap to the untouched model, the mean output first.
 
-    Infinite where it is no worse, up to rounding. Of one text there is no error: then any gap counts, with 0.
+    It is infinite if the baseline is not worse beyond rounding. With one text there is no error, and any gap has p = 0.
     """
     untouched, found = by_rung["untouched"], []
     for row in (by_rung[x] for x in (MEAN, "uniform") if x in by_rung):
@@ -486,13 +486,13 @@ def _p_values(by_rung: Mapping[Any, Mapping[Any, Any]], measure: str) -> list[fl
 
 
 def _confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
-    """The confidence of intervals of what the procedure of Benjamini and Hochberg selects."""
+    """Compute the confidence of intervals for the heads that the procedure of Benjamini and Hochberg selects."""
     n = len(p_values)
     passed = [k for k, p in enumerate(sorted(p_values), start=1) if p <= (1 - confidence) * k / n]
     return 1 - (1 - confidence) * max(passed, default=1) / max(n, 1)
 
 
 def _df(row: Mapping[Any, Any]) -> float:
-    """Degrees of freedom; where a table has none, those of blocks of equal size."""
+    """Return the degrees of freedom of a row; in a table without them, those of blocks of equal size."""
     df = float(row.get("df", nan))
     return row["blocks"] - 1 if isnan(df) else df

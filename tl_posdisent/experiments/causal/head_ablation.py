@@ -1,4 +1,4 @@
-"""Ablate each head alone, or let it see only first and near keys, and measure the effect on a metric."""
+"""Ablate each head alone, or restrict it to first and near keys, and measure the effect on a metric."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def head_ablation(
     from the unmodified run, or the model has other hooks, the function falls back to full forward passes.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        metric: ``f(logits)`` or ``f(logits, tokens)``, called once for every head: a number, or one for each text, of
-            which the mean is taken. At padding logits are NaN. Default: the mean loss of next tokens, in nats.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``. Dropout is disabled.
+        tokens: ids ``[batch, pos]`` or, if the model has a tokenizer, a text or a list of texts of any lengths.
+        metric: ``f(logits)`` or ``f(logits, tokens)``, called once for every head; returns a number, or one per text,
+            which are averaged. At padding logits are NaN. Default: the mean loss of next tokens, in nats.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all that have attention.
-        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
+        heads: query heads, default all: numbers, which apply to each of these layers, or pairs ``(layer, head)``.
         mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length.
         reference: texts for the mean, without padding; default ``tokens``.
-        seed: of "resample".
-        progress: show a bar.
+        seed: seed of "resample".
+        progress: show a progress bar.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of all heads), ``value`` (without the
-        head), ``effect`` (value − baseline).
+        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of the unmodified model), ``value``
+        (without the head), ``effect`` (value − baseline).
 
     Raises:
-        ValueError: unusable arguments; a metric that returns neither a number nor one for each text, or one that is
-            not finite.
+        ValueError: invalid arguments; a metric that does not return a number or one number per text, or returns one
+            that is not finite.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, head_ablation, load_demo_model
@@ -103,21 +103,22 @@ def streaming_ablation(
     heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Restrict each head alone to the first keys and a window of the last, and measure the change of a metric.
+    """Restrict each head alone to the first keys and a window of the last keys, and measure the change of a metric.
 
     A *streaming* head loses nothing; a *retrieval* head looks further back (DuoAttention, arXiv 2410.10819). Query i of
-    the head sees key j if ``j < sinks`` or ``i - j < window``, with the scores that it has.
+    the head sees key j if ``j < sinks`` or ``i - j < window``; the scores of visible keys do not change.
 
     Args:
         model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``.
-        sinks: keys at the beginning of each text that stay visible.
-        window: last keys that stay visible, the query's own included; default a quarter of the longest text.
+        sinks: number of first keys of each text that stay visible.
+        window: number of last keys that stay visible, the query's own included; default a quarter of the longest text.
 
     Returns:
-        One row per layer and head, as of ``head_ablation``.
+        One row per layer and head, with the columns of ``head_ablation``.
 
     Raises:
-        ValueError: sinks and a window that hide nothing; a layer whose scores cannot be changed; as there.
+        ValueError: sinks and a window that hide nothing; a layer whose scores cannot be changed; otherwise as
+            ``head_ablation``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model

@@ -27,12 +27,12 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
     The four add up to ``v(all) - v(none)``: the loss of the unmodified model minus that of uniform attention.
 
     Args:
-        table: what ``additive_substitution`` returned, with either additive model.
+        table: table of ``additive_substitution``, for either additive model.
         measured: ``"loss"``, or ``"kl"``, the divergence of the predictions.
 
     Returns:
-        One row per component: ``component``; ``value``, nats per token, negative where it lowers the loss; ``first``
-        and ``last``, the change if it is added to none and to all of the others.
+        One row per component: ``component``; ``value``, nats per token, negative if it lowers the loss; ``first`` and
+        ``last``, the change if it is added to none and to all of the others.
 
     Raises:
         ValueError: a table without exactly one row for each subset; an unknown ``measured``.
@@ -49,7 +49,7 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
     needed = {"scope", "put_in", "keep", measured}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         got = list(table.columns) if isinstance(table, pd.DataFrame) else type(table).__name__
-        raise ArgumentError("table", f"must be what additive_substitution returned, got {got}")
+        raise ArgumentError("table", f"must be a table of additive_substitution, got {got}")
     runs = table[(table["scope"] == "all") & (table["put_in"] == "fit")]
     kept = [frozenset() if keep == "mean" else frozenset(str(keep).split("+")) for keep in runs["keep"]]
     wanted = {frozenset(some) for n in range(len(_COMPONENTS) + 1) for some in combinations(_COMPONENTS, n)}

@@ -1,4 +1,4 @@
-"""Metrics of a run, from logits and tokens to a number or one for each text; losses and divergences by token."""
+"""Metrics of a run, computed from logits and tokens; losses and divergences by token."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_seed, is_integer, shown
 
 Metric = Callable[..., Any]
-"""A function of what the model returns (logits ``[batch, pos, vocab]``), or of that and tokens ``[batch, pos]``, to a
-number, or one for each text. It gets tokens if its second parameter has no default or is called ``tokens``: metrics of
-TransformerLens's examples, ``metric(logits, answers=...)``, work as they are. In a padded batch logits are NaN at
-padding."""
+"""A function of the model's output (logits ``[batch, pos, vocab]``), or of output and tokens ``[batch, pos]``, that
+returns a number, or one number per text. It receives tokens if its second parameter has no default or is called
+``tokens``: metrics of TransformerLens's examples, ``metric(logits, answers=...)``, work unchanged. In a padded batch
+logits are NaN at padding."""
 
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
-    """Mean cross-entropy of each text's next tokens, in nats; in float32 or wider, averaged in float64."""
+    """Compute the mean cross-entropy of each text's next tokens, in nats; in float32 or wider, averaged in float64."""
     per_token = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
     if not per_token or logits.shape[2] <= int(tokens.max()):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ArgumentError(
-            "metric", f"must be given for a model that returns no logits (batch, pos, vocabulary), got {got}"
+            "metric", f"must be given if the model does not return logits (batch, pos, vocabulary), got {got}"
         )
     return torch.cat([losses for _, _, losses in _in_blocks(logits, tokens)], 1).double().mean(1)
 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Logit of the right answer minus that of the wrong one, for each text (see ``logit_difference``).
+    """Logit of the correct answer minus that of the wrong one, for each text (see ``logit_difference``).
 
     Attributes:
-        answers: token ids of the right answers, one row for each text, or one row for all.
-        wrong: those of the wrong answers likewise, or None for all tokens of the vocabulary.
-        position: where each text's answer is predicted, one for each text or one for all; from the text's first token,
-            or if negative from its end.
+        answers: token ids of the correct answers, one row per text, or one row for all.
+        wrong: token ids of the wrong answers in the same form, or None for all tokens of the vocabulary.
+        position: where each text's answer is predicted, one per text or one for all; counted from the text's first
+            token or, if negative, from its end.
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -54,12 +54,12 @@ class LogitDifference:
     def __call__(
         self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
     ) -> Float[Tensor, "batch"]:
-        """The differences, of a batch of logits without padding."""
+        """Compute the differences for a batch of logits without padding."""
         self.check_batch(len(tokens))
         return self.of_texts(logits, torch.arange(len(tokens), device="cpu"))
 
     def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
-        """The differences of some texts without padding, which are these rows of the batch; float32 or wider."""
+        """Compute the differences for some texts (``rows`` of the batch) without padding; float32 or wider."""
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ArgumentError("logits", f"must have shape (batch, pos, vocab) for a logit difference, got {got}")
@@ -76,7 +76,7 @@ class LogitDifference:
         return torch.stack(values)
 
     def check_batch(self, batch: int) -> None:
-        """Refuse answers for another number of texts, before their rows are looked up."""
+        """Raise if the answers are for another number of texts."""
         named = {"answers": self.answers, "wrong": self.wrong, "position": self.position}
         for name, given in named.items():
             if given is not None and len(given) not in (1, batch):
@@ -86,19 +86,19 @@ class LogitDifference:
 
 
 def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> LogitDifference:
-    """Make the metric *logit difference*: logit of the right answer minus that of a wrong one, after each prompt.
+    """Create the metric *logit difference*: logit of the correct answer minus that of a wrong one, after each prompt.
 
     Prompts may differ in length: pass them with ``attention_mask=``, or as a list of texts.
 
     Args:
-        answers: token id of the right answer: an integer, one for each text ``[batch]``, or several for each
-            ``[batch, n]``, whose logits are averaged. Of words: ``model.to_single_token(" Mary")``.
+        answers: token id of the correct answer: an integer, one per text ``[batch]``, or several per text
+            ``[batch, n]``, whose logits are averaged. For words, use ``model.to_single_token(" Mary")``.
         wrong: the wrong answers in one of these forms; default the mean logit of the whole vocabulary.
-        position: where the answer is predicted: an integer, or one for each text, from the text's first token, or if
-            negative from its end.
+        position: where the answer is predicted: an integer, or one per text, counted from the text's first token or, if
+            negative, from its end.
 
     Returns:
-        A function of ``(logits [batch, pos, vocab], tokens [batch, pos])``: one number for each text, in logits.
+        A function of ``(logits [batch, pos, vocab], tokens [batch, pos])`` that returns one number per text, in logits.
 
     Raises:
         ValueError: ids that are not integers; when called: another number of texts, ids or positions out of range.
@@ -121,19 +121,19 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
 
 
 def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
-    """Token ids as one row for each text, or one for all."""
+    """Convert token ids to one row per text, or one row for all."""
     rows = [_elements(x) for x in _elements(given)]
     if not rows or not all(row and all(is_integer(x) and x >= 0 for x in row) for row in rows):
         raise ArgumentError(
             name,
-            f"must be token ids: an integer, one for each text, or several for each, got {shown(given)}; of "
-            "words, model.to_single_token gives them",
+            f"must be token ids: an integer, one per text, or several per text, got {shown(given)}; for words, use "
+            "model.to_single_token",
         )
     return tuple(tuple(int(x) for x in row) for row in rows)
 
 
 def _elements(given: Any) -> list[Any]:
-    """Those of a sequence, a tensor or an array; or the one thing given."""
+    """List the elements of a sequence, a tensor or an array; anything else is one element."""
     given = given.tolist() if hasattr(given, "tolist") else given
     return list(given) if isinstance(given, (list, tuple, range)) else [given]
 
@@ -149,7 +149,7 @@ def _mean_logit(name: str, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def as_numbers(value: Any, batch: int) -> Tensor:
-    """What a metric returned: a number, or one for each text; in float64."""
+    """Validate a metric's value, a number or one per text, and convert it to float64."""
     try:
         dtype = None if hasattr(value, "dtype") else torch.float64  # Python's numbers would become float32
         numbers = torch.as_tensor(value, dtype=dtype, device="cpu").detach()
@@ -168,7 +168,7 @@ def as_numbers(value: Any, batch: int) -> Tensor:
 
 
 def check_metric(metric: Any) -> None:
-    """Refuse what cannot be called with logits, or with logits and tokens, before anything runs."""
+    """Raise if ``metric`` cannot be called with logits, or with logits and tokens, before anything runs."""
     needed = "must be a function of (logits) or (logits, tokens)"
     if not callable(metric):
         raise ArgumentError("metric", f"{needed}, got {shown(metric)}")
@@ -177,14 +177,14 @@ def check_metric(metric: Any) -> None:
         parameters.bind(*("logits", "tokens")[: 1 + _takes_tokens(metric)])
     except TypeError as error:
         raise ArgumentError(
-            "metric", f"{needed}, got one of {parameters}: give further parameters a default"
+            "metric", f"{needed}, got a function of {parameters}: give further parameters a default"
         ) from error
-    except ValueError:  # a function in C, of which Python does not know the signature
+    except ValueError:  # a C function whose signature Python does not know
         return
 
 
 def metric_name(metric: Metric) -> str:
-    """What a table and its figures call a metric: the function's name in words; ``"metric"`` for a lambda.
+    """Return a metric's name for tables and figures: the function's name in words; ``"metric"`` for a lambda.
 
     >>> metric_name(next_token_loss), metric_name(logit_difference(3)), metric_name(lambda logits: 0)
     ('loss', 'logit difference', 'metric')
@@ -196,7 +196,7 @@ def metric_name(metric: Metric) -> str:
 
 
 def _takes_tokens(metric: Metric) -> bool:
-    """Whether a metric is called with (logits, tokens), or with logits alone."""
+    """Whether a metric is called with (logits, tokens) instead of logits alone."""
     try:
         parameters = list(signature(metric).parameters.values())
     except (TypeError, ValueError):
@@ -208,9 +208,9 @@ def _takes_tokens(metric: Metric) -> bool:
 
 
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
-    """What a metric returns of a run: a number, or one for each text (in any order).
+    """Compute a metric of a run: a number, or one per text (in any order).
 
-    Those of this file see texts of equal length without padding; others get the batch, with NaN logits at padding.
+    Metrics of this file receive texts of equal length without padding; others the batch, with NaN logits at padding.
     """
     parts = list(zip(outputs, texts.groups, strict=True))
     if metric is next_token_loss:
@@ -222,7 +222,7 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     if not (whole or all(isinstance(some, Tensor) for some in outputs)):
         raise ArgumentError(
             "attention_mask",
-            f"needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
+            f"needs a model that returns logits, got {type(outputs[0]).__name__}: call the tool separately for "
             "each length of text",
         )
     logits = outputs[0] if whole else texts.lay_out(outputs)
@@ -230,26 +230,26 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
 
 
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
-    """The metric of a run: the mean over texts where it is one number for each (see ``values_of``)."""
+    """Compute the metric of a run, averaged over texts if it is one number per text (see ``values_of``)."""
     return float(as_numbers(values_of(metric, outputs, texts), len(texts.tokens)).mean())
 
 
-_AT_A_TIME = 2**18  # log-probabilities, which stay in a processor's cache
+_AT_A_TIME = 2**18  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
 
 def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, "batch pos v"]:
-    """Of what a model returned, in float32 or wider."""
+    """Compute log-probabilities of a model's logits, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
-    """Of each token but the first, by the log-probabilities at the token before."""
-    following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits where its last layer is
+    """Compute the loss of each token but the first, from the log-probabilities at the token before."""
+    following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits on the last layer's device
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
 
 
 def _in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some positions at a time: which, log-probabilities, losses of the next tokens."""
+    """Yield some positions at a time, with their log-probabilities and the losses of the next tokens."""
     n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
     for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
         log_p = as_log_probabilities(logits[:, some])
@@ -258,20 +258,20 @@ def _in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, 
 
 @without_gradients()
 def run_under(model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook]) -> Any:
-    """What the model returns under hooks."""
+    """Run the model under hooks, and return its output."""
     with running(model), applied(model, hooks):
         return output_of(model, tokens)
 
 
 def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list[Any]:
-    """What the model returns for each group of texts, under hooks for it."""
+    """Run the model on each group of texts under the group's hooks, and return the outputs."""
     return [run_under(model, group.tokens, some) for group, some in zip(texts.groups, hooks, strict=True)]
 
 
 def compare(
     outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
 ) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
-    """Losses, and divergences KL(clean ‖ this) of predictions, by token of all texts."""
+    """Compute losses, and divergences KL(clean ‖ this) of predictions, by token of all texts."""
     found = []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
         parts = [
@@ -283,17 +283,17 @@ def compare(
 
 
 def clean_losses(clean: Sequence[Tensor], texts: Texts) -> Float[Tensor, "predicted"]:
-    """Losses of clean predictions, by token of all texts."""
+    """Compute the losses of clean predictions, by token of all texts."""
     return all_tokens([token_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)])
 
 
 def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:
-    """Numbers by token of all texts in a row, in float64."""
+    """Concatenate numbers by token over all texts, in float64."""
     return torch.cat([part.flatten().double() for part in parts])
 
 
 def shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:
-    """The first token, then the others in an order that the seed draws."""
+    """Draw an order of tokens: the first, then the others at random."""
     generator = torch.Generator().manual_seed(check_seed(seed))
     drawn = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
     drawn[0] = -1

@@ -1,4 +1,4 @@
-"""Patch heads between runs on other tokens or positions: activations, rotated vectors, components of scores."""
+"""Patch heads between runs on different tokens or positions: activations, rotated vectors, components of scores."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ def head_patching(
 ) -> pd.DataFrame:
     """Patch the activation of each head from a run on one text into a run on another, at all positions or one by one.
 
-    The values are those of ``transformer_lens.patching.get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, in one
-    table, and faster (``head_ablation``). Grouped heads have a row each, with the effect of the key head that they
-    read; a pattern is also patched in bridges that leave attention to Hugging Face (GPT-J, GPT-Neo, OPT); hooks without
-    an axis of heads (DeepSeek's latent attention) are refused.
+    The values equal those of ``transformer_lens.patching.get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, in one
+    table, and are computed faster (see ``head_ablation``). Heads that share a key head have a row each, with the effect
+    of that key head. A pattern can also be patched in bridges that leave attention to Hugging Face (GPT-J, GPT-Neo,
+    OPT). Hooks without an axis of heads (DeepSeek's latent attention) raise.
 
     Args:
-        model, attention_mask, layers, heads, progress: as in ``head_ablation``; the mask is of both runs.
-        tokens: as there: the run that is patched (the *corrupted* run, to restore a clean result).
-        source: the run from which activations come, in the shape or of the lengths of ``tokens``.
-        metric: as there, but a function of logits and ``source``.
+        model, attention_mask, layers, heads, progress: as in ``head_ablation``; the mask applies to both runs.
+        tokens: as in ``head_ablation``: the run that is patched (the *corrupted* run, to restore a clean result).
+        source: tokens of the run from which activations come, with the shape or the lengths of ``tokens``.
+        metric: as in ``head_ablation``, but a function of logits and ``source``.
         activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
-        positions: token positions to patch one at a time, counted from each text's first token, or if negative from its
-            end; of a pattern the queries'. None patches all of them together, in a fraction of the time.
+        positions: token positions to patch one at a time, counted from each text's first token or, if negative, from
+            its end; for a pattern, positions of queries. None patches all positions together, in a fraction of the
+            time.
 
     Returns:
         One row per layer and head (and position): ``layer``, ``head``, (``position``;) ``source``, ``baseline`` and
@@ -63,8 +64,8 @@ def head_patching(
         (source - baseline)``.
 
     Raises:
-        ValueError: tokens of different shape, or with the same metric; an unknown activation, or one that the model
-            does not show by heads; positions beyond the shortest text; what ``head_ablation`` refuses.
+        ValueError: tokens of different shapes; runs with the same metric; an unknown activation, or one without a hook
+            by heads; positions beyond the shortest text; otherwise as ``head_ablation``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_patching, load_demo_model
@@ -88,7 +89,7 @@ def head_patching(
     texts = read_texts(model, tokens, attention_mask)
     other = read_source(model, texts, source, attention_mask)
     places = _places(positions, min(texts.lengths))
-    together = [] if activation == "pattern" else [spec for spec, _ in chosen]  # patterns take memory: layer by layer
+    together = [] if activation == "pattern" else [spec for spec, _ in chosen]  # patterns are large: layer by layer
     of_layers = [_held(model, group.tokens, together, activation) for group in other.groups]
 
     def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
@@ -99,7 +100,7 @@ def head_patching(
 
         return [partial(at, place) for place in places]
 
-    # Each layer is checked: a norm of all heads' queries or keys couples heads, and layers may share keys and values.
+    # Every layer is checked: a norm over all heads' queries or keys couples heads, and layers may share keys or values.
     options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
     options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k", "v") else None)
@@ -107,7 +108,7 @@ def head_patching(
 
 
 def _places(positions: Any, length: int) -> list[int | None]:
-    """Positions one by one, as they were given; ``[None]`` for all together."""
+    """Return positions one by one, as given; ``[None]`` for all together."""
     if positions is None:
         return [None]
     if isinstance(positions, Tensor):
@@ -147,7 +148,7 @@ def _hooks(
 def _held(
     model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], activation: Activation
 ) -> dict[int, Tensor]:
-    """The activation of layers in a run on these tokens."""
+    """Record the activation of layers in a run on these tokens."""
     held: dict[int, list[Tensor]] = {spec.layer: [] for spec in specs}
     if not specs:
         return {}
@@ -158,7 +159,7 @@ def _held(
         if name in there:
             hooks.append((name, lambda x, hook, kept=kept: kept.append(x.detach().clone())))
     heads = {spec.layer: spec.n_kv_heads if activation in ("k", "v") else spec.n_heads for spec in specs}
-    # Of a text as long as there are heads, the axes cannot be told apart: then a shorter one is checked.
+    # In a text with as many tokens as heads the two axes cannot be distinguished, so a shorter text is checked.
     for some in [tokens[:, :-1], tokens] if length in heads.values() else [tokens]:
         with running(model) as p:
             p.run(some, hooks, stop=last + 1)
@@ -170,13 +171,13 @@ def _held(
 
 
 def _check_layout(spec: AttentionSpec, name: str, held: Sequence[Tensor], length: int, n: int) -> None:
-    """Refuse what has no axis of heads."""
+    """Raise if a hook's tensor has no axis of heads."""
     shape = tuple(held[-1].shape) if held else ()
     if shape[1:] != (n, length, length) if name.endswith("pattern") else shape[1:3] != (length, n):
         missing = f"carries a tensor of shape {shape} on {length} tokens" if shape else "does not fire"
         raise ArgumentError(
             "activation",
-            f"must be one that the model shows by heads, but {name} of {spec.architecture} {missing}, and "
+            f"must have a hook with an axis of heads, but {name} of {spec.architecture} {missing}, and "
             f"there are {n} heads",
         )
 
@@ -201,24 +202,24 @@ def position_patching(
 ) -> pd.DataFrame:
     """Patch rotated queries and keys between runs at different positions, to measure which heads use positions.
 
-    The *clean* run has the positions 0, 1, 2 …; in the *corrupted* one RoPE receives others, in every layer
-    (``swap_positions``). Then one head at a time receives its rotated vectors of the clean run, while all else stays
-    corrupted::
+    The *clean* run has the positions 0, 1, 2 …; in the *corrupted* run RoPE receives others, in every layer
+    (``swap_positions``). Then one head at a time receives its rotated vectors of the clean run, while everything else
+    stays corrupted::
 
         effect = (value - corrupted) / (clean - corrupted)
 
-    What is moved carries whatever earlier layers computed at the right positions, not this layer's rotation alone: for
-    that, give other positions to this layer only (``swap_positions(model, positions, layers=[layer])``).
+    The patched vectors also carry what earlier layers computed at the clean positions. To change only this layer's
+    rotation, give other positions to this layer alone (``swap_positions(model, positions, layers=[layer])``).
 
     Args:
-        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; of rotary layers.
-        positions: what RoPE sees in the corrupted run, in all layers: ``(pos,)``, counted from each text's first
-            token, or ``(batch, pos)``, laid out like ``tokens``.
-        what: what is moved: queries and keys of a ``"head"``, its ``"query"`` or its ``"key"`` alone, or both of all
-            heads of a ``"layer"``.
-        keys: where heads share keys, ``"group"`` moves the key head's, which all heads of the group then see;
-            ``"head"`` moves them for the one head alone.
-        direction: ``"denoise"`` moves from the clean run into the corrupted one, ``"noise"`` the other way; an effect
+        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; only rotary layers.
+        positions: positions that RoPE receives in the corrupted run, in all layers: ``(pos,)``, counted from each
+            text's first token, or ``(batch, pos)``, in the layout of ``tokens``.
+        what: vectors to patch: queries and keys of a ``"head"``, only its ``"query"`` or its ``"key"``, or queries and
+            keys of all heads of a ``"layer"``.
+        keys: if heads share keys, ``"group"`` patches the key head, for all query heads of the group; ``"head"``
+            patches the keys for one query head only.
+        direction: ``"denoise"`` patches from the clean run into the corrupted one, ``"noise"`` the other way; an effect
             of 1 is the clean run in both.
 
     Returns:
@@ -226,7 +227,7 @@ def position_patching(
         ``value``, the metric of the three runs, and ``effect``.
 
     Raises:
-        ValueError: unusable arguments; positions that leave the metric as it is.
+        ValueError: invalid arguments; positions that do not change the metric.
 
     Example:
         >>> import torch
@@ -280,7 +281,7 @@ def _listened(
     specs: Sequence[AttentionSpec],
     listen: Callable[[AttentionSpec, Tensor | None, dict[str, Tensor]], list[Hook]],
 ) -> list[dict[int, dict[str, Tensor]]]:
-    """What layers show in a run of each group of texts, under hooks that give it these positions."""
+    """Record layers in a run on each group of texts, under hooks that set the positions."""
     held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec in specs} for _ in texts.groups]
     for group, some, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
         listening = [hook for spec in specs for hook in listen(spec, place, seen[spec.layer])]
@@ -290,7 +291,7 @@ def _listened(
 
 
 def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
-    """Positions of texts of equal length, from those of the batch."""
+    """Return the positions of a group of texts of equal length, from those of the batch."""
     place = real_tensor("positions", positions)
     if place.ndim in (1, 2) and place.shape[-1] != texts.tokens.shape[1]:
         raise ArgumentError(
@@ -318,30 +319,30 @@ def component_patching(
     """Patch one additive component of each head's scores from a run on other tokens or at other positions.
 
     Scores are a sum of ``mean``, ``distance``, ``query``, ``key`` and ``residual`` (the three-axis fit of each text and
-    head, with the gauge of ``AdditiveFit``). In a run on ``tokens``, the *baseline*, one head at a time gets a
-    component that its scores have in the *source*, a run on other tokens or at other positions::
+    head, with the gauge of ``AdditiveFit``). In a run on ``tokens``, the *baseline*, one head at a time receives a
+    component of its scores in the *source*, a run on other tokens or at other positions::
 
         effect = (value - baseline) / (source - baseline)
 
     Args:
         model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; the metric's tokens are
             ``tokens`` in all three runs.
-        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together; a
-            softmax ignores ``"query"`` and ``"mean"``, except beside an attention sink.
-        source: the run from which the component comes: tokens, in the shape or of the lengths of ``tokens``.
-        source_positions: or its positions, as in ``position_patching``.
+        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together. The
+            softmax ignores ``"query"`` and ``"mean"``, except with a learned attention sink.
+        source: tokens of the run from which the component comes, with the shape or the lengths of ``tokens``.
+        source_positions: alternatively its positions, as in ``position_patching``.
 
     Returns:
         One row per layer and head, with the columns of ``head_patching``.
 
     Raises:
-        ValueError: unusable arguments; two runs with the same metric; a layer whose scores cannot be read or changed.
+        ValueError: invalid arguments; runs with the same metric; a layer whose scores cannot be read or changed.
 
     Example:
         >>> from tl_posdisent import component_patching, demo_tokens, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
         >>> table = component_patching(model, tokens, "query", source=tokens.flip(1), layers=[4], progress=False)
-        >>> bool((table["effect"].abs() < 1e-4).all())  # a softmax over keys does not see it
+        >>> bool((table["effect"].abs() < 1e-4).all())  # the softmax over keys ignores it
         True
     """
     components = check_components(component)
@@ -350,13 +351,13 @@ def component_patching(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     if (source is None) == (source_positions is None):
-        raise ValueError("source or source_positions must be given, and not both")
+        raise ValueError("pass exactly one of source or source_positions")
     other = texts if source is None else read_source(model, texts, source, attention_mask)
     positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
     hooks = [Hooks([]) if place is None else swap_positions(reading, place) for place in positions]
 
     def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
-        held = _listened(model, other, hooks, positions, [spec], listen_scores)  # of all layers they would fill memory
+        held = _listened(model, other, hooks, positions, [spec], listen_scores)  # one layer at a time: scores are large
         return [lambda group, some: score_hooks(spec, some, held[group][spec.layer]["scores"], components)]
 
     units = [units_of(spec, some) for spec, some in chosen]

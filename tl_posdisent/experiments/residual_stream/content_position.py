@@ -1,4 +1,4 @@
-"""Content and position in the residual stream: their terms in the scores of a layer, and the positional subspace."""
+"""Content and position in the residual stream: their terms in a layer's scores, and the positional subspace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tl_posdisent.utils.validation import check_choice, check_integer
 Source = Literal["content", "position", "bias"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 TERMS = (*(f"{query}:{key}" for query in SOURCES for key in SOURCES), "attention bias")
-"""Source of the query and source of the key; and the bias that the layer adds to its scores (ALiBi, T5)."""
+"""Names of the terms: source of the query and source of the key, and the bias added to the scores (ALiBi, T5)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,13 +39,13 @@ class ContentPosition(HasTable):
     All tensors are float64.
 
     Attributes:
-        layer: its number.
+        layer: number of the layer.
         query, key: ``[source, batch, pos, head, d_head]``, the parts in the order of ``SOURCES`` (content, position,
             bias), scale and rotation included; one key head per query head.
         attention_bias: ``[head, query, key]``, added to the products (ALiBi, T5); 0 outside the mask.
         position: ``[pos, d_model]``, the positional part of the residual stream that queries read.
-        mask: ``[query, key]``, where a query sees a key; ``[batch, query, key]`` of texts of unequal length, which have
-            zeros behind their end.
+        mask: ``[query, key]``, where a query sees a key; ``[batch, query, key]`` for texts of unequal length, whose
+            parts are 0 after their end.
     """
 
     layer: int
@@ -56,7 +56,7 @@ class ContentPosition(HasTable):
     mask: Bool[Tensor, "*batch query key"]
 
     def term(self, name: str) -> Float64[Tensor, "batch head query key"]:
-        """One of ``TERMS``, laid out like the scores; 0 outside the mask."""
+        """Return one of ``TERMS`` at every cell, in the shape of the scores; 0 outside the mask."""
         if name not in TERMS:
             raise ArgumentError("name", f"must be one of {', '.join(TERMS)}, got {name!r}")
         if name == TERMS[-1]:
@@ -65,15 +65,15 @@ class ContentPosition(HasTable):
         return self._product(self.query[query], self.key[key])
 
     def scores(self) -> Float64[Tensor, "batch head query key"]:
-        """The sum of all terms: the layer's scores before any soft cap, 0 outside the mask."""
+        """Return the sum of all terms: the layer's scores before any soft cap, 0 outside the mask."""
         return self._product(self.query.sum(0), self.key.sum(0)) + self.term(TERMS[-1])
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per head and term, over the cells of all texts.
+        """Return one row per head and term, over the cells of all texts.
 
-        ``share`` is the covariance of the term with the scores over the variance of the scores: shares add up to 1.
-        ``size`` is the term's own variance over that of the scores, ``toeplitz`` its ``toeplitz_share``, with one
-        function of the distance for all texts; NaN for a term that does not vary.
+        ``share`` is the covariance of the term with the scores, divided by the variance of the scores: shares sum to 1.
+        ``size`` is the term's own variance divided by that of the scores. ``toeplitz`` is the term's
+        ``toeplitz_share``, with one function of the distance for all texts; NaN for a term that does not vary.
         """
         scores = self._centred(self.scores())
         total, tables = scores.square().mean((0, 2)), []
@@ -97,7 +97,7 @@ class ContentPosition(HasTable):
         return self.mask[:, None] if self.mask.ndim == 3 else self.mask
 
     def _centred(self, x: Tensor) -> Float64[Tensor, "batch head cell"]:
-        """The cells inside the mask, less the mean of all texts; one batch entry for texts of unequal length."""
+        """Return the cells inside the mask minus the mean of all texts; one batch entry for texts of unequal length."""
         cells = x[..., self.mask] if self.mask.ndim == 2 else x.transpose(0, 1)[:, self.mask][None]
         return cells - cells.mean((0, 2), keepdim=True)
 
@@ -116,24 +116,26 @@ def content_position_terms(
 ) -> ContentPosition:
     """Split a layer's scores into terms of the positional and content parts of the residual stream (arXiv 2505.13027).
 
-    The positional part of the stream is its mean over the texts at each position minus that of all tokens; the content
-    part is the remainder. With M the map from stream to query at the norm's actual scale s, a query is ``s·M content +
-    s·M position + bias``, a key likewise, and a score is the sum of nine products and of the terms that the layer adds
-    (ALiBi, T5). The map is measured, and the sum of the parts is checked against the model's own scores. With T texts,
-    1/T of the content's variance at each position is counted as position: use many different texts.
+    The positional part of the stream is its mean over the texts at each position minus its mean over all tokens; the
+    content part is the remainder. With M the map from stream to query at the norm's actual scale s, a query is
+    ``s·M content + s·M position + bias``. Keys split in the same way, and a score is the sum of nine products and of
+    the bias that the layer adds (ALiBi, T5). The map is measured, and the sum of the parts is checked against the
+    model's own scores. With T texts, 1/T of the content's variance at each position is counted as position: use many
+    different texts.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with a norm before its attention.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; with a norm before its
+            attention.
         tokens: ids ``[batch, pos]``, or a list of texts of any lengths: at least two different texts at every
             position.
-        layer: 0 … n_layers - 1; negative ones count from the end.
+        layer: 0 … n_layers - 1; negative numbers count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
-        grand_mean: which part contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``.
+        grand_mean: part that contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``.
 
     Raises:
-        ValueError: unusable arguments; positions that only one text reaches; queries or keys that are no affine
-            function of the stream (QK-norm, latent attention, post-norm); scores that are capped, or to which something
-            is added that depends on the text.
+        ValueError: invalid arguments; positions that only one text reaches; queries or keys that are not an affine
+            function of the stream (QK-norm, latent attention, post-norm); soft-capped scores; a bias of the scores that
+            depends on the text.
 
     Example:
         >>> from tl_posdisent.experiments import content_position_terms
@@ -156,9 +158,9 @@ def content_position_terms(
     texts.require_two("content_position_terms")
     ids = texts.from_the_start([group.tokens for group in texts.groups], -1)
     if bool(((ids == ids.amax(0)) | (ids < 0)).all()):
-        raise ArgumentError("tokens", f"must be at least two different texts, got {len(ids)} that do not differ")
+        raise ArgumentError("tokens", f"must be at least two different texts, got {len(ids)} equal ones")
     if spec.soft_cap is not None:
-        raise ValueError(f"layer {layer} of {spec.architecture} caps its scores, so they are no sum of products")
+        raise ValueError(f"layer {layer} of {spec.architecture} soft-caps its scores, so they are not sums of products")
     taps = taps_of(spec, before_norm=False)
     readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "content and position need").values()
     names = [name for readout in readouts for name in (readout.source, readout.tap.name)]
@@ -166,7 +168,7 @@ def content_position_terms(
     names += [name for name in tables if name]
     seen: list[dict[str, Tensor]] = []
     own: list[Tensor] = []
-    squares: list[tuple[Tensor, ...]] = []  # scores and mask, queries and keys up to the longest text with zeros
+    squares: list[tuple[Tensor, ...]] = []  # scores and mask, with queries and keys zero-padded to the longest text
     for group in texts.groups:
         held: dict[str, Tensor] = {}
         with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
@@ -186,8 +188,10 @@ def content_position_terms(
 def split_stream(
     streams: Sequence[Float64[Tensor, "_text _pos d_model"]],
 ) -> tuple[list[Tensor], Float64[Tensor, "pos d_model"], Float64[Tensor, "d_model"], Float64[Tensor, "pos"]]:
-    """Content (without the grand mean), position and grand mean of residual streams, which add up to them, and the
-    number of texts at each position. Each of ``streams`` is of texts of equal length."""
+    """Split residual streams into content (without the grand mean), position and grand mean, which add up to them.
+
+    Each of ``streams`` belongs to texts of equal length. The number of texts at each position is returned, too.
+    """
     longest = max(x.shape[1] for x in streams)
     total, counts = streams[0].new_zeros(longest, streams[0].shape[2]), streams[0].new_zeros(longest)
     for x in streams:
@@ -195,14 +199,14 @@ def split_stream(
         counts[: x.shape[1]] += len(x)
     at_position, mean = total / counts[:, None], total.sum(0) / counts.sum()
     if not bool(mean.isfinite().all()):
-        raise ValueError("the residual stream must be finite, got NaN or infinite values: look at the model's weights")
+        raise ValueError("the residual stream must be finite, got NaN or infinite values: check the model's weights")
     return [x - at_position[: x.shape[1]] for x in streams], at_position - mean, mean, counts
 
 
 def _parts(
     spec: AttentionSpec, readout: Readout, seen: Sequence[dict[str, Tensor]], texts: Texts, grand_mean: str
 ) -> tuple[Float64[Tensor, "source batch pos head d_head"], Float64[Tensor, "pos d_model"]]:
-    """Queries or keys by source, rotated if the layer rotates; and the positional part of what they read."""
+    """Compute queries or keys by source, rotated if the layer rotates, and the positional part of their input."""
     streams = [each[readout.source].double() for each in seen]
     content, position, mean, _ = split_stream(streams)
     found = []
@@ -213,7 +217,7 @@ def _parts(
         bias = readout.bias.expand_as(constant)
         parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
         places, turned = torch.arange(stream.shape[1], device=stream.device), spec
-        if spec.rotary is not None and spec.cos in held and spec.sin in held:  # long texts may have other frequencies
+        if spec.rotary is not None and spec.cos in held and spec.sin in held:  # long texts may use others
             turned = replace(spec, rotary=running_rotary(held[spec.cos], held[spec.sin], spec.rotary))
         found.append(torch.stack([spec.per_query_head(turned.rotated(part, places)) for part in parts], 2))
     return texts.from_the_start(found).movedim(2, 0), position
@@ -222,8 +226,7 @@ def _parts(
 def _explained(
     spec: AttentionSpec, products: Tensor, scores: Tensor, mask: Bool[Tensor, "batch query key"]
 ) -> tuple[float, Float64[Tensor, "head query key"]]:
-    """The scale, from how scores change from text to text, and the bias that is added to them; raises if that differs
-    between texts."""
+    """Find the scale, from the changes of scores between texts, and the added bias; raise if that differs by text."""
     inside, texts = mask[:, None], mask.sum(0).clamp_min(1)
     products, seen = (torch.where(inside, x.double(), 0.0) for x in (products, scores))
     moves = torch.where(inside, products - products.sum(0) / texts, 0.0)
@@ -235,8 +238,8 @@ def _explained(
     if not bool(error <= allowed):
         raise ValueError(
             f"the parts of queries and keys must add up to the scores, but in layer {spec.layer} of "
-            f"{spec.architecture} they differ from them by {error.item():.1e}, where {allowed.item():.1e} is rounding"
-            + (f": {spec.problem}" if spec.problem else "")
+            f"{spec.architecture} they differ from the scores by {error.item():.1e}, where {allowed.item():.1e} would "
+            "be rounding" + (f": {spec.problem}" if spec.problem else "")
         )
     if bool(bias.abs().amax() <= allowed):
         bias = torch.zeros_like(bias)  # rounding
@@ -248,9 +251,9 @@ class PositionalSubspace:
     """Positional subspace of the residual stream before a layer. All tensors are float64.
 
     Attributes:
-        layer: its number.
-        basis: ``[d_model, rank]``, orthonormal columns, the one of most variance first.
-        variances: ``[min(pos, d_model)]``, of the positional part along its principal directions, descending.
+        layer: number of the layer.
+        basis: ``[d_model, rank]``, orthonormal columns, in order of descending variance.
+        variances: ``[min(pos, d_model)]``, variances of the positional part along its principal directions, descending.
         share: the positional part's share of the variance of the residual stream.
         noise: the share expected for this number of texts if vectors did not depend on position.
     """
@@ -284,21 +287,21 @@ def positional_subspace(
 ) -> PositionalSubspace:
     """Compute the principal directions of the positional part of the residual stream before a layer.
 
-    The positional part is the mean over the texts at each position less the mean of all (arXiv 2505.13027). Two layers
-    are compared by ``principal_angles`` of their bases.
+    The positional part is the mean over the texts at each position minus the mean of all tokens (arXiv 2505.13027). To
+    compare two layers, use ``principal_angles`` of their bases.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or a list of texts of any lengths: at least two at every position. Means and
-            variances are over tokens, so that a position counts by the number of texts that reach it.
-        layer: 0 … n_layers - 1; negative ones count from the end.
+            variances are over tokens, so that a position is weighted by the number of texts that reach it.
+        layer: 0 … n_layers - 1; negative numbers count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         rank: number of directions; None for the smallest number that explains 95 % of the positional part's variance.
-        sinks: positions to leave out at the beginning.
+        sinks: number of first positions to leave out.
 
     Raises:
-        ValueError: unusable arguments; positions that only one text reaches; a ``rank`` beyond the directions in which
-            the positional part varies.
+        ValueError: invalid arguments; positions that only one text reaches; a ``rank`` larger than the number of
+            directions in which the positional part varies.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -335,7 +338,7 @@ def positional_subspace(
         raise ArgumentError(
             "tokens",
             f"must be texts whose residual stream before layer {layer} depends on the position, got texts in "
-            "which it differs by rounding alone",
+            "which it differs only by rounding",
         )
     if rank is None:
         so_far = variances.cumsum(0) / variances.sum()

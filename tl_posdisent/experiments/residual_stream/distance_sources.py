@@ -1,4 +1,4 @@
-"""Where the distance profile of a head comes from: a sum over sources of its mean query and of its mean key."""
+"""Sources of a head's distance profile: a sum over the sources of its mean query and of its mean key."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class DistanceSources(HasTable):
 
     The profile of a head is its mean score at each distance, over all combinations of queries and keys of the texts:
     ``profile[d] = scale · ⟨R(d) mean query, mean key⟩``, the distance effect of ``controlled_distance`` plus its mean.
-    With the scales of all norms frozen, the mean query is a sum over sources, the mean key too, and the profile is the
+    With the scales of all norms frozen, the mean query and the mean key are sums over sources, and the profile is the
     sum of ``term(a, b)[d] = scale · ⟨R(d) query_a, key_b⟩`` over all pairs. All tensors are float64.
 
     Attributes:
-        layer: its number.
+        layer: number of the layer.
         heads: the query heads.
         sources: ``"embedding"`` (the stream before the first block), ``"L0H3"`` for heads of earlier layers,
-            ``"L0 bias"`` for the bias of that layer's attention output, ``"L0 MLP"``, and ``"bias"``: that of the
+            ``"L0 bias"`` for the bias of that layer's attention output, ``"L0 MLP"``, and ``"bias"``: the bias of the
             layer's own queries and keys, and the offset of its norm.
         distances: ``[distance]``, in tokens.
         query, key: ``[source, head, d_head]``, each source's part of the mean query and key before rotation.
         own_query, own_key: ``[head, d_head]``, the means of the model's own queries and keys.
-        scale, rotary: of the layer.
+        scale, rotary: scale of the layer's scores, and its rotation.
     """
 
     layer: int
@@ -74,39 +74,41 @@ class DistanceSources(HasTable):
     rotary: Rotary
 
     def profile(self) -> Float64[Tensor, "head distance"]:
-        """The controlled profile, from the model's own mean queries and keys, in units of the scores."""
+        """Compute the controlled profile from the model's own mean queries and keys, in units of the scores."""
         return self.profile_of(self.own_query, self.own_key)
 
     def total(self) -> Float64[Tensor, "head distance"]:
-        """The sum of the terms of all pairs of sources."""
+        """Compute the sum of the terms of all pairs of sources."""
         return self.profile_of(self.query.sum(0), self.key.sum(0))
 
     def term(self, query_source: str, key_source: str) -> Float64[Tensor, "head distance"]:
-        """The part of the profile that one source of the query and one source of the key make together."""
+        """Compute the term of one source of the query and one source of the key."""
         return self.profile_of(self.query[self._index(query_source)], self.key[self._index(key_source)])
 
     def profile_of(
         self, query: Float64[Tensor, "row d_head"], key: Float64[Tensor, "row d_head"]
     ) -> Float64[Tensor, "row distance"]:
-        """Scores of queries and keys before rotation, row by row, at each of the distances."""
+        """Compute the scores of queries and keys before rotation, row by row, at each of the distances."""
         (q, q_rest), (k, k_rest) = (to_complex(x, self.rotary) for x in (query, key))
         still = self.scale * (q_rest * k_rest).sum(-1, keepdim=True)
         return ((q * k.conj()) @ self._turns().T).real + still
 
     def error(self) -> Float64[Tensor, "head"]:
-        """Largest difference of the sum of all terms from the profile, over the profile's largest value: rounding."""
+        """Largest difference between ``total()`` and ``profile()``, relative to the profile's largest value."""
         profile = self.profile()
         return share_of((self.total() - profile).abs().amax(-1), profile.abs().amax(-1))
 
     def shares(self) -> Float64[Tensor, "head source source"]:
-        """``[head, source of the query, source of the key]``: a pair's covariance with the profile over the profile's
-        variance, both over the distances. Shares of a head add up to 1; terms that cancel have negative ones. NaN for a
-        profile that does not vary."""
+        """Compute the share of each pair of sources ``[head, source of the query, source of the key]``.
+
+        It is the term's covariance with the profile, divided by the profile's variance, both over the distances. Shares
+        of a head sum to 1; terms that cancel others have negative shares. NaN for a profile that does not vary.
+        """
         profile, turn = self.total(), self._turns()
         centred = profile - profile.mean(-1, keepdim=True)
         variance = centred.square().mean(-1)
         largest = self.scale * self.rotary.attention_factor**2 * self.own_query.norm(dim=-1) * self.own_key.norm(dim=-1)
-        flat = variance.sqrt() <= _ROUNDING * largest.abs()  # no value of the profile is larger
+        flat = variance.sqrt() <= _ROUNDING * largest.abs()  # an upper bound of the profile
         with_profile = torch.einsum("dc,hd->hc", turn, centred.to(turn.dtype)) / len(self.distances)
         q, k = (to_complex(x, self.rotary)[0] for x in (self.query, self.key))
         products = torch.einsum("ahc,hc,bhc->hab", q, with_profile, k.conj()).real
@@ -115,13 +117,13 @@ class DistanceSources(HasTable):
     def to_frame(
         self, by: Literal["pair", "query", "key", "source"] = "pair", *, top: int | None = None
     ) -> pd.DataFrame:
-        """Shares of the profile's variance over the distances, the largest first in each head.
+        """Return the shares of the profile's variance over the distances, the largest first in each head.
 
         Args:
-            by: ``"pair"`` has one row per head, source of the query and source of the key; ``"query"`` and ``"key"``
-                one per source of that side, summed over the other; ``"source"`` one per source, of all pairs in which
-                it takes part on either side.
-            top: rows per head, those with the largest absolute share; default all.
+            by: ``"pair"`` gives one row per head, source of the query and source of the key; ``"query"`` and ``"key"``
+                one per source of that side, summed over the other; ``"source"`` one per source, summed over all pairs
+                in which it is on either side.
+            top: number of rows per head, those with the largest absolute share; default all.
         """
         check_choice("by", by, ("pair", "query", "key", "source"))
         if top is not None:
@@ -176,21 +178,21 @@ def distance_sources(
 ) -> DistanceSources:
     """Split the distance profile of a layer's heads over the sources of their mean query and mean key, exactly.
 
-    The profile is the mean score at each distance when every query meets every key at it (see ``controlled_distance``):
-    a function of the mean query and the mean key alone. With every norm's scale frozen at its value for each token,
-    queries and keys are affine functions of the residual stream, which is the sum of the embedding and of what earlier
-    heads, MLPs and biases added. So the mean query and the mean key split over these sources, and the profile over
-    their pairs. The maps are measured on the model and checked.
+    The profile is the mean score at each distance if every query is combined with every key there (see
+    ``controlled_distance``). It depends only on the mean query and the mean key. With every norm's scale frozen at its
+    value for each token, queries and keys are affine functions of the residual stream, which is the sum of the
+    embedding and of the outputs of earlier heads, MLPs and biases. The mean query and the mean key therefore split over
+    these sources, and the profile over their pairs. The maps are measured on the model and checked.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; with rotary embeddings.
         tokens, attention_mask, distances, sinks: as in ``controlled_distance``.
         layer: 0 … n_layers - 1; negative ones count from the end.
         heads: query heads, integers or pairs ``(layer, head)`` of this layer; default all.
 
     Raises:
-        ValueError: unusable arguments; a layer without rotary embeddings; queries or keys that are no such function of
-            the stream (latent attention), a stream that is not the sum of its parts (a norm on the stream itself),
+        ValueError: invalid arguments; a layer without rotary embeddings; queries or keys that are not such a function
+            of the stream (latent attention); a stream that is not the sum of its parts (a norm on the stream itself);
             attention that is not linear in ``hook_z``; texts of lengths at which the model rotates differently.
 
     Example:
@@ -230,8 +232,8 @@ def distance_sources(
         if not same or first.attention_factor != other.attention_factor:
             raise ArgumentError(
                 "tokens",
-                f"must be texts that layer {spec.layer} of {spec.architecture} rotates alike for "
-                "distance_sources, got texts of lengths at which its frequencies differ: call it for each length",
+                f"must be texts that layer {spec.layer} of {spec.architecture} rotates by the same frequencies, got "
+                "texts of lengths at which these differ: call distance_sources for each length",
             )
     sums = weighted_sources(model, batches, spec.layer, "distance_sources")
     of_query, of_key = torch.stack([*sums.values()]).tensor_split([len(query.bias)], 1)
@@ -241,7 +243,7 @@ def distance_sources(
 
 
 class _Mean:
-    """The mean query (or key) of some heads over ``count`` tokens: their weights in it, and its parts by source."""
+    """The mean query (or key) of some heads over ``count`` tokens: the tokens' weights, and the parts by source."""
 
     def __init__(self, spec: AttentionSpec, readout: Readout, heads: list[int], sinks: int, count: int) -> None:
         self.spec, self.readout, self.heads, self.sinks, self.count = spec, readout, heads, sinks, count
@@ -251,7 +253,7 @@ class _Mean:
     def weights(
         self, held: dict[str, Tensor], vectors: Float[Tensor, "batch pos head d_head"]
     ) -> Float64[Tensor, "batch pos weight"]:
-        """Weights of the tokens of some texts, one or, with a QK-norm, one per head; adds the texts to the mean."""
+        """Add texts to the mean; return their tokens' weights, one per token or, with a QK-norm, one per head."""
         plain = self.readout.tap.read(held[self.readout.tap.name])
         scale = self.readout.scales(self.spec, held[self.readout.source].double(), plain)[..., 0]
         own = torch.ones_like(scale)
@@ -260,9 +262,9 @@ class _Mean:
             self.norm = self.norm or (fit_norm(u, v, vectors.dtype) if u.shape == v.shape else None)
             if self.norm is None or not self.norm.makes(u, v, vectors.dtype):
                 raise ValueError(
-                    f"{self.readout.needed} {NAMES[self.readout.side]} that are those before the QK-norm times a gain "
-                    f"and one number for each token and head, but in layer {self.spec.layer} of "
-                    f"{self.spec.architecture} they are not"
+                    f"{self.readout.needed} {NAMES[self.readout.side]} that equal those before the QK-norm times a "
+                    f"gain and one number per token and head, but in layer {self.spec.layer} of "
+                    f"{self.spec.architecture} they do not"
                 )
             own = self.norm.scales(u, v)[..., self.heads]
         own = own / self.count
@@ -272,7 +274,7 @@ class _Mean:
         return scale * own
 
     def parts(self, sums: Float64[Tensor, "source weight d_model"]) -> Float64[Tensor, "source+1 head d_head"]:
-        """The mean query or key of each source, and of the bias."""
+        """Compute the mean query or key of each source, and of the bias."""
         if self.readout.source == residual_hook(0):  # keys that are read from the embedded input
             sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
         matrix, bias = self.readout.matrix[self.heads], self.bias[:, None] * self.readout.bias[self.heads]
@@ -292,13 +294,13 @@ class Batch(NamedTuple):
     weights: Float64[Tensor, "batch pos weight"]
 
 
-# The residual stream before a layer as a sum: the embedding, and what each head, bias and MLP of earlier layers added.
-# A head adds ``z @ W_O`` (times the frozen scale of a norm after the attention, where there is one), which is linear in
-# z: of weighted means over tokens, only those of z are formed.
+# The residual stream before a layer is a sum: the embedding, and what each head, bias and MLP of earlier layers added.
+# A head adds ``z @ W_O`` (times the frozen scale of a norm after the attention, if there is one). As this is linear in
+# z, it is enough to compute weighted sums of z over tokens.
 def weighted_sources(
     model: Any, batches: Sequence[Batch], layer: int, tool: str
 ) -> dict[str, Float64[Tensor, "weight d_model"]]:
-    """Sum over the tokens, weighted, what every source has added to the stream before a layer; by source.
+    """Compute the weighted sum over tokens of what each source has added to the stream before a layer.
 
     Raises:
         ValueError: a model whose residual stream is not that sum, or whose attention is not linear in z.
@@ -318,14 +320,14 @@ def weighted_sources(
 
 
 class _Layer:
-    """Weighted sums of what one layer adds: ``z @ W_O + b_O``, with a norm after it if there is one, and its MLP."""
+    """Weighted sums of what one layer adds: ``z @ W_O + b_O``, normalised if there is a norm after it, and its MLP."""
 
     def __init__(self, model: Any, number: int, tool: str) -> None:
         self.number, self.names = number, [f"blocks.{number}.{short}" for short in _ADDED]
         for name in self.names:
             if name not in model.hook_dict:
                 raise ValueError(f"{tool} needs the hook {name}, which {architecture(model)} lacks")
-        self.where = f"{tool} needs, in layer {number} of {architecture(model)},"
+        self.where = f"{tool} needs, in layer {number} of {architecture(model)},"  # begins error messages
         self.attention = model.blocks[number].attn
         if not isinstance(weight := getattr(self.attention, "W_O", None), Tensor) or weight.ndim != 3:
             raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model]")
@@ -333,20 +335,21 @@ class _Layer:
         self.z = self.mlp = self.scale = torch.zeros((), device="cpu")
 
     def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, "d_model"]]:
-        """W_O and b_O; converted when used, so that the layers' weights are not held twice."""
+        """Convert W_O and b_O to float64, only when needed, so that weights of all layers are not held twice."""
         weight = self.attention.W_O.detach().double()
         bias = getattr(self.attention, "b_O", None)
         return weight, weight[0, 0] * 0 if bias is None else bias.detach().double()
 
     def hooks(self, weights: Float64[Tensor, "batch pos weight"]) -> list[Hook]:
-        """Hooks that add the sums of some texts."""
+        """Return hooks that add the sums of some texts."""
         seen: dict[str, Tensor] = {}
 
         def reduce(after: Tensor, hook: Any) -> None:
             before, z, added, mlp = (seen.pop(name) for name in self.names)
             if not _near(before.double() + added.double() + mlp.double(), after):
                 raise ValueError(
-                    f"{self.where} a residual stream to which attention and MLP are added, and here they are not"
+                    f"{self.where} a residual stream to which attention and MLP outputs are added, but here it differs "
+                    "from their sum"
                 )
             scale = weights * self._scales(z, added)[..., None]
             self.z = self.z + torch.einsum("bpw,bphd->whd", scale, z.double())
@@ -356,7 +359,7 @@ class _Layer:
         return [*(keep(name, seen) for name in self.names), (residual_hook(self.number, "post"), reduce)]
 
     def _scales(self, z: Tensor, added: Tensor) -> Float64[Tensor, "batch pos"]:
-        """The scale of the norm after the attention at every token, 1 without one; the first tokens fit the norm."""
+        """Compute the scale of the norm after the attention at every token, 1 without one; fit the norm first."""
         weight, bias = self._weights()
         if z.ndim != 4 or z.shape[2:] != weight.shape[:2]:
             raise ValueError(f"{self.where} heads at hook_z (batch, pos, head, d_head), got {tuple(z.shape)}")
@@ -368,7 +371,7 @@ class _Layer:
         if self.norm is None or not self.norm.makes(u, v, added.dtype):
             raise ValueError(
                 f"{self.where} attention whose output is a linear function of hook_z, added as it is or after a norm, "
-                "and here it is not (a gate, hooks of your own, or another layout)"
+                "but here it is not (because of a gate, hooks of your own, or another layout)"
             )
         return self.norm.scales(u, v)[..., 0]
 
@@ -376,7 +379,7 @@ class _Layer:
         weight, bias = self._weights()
         heads = torch.einsum("whd,hdm->hwm", self.z, weight)
         biases = self.scale[:, None] * bias
-        if self.norm is not None:  # of a part of the output, but for its scale
+        if self.norm is not None:  # applied to a part of the output, without its scale
             heads, biases = (self.norm.linear(x[..., None, :])[..., 0, :] for x in (heads, biases))
         found = {f"L{self.number}H{head}": x for head, x in enumerate(heads)}
         if bool(biases.any()):

@@ -1,9 +1,10 @@
-"""Queries and keys of a layer as an affine function of the residual stream with every norm's scale frozen.
+"""Queries and keys of a layer as affine functions of the residual stream, with every norm's scale frozen.
 
-A norm is linear once its scale is frozen: ``norm(x) = t · gain ∘ x`` (``x`` less its mean, for some), with one number t
-for every vector. A pre-norm layer therefore makes a query of a vector x as ``s(x) · M x + bias``, and a QK-norm makes
-``r · gain ∘ (s(x) · M x + bias)`` of it. ``M`` and the bias are measured by putting every unit vector and its negative
-into the stream, which all have the same s. The s and r of a vector of a real text are fitted to its query, and checked.
+A norm is linear once its scale is frozen: ``norm(x) = t · gain ∘ x`` (for some norms, of ``x`` minus its mean), with
+one number t per vector. A pre-norm layer therefore computes the query of a vector x as ``s(x) · M x + bias``, and a
+QK-norm makes it ``r · gain ∘ (s(x) · M x + bias)``. ``M`` and the bias are measured by setting the stream to every unit
+vector and its negative, which all have the same s. The s and r of a vector of a real text are fitted to its query, and
+the fit is checked.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """A norm without its scale: ``v = t · gain ∘ u``, or of ``u`` less its mean (``centred``)."""
+    """A norm without its scale t: ``v = t · gain ∘ u``, with ``u`` minus its mean if ``centred``."""
 
     gain: Float64[Tensor, "head size"]
     centred: bool
 
     def linear(self, u: Float64[Tensor, "*batch head size"]) -> Float64[Tensor, "*batch head size"]:
-        """``gain ∘ u``."""
+        """Compute ``gain ∘ u``, with ``u`` minus its mean if ``centred``."""
         return self.gain * (u - u.mean(-1, keepdim=True) if self.centred else u)
 
     def scales(
         self, u: Float64[Tensor, "*batch head size"], v: Float64[Tensor, "*batch head size"]
     ) -> Float64[Tensor, "*batch head"]:
-        """t of every vector, by least squares."""
+        """Fit t for every vector by least squares."""
         return _factor(self.linear(u), v, -1)
 
     def makes(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``v`` is this norm of ``u``, to the rounding of a model of this type."""
+        """Whether ``v`` is this norm of ``u``, within the rounding of a model of this dtype."""
         error = (self.scales(u, v)[..., None] * self.linear(u) - v).abs().amax()
         return bool(error <= score_tolerance(dtype) * v.abs().amax())
 
@@ -52,16 +53,20 @@ class FrozenNorm:
 def fit_norm(
     u: Float64[Tensor, "*batch head size"], v: Float64[Tensor, "*batch head size"], dtype: torch.dtype
 ) -> FrozenNorm | None:
-    """Fit the norm that made ``v`` of ``u``, to the rounding of a model of this type; None if there is none with a gain
-    and one scale for each vector."""
+    """Fit the norm that maps ``u`` to ``v`` within the rounding of a model of this dtype.
+
+    Returns None if no norm with a gain and one scale per vector does.
+    """
     u, v = u.flatten(0, -3), v.flatten(0, -3)
     fits = (_fit(u, v, centred) for centred in (False, True))
     return next((norm for norm in fits if norm.makes(u, v, dtype)), None)
 
 
 def _fit(u: Tensor, v: Tensor, centred: bool) -> FrozenNorm:
-    """``v / u`` is a table of rank one, gains times scales. Its medians are the scales, up to rounding, from which
-    alternating least squares starts."""
+    """Fit gain and scales by alternating least squares.
+
+    ``v / u`` is a matrix of rank one, gains times scales; its medians are starting values for the scales.
+    """
     x = u - u.mean(-1, keepdim=True) if centred else u
     t = (v / x).abs().nanmedian(-1).values.nan_to_num(nan=0.0, posinf=0.0)
     for _ in range(_ROUNDS):
@@ -73,16 +78,16 @@ def _fit(u: Tensor, v: Tensor, centred: bool) -> FrozenNorm:
 
 
 def _factor(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """The number c for which ``c x`` is nearest to y, along an axis; 0 where x is 0."""
+    """Compute the number c for which ``c x`` is closest to y, along an axis; 0 where x is 0."""
     size = x.square().sum(dim)
     return torch.where(size > 0, (x * y).sum(dim) / size, 0.0)
 
 
 @dataclass(frozen=True)
 class Readout:
-    """How one layer makes its queries (or keys) from the stream at the hook ``source``.
+    """The map from the stream at the hook ``source`` to one layer's queries (or keys).
 
-    ``matrix`` is up to a factor that is the same for all vectors; ``needed`` begins error messages.
+    ``matrix`` is known up to a factor that all vectors share; ``needed`` begins error messages.
     """
 
     side: Side
@@ -102,8 +107,7 @@ class Readout:
         x: Float64[Tensor, "batch pos d_model"],
         seen: Float[Tensor, "batch pos head d_head"],
     ) -> Float64[Tensor, "batch pos 1 1"]:
-        """The pre-norm's factor s for every vector of the stream, from the queries (or keys) ``seen``; raises if no
-        factor gives them."""
+        """Fit the pre-norm's factor s for every vector of the stream to the queries (or keys) ``seen``, or raise."""
         linear, wanted = self.linear(x), seen.double() - self.bias
         scale = _factor(linear.flatten(-2), wanted.flatten(-2), -1)[..., None, None]
         error, largest = (scale * linear - wanted).abs().amax(), seen.double().abs().amax()
@@ -120,10 +124,12 @@ class Readout:
 def measure_readouts(
     model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"], taps: dict[Side, Tap], needed: str
 ) -> dict[Side, Readout]:
-    """Measure how a layer's queries and keys come from the stream: a pass over all unit vectors, and one over their
-    negatives. Of the tokens only the length matters."""
+    """Measure the maps from the stream to a layer's queries and keys, in passes over all unit vectors and negatives.
+
+    Only the length of the tokens matters.
+    """
     d_model, length = int(model.cfg.d_model), tokens.shape[1]
-    size, texts = d_model**0.5, -(-d_model // length)  # of unit variance, as after a norm
+    size, texts = d_model**0.5, -(-d_model // length)  # vectors of unit variance, as after a norm
     found: dict[Side, Readout] = {}
     for source in dict.fromkeys((residual_hook(spec.layer), residual_hook(0))):  # some read keys from the input
         for name in (source, *(tap.name for tap in taps.values())):
@@ -154,8 +160,10 @@ def measure_readouts(
 
 
 def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
-    """Where queries and keys of a layer are read, before or after any QK-norm; also in a layer whose scores they do
-    not explain alone (ALiBi)."""
+    """Return where a layer's queries and keys are read, before or after any QK-norm.
+
+    This also works for a layer whose scores they do not determine alone (ALiBi).
+    """
     sizes = {"q": spec.n_heads, "k": spec.n_kv_heads}
     plain = {side: Tap(hook_name(spec.layer, f"hook_{side}"), "pos head", n) for side, n in sizes.items()}
     normed = {} if before_norm else {"q": spec.q, "k": spec.k}
@@ -163,12 +171,12 @@ def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
 
 
 def residual_hook(layer: int, when: str = "pre") -> str:
-    """The residual stream before (or after, ``"post"``) a layer."""
+    """Return the hook of the residual stream before (or after, ``"post"``) a layer."""
     return f"blocks.{layer}.hook_resid_{when}"
 
 
 def keep(name: str, seen: dict[str, Tensor]) -> Hook:
-    """A hook that keeps what passes."""
+    """Return a hook that stores the activation in ``seen``."""
 
     def listen(x: Tensor, hook: Any) -> None:
         seen[name] = x.detach()

@@ -22,18 +22,18 @@ from tl_posdisent.utils.validation import check_integer
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RopeHadamard(HasTable):
-    """The scores of a rotary layer, ``Σ_c Re(gram_c ∘ kernel_c) + rest``, with ∘ the product cell by cell.
+    """The scores of a rotary layer as ``Σ_c Re(gram_c ∘ kernel_c) + rest``, with ∘ the elementwise product.
 
     ``gram_c[i, j] = scale · q_ic · conj(k_jc)`` does not depend on positions, ``kernel_c[i, j] = exp(i θ_c (i - j))``
     depends only on them; with ``gram = a + ib``, the real part is ``a ∘ cos(θ_c (i - j)) - b ∘ sin(θ_c (i - j))``. All
     tensors are float64 or complex128.
 
     Attributes:
-        layer: its number.
+        layer: number of the layer.
         rotary: frequencies θ_c and pairing.
-        query, key: ``[batch, pos, head, d_head]``, before rotation; scale and YaRN's factor are in the query; one key
+        query, key: ``[batch, pos, head, d_head]``, before rotation; the query includes scale and YaRN's factor; one key
             head per query head.
-        mask: ``[query, key]``, where a query sees a key. Grams, kernels and spectra are those of all cells.
+        mask: ``[query, key]``, where a query sees a key. Grams, kernels and spectra include cells outside it.
     """
 
     layer: int
@@ -43,40 +43,40 @@ class RopeHadamard(HasTable):
     mask: Bool[Tensor, "query key"]
 
     def gram(self, subspace: int) -> Complex128[Tensor, "batch head query key"]:
-        """``scale · q_ic · conj(k_jc)`` of all pairs."""
+        """Compute ``scale · q_ic · conj(k_jc)`` for all pairs."""
         c = self._checked(subspace)
         q, k = (to_complex(x, self.rotary)[0][..., c].transpose(1, 2) for x in (self.query, self.key))
         return q[..., :, None] * k[..., None, :].conj()
 
     def kernel(self, subspace: int) -> Complex128[Tensor, "query key"]:
-        """``exp(i θ_c (i - j))``, with angles rounded as the model rounds them."""
+        """Compute ``exp(i θ_c (i - j))``, with angles rounded as the model rounds them."""
         angle = self.rotary.angles(self._places())[:, self._checked(subspace)]
         return torch.exp(1j * (angle[:, None] - angle))
 
     def rest(self) -> Float64[Tensor, "batch head query key"]:
-        """The scores of the coordinates that are not rotated."""
+        """Compute the part of the scores from coordinates that are not rotated."""
         q, k = (to_complex(x, self.rotary)[1] for x in (self.query, self.key))
         return torch.einsum("bqhd,bkhd->bhqk", q, k)
 
     def content(self) -> Float64[Tensor, "batch head query key"]:
-        """What the scores would be without rotation, all pairs at distance 0: ``Σ_c Re gram_c + rest``."""
+        """Compute the scores without rotation, as if all pairs were at distance 0: ``Σ_c Re gram_c + rest``."""
         return torch.einsum("bqhd,bkhd->bhqk", self.query, self.key)
 
     def scores(self) -> Float64[Tensor, "batch head query key"]:
-        """The layer's scores before any soft cap, of all cells, also outside the mask."""
+        """Compute the layer's scores before any soft cap, at all cells, also outside the mask."""
         return torch.einsum("bqhd,bkhd->bhqk", *self._rotated())
 
     def spectra(self) -> tuple[Float64[Tensor, "batch head rank"], Float64[Tensor, "batch head rank"]]:
-        """Singular values of ``content()`` and of ``scores()``, descending; those beyond d_head are 0 and left out."""
+        """Compute singular values of ``content()`` and ``scores()``, descending, without the zeros beyond d_head."""
         before, after = (
             product_spectrum(*(x.transpose(1, 2) for x in pair)) for pair in ((self.query, self.key), self._rotated())
         )
         return before, after
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per text and head, with each measure before (``content()``) and after the rotation (``scores()``).
+        """Return one row per text and head, with each measure before (``content()``) and after rotation (``scores()``).
 
-        ``norm`` is the largest singular value, ``condition`` and ``effective_rank`` are those of the whole matrix,
+        ``norm`` is the largest singular value; ``condition`` and ``effective_rank`` describe the whole matrix;
         ``toeplitz`` is the ``toeplitz_share`` inside the mask.
         """
         both = [*zip(("before", "after"), self.spectra(), (self.content(), self.scores()), strict=True)]
@@ -111,13 +111,13 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
     The scores are compared with the model's own (see ``capture``).
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; with rotary embeddings.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer; texts of equal length.
         layer: 0 … n_layers - 1; negative ones count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
 
     Raises:
-        ValueError: unusable arguments; a layer without rotary embeddings; texts of unequal length.
+        ValueError: invalid arguments; a layer without rotary embeddings; texts of unequal length.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -136,8 +136,8 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
     found: list[Captured] = []
     for_each_layer(reading.model, tokens, [spec], found.append, scores=False)
     (seen,) = found
-    rotary = seen.spec.require_rotary("rope_hadamard")  # of this text: some models rotate long ones by others
+    rotary = seen.spec.require_rotary("rope_hadamard")  # for this text: some models use other frequencies for long ones
     q, k = scale * seen.q.double(), spec.per_query_head(seen.k).double()
     z, rest = to_complex(q, rotary)
-    q = from_complex(rotary.attention_factor**2 * z, rest, rotary)  # YaRN stretches what it rotates, and no more
+    q = from_complex(rotary.attention_factor**2 * z, rest, rotary)  # YaRN's factor applies only to rotated coordinates
     return RopeHadamard(seen.layer, rotary, q, k, spec.mask(tokens.shape[1], q.device))

@@ -28,7 +28,7 @@ from .mahalanobis_and_projection import ReferenceSample, fit_reference, for_each
 
 
 def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[Tensor, "batch head query"]:
-    """Entropy of each query's attention, in nats."""
+    """Compute the entropy of each query's attention, in nats."""
     by_head = [torch.special.entr(x.float()).sum(-1, dtype=torch.float64) for x in pattern.unbind(1)]
     return torch.stack(by_head, 1)
 
@@ -36,7 +36,7 @@ def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[
 def largest_by_query(
     scores: Float[Tensor, "batch head query key"], spec: AttentionSpec
 ) -> Float64[Tensor, "batch head query"]:
-    """The largest score among the keys that a query sees."""
+    """Find each query's largest score among the keys that it sees."""
     by_head = [x.masked_fill(~_seen(x, spec), -torch.inf).amax(-1).double() for x in scores.unbind(1)]
     return torch.stack(by_head, 1)
 
@@ -44,10 +44,10 @@ def largest_by_query(
 def share_key(
     scores: Float[Tensor, "batch head query key"], spec: AttentionSpec, start: int = 0, stop: int | None = None
 ) -> Float64[Tensor, "batch head"]:
-    """Share of the variance of the scores of some queries that the key alone explains.
+    """Compute the share of the variance of some queries' scores that the key alone explains.
 
-    That of the means over queries, weighted by how many queries see the key: ``AdditiveFit.share_key`` of these rows,
-    also where an intervention hides keys. NaN where the scores do not vary.
+    It is the variance of each key's mean over queries, weighted by the number of queries that see the key:
+    ``AdditiveFit.share_key`` of these rows, also where an intervention hides keys. NaN where the scores do not vary.
     """
     shares = []
     for x in scores[:, :, start:stop].unbind(1):
@@ -65,7 +65,7 @@ def share_key(
 def _seen(
     scores: Float[Tensor, "batch query key"], spec: AttentionSpec, start: int = 0
 ) -> Bool[Tensor, "batch query key"]:
-    """Where queries from ``start`` on see a key: by the layer's mask, and not hidden by a hook."""
+    """Return where queries from ``start`` on see a key: inside the layer's mask, and not hidden by a hook."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     queries = position[start : start + scores.shape[-2], None]
     return spec.sees(queries - position) & ~spec.is_masked(scores)
@@ -90,38 +90,39 @@ def length_generalization(
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
 
-    Position tables are extended where the model has them (``longer_context``). The reference of each head's ``z`` is
-    that at positions ``lengths[0] … in_range - 1`` of the same texts, read in a separate pass that ends there, without
-    ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A position of the reference is compared with the reference
+    Position tables are extended if the model has them (``longer_context``). The reference of each head's ``z`` is its
+    sample at positions ``lengths[0] … in_range - 1`` of the same texts, from a separate pass that ends there, without
+    ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A position in the reference is compared with the reference
     without that position.
 
     Args:
         model, attention_mask: as in ``head_ablation``.
-        tokens: as there; every text must have as many tokens as the last of ``lengths``.
+        tokens: as in ``head_ablation``; every text must have at least as many tokens as the last of ``lengths``.
         lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``.
             Positions before the first edge and after the last are not counted.
         hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``. Default none.
-        in_range: where the reference ends, usually the length of the training texts; default ``lengths[1]``.
+        in_range: end of the reference, usually the length of the training texts; default ``lengths[1]``.
         by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.
         layers: default all.
-        progress: show a bar over the layers.
+        progress: show a progress bar over the layers.
 
     Returns:
-        Columns ``start`` and ``stop``; ``layer`` and ``head`` where asked for; then, as means over queries and texts,
+        Columns ``start`` and ``stop``; ``layer`` and ``head`` depending on ``by``; then, as means over queries and
+        texts,
 
-        * ``loss``: cross entropy of the next token in nats (of the bucket, the same in all its rows);
-        * ``entropy``: of the attention, in nats;
-        * ``largest_score``: the largest score that a query gives to any key that it sees;
+        * ``loss``: cross-entropy of the next token in nats (of the bucket, the same in all its rows);
+        * ``entropy``: entropy of the attention, in nats;
+        * ``largest_score``: the largest score of a query with any key that it sees;
         * ``share_key``: the share of the variance of the bucket's scores that the key alone explains;
         * ``mahalanobis``: Mahalanobis distance of z from the reference, divided by √d_head: about 1 in range;
-        * ``cosine``: of z with the mean of the reference;
+        * ``cosine``: cosine of z with the mean of the reference;
         * ``outside``: share of positions further from the reference than 99 % of its own: 0.01 in range.
 
-        NaN in ``largest_score`` and ``share_key`` where a layer does not show its scores, and under hooks also in
-        ``entropy`` where it would not use edited ones.
+        ``largest_score`` and ``share_key`` are NaN in a layer without a hook for its scores. In a layer that would not
+        use edited scores, ``entropy`` is NaN under hooks, too.
 
     Raises:
-        ValueError: unusable arguments; a model that cannot read so far; a layer without ``hook_z`` and
+        ValueError: invalid arguments; a model that cannot run texts of this length; a layer without ``hook_z`` or
             ``hook_pattern``; attention outputs that are not finite.
 
     Example:
@@ -143,14 +144,14 @@ def length_generalization(
     end = check_integer("in_range", edges[1] if in_range is None else in_range, edges[0] + 3, edges[-1])
     for spec in specs:
         if spec.z is None or spec.pattern is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z or no hook_pattern")
+            raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z or no hook_pattern")
     texts = batch.unpadded()
     read = torch.stack([text[: edges[-1]] for text in texts])
     given = list(hooks or [])
     rows: list[dict[str, Any]] = []
     references: dict[int, ReferenceSample] = {}
 
-    def keep(layer: int, z: Tensor) -> None:  # a sample per head, of all texts together, text after text
+    def keep(layer: int, z: Tensor) -> None:  # one sample per head, of all texts, text after text
         x = rearrange(z[:, edges[0] :], "batch pos head d -> head (batch pos) d")
         references[layer] = fit_reference(x)
 
@@ -167,7 +168,7 @@ def length_generalization(
     index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
     measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
     table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
-    pairs = zip(logits, texts, strict=True)  # text by text: a vocabulary is large
+    pairs = zip(logits, texts, strict=True)  # text by text, because logits are large
     by_token = [token_losses(as_log_probabilities(x[None]), text[None, : len(x) + 1])[0] for x, text in pairs]
     losses = {a: float(torch.cat([x[a:b] for x in by_token]).double().mean()) for a, b in pairwise(edges)}
     table.insert(len(index), "loss", table["start"].map(losses))
@@ -200,7 +201,7 @@ def _observers(
     *,
     edited: bool,
 ) -> list[Hook]:
-    """Hooks that add to ``rows`` what one layer shows: a value per bucket and head for each measure."""
+    """Return hooks that add one layer's measures to ``rows``: a value per bucket and head for each measure."""
 
     def note(measure: str, of_bucket: Callable[[int, int], Tensor]) -> None:
         for start, stop in pairwise(edges):
@@ -228,7 +229,7 @@ def _observers(
     assert spec.z
     assert spec.pattern
     hooks: list[Hook] = [(spec.z, at_z)]
-    if spec.scores_editable or not edited:  # or the scores and patterns under hooks are not those that are used
+    if spec.scores_editable or not edited:  # else scores and patterns at the hooks are not those that the layer uses
         hooks += [(spec.pattern, at_pattern), *([(spec.scores, at_scores)] if spec.scores else [])]
     return hooks
 
@@ -236,7 +237,7 @@ def _observers(
 def _drift(
     z: Float[Tensor, "head batch pos d_head"], reference: ReferenceSample, start: int
 ) -> tuple[Float[Tensor, "head batch pos"], Float[Tensor, "head batch pos"], Float[Tensor, "head"]]:
-    """Distance and cosine of each position, and the distance that 99 % of the reference stay within."""
+    """Compute distance and cosine of each position, and the 99 % quantile of the reference's own distances."""
     batch, n = z.shape[1], reference.sample.shape[1]
     end = start + n // batch
     every = torch.arange(n, device=z.device)

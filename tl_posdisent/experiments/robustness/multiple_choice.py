@@ -1,4 +1,4 @@
-"""Multiple-choice questions, and how likely a model finds each choice, given a context that may be perturbed."""
+"""Multiple-choice questions, and a model's log-likelihood of each choice, given a context that may be perturbed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class MultipleChoice:
 
     Attributes:
         context: text, or token ids ``(pos,)`` with the beginning-of-text token that the model expects.
-        choices: at least two continuations, as text or token ids ``(pos,)`` without such a token. Each is tokenised on
-            its own: let it begin with a space where the tokenizer has spaces before words.
-        answer: which choice is right, from 0.
+        choices: at least two continuations, as text or token ids ``(pos,)`` without such a token. Each is tokenised
+            separately: begin it with a space if the tokenizer puts spaces before words.
+        answer: index of the correct choice, from 0.
 
     Raises:
-        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones.
+        ValueError: fewer than two choices; an answer out of range; a context or choice that is neither text nor ids,
+            or is empty.
     """
 
     context: Text
@@ -55,13 +56,13 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     """Compute the mean log-likelihood per token of each choice, given the context.
 
     Args:
-        model: a causal HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        model: a causal HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         question: context and choices.
-        perturb: what ``perturbation_curve`` passes to its ``downstream``: it perturbs the context; the choice follows
-            unperturbed.
+        perturb: the function that ``perturbation_curve`` passes to its ``downstream``; it perturbs the context but not
+            the choice.
 
     Returns:
-        Nats per token, one number for each choice; the likeliest is the model's answer.
+        Nats per token, one number for each choice; the largest is the model's answer.
 
     Raises:
         ValueError: text for a model without tokenizer; ids outside the vocabulary or with padding; scores that are not

@@ -1,4 +1,4 @@
-"""Perturbations of the order of a text, of the positions that RoPE receives, or of its phases, with the same pairs."""
+"""Perturb a text's order, the positions that RoPE receives, or RoPE's phases, by exchanging the same pairs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Perturbed:
     Attributes:
         tokens: ``[batch, pos]``, in the new order if the order is perturbed, else unchanged.
         hooks: for ``model.hooks(fwd_hooks=...)`` or ``applied``; empty if only the order is perturbed.
-        moved: ``[batch, pos]``, True at the positions that moved, the same in all three kinds.
-        attention_mask: ``[batch, pos]``, False at padding: run the model with it where there is padding.
+        moved: ``[batch, pos]``, True at the positions that moved, the same for all three kinds.
+        attention_mask: ``[batch, pos]``, False at padding; pass it to the model if there is padding.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -44,8 +44,10 @@ class Perturbed:
 
     @property
     def intact(self) -> Bool[Tensor, "batch _"]:
-        """``[batch, pos - 1]``, True where neither a position nor the next moved: there all three kinds have the same
-        token and the same next token, and only the context before is perturbed."""
+        """``[batch, pos - 1]``, True where neither the position nor the next one moved.
+
+        There all three kinds have the same token and the same next token; only the context before them is perturbed.
+        """
         changed = self.moved | ~self.attention_mask
         return ~(changed[:, :-1] | changed[:, 1:])
 
@@ -69,8 +71,8 @@ def perturb(
     """Perturb the order, the positions or the rotary phases of a fraction of a text (arXiv 2503.13305).
 
     Of the n units that can move, ``round(fraction · n / 2)`` disjoint pairs are exchanged, at most n // 2. The first
-    position never moves (it is often an attention sink), nor do special tokens of the model's tokenizer, nor the
-    word after one. Then
+    position never moves (it is often an attention sink), nor do special tokens of the model's tokenizer or the word
+    after one. Depending on ``kind``,
 
     * ``"order"``: the tokens have the new order;
     * ``"index"``: the tokens are unchanged, and RoPE receives for each its position under ``"order"``;
@@ -79,18 +81,18 @@ def perturb(
 
     Args:
         model, tokens, attention_mask: as in ``head_ablation``; the model has rotary embeddings unless ``kind`` is
-            ``"order"``. Each text is perturbed as it would be alone.
-        kind: what is perturbed.
-        fraction: of the units that can move, from 0 (the model and the text as they are, no hooks) to 1.
-        seed: the same seed draws the same pairs for every kind.
-        window: how far apart the places of a pair are at most, in units: 1 exchanges neighbours.
-        unit: ``"word"`` moves whole words with the space before them, ``"token"`` single tokens. Default words for text
-            and tokens for ids.
-        until: positions of each text from here on stay; default none.
+            ``"order"``. Each text is perturbed independently of the others.
+        kind: what to perturb.
+        fraction: fraction of the units that can move, from 0 (unmodified, no hooks) to 1.
+        seed: seed of the pairs, which are the same for every kind.
+        window: largest distance between the two units of a pair, in units: 1 exchanges neighbours.
+        unit: ``"word"`` moves whole words with the space before them, ``"token"`` single tokens. Default ``"word"`` for
+            text and ``"token"`` for ids.
+        until: position in each text from which on nothing moves; default the end.
 
     Raises:
-        ValueError: unusable arguments; fewer than two units that can move; words of a model without tokenizer;
-            positions of a model without rotary embeddings.
+        ValueError: invalid arguments; fewer than two units that can move; ``"word"`` for a model without tokenizer;
+            a kind other than ``"order"`` for a model without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -118,7 +120,7 @@ def perturb(
     shifts = torch.zeros_like(source, dtype=torch.float64)
     generators = []
     for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
-        generator = torch.Generator().manual_seed(seed)  # each text's own: it is perturbed as it would be alone
+        generator = torch.Generator().manual_seed(seed)  # one per text: pairs do not depend on the batch
         at = places[real]
         units = _movable(reading.model, ids[at].tolist(), unit, len(at) if until is None else until)
         order = _reordered(units, len(at), fraction, window, generator)
@@ -145,7 +147,7 @@ def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
 
 
 def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> PhaseNoise:
-    """The displacements permuted in each subspace, in the same way in all layers."""
+    """Permute the displacements in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
     permuted = shifts.new_zeros(*shifts.shape, subspaces)
     for row, shift, generator in zip(permuted, shifts, generators, strict=True):
@@ -162,7 +164,7 @@ def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence
 def _reordered(
     units: Sequence[range], length: int, fraction: float | int, window: int, generator: torch.Generator
 ) -> Int[Tensor, " pos"]:
-    """The old position of each new one: pairs of units are exchanged, units between them keep their order."""
+    """Return the old position of each new one: pairs of units are exchanged, units between them keep their order."""
     order = _exchanged(len(units), fraction, window, generator)
     old, at, pieces = torch.arange(length, device="cpu"), 0, []
     for slot, n in zip(units, order, strict=True):
@@ -172,11 +174,11 @@ def _reordered(
 
 
 def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Generator) -> list[int]:
-    """0 … n - 1 with ``round(fraction · n / 2)`` disjoint pairs exchanged.
+    """Return 0 … n - 1 with ``round(fraction · n / 2)`` disjoint pairs exchanged.
 
-    All are paired from the left on, each with a free one in its window (its far end is always free, so only the last is
-    left over where n is odd), and some of the pairs are kept. Whether the first pair begins with 0 or 1 is random
-    where both are possible.
+    Going from left to right, each number is paired with a free one in its window (whose far end is always free, so that
+    only the last number is left over if n is odd), and some of the pairs are then exchanged. Whether the first pair
+    begins with 0 or 1 is random if both are possible.
     """
     wanted = min(int(fraction * n / 2 + 0.5), n // 2)
     first = int(torch.randint(2, (), generator=generator, device="cpu"))
@@ -197,7 +199,7 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
 
 
 def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
-    """Units that can move, as ranges of positions."""
+    """Return the units that can move, as ranges of positions."""
     tokenizer = getattr(model, "tokenizer", None)
     if by == "word" and tokenizer is None:
         raise ArgumentError("unit", 'must be "token" for a model without a tokenizer, got "word"')
@@ -205,7 +207,7 @@ def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
     begins = _word_begins(tokenizer, ids, special) if by == "word" else [True] * len(ids)
     starts = [0, *(i for i in range(1, len(ids)) if begins[i]), len(ids)]
     units = [range(a, b) for a, b in itertools.pairwise(starts)]
-    # A word right behind a special token has no space before it: elsewhere it would be a part of its neighbour.
+    # A word directly after a special token has no space before it; elsewhere it would merge with its neighbour.
     stays = {
         i + behind for i, token in enumerate(ids) if token in special for behind in range(2 if by == "word" else 1)
     }
@@ -213,20 +215,20 @@ def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
     if len(movable) < 2:
         raise ArgumentError(
             "tokens",
-            f"must have at least two {by}s that can move (the first one and special tokens stay), got {len(movable)}",
+            f"must have at least two {by}s that can move (not the first one or special tokens), got {len(movable)}",
         )
     return movable
 
 
 def _word_begins(tokenizer: Any, ids: list[int], special: set[int]) -> list[bool]:
-    """Whether a word begins at each token. White space belongs to the word after it."""
+    """Whether a word begins at each token. Whitespace belongs to the word after it."""
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     begins, before = [True], decode(ids[:1])
     for last, token in itertools.pairwise(ids):
-        # Beside its neighbour: alone, tokens of some tokenizers lose their space, or are only a part of a character.
+        # With its neighbour: decoded alone, tokens of some tokenizers lose their space or are part of a character.
         piece = decode([last, token])[len(decode([last])) :]
         parted = (piece[:1].isspace() or before[-1:].isspace()) and not before.isspace()
         begins.append(parted or token in special or last in special)

@@ -1,4 +1,4 @@
-"""The added loss of perturbed word order, positions and rotary phases, and the share of questions answered right."""
+"""Added loss, and share of questions answered correctly, under perturbed word order, positions and rotary phases."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ def perturbation_curve(
 
     A text perturbed by ``perturb`` is harder to predict for two reasons: its context is perturbed, and the next token
     may have moved. ``perplexity`` and ``accuracy`` include both; they are over all positions, with the next token of
-    the perturbed text as target for ``order``. ``added_loss`` and ``kl`` measure the first alone, over positions where
-    neither token nor next token moved (``Perturbed.intact``). Compare kinds by these only.
+    the perturbed text as target for ``order``. ``added_loss`` and ``kl`` measure only the first effect, over positions
+    where neither token nor next token moved (``Perturbed.intact``). Use only these to compare kinds.
 
     Args:
-        model, tokens, attention_mask: as in ``perturb``; the model is causal.
+        model, tokens, attention_mask: as in ``perturb``; the model must be causal.
         kinds: what to perturb.
-        fractions: of the units that can move. At 0 model and text are as they are.
-        seeds: how many perturbations (seeds 0, 1, 2 …), or the seeds themselves.
+        fractions: fractions of the units that can move. At 0, model and text are unmodified.
+        seeds: number of perturbations (seeds 0, 1, 2 …), or a list of seeds.
         window, unit: as in ``perturb``.
-        downstream: what else to measure: one or several ``MultipleChoice``, of which the share answered right counts,
-            or any ``downstream(model, perturb) -> number`` that applies what ``perturb(its_tokens)`` returns by itself.
-        progress: show a bar over the runs.
+        downstream: an additional measure: one or several ``MultipleChoice``, for the share answered correctly, or a
+            function ``downstream(model, perturb) -> number``, which must itself apply the tokens and hooks that
+            ``perturb(its_tokens)`` returns.
+        progress: show a progress bar over the runs.
 
     Returns:
-        One row per kind and fraction: ``kind``, ``fraction``; ``moved`` and ``intact``, the shares of all positions
-        that moved, and of those with a next token that are intact; ``perplexity`` and ``accuracy`` of the next token;
-        ``added_loss`` (nats per token over the unmodified model) and ``kl`` (nats, KL(unmodified ‖ perturbed) of the
-        predictions), NaN where no position is intact; and ``downstream``, if asked for. Each is a mean over seeds,
-        followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
+        One row per kind and fraction: ``kind``, ``fraction``; ``moved`` and ``intact``, the share of all positions
+        that moved, and the share of positions with a next token that are intact; ``perplexity`` and ``accuracy`` of the
+        next token; ``added_loss`` (nats per token relative to the unmodified model) and ``kl`` (nats,
+        KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and ``downstream``, if given.
+        Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
 
     Raises:
-        ValueError: unusable arguments; a model that sees what follows; numbers that are not finite.
+        ValueError: invalid arguments; a model that is not causal; numbers that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
@@ -81,10 +82,10 @@ def perturbation_curve(
     model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
-        raise ArgumentError("model", "must be causal: one that sees the next token need not predict it")
+        raise ArgumentError("model", "must be causal, because next-token losses mean nothing if it sees the next token")
     score = _downstream(downstream)
     clean = [run_under(model, group.tokens, []) for group in groups]
-    unmodified: float | None = None  # the same for all kinds and seeds
+    unmodified: float | None = None  # shared by all kinds and seeds
     options: dict[str, Any] = {"window": window} | ({"unit": unit} if unit else {})
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
@@ -113,24 +114,24 @@ def perturbation_curve(
 
 
 def _perturbed(reading: Any, chosen: dict[str, Any], tokens: Any, attention_mask: Any = None, **more: Any) -> Perturbed:
-    """``perturb`` with what was chosen for the curve, whatever the caller's unit."""
+    """Call ``perturb`` with the options of the curve, which override those of the caller."""
     return perturb(reading, tokens, attention_mask=attention_mask, **(more | chosen))
 
 
 def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None:
-    """Any of what ``downstream`` may be, as a function to a finite number."""
+    """Convert ``downstream`` to a function that returns a finite number."""
     if downstream is None:
         return None
     questions = [downstream] if isinstance(downstream, MultipleChoice) else downstream
     if isinstance(questions, Sequence) and questions and all(isinstance(q, MultipleChoice) for q in questions):
 
-        def share_right(model: Any, perturb: Perturb) -> float:  # ties go to the first choice
+        def share_right(model: Any, perturb: Perturb) -> float:  # in a tie the first choice wins
             right = [int(choice_scores(model, q, perturb=perturb).argmax()) == q.answer for q in questions]
             return sum(right) / len(right)
 
         return share_right
     if not callable(downstream):
-        raise ArgumentError("downstream", f"must be a function, a MultipleChoice or some of them, got {downstream!r}")
+        raise ArgumentError("downstream", f"must be a function, a MultipleChoice or a list of them, got {downstream!r}")
 
     def score(model: Any, perturb: Perturb) -> float:
         value = downstream(model, perturb)
@@ -146,10 +147,10 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
 
 
 def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """All measures of one run, at each position."""
+    """Compute all measures of one run at each position."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     found: dict[str, list[Tensor]] = {"perplexity": [], "accuracy": [], "added_loss": [], "kl": []}
-    # Texts one by one: log-probabilities take room.
+    # Text by text, because log-probabilities take much memory.
     given = (x.to(logits.device) for x in (tokens, perturbed.tokens, perturbed.intact))
     for *both, text, target, intact in zip(clean, logits, *given, strict=True):
         before, now = (x[:-1].to(wide).log_softmax(-1) for x in both)
