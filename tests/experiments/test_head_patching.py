@@ -208,7 +208,7 @@ def test_layouts_that_are_not_by_heads(shared_model: Any) -> None:
     for tokens in (TOKENS, TOKENS[:, :8]):
         for activation in ("z", "q", "k", "v"):
             with pytest.raises(
-                ValueError, match=rf"activation must be one .*hook_{activation} of .* carries a tensor of"
+                ValueError, match=rf"activation must have a hook .*hook_{activation} of .* carries a tensor of"
             ):
                 head_patching(model, tokens, tokens.flip(1), difference, activation=activation, progress=False)
         head_patching(model, tokens, tokens.flip(1), difference, activation="pattern", layers=[0], progress=False)

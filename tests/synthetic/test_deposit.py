@@ -67,7 +67,7 @@ def test_no_head_costs_anything() -> None:
     assert math.isnan(report.share)
     assert math.isnan(report.effective_heads)
     assert report.to_frame()[["layer", "head"]].isna().all(axis=None)
-    assert "no head costs anything" in repr(report)
+    assert "no head has a drop" in repr(report)
 
 
 # --- laws -------------------------------------------------------------------------------------------------------

@@ -226,5 +226,7 @@ def test_a_split_may_take_all_that_there_is() -> None:
     task = TriggerDistance(d_vocab=3, min_gap=1, max_gap=4, min_side=1, max_side=3, n_ctx=12)
     split = task.split(20, 16, seed=0)
     assert len({tuple(row) for row in torch.cat([split.train_tokens, split.test_tokens]).tolist()}) == 36
-    with pytest.raises(ValueError, match=r"n_train \+ n_test must be no more than the task has samples, got 21 \+ 16"):
+    with pytest.raises(
+        ValueError, match=r"n_train \+ n_test must be at most the number of different samples of the task, got 21 \+ 16"
+    ):
         task.split(21, 16, seed=0)

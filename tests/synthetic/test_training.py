@@ -331,13 +331,13 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     ]
     for model, config, message in refusals:
         before = weights(model)
-        with pytest.raises(ValueError, match=f"folder must hold this training to be resumed, but .*{message}"):
+        with pytest.raises(ValueError, match=f"folder must hold this training run to be resumed, but .*{message}"):
             go(model, config, folder=tmp_path, resume=True)
         assert same(weights(model), before)
     other = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=11, n_ctx=32)
     with pytest.raises(ValueError, match="has task max_side=12, not 11"):
         train(small(), other, FEW, folder=tmp_path, resume=True, progress=False)
-    with pytest.raises(ValueError, match="folder must hold no training unless resume=True, but there is"):
+    with pytest.raises(ValueError, match=r"folder already holds a training run, .*: pass resume=True"):
         go(small(), folder=tmp_path)
     with pytest.raises(ValueError, match="folder must be given with resume=True"):
         go(small(), resume=True)

@@ -1,4 +1,4 @@
-"""The two tasks of arXiv 2505.13027, the distance between two triggers and their number: samples and splits."""
+"""Samples and splits of the two tasks of arXiv 2505.13027: the distance between two triggers, and their number."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_fields, check_integer
 
 Samples = tuple[Int[Tensor, "sample pos"], Int[Tensor, " sample"]]
-"""Tokens, padded behind with ``pad_id``, and their labels from 0 to ``n_out - 1``, or ``IGNORED``; both int64."""
+"""Tokens, padded at the end with ``pad_id``, and labels from 0 to ``n_out - 1``, or ``IGNORED``; both int64."""
 
 IGNORED = -100
-"""The label of samples outside loss and accuracy, as in PyTorch's ``cross_entropy``."""
+"""Label of samples that loss and accuracy ignore, as in PyTorch's ``cross_entropy``."""
 
-LARGEST_SEED = 2**32 - 1  # the CPU's generator uses no more bits
+LARGEST_SEED = 2**32 - 1  # torch's CPU generator uses only 32 bits
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Split:
     Example:
         >>> from tl_posdisent.synthetic import TriggerDistance
         >>> TriggerDistance().split(7, 3)
-        Split of 7 samples to train on and 3 to test with, 128 positions
+        Split of 7 training and 3 test samples, 128 positions
     """
 
     train_tokens: Int[Tensor, "train pos"]
@@ -40,12 +40,13 @@ class Split:
 
     def __repr__(self) -> str:
         n, pos = self.train_tokens.shape
-        return f"Split of {n} samples to train on and {len(self.test_labels)} to test with, {pos} positions"
+        return f"Split of {n} training and {len(self.test_labels)} test samples, {pos} positions"
 
 
 class Task(ABC):
-    """A source of samples: a frozen dataclass of sizes. ``d_vocab`` counts all ids, of which 0 is the padding behind
-    each text; ``n_ctx`` is the padded length.
+    """A source of samples: a frozen dataclass of sizes.
+
+    ``d_vocab`` counts all token ids; 0 is the padding at the end of each text. ``n_ctx`` is the padded length.
 
     Example:
         >>> from tl_posdisent.synthetic import Task, TriggerCount
@@ -62,16 +63,16 @@ class Task(ABC):
     @property
     @abstractmethod
     def n_out(self) -> int:
-        """How many logits a model needs: labels are numbers from 0 to ``n_out - 1``."""
+        """Number of logits that a model needs: labels are integers from 0 to ``n_out - 1``."""
 
     @property
     def chance(self) -> float:
-        """Accuracy of the best constant guess: labels are uniform in all tasks here."""
+        """Accuracy of the best constant guess, for uniform labels."""
         return 1 / self.n_out
 
     @abstractmethod
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
-        """Samples on the generator's device, without a loop over samples or tokens."""
+        """Draw samples on the generator's device, without a loop over samples or tokens."""
 
     def _check_range(self, name: str, least: int, why: str = "") -> None:
         low = check_integer(f"min_{name}", getattr(self, f"min_{name}"), least, why=why)
@@ -82,12 +83,12 @@ class Task(ABC):
         return tokens.masked_fill_(places >= length[:, None], self.pad_id)
 
     def batch(self, n: int, seed: int | torch.Generator = 0, *, device: str | torch.device | None = None) -> Samples:
-        """Draw independent samples, on the device.
+        """Draw independent samples on the device.
 
         Args:
-            n: how many.
-            seed: from 0 to 2³² - 1, or a generator, which advances; the same samples on the same device.
-            device: default the generator's, or the CPU.
+            n: number of samples.
+            seed: from 0 to 2³² - 1, or a generator, which advances; samples are reproducible on one kind of device.
+            device: device of the samples; default the generator's, or the CPU.
 
         Returns:
             Tokens ``[n, n_ctx]`` and labels ``[n]``, int64.
@@ -108,17 +109,17 @@ class Task(ABC):
         return self._draw(n, seed)
 
     def split(self, n_train: int, n_test: int, seed: int = 0, *, device: str | torch.device | None = None) -> Split:
-        """Draw fixed samples, the same on every device; a sample that was drawn before is left out.
+        """Draw fixed samples without duplicates, the same on every device.
 
-        In tiny tasks, where samples repeat, labels with few samples become rarer.
+        In tiny tasks, where samples repeat, labels with few different samples become rarer.
 
         Args:
-            n_train, n_test: samples to train on and to test with.
+            n_train, n_test: number of training and test samples.
             seed: from 0 to 2³² - 1.
-            device: where the tensors go; default the CPU.
+            device: device of the tensors; default the CPU.
 
         Raises:
-            ValueError: invalid sizes or ``seed``; more samples than the task was found to have.
+            ValueError: invalid sizes or ``seed``; more samples than were found in the task.
 
         Example:
             >>> from tl_posdisent.synthetic import TriggerDistance
@@ -132,10 +133,10 @@ class Task(ABC):
         while (before := len(tokens)) < n:
             more, more_labels = self._draw(n, generator)
             tokens, labels = _without_duplicates(torch.cat([tokens, more]), torch.cat([labels, more_labels]))
-            if len(tokens) - before < n / 100:  # ever fewer new ones: this would not end
+            if len(tokens) - before < n / 100:  # new samples become ever rarer, and the loop would not end
                 raise ValueError(
-                    f"n_train + n_test must be no more than the task has samples, got {n_train} + {n_test}: "
-                    f"among {n} more there were {len(tokens) - before} new ones, which makes {len(tokens)}"
+                    f"n_train + n_test must be at most the number of different samples of the task, got {n_train} + "
+                    f"{n_test}, but only {len(tokens)} were found, {len(tokens) - before} of them in the last {n}"
                 )
         tokens, labels = tokens[:n].to(device), labels[:n].to(device)
         return Split(tokens[:n_train], labels[:n_train], tokens[n_train:], labels[n_train:])
@@ -147,12 +148,12 @@ def _without_duplicates(tokens: Tensor, labels: Tensor) -> Samples:
 
 
 def uniform(least: int, most: int, shape: tuple[int, ...], generator: torch.Generator) -> Int[Tensor, "*shape"]:
-    """Integers, both bounds included, each with the same probability."""
+    """Draw integers uniformly, both bounds included."""
     return torch.randint(least, most + 1, shape, generator=generator, device=generator.device)
 
 
 def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Generator) -> Int[Tensor, "n length"]:
-    """Integers as of ``uniform``, none twice in a row; some thousand rows at a time, as each row sorts all of them."""
+    """Draw integers as ``uniform``, but distinct within each row; in parts, because each row sorts all integers."""
     rows, device = torch.arange(shape[0], device="cpu").split(4096), generator.device
     keys = (torch.rand(len(some), most - least + 1, generator=generator, device=device) for some in rows)
     return torch.cat([least + key.argsort(-1)[:, : shape[1]] for key in keys])
@@ -160,22 +161,24 @@ def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Gen
 
 @dataclass(frozen=True)
 class TriggerDistance(Task):
-    """Task: the distance between two triggers. Only positions give the answer.
+    """Task: the distance between two triggers. Only positions determine the answer.
 
-    A text is ``before`` fillers, a trigger (id 1), ``gap`` fillers, the trigger again, ``after`` fillers; the three
-    numbers are uniform and independent, fillers uniform over the other ids. The label is ``gap - min_gap``. Texts with
-    a wider gap are longer: see ``from_length``. The default sizes are those of arXiv 2505.13027.
+    A text consists of ``before`` fillers, a trigger (id 1), ``gap`` fillers, the trigger again, and ``after`` fillers.
+    The three numbers are uniform and independent; fillers are uniform over the other ids. The label is
+    ``gap - min_gap``. Texts with a wider gap are longer: see ``from_length``. The default sizes are those of arXiv
+    2505.13027.
 
     Attributes:
-        d_vocab: number of token ids, with padding (0) and triggers.
-        min_gap, max_gap, min_side, max_side: tokens between the triggers, and on each side; 0 or more.
+        d_vocab: number of token ids, including padding (0) and triggers.
+        min_gap, max_gap, min_side, max_side: bounds for the number of tokens between the triggers, and on each side; 0
+            or more.
         n_ctx: padded length, at least ``2 * max_side + max_gap + 2``, or ``max_length``.
-        two_triggers: the second trigger is another token, id 2.
-        stray_triggers: fillers may be triggers: they are uniform over all ids but the padding.
+        two_triggers: whether the second trigger is another token, id 2.
+        stray_triggers: whether fillers may be triggers: they are then uniform over all ids except the padding.
         repeats: whether a filler may occur twice before, between or after the triggers.
-        max_length: longer texts are cut to this, behind the second trigger; None for no cut.
+        max_length: length to which longer texts are cut, after the second trigger; None for no cut.
         first_label: label of the narrowest gap.
-        n_logits: ``n_out``; default the largest label and one.
+        n_logits: value of ``n_out``; default the largest label plus one.
 
     Example:
         >>> from tl_posdisent.synthetic import TriggerDistance
@@ -236,7 +239,7 @@ class TriggerDistance(Task):
 
     @property
     def _longest(self) -> int:
-        """Of the texts before they are cut."""
+        """Length of the longest text before it is cut."""
         return 2 * self.max_side + self.max_gap + 2
 
     @property
@@ -244,7 +247,7 @@ class TriggerDistance(Task):
         """Accuracy of the best guess from the length of the text alone; ``chance`` is that of a constant guess."""
         sides = torch.arange(self.min_side, self.max_side + 1, device="cpu")
         gap, *around = torch.cartesian_prod(torch.arange(self.gaps, device="cpu"), sides, sides).T
-        length = gap + sum(around)  # and what all texts have alike
+        length = gap + sum(around)  # plus the triggers, which all texts have
         if self.max_length is not None:
             length = length.clamp(max=self.max_length - self.min_gap - 2)
         counts = torch.bincount(length * self.gaps + gap, minlength=(int(length.max()) + 1) * self.gaps)
@@ -258,7 +261,7 @@ class TriggerDistance(Task):
         if self.repeats:
             tokens = uniform(*fillers, (n, len(place)), generator)
         else:
-            # The rows of three tables of distinct fillers, each from the beginning of its segment.
+            # Each segment takes the first fillers from a row of its own table of distinct fillers.
             segments = ((torch.zeros_like(gap), self.max_side), (before + 1, self.max_gap), (second + 1, self.max_side))
             tokens = torch.zeros(n, len(place), dtype=torch.int64, device=place.device)
             for start, width in segments:
@@ -278,18 +281,19 @@ class TriggerDistance(Task):
 class TriggerCount(Task):
     """Task: the number of triggers. Positions do not matter.
 
-    A text of ``min_length`` to ``max_length`` tokens has ``min_count`` to ``max_count`` triggers, of ``n_triggers``
-    kinds (ids 1 … ``n_triggers``), at random places. The label is their number minus ``min_count``; number and length
-    are uniform and independent. The default sizes are those of arXiv 2505.13027 (all of it: ``preset("paper")``).
+    A text of ``min_length`` to ``max_length`` tokens has ``min_count`` to ``max_count`` triggers of ``n_triggers``
+    kinds (ids 1 … ``n_triggers``) at random positions. The label is their number minus ``min_count``; number and length
+    are uniform and independent. The default sizes are those of arXiv 2505.13027 (for all its settings, see
+    ``preset("paper")``).
 
     Attributes:
-        d_vocab: number of token ids, with padding (0) and triggers.
-        n_triggers: kinds of triggers.
-        min_count, max_count: triggers in a text.
-        min_length, max_length: tokens of a text, at least ``max_count``.
+        d_vocab: number of token ids, including padding (0) and triggers.
+        n_triggers: number of kinds of triggers.
+        min_count, max_count: bounds for the number of triggers in a text.
+        min_length, max_length: bounds for the number of tokens of a text, at least ``max_count``.
         n_ctx: padded length, at least ``max_length``.
-        ignore_zero: texts without a trigger are outside loss and accuracy: their label is -100.
-        n_logits: ``n_out``; default one per number of triggers.
+        ignore_zero: whether loss and accuracy ignore texts without a trigger: their label is -100.
+        n_logits: value of ``n_out``; default one per number of triggers.
 
     Example:
         >>> from tl_posdisent.synthetic import TriggerCount
@@ -341,7 +345,7 @@ class TriggerCount(Task):
         triggers = uniform(1, self.n_triggers, (n, self.n_ctx), generator)
         place = torch.arange(self.n_ctx, device=tokens.device)
         keys = torch.rand(n, self.n_ctx, generator=generator, device=tokens.device)
-        order = keys.masked_fill_(place >= length[:, None], 2.0).argsort(-1)  # of the places, at random
+        order = keys.masked_fill_(place >= length[:, None], 2.0).argsort(-1)  # positions in random order
         chosen = torch.zeros(n, self.n_ctx, dtype=torch.bool, device=place.device)
         chosen.scatter_(1, order, place < count[:, None])
         label = count - self.min_count

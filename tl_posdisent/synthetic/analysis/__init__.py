@@ -1,1 +1,1 @@
-"""Analysis of positional work in trained synthetic models."""
+"""Analysis of trained synthetic models: positional deposit, gradients and training dynamics."""

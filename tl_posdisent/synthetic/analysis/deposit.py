@@ -1,4 +1,4 @@
-"""The positional deposit: concentration of ablation effects in single heads, and sets of heads that suffice."""
+"""Positional deposit: concentration of ablation effects in single heads, and sets of heads that suffice."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Head = tuple[int, int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SufficientHeads(HasTable):
-    """A set of heads that suffices for a task, and how much each smaller or larger set can do.
+    """A set of heads that suffices for a task, with the accuracy of smaller and larger sets.
 
     Attributes:
-        by: what the other heads lack: ``"rotation"`` (frozen) or ``"attention"`` (replaced by their mean).
-        keep: share of the model's accuracy that suffices.
+        by: what is removed from the other heads: ``"rotation"`` (frozen) or ``"attention"`` (replaced by their mean).
+        keep: share of the model's accuracy that counts as sufficient.
         baseline, none: accuracy with all heads, and with no head.
-        accuracy, loss: with the sufficient set alone.
-        heads: the set, ``(layer, head)``, the most important ones first.
-        path: from all heads to none, one row per number of heads of the search: ``heads``, ``accuracy``, ``loss``.
+        accuracy, loss: accuracy and loss with the sufficient set alone.
+        heads: the set, ``(layer, head)``, the most important heads first.
+        path: one row per number of heads in the search, from all heads to none: ``heads``, ``accuracy``, ``loss``.
     """
 
     by: By
@@ -54,7 +54,7 @@ class SufficientHeads(HasTable):
     path: pd.DataFrame
 
     def to_frame(self) -> pd.DataFrame:
-        """One row: ``by``, ``keep``, ``heads`` (how many suffice), and accuracies and losses as above."""
+        """Return one row: ``by``, ``keep``, ``heads`` (their number), and accuracies and losses as above."""
         names = ("by", "keep", "baseline", "none", "accuracy", "loss")
         return pd.DataFrame([{name: getattr(self, name) for name in names} | {"heads": len(self.heads)}])
 
@@ -79,23 +79,24 @@ def sufficient_heads(
 ) -> SufficientHeads:
     """Find a small set of heads that suffices for a task, by greedy elimination.
 
-    A set is *sufficient* if the model keeps ``keep`` of its accuracy with these heads alone; of two redundant heads one
-    is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by their own effect, finds
-    by bisection how many of the first suffice, and removes heads, the last ones first, until each is needed (a smaller
-    set of other heads may exist). The heads of the set are ranked by the loss without each.
+    A set is *sufficient* if the model keeps the share ``keep`` of its accuracy with these heads alone. Of two redundant
+    heads one is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by their effect,
+    finds by bisection how many of the first suffice, and removes heads, the last ones first, until each is needed (a
+    smaller set of other heads may exist). The heads of the set are ranked by the loss without each.
 
     Args:
-        model: trained.
-        tokens, labels: samples ``[sample, pos]`` that it was not trained on, and ``[sample]``.
-        by: ``"rotation"``: queries and keys of all other heads stay unrotated, as under ``limit_frequencies(high=0,
+        model: a trained model.
+        tokens, labels: samples ``[sample, pos]`` that it was not trained on, and their labels ``[sample]``.
+        by: ``"rotation"``: queries and keys of all other heads are not rotated, as under ``limit_frequencies(high=0,
             mode="freeze")``; or ``"attention"``: the output of all others is its mean over these samples, as under
             ``ablate_heads(mode="mean")``.
-        keep: share of the baseline's accuracy that suffices, above 0 and at most 1.
-        order: a table with ``layer``, ``head`` and ``loss_effect``, as from ``head_drops``: heads with the largest
-            effect rank first. Default: by their own effect under ``by``.
+        keep: share of the baseline's accuracy that counts as sufficient, above 0 and at most 1.
+        order: a table with ``layer``, ``head`` and ``loss_effect``, such as ``head_drops`` returns: heads with the
+            largest effect rank first. Default: by each head's effect under ``by``.
 
     Raises:
-        ValueError: as ``evaluate``; a model that does not rotate; an ``order`` without these columns or some head.
+        ValueError: as ``evaluate``; a model that does not rotate; an ``order`` without these columns or without some
+            head.
 
     Example:
         >>> from tl_posdisent.synthetic import preset, sufficient_heads
@@ -111,7 +112,7 @@ def sufficient_heads(
     known: dict[frozenset[Head], tuple[float, float]] = {}
 
     def measured(heads: Sequence[Head]) -> tuple[float, float]:
-        """Accuracy and loss with these heads alone; each set is measured once."""
+        """Measure accuracy and loss with these heads alone; each set is measured once."""
         if (key := frozenset(heads)) not in known:
             with model.hooks(fwd_hooks=_restricted(model, key, mean)):
                 loss, accuracy = evaluate(model, tokens, labels, batch_size=128)
@@ -139,9 +140,9 @@ def sufficient_heads(
 
 
 def _search(ranked: list[Head], suffice: Callable[[list[Head]], bool]) -> list[list[Head]]:
-    """Sets that suffice, each smaller than the one before; of the last no head can go."""
+    """Return sets that suffice, each smaller than the one before; in the last set every head is needed."""
     path = [ranked]
-    low, high = -1, len(ranked)  # the last so many suffice; so many do not, as far as it was tried
+    low, high = -1, len(ranked)  # the last `high` heads suffice; the last `low` do not
     while high - low > 1:
         middle = (low + high) // 2
         trial = ranked[len(ranked) - middle :]
@@ -164,13 +165,13 @@ def _without(head: Head, heads: list[Head]) -> list[Head]:
 
 
 def _mean(model: SyntheticModel, reference: Tensor | None) -> Any:
-    """What takes the place of a head's output; None if heads are frozen instead."""
+    """Return the mean that replaces a head's output, or None if heads are frozen instead."""
     layers = range(model.cfg.n_layers)
     return None if reference is None else stand_in(model, layers, "mean", reference_texts(model, reference), 0)
 
 
 def _restricted(model: SyntheticModel, heads: Set[Head], mean: Any) -> list[Hook]:
-    """Hooks on all heads but these."""
+    """Return hooks on all heads except these."""
     hooks: list[Hook] = []
     for layer in range(model.cfg.n_layers):
         others = [head for head in range(model.cfg.n_heads) if (layer, head) not in heads]
@@ -182,7 +183,7 @@ def _restricted(model: SyntheticModel, heads: Set[Head], mean: Any) -> list[Hook
 
 
 def _frozen(layer: int, side: str, heads: list[int]) -> list[Hook]:
-    """Queries or keys of these heads as they were before rotation."""
+    """Return hooks that keep queries or keys of these heads unrotated."""
     seen: dict[str, Tensor] = {}
 
     def listen(x: Tensor, hook: Any) -> None:
@@ -200,19 +201,19 @@ def _effects(order: pd.DataFrame, heads: list[Head]) -> dict[Head, float]:
     columns = ["layer", "head", "loss_effect"]
     if not {*columns} <= {*order.columns}:
         raise ArgumentError(
-            "order", f"must be a table of head_drops with the columns {columns}, got {[*order.columns]}"
+            "order", f"must be a table of head_drops with the columns {columns}, got the columns {[*order.columns]}"
         )
     effect = {(int(layer), int(head)): float(x) for layer, head, x in order[columns].itertuples(index=False)}
     lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
     if lacking:
         raise ArgumentError(
-            "order", f"must have a finite loss_effect of every head, got none for {head_label(*lacking[0])}"
+            "order", f"must have a finite loss_effect for every head, got none for {head_label(*lacking[0])}"
         )
     return effect
 
 
 def reference_texts(model: SyntheticModel, tokens: Any) -> Texts:
-    """Texts for the mean of heads: without padding, if the model does not read it."""
+    """Return the texts for the mean of heads, without padding if the model does not read it."""
     pad = model.config.pad_id
     return read_texts(model, tokens, None if pad is None else tokens != pad)
 
@@ -237,19 +238,20 @@ _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepositReport(HasTable):
-    """Distribution of drops over heads. A drop is how much worse the metric is without one head, or 0.
+    """Distribution of drops over heads. A drop is how much worse the metric is without one head, at least 0.
 
-    With ``drop_h`` of head h and ``p_h = drop_h / Σ drop``:
+    With ``drop_h`` the drop of head h, and ``p_h = drop_h / Σ drop``:
 
     Attributes:
         baseline: the metric with all heads.
         drop: largest drop, in units of the metric; 0 or more.
-        second: second largest drop; NaN if there is one head.
+        second: second largest drop; NaN if there is only one head.
         share: ``max p``, from 1 / heads (equal drops) to 1 (one head has the whole drop). NaN if all drops are 0.
-        effective_heads: ``exp(-Σ p log p)``, from 1 (one head has the whole drop) to the number of heads. NaN likewise.
-        layer, head: of the largest drop (the first, if several are equal); None if all drops are 0.
+        effective_heads: ``exp(-Σ p log p)``, from 1 (one head has the whole drop) to the number of heads. NaN if all
+            drops are 0.
+        layer, head: head with the largest drop (the first, if several are equal); None if all drops are 0.
         drops: one row per head: ``layer``, ``head``, ``drop`` (negative: a gain), ``share`` (its p).
-        sufficient: small sets of heads that suffice, where they were searched for.
+        sufficient: results of ``sufficient_heads``, if given.
     """
 
     baseline: float
@@ -263,7 +265,7 @@ class DepositReport(HasTable):
     sufficient: tuple[SufficientHeads, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """One row with all measures, and with ``sufficient`` the numbers of heads, ``rotating`` and ``attending``."""
+        """Return one row with all measures; ``rotating`` and ``attending`` are numbers of heads in ``sufficient``."""
         row = {name: [getattr(self, name)] for name in _MEASURES}
         row |= {_SETS[found.by]: [len(found.heads)] for found in self.sufficient}
         return pd.DataFrame(row).astype({"layer": "Int64", "head": "Int64"})
@@ -281,7 +283,7 @@ class DepositReport(HasTable):
         begin = f"DepositReport of {heads} in {where}, baseline {self.baseline:.3f}\n"
         sets = "".join(f"\n  {found!r}".replace("SufficientHeads: ", "sufficient: ") for found in self.sufficient)
         if self.layer is None:
-            return begin + "  no head costs anything" + sets
+            return begin + "  no head has a drop" + sets
         shares = " ".join(f"{x:.2f}" for x in layers)
         return begin + (
             f"  largest drop {self.drop:.3f} (layer {self.layer}, head {self.head}), second {self.second:.3f}; "
@@ -302,11 +304,12 @@ def deposit(
     Args:
         drops: a table of ``head_ablation`` or ``head_drops``: ``layer``, ``head``, ``baseline``, ``effect``.
         better: whether a ``"higher"`` metric is better, as for accuracy, or a ``"lower"`` one, as for a loss.
-        measure: ``"metric"``, or ``"loss"``: the columns ``loss_baseline`` and ``loss_effect`` of ``head_drops``.
-        sufficient: results of ``sufficient_heads`` on the same model, reported beside the drops.
+        measure: ``"metric"``, or ``"loss"`` for the columns ``loss_baseline`` and ``loss_effect`` of ``head_drops``.
+        sufficient: results of ``sufficient_heads`` on the same model, to include in the report.
 
     Raises:
-        ValueError: a table without these columns, with a head twice, numbers that are not finite, or several baselines.
+        ValueError: a table without these columns, with several rows for a head, with numbers that are not finite, or
+            with several baselines.
 
     Example:
         >>> import pandas as pd
@@ -327,7 +330,7 @@ def deposit(
         for name in ("loss_baseline", "loss_effect"):
             if name not in drops:
                 raise ArgumentError(
-                    "drops", f'must have the column {name!r} with measure="loss", as head_drops makes it'
+                    "drops", f'must have the column {name!r} with measure="loss", as a table of head_drops has'
                 )
         drops, better = drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"]), "lower"
         drops.attrs["metric"] = "loss"
@@ -367,17 +370,17 @@ def head_drops(
     """Measure accuracy and loss of a synthetic model without each of its heads: ``head_ablation`` with labels.
 
     Args:
-        model: trained.
-        tokens: samples ``[sample, pos]`` that it was not trained on, ``split.test_tokens`` for instance.
-        labels: ``[sample]``; those of -100 do not count.
+        model: a trained model.
+        tokens: samples ``[sample, pos]`` that it was not trained on, for instance ``split.test_tokens``.
+        labels: labels ``[sample]``; those of -100 are ignored.
         layers, heads, mode, seed, progress: as in ``head_ablation``. arXiv 2505.13027 zeroes heads.
-        reference: for the mean, padded like ``tokens``, which are the default; padding is excluded unless the model
-            reads it.
+        reference: texts for the mean, padded like ``tokens``, which are the default; padding is excluded unless the
+            model reads it.
 
     Returns:
         One row per head: ``layer``, ``head``, ``baseline`` (accuracy, 0 to 1), ``value`` (without the head),
         ``effect`` (value - baseline, so a drop is negative); ``loss_baseline``, ``loss_value``, ``loss_effect``, the
-        same of the mean cross-entropy in nats. ``deposit`` summarises it.
+        same for the mean cross-entropy in nats. ``deposit`` summarises the table.
 
     Raises:
         ValueError: as ``evaluate``, and as ``head_ablation``; padded samples with ``mode="resample"``.
@@ -394,13 +397,13 @@ def head_drops(
     if mode == "resample" and pad is not None and bool((tokens == pad).any()):
         raise ArgumentError(
             "tokens",
-            'must be samples of one length for mode "resample", which puts one in the place of another, got '
-            "padding, which this model does not read: use another mode, or samples of each length on their own",
+            'must be samples of one length for mode "resample", which replaces one sample by another, got padding, '
+            "which this model does not read: use another mode, or pass samples of each length separately",
         )
     averaged: Any = tokens if reference is None and mode == "mean" else reference
     if mode == "mean":
         averaged = reference_texts(model, averaged)
-    losses: list[float] = []  # of the baseline, then of each row
+    losses: list[float] = []  # the baseline's, then each row's
 
     def accuracy(logits: Tensor, tokens: Tensor) -> Tensor:
         logits = answers(lambda *_, **__: logits, tokens, pad).double()
@@ -417,12 +420,12 @@ def head_drops(
 
 def _check_drops(drops: pd.DataFrame) -> None:
     if not isinstance(drops, pd.DataFrame):
-        raise ArgumentError("drops", f"must be a table as head_ablation makes it, got {type(drops).__name__}")
+        raise ArgumentError("drops", f"must be a table of head_ablation, got {type(drops).__name__}")
     missing = [name for name in _NEEDED if name not in drops]
     if missing or not len(drops):
         what = f"no column {missing[0]!r}" if missing else "no rows"
         raise ArgumentError(
-            "drops", f"must have rows, and columns {', '.join(_NEEDED)}, as head_ablation makes it, got {what}"
+            "drops", f"must have rows, and columns {', '.join(_NEEDED)}, as a table of head_ablation, got {what}"
         )
     twice = drops[drops.duplicated(_HEAD)]
     if len(twice):
@@ -433,5 +436,5 @@ def _check_drops(drops: pd.DataFrame) -> None:
             raise ArgumentError("drops", f"must have finite numbers as {name}, got {values[~np.isfinite(values)][0]}")
     if drops["baseline"].ne(drops["baseline"].iloc[0]).any():
         raise ArgumentError(
-            "drops", f"must be of one model, with one baseline, got {drops['baseline'].unique().tolist()[:3]}"
+            "drops", f"must come from one model, with one baseline, got {drops['baseline'].unique().tolist()[:3]}"
         )

@@ -1,4 +1,4 @@
-"""Attention with HookedTransformer's names: fused unless a hook reads the scores, else computed step by step."""
+"""Attention with HookedTransformer's names: fused, or computed step by step if a hook reads the scores or pattern."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def hooked(*points: HookPoint) -> bool:
 
 
 def causal_cells(length: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Where a key does not follow the query."""
+    """Return a mask that is True where a key does not follow the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tensor, "*shape"]:
-    """Entries become 0 with probability p, and the others grow so that the mean stays.
+    """Set entries to 0 with probability p, and scale the others so that the mean does not change.
 
-    On a CPU torch draws a number of 64 bits for every entry, which takes a tenth of a training step. Here four entries
-    share one: p is a multiple of 1/65536, and the scale is that of the p which is used.
+    On a CPU torch draws a 64-bit number for every entry, which takes a tenth of a training step. Here four entries
+    share one number: p is rounded to a multiple of 1/65536, and the scale is that of the rounded p.
     """
     if not training or p == 0:
         return x
@@ -43,11 +43,11 @@ def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tenso
 
 
 class Attention(nn.Module):
-    """Attention whose queries, keys and values come from matrices of each head's own.
+    """Attention in which each head has its own matrices for queries, keys and values.
 
     Parameters are those of HookedTransformer: ``W_Q, W_K, W_V [head, d_model, d_head]``, ``W_O [head, d_head,
-    d_model]`` and their biases. The encoding is the model's, shared by all layers, and no part of this module's
-    state.
+    d_model]`` and their biases. The encoding belongs to the model and is shared by all layers; it is not part of this
+    module's state.
     """
 
     def __init__(self, config: SyntheticConfig, encoding: Encoding, cfg: Any) -> None:
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.cfg = cfg
         self.causal, self.scale = config.causal, config.head_size**-0.5
         self.dropout = config.dropout if "pattern" in config.dropout_at else 0.0
-        self.shared = (encoding,)  # in a tuple, so that it is not registered as a part of this module too
+        self.shared = (encoding,)  # in a tuple, so that it is not registered as a submodule
         self._make_projections(config)
         self.W_O = nn.Parameter(torch.empty(config.n_heads, config.head_size, config.d_model))
         self.b_O = nn.Parameter(torch.zeros(config.d_model))
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
     @property
     def rotary_cos(self) -> Float[Tensor, "pos columns"] | None:
-        """The rotation's cosines by position, where HookedTransformer has them; None without rotation."""
+        """Cosines of the rotation by position, under HookedTransformer's name; None without rotation."""
         return getattr(self.shared[0], "rotary_cos", None)
 
     @property
@@ -81,11 +81,11 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], source: Float[Tensor, "batch pos d_model"], mask: Tensor | None
-    ) -> Float[Tensor, "text pos d_model"]:  # of other texts than given, where a hook at z makes more of them
-        """``x`` asks, ``source`` is looked at.
+    ) -> Float[Tensor, "text pos d_model"]:  # a hook at z may change the number of texts
+        """Compute attention with queries from ``x`` and keys and values from ``source``.
 
-        ``mask`` broadcasts to ``[batch, head, query, key]``: True where a query sees a key, or what to add to the
-        scores, with ``-inf`` for hidden keys; causality is in it. None hides nothing but what follows the query.
+        ``mask`` broadcasts to ``[batch, head, query, key]``: True where a query sees a key, or numbers to add to the
+        scores, with ``-inf`` for hidden keys; it includes the causal mask. None is the causal mask alone.
         """
         q, k, v = self.vectors(x, source)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
@@ -93,10 +93,10 @@ class Attention(nn.Module):
             rotate = self.shared[0].rotate
             q, k = self.hook_rot_q(rotate(q)), self.hook_rot_k(rotate(k))
         q, k, v = (vectors.transpose(1, 2) for vectors in (q, k, v))
-        # On CPUs the fused kernel has no gradient for what is added to the scores, and torch's way round it is slower.
+        # On CPUs the fused kernel has no gradient for a bias of the scores, and torch's fallback is slower than ours.
         learning = self.shared[0].learns_bias and q.device.type == "cpu" and torch.is_grad_enabled()
         p = self.dropout if self.training else 0.0
-        # Nor does that kernel draw dropout.
+        # That kernel has no dropout either.
         drops = p > 0 and q.device.type == "cpu"
         if learning or drops or hooked(self.hook_attn_scores, self.hook_pattern):
             z = self._stepwise(q, k, v, mask)
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         return dropout(pattern, self.dropout, self.training) @ v
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[batch, pos, head, d_head]``."""
+        """Compute queries, keys and values ``[batch, pos, head, d_head]``."""
         asked, keyed = (y.flatten(0, 1) for y in (x, source))
         parts = (asked, self.W_Q, self.b_Q), (keyed, self.W_K, self.b_K), (keyed, self.W_V, self.b_V)
         q, k, v = (torch.addmm(b.flatten(), y, _side_by_side(w)).view(*x.shape[:2], *b.shape) for y, w, b in parts)
@@ -135,12 +135,12 @@ class Attention(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (arXiv 2405.04434): keys and values share a small latent, queries have another.
+    """Multi-head latent attention (arXiv 2405.04434): keys and values share a small latent, queries have another one.
 
     ``q = [RoPE(W_QR c_q), W_QC c_q]``, ``k = [RoPE(W_KR x), W_KC c_kv]``, ``v = W_V c_kv`` with the normalised
     latents ``c_q = norm(W_DQ x)`` and ``c_kv = norm(W_DKV x)``. The rotated coordinates come first in each head, and
-    those of the keys are the same for all heads. No key matrix acts on the residual stream as a whole, so there is
-    no ``W_K``. The norms can be left out, and the rotated part of the queries can be one for all heads too.
+    those of the keys are the same for all heads. There is no ``W_K``, because no single key matrix acts on the residual
+    stream. The norms are optional, and all heads can share the rotated part of the queries, too.
     """
 
     def _make_projections(self, config: SyntheticConfig) -> None:
@@ -160,7 +160,7 @@ class LatentAttention(Attention):
         self.hook_q_latent, self.hook_kv_latent = HookPoint(), HookPoint()  # [batch, pos, latent]
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[batch, pos, head, d_head]``, before rotation."""
+        """Compute queries, keys and values ``[batch, pos, head, d_head]``, before rotation."""
         heads, size = len(self.W_UV), self.W_UV.shape[-1]
         rotated = self.rotated
         asking = x @ self.W_DQ
@@ -179,10 +179,10 @@ class LatentAttention(Attention):
 
 
 def _side_by_side(w: Float[Tensor, "head rows columns"]) -> Float[Tensor, "rows all_columns"]:
-    """The matrices of all heads as one."""
+    """Concatenate the matrices of all heads to one matrix."""
     return w.transpose(0, 1).flatten(1)
 
 
 def _normalised(x: Float[Tensor, "*lead size"], norm: nn.RMSNorm) -> Float[Tensor, "*lead size"]:
-    """The norm in the dtype of ``x``, which is not the gain's under autocast."""
+    """Normalise ``x`` in its own dtype, which differs from the gain's under autocast."""
     return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)

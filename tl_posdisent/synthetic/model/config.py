@@ -33,38 +33,39 @@ class SyntheticConfig:
     """Everything that determines a ``SyntheticModel`` except its weights.
 
     Attributes:
-        n_layers, d_model, n_heads, d_mlp: depth, width, heads, hidden units of each MLP.
-        d_vocab, n_ctx: token ids are 0 … d_vocab - 1; texts of at most n_ctx, longer where the encoding allows it.
-        n_out: classes of the read-out (``d_vocab`` for a language model).
-        d_head: coordinates of a query, key or value; default ``d_model / n_heads``.
+        n_layers, d_model, n_heads, d_mlp: depth, width, number of heads, hidden units of each MLP.
+        d_vocab, n_ctx: token ids are 0 … d_vocab - 1; texts have at most n_ctx tokens, or more if the encoding allows.
+        n_out: number of classes of the read-out (``d_vocab`` for a language model).
+        d_head: size of a query, key or value; default ``d_model / n_heads``.
         encoding: ``"none"``, ``"sinusoidal"``, ``"learned"`` (absolute), ``"random"`` (absolute, fixed), ``"t5"``,
             ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE), ``"sinusoidal_rope"`` (sinusoidal
             and RoPE), ``"mla"`` (latent attention with a decoupled rotary part), ``"absolute_mla"`` (learned absolute
             and MLA).
         rope_base: frequencies are ``rope_base ** (-2c / rotated coordinates)``.
         rotary_heads: number of heads with RoPE in every layer (the first ones); default all.
-        sinusoids: coordinates of sinusoidal positions: sine and cosine in turns, or all sines, then all cosines.
-        alibi_slopes: of heads h = 0, 1, …: the published powers of two, or ``exp(-h / n_heads)``.
+        sinusoids: order of coordinates of sinusoidal positions: alternating, or all sines, then all cosines.
+        alibi_slopes: slopes of heads h = 0, 1, …: the published powers of two, or ``exp(-h / n_heads)``.
         t5_buckets, t5_max_distance: number of biases that distances share; all beyond that distance share one.
         d_query_latent, d_key_latent: latent sizes of MLA; default ``d_model / 2`` and ``d_model / 4``.
-        d_rope: rotated coordinates of each MLA head, of its ``d_head``; default the even number at or below half.
-        latent_norm: normalise MLA's latents (RMSNorm).
-        shared_rotary_query: one rotated query part for all heads of an MLA layer, as its keys have.
-        causal: hide keys after the query.
+        d_rope: number of rotated coordinates of each MLA head; default half of ``d_head``, rounded down to even.
+        latent_norm: whether to normalise MLA's latents (RMSNorm).
+        shared_rotary_query: whether all heads of an MLA layer share the rotated query part, as they share that of keys.
+        causal: whether to hide keys after the query.
         read_out: logits from the mean over all tokens, from the last token, or from every token.
         keys_from: keys and values read the layer's input (as usual), or the embedded text in every layer.
-        source_norm: with ``keys_from="input"``: a LayerNorm of the embedded text that keys and values read.
-        final_norm: LayerNorm before the read-out.
-        activation: of the MLPs.
+        source_norm: with ``keys_from="input"``: whether keys and values read a LayerNorm of the embedded text.
+        final_norm: whether to apply a LayerNorm before the read-out.
+        activation: activation function of the MLPs.
         initialisation: ``"scaled"``: matrices N(0, 1 / inputs), smaller where they add to the residual stream, biases
             0; ``"torch"``: PyTorch's default for linear layers, weights and biases U(±1 / √inputs). Vectors of tokens
             are N(0, 1) in both.
         dropout: probability of dropout during training.
-        dropout_at: where: on the embedded text, on the attention pattern, on what attention adds, on what MLPs add.
-        pad_id: this token is padding: no key, not in the mean, never the last. None: padding is read as any token.
+        dropout_at: places of dropout: the embedded text, the attention pattern, the outputs of attention or of MLPs.
+        pad_id: id of the padding token, which is not a key, is not in the mean, and is never the last token. None:
+            padding is read like any other token.
 
     Raises:
-        ValueError: a value out of range or of the wrong type; combinations that do not exist.
+        ValueError: a value out of range or of the wrong type; an unsupported combination.
 
     Example:
         >>> from tl_posdisent.synthetic import SyntheticConfig

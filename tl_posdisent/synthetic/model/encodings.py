@@ -1,6 +1,6 @@
-"""Position encodings: added to the embedded text (absolute), to the scores (biases), or rotating queries and keys.
+"""Position encodings: added to the embedded text (absolute), added to the scores (biases), or rotations (RoPE).
 
-Fixed tables are made once for ``n_ctx`` positions, and computed for longer texts where a formula allows it.
+Fixed tables are computed once for ``n_ctx`` positions, and again for longer texts if a formula gives them.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from .config import SyntheticConfig
 
 
 class Encoding(nn.Module):
-    """No position (NoPE); the base class of the other encodings. Distances are query minus key position."""
+    """No position encoding (NoPE), and the base class of the others. Distances are query minus key position."""
 
     rotates = False
     learns_bias = False
-    longest: int | None = None  # text that has positions; None for any
+    longest: int | None = None  # most positions of a text; None for any number
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
 
     def embed(self, length: int) -> Float[Tensor, "pos d_model"] | None:
-        """What is added to the embedded text."""
+        """Return the vectors that are added to the embedded text, if any."""
         return None
 
     def rotate(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-        """Queries or keys, rotated by their positions."""
+        """Rotate queries or keys by their positions."""
         return x
 
     def bias(self, length: int) -> Float[Tensor, "head query key"] | None:
-        """What is added to the scores of every layer."""
+        """Return the bias that is added to the scores of every layer, if any."""
         return None
 
     @without_gradients()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw what is learned or random."""
+        """Draw learned and random parameters."""
 
 
 def make_encoding(config: SyntheticConfig) -> Encoding:
-    """The encoding that a configuration names."""
+    """Create the encoding that a configuration names."""
     name = config.encoding
     others = {"none": Encoding, "t5": T5Bias, "alibi": ALiBi}
     if name in others:
@@ -61,7 +61,7 @@ def make_encoding(config: SyntheticConfig) -> Encoding:
 
 
 class Sinusoidal(Encoding):
-    """``sin(p / 10000^(2c/d))`` and ``cos`` of the same, alternating (arXiv 1706.03762) or in two halves."""
+    """Sinusoids: sine and cosine of ``p / 10000^(2c/d)``, alternating (arXiv 1706.03762) or in two halves."""
 
     table: Tensor
 
@@ -81,7 +81,7 @@ class Sinusoidal(Encoding):
 
 
 class Learned(Encoding):
-    """A vector for every position, N(0, 1) at initialisation; ``trained=False`` makes it a fixed random vector."""
+    """A learned vector per position, N(0, 1) at initialisation; with ``trained=False`` a fixed random vector."""
 
     W_pos: Tensor
 
@@ -106,7 +106,7 @@ class Learned(Encoding):
 
 
 class ALiBi(Encoding):
-    """``-slope_h · |distance|`` (arXiv 2108.12409), with the published slopes or exponential ones."""
+    """ALiBi: a bias ``-slope_h · |distance|`` (arXiv 2108.12409), with the published slopes or exponential ones."""
 
     slopes: Tensor
     table: Tensor
@@ -128,9 +128,9 @@ class ALiBi(Encoding):
 
 
 class T5Bias(Encoding):
-    """A learned number for every head and bucket of distances, shared by all layers (arXiv 1910.10683).
+    """A learned bias for every head and bucket of distances, shared by all layers (arXiv 1910.10683).
 
-    Scores keep their factor ``1/√d_head``, which T5 leaves out, so that encodings compare.
+    Scores keep their factor ``1/√d_head``, which T5 omits, so that encodings are comparable.
     """
 
     learns_bias = True
@@ -151,7 +151,10 @@ class T5Bias(Encoding):
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """``2^(-8h/n)`` for h = 1 … n; if n is no power of two, the rest is every other one for twice the power below."""
+    """Compute ALiBi's slopes: ``2^(-8h/n)`` for h = 1 … n if n is a power of two.
+
+    Otherwise they are the slopes of the power of two below n, then every other slope of twice that power.
+    """
     power = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
@@ -161,7 +164,7 @@ def alibi_slopes(n_heads: int) -> list[float]:
 def t5_bucket(
     distance: Int[Tensor, "*cells"], n_buckets: int, max_distance: int, *, causal: bool
 ) -> Int[Tensor, "*cells"]:
-    """T5's bucket of a distance: small distances have one each, larger ones share them on a logarithmic scale.
+    """Compute T5's bucket of a distance: small distances have one each, larger ones share them on a logarithmic scale.
 
     Bidirectional models give half of the buckets to keys after the query.
     """
@@ -178,7 +181,7 @@ def t5_bucket(
 
 
 def toeplitz(values: Float[Tensor, "*head distances"]) -> Float[Tensor, "*head query key"]:
-    """From values at distances ``1 - L … L - 1`` to cells ``[i, j]`` with the value at ``i - j``."""
+    """Convert values at distances ``1 - L … L - 1`` to a matrix ``[i, j]`` with the value at ``i - j``."""
     length = (values.shape[-1] + 1) // 2
     return values.flip(-1).unfold(-1, length, 1).flip(-2)
 
@@ -187,10 +190,10 @@ def toeplitz(values: Float[Tensor, "*head distances"]) -> Float[Tensor, "*head q
 
 
 class Rope(Encoding):
-    """Coordinates c and c + n of each head's first 2n rotate by ``position · base^(-c/n)`` (arXiv 2104.09864).
+    """RoPE: coordinates c and c + n of each head's first 2n rotate by ``position · base^(-c/n)`` (arXiv 2104.09864).
 
-    The coordinates after them, and heads from ``rotary_heads`` on, stay as they are. ``absolute`` is another encoding,
-    added to the embedded text.
+    The other coordinates, and heads from ``rotary_heads`` on, are not rotated. ``absolute`` is a second encoding, which
+    is added to the embedded text.
     """
 
     rotates = True
@@ -217,7 +220,7 @@ class Rope(Encoding):
         return angle.cos().float(), angle.sin().float()
 
     def tables(self, length: int) -> tuple[Float[Tensor, "pos columns"], Float[Tensor, "pos columns"]]:
-        """Cosines and sines of positions 0 … length - 1."""
+        """Compute cosines and sines for positions 0 … length - 1."""
         cos, sin = (self.rotary_cos, self.rotary_sin) if length <= len(self.rotary_cos) else self._tables(length)
         return cos[:length].to(self.rotary_cos), sin[:length].to(self.rotary_cos)
 
@@ -230,6 +233,6 @@ class Rope(Encoding):
 
 
 def _angles(length: int, base: float, dim: int) -> Float[Tensor, "pos half"]:
-    """``position · base^(-2c/dim)`` in float64."""
+    """Compute ``position · base^(-2c/dim)`` in float64."""
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     return torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequency

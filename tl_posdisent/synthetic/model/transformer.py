@@ -39,7 +39,7 @@ class Embed(nn.Module):
 
 
 class Unembed(nn.Module):
-    """Logits of the classes."""
+    """Map the residual stream to the logits of the classes."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Unembed(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``w · (x - mean) / √(variance + eps) + b``."""
+    """Layer norm ``w · (x - mean) / √(variance + eps) + b``."""
 
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
         self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, source: Tensor | None, mask: Tensor | None) -> Tensor:
-        """``x`` is the residual stream after ``hook_resid_pre``; keys read ``source``, or ``x`` too."""
+        """Run the block on the residual stream ``x`` after ``hook_resid_pre``; keys read ``source``, if given."""
         asked = self.ln1(x)
         looked_at = asked if source is None else self.ln_source(source) if self.source_norm else source
         added = dropout(self.attn(asked, looked_at, mask), self.dropout_attn, self.training)
@@ -123,12 +123,12 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     TransformerLens. Attention is fused unless there is a hook at a layer's ``hook_attn_scores`` or ``hook_pattern``.
 
     Args:
-        config: its shape.
-        seed: of the weights; the global random state is left as it was.
+        config: sizes and options.
+        seed: seed of the weights; the global random state does not change.
 
     Attributes:
         config: as given.
-        cfg: the same as TransformerLens names it; ``hook_result`` fires only while its ``use_attn_result`` is True.
+        cfg: the same under TransformerLens's names; ``hook_result`` fires only while its ``use_attn_result`` is True.
         encoding: the position encoding, shared by all layers.
 
     Example:
@@ -157,7 +157,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         )
         self.cfg.pad_id, self.cfg.seed = config.pad_id, seed
         self.cfg.attention_dir = "causal" if config.causal else "bidirectional"
-        with torch.device("cpu"):  # whatever torch's default is
+        with torch.device("cpu"):  # whatever torch's default device is
             self.embed, self.unembed = Embed(config), Unembed(config)
             self.hook_embed = HookPoint()  # [batch, pos, d_model]
             self.encoding = make_encoding(config)
@@ -171,7 +171,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
 
     @without_gradients()
     def _initialise(self, generator: torch.Generator) -> None:
-        """See ``SyntheticConfig.initialisation``; vectors of tokens and positions are N(0, 1)."""
+        """Draw the weights as ``SyntheticConfig.initialisation`` says; vectors of tokens and positions are N(0, 1)."""
         as_torch, named = self.config.initialisation == "torch", dict(self.named_parameters())
         scales = {name: _scale(p, name) for name, p in named.items() if name.rpartition(".")[2].startswith("W_")}
         for name, scale in scales.items():
@@ -185,7 +185,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             elif last in ("W_O", "W_out"):
                 scale *= (2 * self.config.n_layers) ** -0.5
             named[name].copy_(scale * values)
-        for name in named if as_torch else ():  # each bias as its matrix: b_Q as W_Q
+        for name in named if as_torch else ():  # each bias like its matrix, b_Q like W_Q
             if (matrix := name.replace(".b_", ".W_")) != name and matrix in scales:
                 values = 2 * torch.rand(named[name].shape, generator=generator, device="cpu") - 1
                 named[name].copy_(scales[matrix] * values)
@@ -205,10 +205,10 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             tokens: ids ``[batch, pos]`` (or ``[pos]``, one text).
             return_type: as in HookedTransformer.
             stop_at_layer: return the residual stream ``[batch, pos, d_model]`` before this layer instead.
-            checked: do not check that ids are in the vocabulary, which waits for a GPU.
+            checked: True skips the check that ids are in the vocabulary, which waits for a GPU.
 
         Returns:
-            ``[batch, n_out]``, or ``[batch, pos, n_out]`` with ``read_out="token"``.
+            Logits ``[batch, n_out]``, or ``[batch, pos, n_out]`` with ``read_out="token"``.
 
         Raises:
             ValueError: ids out of range; a text longer than the encoding allows.
@@ -230,7 +230,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         return self._read_out(self.ln_final(x) if self.config.final_norm else x, real)
 
     def check_tokens(self, tokens: Tensor, *, values: bool = True) -> None:
-        """Raise unless these are texts of the model; without ``values`` a GPU is not waited for."""
+        """Raise unless the tokens are valid for the model; ``values=False`` skips the check that waits for a GPU."""
         if tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise ArgumentError(
                 "tokens", f"must be integers of shape (batch, pos), got {tokens.dtype} of shape {tuple(tokens.shape)}"
@@ -248,7 +248,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
                 raise ArgumentError("tokens", f"must be ids from 0 to {self.config.d_vocab - 1}, got {least} … {most}")
 
     def _mask(self, real: Tensor | None, length: int, device: torch.device) -> Tensor | None:
-        """Of all layers, made once: it may be as large as all scores."""
+        """Compute the mask (with any bias) once for all layers, as it may be as large as the scores."""
         bias = self.encoding.bias(length)
         visible = None if real is None else visible_keys(real, causal=self.config.causal)
         if bias is None:
@@ -278,22 +278,22 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     def run_with_cache(
         self, *args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """As in HookedTransformer: the output, and an ``ActivationCache`` (or a dict) of what fired."""
+        """Run the model, and return its output and an ``ActivationCache`` (or a dict), as in HookedTransformer."""
         out, cache = super().run_with_cache(*args, remove_batch_dim=remove_batch_dim, **kwargs)
         return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim) if return_cache_object else cache
 
     def _apply(self, fn: Any, recurse: bool = True) -> SyntheticModel:
-        super()._apply(fn, recurse)  # TransformerLens's own tools ask the configuration where the model is
+        super()._apply(fn, recurse)  # TransformerLens's own tools read the model's device from the configuration
         self.cfg.device = str(self.embed.W_E.device)
         return self
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Whether ``hook_result`` fires: each head's own part of what attention adds."""
+        """Choose whether ``hook_result`` fires, with each head's part of the attention output."""
         self.cfg.use_attn_result = use_attn_result
 
 
 def _scale(matrix: Tensor, name: str) -> float:
-    """One over the root of the number of inputs that each output sums over; 1 for vectors of tokens."""
+    """Return 1 / √n for n inputs that each output sums over; 1 for vectors of tokens."""
     if name.endswith("W_E"):
         return 1.0
     inputs = matrix.shape[:2].numel() if name.endswith("W_O") else matrix.shape[-2]
@@ -301,8 +301,10 @@ def _scale(matrix: Tensor, name: str) -> float:
 
 
 def visible_keys(real: Bool[Tensor, "batch pos"], *, causal: bool) -> Bool[Tensor, "batch 1 query_or_1 pos"]:
-    """Where a query sees a key if padding is hidden; queries in leading padding, which would see nothing, see all keys
-    before."""
+    """Return where a query sees a key if padding is hidden.
+
+    Queries in leading padding would see no key; they see all keys up to their own.
+    """
     if not causal:
         return (real | ~real.any(1, keepdim=True))[:, None, None]
     leading = real.cumsum(1) == 0

@@ -1,4 +1,4 @@
-"""A training loop that resumes exactly, and its files: checkpoints and state in safetensors, without pickles."""
+"""A training loop that resumes exactly, and its files: checkpoints and state in safetensors, without pickle."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
 
     Args:
         model: any ``SyntheticModel``.
-        path: returned. Folders are made, a file there is replaced.
-        notes: saved in the file as well: any JSON-compatible mapping.
+        path: where to save, also the return value. Folders are created; an existing file is replaced.
+        notes: a JSON-compatible mapping that is saved in the same file.
 
     Raises:
-        ValueError: another model; notes that JSON cannot hold.
-        OSError: the file cannot be written; one that was there before remains.
+        ValueError: another kind of model; notes that are not JSON-compatible.
+        OSError: the file cannot be written; an existing file is kept.
 
     Example:
         >>> import tempfile, torch
@@ -57,7 +57,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     """Load a synthetic model that ``save_checkpoint`` or ``train`` saved, in evaluation mode.
 
     Raises:
-        ValueError: a missing or damaged file, or no checkpoint; a device that torch cannot use.
+        ValueError: a file that is missing, damaged or not a checkpoint; a device that torch cannot use.
 
     Example:
         >>> from tl_posdisent.synthetic import load_checkpoint
@@ -81,7 +81,7 @@ def put(model: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> No
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()  # of all that do not
+        first = str(error).splitlines()[1].strip()  # the first of possibly many mismatches
         raise ValueError(f"weights in {path} must fit the model: {first}") from error
 
 
@@ -93,7 +93,7 @@ def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: M
     try:
         metadata = {"notes": json.dumps(notes)}
     except (TypeError, ValueError) as error:
-        raise ArgumentError("notes", f"must be what JSON can hold: {error}") from error
+        raise ArgumentError("notes", f"must be JSON-compatible: {error}") from error
     content = save(tensors, metadata=metadata)
     with whole_file(path) as file:
         file.write(content)
@@ -101,14 +101,14 @@ def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: M
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What ``write`` wrote, or a ValueError."""
+    """Read a file of ``write``; raise ValueError if it is missing or damaged."""
     if not Path(path).is_file():
         raise ArgumentError("path", f"must be a checkpoint, but {path} does not exist")
     groups: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(path, framework="pt") as file:
             notes = json.loads((file.metadata() or {})["notes"])
-            for key in file.keys():  # noqa: SIM118 - no dict
+            for key in file.keys():  # noqa: SIM118 - not a dict
                 group, _, name = key.partition("/")
                 groups.setdefault(group, {})[name] = file.get_tensor(key)
         if not isinstance(notes, dict):
@@ -119,22 +119,22 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
 
 
 STATE = "state.safetensors"
-_SECONDS = 60.0  # between states, at least
+_SECONDS = 60.0  # least time between saved states
 
 Settings = dict[str, dict[str, Any]]
-"""Part (``"model"``, ``"task"`` …) → name → value, as JSON returns it."""
+"""Settings as nested dicts: part (``"model"``, ``"task"`` …) → name → value, as JSON returns it."""
 
 
 class TrainingLoop(ABC):
     """Train a model with AdamW, from its initial weights or from the state in a folder.
 
-    The state holds all that the next step depends on: weights, moments, the number of steps done, and torch's random
-    state of the CPU. It is written with every checkpoint, and with a row of metrics once a minute.
+    The state holds everything that the next step depends on: weights, moments, the number of steps done, and torch's
+    random state of the CPU. It is saved with every checkpoint, and once a minute with a row of metrics.
 
     Attributes:
-        steps, done: steps of the whole training run, and those done.
+        steps, done: number of steps of the whole training run, and of those done.
         clip, log_every: as in ``TrainConfig``.
-        folder: of checkpoints and state; None keeps nothing.
+        folder: folder of checkpoints and state; None saves nothing.
         rows, checkpoints: the metrics, one dict per row; step → file with its weights.
     """
 
@@ -164,11 +164,11 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def learning_rate(self, step: int) -> float:
-        """The rate of step 0, 1, …"""
+        """Return the learning rate of step 0, 1, …"""
 
     @abstractmethod
     def settings(self, done: int) -> Settings:
-        """What determines the first steps; a state with other settings is not resumed."""
+        """Return the settings that determine the first ``done`` steps; a state with other settings is not resumed."""
 
     @abstractmethod
     def save_weights(self, path: Path) -> None:
@@ -176,11 +176,11 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def measure(self, done: int) -> dict[str, float]:
-        """Columns of a row of metrics, on data that is not trained on; none where it is not due after so many steps."""
+        """Measure columns of metrics on held-out data; return none if no measurement is due after ``done`` steps."""
 
     @abstractmethod
     def keeps(self, done: int) -> bool:
-        """Whether a checkpoint is saved after so many steps; it always is after the last."""
+        """Whether a checkpoint is saved after ``done`` steps; after the last step it always is."""
 
     def run(
         self,
@@ -190,18 +190,18 @@ class TrainingLoop(ABC):
         on_step: Callable[[int, Any], None] | None = None,
         progress: bool = True,
     ) -> None:
-        """Train to the end or to ``stop_at``: see ``train`` for the errors.
+        """Train to the end or to ``stop_at``; see ``train`` for the errors.
 
-        The model ends in evaluation mode; after an error it stays in its modes, with the weights of the last step.
+        The model ends in evaluation mode. After an error it keeps its mode, with the weights of the last step.
         """
         if resume and self.folder is None:
             raise ArgumentError("folder", "must be given with resume=True, got None")
         with contextlib.ExitStack() as held:
             if self.folder is not None:
                 if self.folder.exists() and not self.folder.is_dir():
-                    raise ArgumentError("folder", f"must be that of the training, but {self.folder} is a file")
+                    raise ArgumentError("folder", f"must be a folder, but {self.folder} is a file")
                 held.enter_context(locked(self.folder, "folder", "training"))
-                for names in ("step-*", f"{STATE}.*"):  # of a killed process
+                for names in ("step-*", f"{STATE}.*"):  # left by a killed process
                     remove_unfinished(self.folder, names)
             kind = "cuda" if self.device.type == "cpu" else self.device.type
             held.enter_context(
@@ -238,7 +238,7 @@ class TrainingLoop(ABC):
                     on_step(self.done, self.model)
 
     def _step(self) -> None:
-        """One batch: gradients, clipping, AdamW. Nothing here waits for a GPU."""
+        """Train on one batch: gradients, clipping, AdamW. Nothing here waits for a GPU."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.done)
         numbers = self.gradients()
@@ -290,28 +290,32 @@ class TrainingLoop(ABC):
         if self.folder is None or not (path := self.folder / STATE).exists():
             return
         if not resume:
-            raise ArgumentError("folder", f"must hold no training unless resume=True, but there is {path}")
+            raise ArgumentError(
+                "folder", f"already holds a training run, {path}: pass resume=True or choose an empty folder"
+            )
         groups, notes = read(path)
         state: dict[int, dict[str, Tensor]] = defaultdict(dict)
         try:
             done, rows, random = int(notes["done"]), list(notes["rows"]), groups["random"]
             own = random["cpu"]
-            # Names only: whatever the file says, the files are those of this folder.
+            # Only names are read: whatever paths the file gives, checkpoints are those in this folder.
             kept = {int(step): self.folder / Path(name).name for step, name in notes["kept"].items()}
             for name, x in groups["optimizer"].items():
                 number, key = name.split()
                 state[int(number)][key] = x
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ArgumentError("folder", f"must hold a whole training, but {path} is damaged: {error!r}") from error
+            raise ArgumentError(
+                "folder", f"must hold a whole training run, but {path} is damaged: {error!r}"
+            ) from error
         for part, here in self.settings(done).items():
             there = notes[part] if isinstance(notes.get(part), dict) else {}
             for name in {**here, **there}:
                 if here.get(name) != there.get(name):
                     raise ArgumentError(
                         "folder",
-                        f"must hold this training to be resumed, but {path} has {part} "
-                        f"{name}={there.get(name)!r}, not {here.get(name)!r}: resume with the settings that it was "
-                        "started with, or choose another folder",
+                        f"must hold this training run to be resumed, but {path} has {part} "
+                        f"{name}={there.get(name)!r}, not {here.get(name)!r}: resume with its settings, or choose "
+                        "another folder",
                     )
         put(self.model, groups.get(WEIGHTS, {}), path)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(state)})

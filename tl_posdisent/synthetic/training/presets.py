@@ -1,4 +1,4 @@
-"""Presets of tasks, models and training settings: ``small`` and ``medium`` for a CPU, ``paper`` for the paper's."""
+"""Presets of tasks, models and training settings: ``small`` and ``medium`` for a CPU, ``paper`` as in the paper."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Preset:
 
     Attributes:
         name: ``"small"``, ``"medium"``, ``"paper"``, or a name of your own.
-        tasks: name → task. Names must be possible names of folders.
-        encodings: those that are compared.
+        tasks: name → task. Names must be valid names of folders.
+        encodings: encodings to compare.
         shape: arguments of ``SyntheticConfig`` that all models share.
-        training: how to train, on every task.
+        training: training settings for every task.
         per_task: task → changes of ``training``.
         per_encoding: encoding → changes of ``shape``.
         per_encoding_training: encoding → changes of ``training``, which take precedence over those of the task.
 
     Raises:
-        ValueError: a task whose name cannot be that of a folder.
+        ValueError: a task whose name is not a valid name of a folder.
 
     Example:
         >>> from tl_posdisent.synthetic import preset
@@ -60,22 +60,22 @@ class Preset:
         for task in self.tasks:
             if not isinstance(task, str) or not task.isprintable() or not task.strip(". ") or {*task} & {*"/\\:"}:
                 raise ArgumentError(
-                    "tasks", f"must have names that can be a folder's, without / and the like, got {task!r}"
+                    "tasks", f"must have names that are valid for folders, without / and the like, got {task!r}"
                 )
 
     def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
-        """Make the configuration of a model; ``changed`` are other arguments of ``SyntheticConfig``."""
+        """Create the configuration of a model; ``changed`` overrides arguments of ``SyntheticConfig``."""
         check_choice("task", task, self.tasks)
         sizes = {name: getattr(self.tasks[task], name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
         own = self.per_encoding.get(encoding, {})
         return SyntheticConfig(**{**sizes, **self.shape, "encoding": encoding, **own, **changed})
 
     def model(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticModel:
-        """Build an untrained model."""
+        """Create an untrained model."""
         return SyntheticModel(self.config(encoding, task, **changed), seed=seed)
 
     def train_config(self, task: str, seed: int = 0, encoding: str | None = None, **changed: Any) -> TrainConfig:
-        """Make the settings of a training run; ``changed`` are other fields of ``TrainConfig``."""
+        """Create the settings of a training run; ``changed`` overrides fields of ``TrainConfig``."""
         check_choice("task", task, self.tasks)
         own = self.per_encoding_training.get(encoding or "", {})
         return replace(self.training, **{**self.per_task.get(task, {}), **own, "seed": seed, **changed})
@@ -88,7 +88,7 @@ SMALL = Preset(
         "count": TriggerCount(d_vocab=32, n_triggers=4, max_count=16, min_length=24, max_length=32, n_ctx=32),
     },
     encodings=("rope", "alibi", "none", "learned", "mla"),
-    # Wavelengths from 6 to 353 positions: with the usual base half would be above 600, in texts of 34 tokens.
+    # Wavelengths from 6 to 353 positions: with the usual base, half would exceed 600, for texts of 34 tokens.
     shape={"n_layers": 3, "d_model": 64, "n_heads": 4, "d_mlp": 128, "rope_base": 100.0},
     training=TrainConfig(
         epochs=1, batch_size=128, lr=1e-3, betas=(0.9, 0.98), n_train=38_400, n_test=4_000, log_every=50, pieces=2
@@ -96,7 +96,7 @@ SMALL = Preset(
     per_task={},
 )
 
-# What the authors' models have in common, whatever their size.
+# Options that the authors' models share, whatever their size.
 _AUTHORS: dict[str, Any] = {
     "keys_from": "input",
     "source_norm": False,
@@ -162,8 +162,8 @@ def preset(name: Literal["small", "medium", "paper"]) -> Preset:
     * ``"medium"``: the paper's architecture with 6 layers of 16 heads and d_model 128, on 8, 16, 32 or 70 distances
       (tasks ``"gap8"`` …), without dropout and with hidden padding. A run takes about a minute on one core.
     * ``"paper"``: the settings of arXiv 2505.13027, where keys and values read the embedded input without a norm, and
-      padding is read; ``"sinusoidal_rope"`` is the paper's RoPE, ``"sinusoidal"`` its absolute positions,
-      ``"absolute_mla"`` its MLA. It needs a GPU.
+      padding is read like other tokens. ``"sinusoidal_rope"`` is the paper's RoPE, ``"sinusoidal"`` its absolute
+      positions, ``"absolute_mla"`` its MLA. It needs a GPU.
 
     Example:
         >>> from tl_posdisent.synthetic import preset
@@ -192,13 +192,13 @@ def train_preset(
     """Train every encoding on every task from every seed, one after the other.
 
     Args:
-        preset: from ``preset``, or one of your own.
-        encodings: any of ``SyntheticConfig``; default all of the preset's.
-        tasks: names; default all of the preset's.
-        seeds: of the weights, the order of samples and dropout: how many (0, 1, …), or a list of which.
+        preset: a preset from ``preset``, or one of your own.
+        encodings: any encodings of ``SyntheticConfig``; default all of the preset's.
+        tasks: names of tasks; default all of the preset's.
+        seeds: number of seeds (0, 1, …) of the weights, the order of samples and dropout, or a list of seeds.
         folder: save each training run in a subfolder there; an interrupted run is resumed.
         device: where to train.
-        changed: other arguments of ``SyntheticConfig`` for all models, ``rotary_heads=1`` for instance.
+        changed: other arguments of ``SyntheticConfig`` for all models, for instance ``rotary_heads=1``.
 
     Returns:
         (encoding, task, seed) → ``TrainRun``; ``accuracies`` makes a table of them.
@@ -218,7 +218,7 @@ def train_preset(
         1     none  count     0     10
     """
     if not isinstance(preset, Preset):
-        raise ArgumentError("preset", f"must be a Preset (preset('small') makes one), got {type(preset).__name__}")
+        raise ArgumentError("preset", f"must be a Preset, such as preset('small'), got {type(preset).__name__}")
     for name, given in (("tasks", tasks), ("encodings", encodings)):
         if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
             raise ArgumentError(name, f"must be a sequence of names, got {shown(given)}")
@@ -227,8 +227,8 @@ def train_preset(
     ]
     jobs = dict.fromkeys((encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(*chosen))
     if not jobs:
-        raise ValueError("encodings and tasks must name one or more each, got none")
-    # All of them first: what does not exist is an error before anything is trained.
+        raise ValueError("encodings and tasks must each have at least one name, got none")
+    # Create all configurations first, so that an invalid one raises before anything is trained.
     plans = {
         key: (preset.config(key[0], key[1], **changed), preset.train_config(key[1], key[2], key[0])) for key in jobs
     }
@@ -243,8 +243,10 @@ def train_preset(
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
-    """Make a table of training runs, one row each: ``encoding``, ``task``, ``seed``, ``accuracy`` and ``loss`` (on the
-    test samples), ``chance`` (accuracy of a constant guess), ``steps``, ``samples``, ``seconds``.
+    """Return a table of training runs, one row each.
+
+    Its columns are ``encoding``, ``task``, ``seed``, ``accuracy`` and ``loss`` (on the test samples), ``chance``
+    (accuracy of a constant guess), ``steps``, ``samples``, ``seconds``.
 
     Example:
         >>> from tl_posdisent.synthetic import accuracies

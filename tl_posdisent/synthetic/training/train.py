@@ -1,4 +1,4 @@
-"""Training of synthetic models, seeded and resumable with identical weights: settings, run, result and evaluation."""
+"""Train and evaluate synthetic models; training is seeded, and a resumed run ends with identical weights."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def evaluate(
     Call it within ``model.hooks(fwd_hooks=…)`` to measure an intervention.
 
     Args:
-        tokens: ``[sample, pos]``, from ``task.batch`` or a split; padding behind.
-        labels: ``[sample]``; those of -100 are outside loss and accuracy.
-        batch_size: samples at a time, those of like length together.
+        tokens: ``[sample, pos]``, from ``task.batch`` or a split; with padding at the end.
+        labels: ``[sample]``; loss and accuracy ignore labels of -100.
+        batch_size: number of samples at a time; samples of similar length are batched together.
 
     Returns:
-        Loss in nats, and the share of labels that got the largest logit.
+        Loss in nats, and the share of labels with the largest logit.
 
     Raises:
-        ValueError: another model; no samples, or another number of labels; ids or labels out of the model's range.
+        ValueError: another kind of model; no samples, or another number of labels; ids or labels out of range.
 
     Example:
         >>> from tl_posdisent.synthetic import evaluate, preset
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def check_samples(model: Any, tokens: Any, labels: Any) -> None:
-    """Raise if samples are invalid, or do not fit the model."""
+    """Raise if samples are invalid for the model."""
     if not isinstance(model, SyntheticModel):
         raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     check_float64("model", model.embed.W_E.device)
@@ -88,7 +88,7 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
     model.check_tokens(tokens)
     counted = labels[labels != IGNORED]
     if not len(counted):
-        raise ArgumentError("labels", f"must have one or more that are not {IGNORED}, got {len(labels)} that are")
+        raise ArgumentError("labels", f"must have at least one other than {IGNORED}, got {len(labels)} of {IGNORED}")
     least, most = (int(value) for value in counted.aminmax())
     if least < 0 or most >= model.config.n_out:
         raise ArgumentError(
@@ -97,7 +97,7 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
 
 
 def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Tensor:
-    """One row of logits per sample; with a read-out at every token, that of the last one."""
+    """Compute one row of logits per sample: with a read-out at every token, that of the last token."""
     logits: Tensor = model(tokens, checked=True)
     if logits.ndim == 2:
         return logits
@@ -105,14 +105,14 @@ def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> T
 
 
 def lengths_of(tokens: Int[Tensor, "sample pos"], pad: int | None) -> Int[Tensor, "sample"]:
-    """Where the last token stands that is no padding, and one more."""
+    """Return the length of each text up to its last token that is not padding."""
     place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     real = torch.ones_like(tokens) if pad is None else (tokens != pad)
     return (real * place).amax(-1).clamp(min=1)
 
 
 def padded_width(lengths: Int[Tensor, "sample"]) -> int:
-    """The longest, up to a multiple of 8: kernels are faster."""
+    """Round the largest length up to a multiple of 8, for which kernels are faster."""
     return -(-int(lengths.max()) // 8) * 8
 
 
@@ -125,30 +125,30 @@ Precision = Literal["auto", "float32", "bfloat16"]
 class TrainConfig:
     """Settings of a training run: optimiser, schedule, samples, seeds.
 
-    AdamW's learning rate rises linearly to ``lr`` over the first ``warmup`` of all steps and falls to 0 along half a
-    cosine. An epoch uses the training samples in a new order. The defaults are those of arXiv 2505.13027 except
+    AdamW's learning rate rises linearly to ``lr`` over the first ``warmup`` of all steps, and falls to 0 along half a
+    cosine. Each epoch uses the training samples in a new order. The defaults are those of arXiv 2505.13027 except
     clipping and the last batch (``preset("paper")`` has all of its settings).
 
     Attributes:
-        epochs: times that every sample is seen.
+        epochs: number of passes over the training samples.
         batch_size: samples per step.
         lr: peak learning rate.
-        betas: AdamW's, each from 0 to 1 (not included).
-        weight_decay: AdamW's, 0 or more.
+        betas: betas of AdamW, each at least 0 and below 1.
+        weight_decay: weight decay of AdamW, 0 or more.
         warmup: share of the steps, from 0 to 1.
-        clip: greatest norm of the gradient, above 0; None for no clipping.
-        keep_last: an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; by default these
-            samples are left out.
-        n_train: samples to train on.
-        n_test: samples to test with; no sample is in both.
-        seed: of the order of samples and of dropout; the initial weights are the model's.
-        split_seed: which samples.
-        log_every: steps per row of metrics.
-        test_every: steps between measurements on the test samples; None for the end alone.
-        checkpoints: after these steps the weights are kept; 0 is before the first.
+        clip: largest norm of the gradient, above 0; None for no clipping.
+        keep_last: whether an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; by default
+            these samples are left out.
+        n_train: number of training samples.
+        n_test: number of test samples; no sample is in both sets.
+        seed: seed of the order of samples and of dropout; the initial weights are the model's.
+        split_seed: seed of the samples.
+        log_every: number of steps per row of metrics.
+        test_every: number of steps between measurements on the test samples; None measures only at the end.
+        checkpoints: steps after which the weights are saved; 0 is before the first.
         precision: ``"bfloat16"`` is autocast with weights in float32. ``"auto"``: bfloat16 on a GPU, float32 on a CPU.
-        pieces: split a batch, sorted by length, into so many pieces, each as long as its longest text, so that less
-            padding is computed; gradients are equal up to rounding. None: 4 on a CPU, 1 on a GPU.
+        pieces: number of pieces into which a batch, sorted by length, is split. Each is as long as its longest text, so
+            that less padding is computed; gradients are equal up to rounding. None: 4 on a CPU, 1 on a GPU.
 
     Raises:
         ValueError: a value out of range.
@@ -179,22 +179,22 @@ class TrainConfig:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of steps of the whole training run."""
         return self.epochs * self.steps_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches of an epoch."""
         return -(-self.n_train // self.batch_size) if self.keep_last else self.n_train // self.batch_size
 
     def samples(self, steps: int) -> int:
-        """Samples seen in the first steps."""
+        """Return the number of samples used in the first ``steps`` steps."""
         epochs, within = divmod(steps, self.steps_per_epoch)
         of_epoch = self.n_train if self.keep_last else self.steps_per_epoch * self.batch_size
         return epochs * of_epoch + within * self.batch_size
 
     def learning_rate(self, step: int) -> float:
-        """During step 0, 1, … ``steps - 1``."""
+        """Compute the learning rate of step 0, 1, … ``steps - 1``."""
         warm = round(self.warmup * self.steps)
         if step < warm:
             return self.lr * (step + 1) / warm
@@ -229,13 +229,13 @@ class TrainRun(HasTable):
     """A training run, finished or stopped.
 
     Attributes:
-        model: as it is after the last step, in evaluation mode.
-        task: what it was trained on.
-        config: how.
-        metrics: one row per ``log_every`` steps and wherever the test samples were measured: ``step`` and ``samples``
-            so far, ``lr``; means over the steps since the previous row of ``loss`` (nats), ``accuracy`` (both with
-            dropout) and ``grad_norm`` (before clipping); ``test_loss`` and ``test_accuracy``, NaN where not measured;
-            ``seconds`` of training.
+        model: the model after the last step, in evaluation mode.
+        task: the task.
+        config: the settings.
+        metrics: one row per ``log_every`` steps and per measurement on the test samples: ``step`` and ``samples`` so
+            far, ``lr``; means since the previous row of ``loss`` (nats), ``accuracy`` (both with dropout) and
+            ``grad_norm`` (before clipping); ``test_loss`` and ``test_accuracy``, NaN where not measured; ``seconds`` of
+            training.
         checkpoints: step → file with the weights.
     """
 
@@ -247,35 +247,35 @@ class TrainRun(HasTable):
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return int(self.metrics["step"].iloc[-1]) if len(self.metrics) else 0
 
     @property
     def test_accuracy(self) -> float:
-        """When last measured; NaN if never."""
+        """Last measured test accuracy; NaN if it was not measured."""
         return _last(self.metrics["test_accuracy"])
 
     @property
     def test_loss(self) -> float:
-        """In nats, when last measured; NaN if never."""
+        """Last measured test loss in nats; NaN if it was not measured."""
         return _last(self.metrics["test_loss"])
 
     def split(self, device: str | torch.device | None = None) -> Split:
-        """The samples that it was trained on and tested with."""
+        """Draw the training and test samples of this run."""
         return self.task.split(self.config.n_train, self.config.n_test, self.config.split_seed, device=device)
 
     def at(self, step: int) -> SyntheticModel:
-        """The model as it was after a step, from its checkpoint; a new model each time, on the CPU.
+        """Load the model after a step from its checkpoint; a new model each time, on the CPU.
 
         Raises:
-            ValueError: no checkpoint of that step; a file that is damaged.
+            ValueError: no checkpoint of that step; a damaged file.
         """
         if step not in self.checkpoints:
             raise ArgumentError("step", f"must be one of the checkpoints {sorted(self.checkpoints)}, got {step!r}")
         return load_checkpoint(self.checkpoints[step])
 
     def to_frame(self) -> pd.DataFrame:
-        """A copy of the metrics."""
+        """Return a copy of the metrics."""
         return self.metrics.copy()
 
     def __repr__(self) -> str:
@@ -306,25 +306,27 @@ def train(
 ) -> TrainRun:
     """Train a synthetic model on a task, in place.
 
-    What is drawn follows from ``config.seed`` and the number of the step, so a resumed training run ends with the same
-    weights, to the last bit, as an uninterrupted one (on a CPU with the same number of threads). After an error or
-    Ctrl-C the model keeps its mode and the weights of the last step.
+    Random numbers depend only on ``config.seed`` and the number of the step, so a resumed training run ends with
+    exactly the weights of an uninterrupted one (on a CPU with the same number of threads). After an error or Ctrl-C the
+    model keeps its mode and the weights of the last step.
 
     Args:
-        model: its weights are where training begins; on CPU or GPU.
-        task: the samples, which the model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit.
-        config: default ``TrainConfig()``.
+        model: the model to train, from its current weights; on CPU or GPU.
+        task: source of samples, which the model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit.
+        config: settings; default ``TrainConfig()``.
         folder: save ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
             ``state.safetensors``, from which ``resume`` continues, at these steps and once a minute.
         resume: continue from the state in ``folder``, if there is one.
-        stop_at: stop after this step, to resume another time.
-        on_step: called with the number of steps done and the model after every step.
+        stop_at: stop after this step, to resume later.
+        on_step: function that is called after every step, with the number of steps done and the model.
 
-    Returns a ``TrainRun``: model (in evaluation mode), metrics, checkpoints.
+    Returns:
+        A ``TrainRun``: model (in evaluation mode), metrics, checkpoints.
 
     Raises:
         ValueError: a model that does not fit the task; a loss that is not finite; ``resume`` without a folder, or with
-            another or a damaged state in it; a folder with a state, without ``resume``, or with a running training.
+            a state of other settings or a damaged state in it; a folder with a state, without ``resume``, or one in
+            which another process trains.
 
     Example:
         >>> from tl_posdisent.synthetic import TrainConfig, preset, train
@@ -340,7 +342,7 @@ def train(
     for name in ("d_vocab", "n_out", "n_ctx"):
         has, needs = getattr(model.config, name), getattr(task, name)
         if has < needs:
-            raise ArgumentError("model", f"must have {name} of {needs} or more for this task, got {has}")
+            raise ArgumentError("model", f"must have {name} of at least {needs} for this task, got {has}")
     if model.config.pad_id not in (None, task.pad_id):
         raise ArgumentError(
             "model",
@@ -349,7 +351,7 @@ def train(
         )
     if stop_at is not None:
         check_integer("stop_at", stop_at, 1)
-    with with_gradients(model), no_autocast():  # config.precision says in which numbers
+    with with_gradients(model), no_autocast():  # config.precision determines the dtype
         training = TaskTraining(model, task, config, folder)
         training.run(resume=resume, stop_at=stop_at, on_step=on_step, progress=progress)
     rows = [{**row, "samples": config.samples(row["step"])} for row in training.rows]
@@ -357,7 +359,7 @@ def train(
 
 
 class TaskTraining(TrainingLoop):
-    """Training on a task. Orders and dropout are drawn from the seed and the number of epoch or step."""
+    """Training on a task. Orders and dropout depend only on the seed and the number of the epoch or step."""
 
     model: SyntheticModel
 
@@ -379,7 +381,7 @@ class TaskTraining(TrainingLoop):
         self.epoch, self.order = -1, torch.empty(0, device="cpu")
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the mean loss of the step's samples that count."""
+        """Add the gradients of the mean loss over the step's samples, without ignored ones."""
         torch.manual_seed(_seed_of(self.config.seed, "dropout", self.done))
         chosen = self.samples()
         loss = right = torch.zeros((), device=self.device)
@@ -397,7 +399,7 @@ class TaskTraining(TrainingLoop):
         return {"loss": loss, "accuracy": right / counted}
 
     def samples(self) -> Int[Tensor, "sample"]:
-        """Which samples the step uses, on the CPU, the shortest first."""
+        """Return the indices of the step's samples, on the CPU, the shortest first."""
         size = self.config.batch_size
         epoch, within = divmod(self.done, self.config.steps_per_epoch)
         if epoch != self.epoch:
@@ -419,7 +421,7 @@ class TaskTraining(TrainingLoop):
         save_checkpoint(self.model, path, {**self.settings(self.done), "step": self.done})
 
     def measure(self, done: int) -> dict[str, float]:
-        """At checkpoints, every ``test_every`` steps and at the end."""
+        """Measure the test samples at checkpoints, every ``test_every`` steps and at the end."""
         if not (
             self.keeps(done) or done == self.steps or (self.config.test_every and done % self.config.test_every == 0)
         ):
@@ -432,6 +434,6 @@ class TaskTraining(TrainingLoop):
 
 
 def _seed_of(seed: int, what: str, number: int) -> int:
-    """Independent seeds for each order and each step, whichever numbers they start from."""
+    """Derive an independent seed for each order and each step."""
     entropy = (seed, *what.encode(), number)
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
