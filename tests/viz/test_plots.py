@@ -124,7 +124,7 @@ def test_every_axis_says_what_it_is_and_nothing_else_changes(plot: Any, table: p
 def test_refusals(plot: Any, table: pd.DataFrame, columns: list[str]) -> None:
     for column in columns:
         with pytest.raises(
-            ValueError, match=rf"columns {', '.join(columns)}, as made by \w.*got one without {column}$"
+            ValueError, match=rf"columns {', '.join(columns)}, as from \w.*got a table without {column}$"
         ):
             plot(table.drop(columns=column))
     with pytest.raises(ValueError, match="must have rows"):

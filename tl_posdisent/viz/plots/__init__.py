@@ -1,1 +1,1 @@
-"""Plotly figures of result tables. They follow your own plotly template; palettes are colour-blind safe."""
+"""Plotly figures of result tables. They use your default plotly template; palettes are colour-blind safe."""

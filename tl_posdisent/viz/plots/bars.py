@@ -22,10 +22,10 @@ def plot_shares(table: pd.DataFrame, *, by: By = "head", title: str | None = Non
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     Args:
-        table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head, or per layer, with
-            a column for each of ``COMPONENTS``.
+        table: table of ``controlled_distance``, or of ``to_frame`` of ``VarianceShares``: one row per head or layer,
+            with a column for each of ``COMPONENTS``.
         by: ``"layer"`` for the mean over the heads of each layer.
-        title: of the figure; default says what it shows.
+        title: title of the figure; default a description.
 
     Raises:
         ValueError: a table without these columns or without rows; several rows for a head.
@@ -43,14 +43,14 @@ def plot_shares(table: pd.DataFrame, *, by: By = "head", title: str | None = Non
     order = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
     figure = stacked_shares(head_axis(means), means, order, names=head_names(means))
     figure.update_xaxes(**head_ticks(means))
-    figure.update_yaxes(range=[0, 1.0001])  # they add up to 1
+    figure.update_yaxes(range=[0, 1.0001])  # shares add up to 1
     return add_title(figure, title, f"Variance decomposition of the scores of each {by}")
 
 
 def stacked_shares(
     x: Sequence[Any], table: pd.DataFrame, components: Sequence[str], *, names: Sequence[str] | None = None
 ) -> go.Figure:
-    """Shares of components stacked on each other, a bar for each row of a table; ``names`` of the bars for hovering."""
+    """Draw stacked shares of components, one bar per row of a table; ``names`` of the bars appear on hovering."""
     bars = [
         go.Bar(
             x=x,
@@ -76,15 +76,15 @@ def plot_deposit(
     """Plot how much worse the model is without each head, the heads with the largest drops first.
 
     Args:
-        table: of ``head_ablation``.
-        better: which values of its metric are better: ``"lower"``, as of a loss, or ``"higher"``, as of an accuracy.
+        table: table of ``head_ablation``.
+        better: which values of its metric are better: ``"lower"``, as for a loss, or ``"higher"``, as for an accuracy.
         sufficient: results of ``sufficient_heads`` on the same model.
-        title: of the figure; default says what it shows.
+        title: title of the figure; default a description.
 
     Returns:
-        A figure with a bar for each head, in the units of the metric, with the standard errors of a column
-        ``effect_se``. With ``sufficient``, a second panel: accuracy with the most important heads alone against their
-        number, and the sufficient set as a larger marker.
+        A figure with a bar for each head, in the units of the metric, with standard errors if the table has a column
+        ``effect_se``. With ``sufficient``, a second panel shows the accuracy with only the most important heads against
+        their number, and the sufficient set as a larger marker.
 
     Raises:
         ValueError: a table without these columns or rows; several rows for a head; an unknown option.
@@ -145,9 +145,9 @@ def plot_substitution(
     """Plot the added loss if all scores are replaced by some of their components.
 
     Args:
-        table: of ``additive_substitution``.
+        table: table of ``additive_substitution``.
         measure: the column to draw: ``"change"`` (of the loss), ``"kl"`` or ``"loss"``, all in nats per token.
-        title: of the figure; default says what it shows.
+        title: title of the figure; default a description.
 
     Raises:
         ValueError: a table without these columns, or without rows of scope ``"all"``; an unknown measure.
@@ -165,7 +165,7 @@ def plot_substitution(
     table = check_table(table, ["scope", "put_in", "keep"], [measure], "additive_substitution")
     ranked = table[table["scope"] == "all"].sort_values(measure, kind="stable")
     if ranked.empty:
-        raise ArgumentError("table", 'must have rows of scope "all", as made by additive_substitution, got none')
+        raise ArgumentError("table", 'must have rows of scope "all", as a table of additive_substitution, got none')
     names = ranked["keep"].str.replace("+", " + ", regex=False)
     names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")
     ranked["name"] = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")
@@ -184,7 +184,7 @@ def plot_substitution(
 
 
 def _errors(table: pd.DataFrame, measure: str) -> dict[str, Any] | None:
-    """Error bars of a column such as ``effect_se``, if the table has one."""
+    """Return error bars from a column such as ``effect_se``, if the table has one."""
     if f"{measure}_se" not in table:
         return None
     return {"type": "data", "array": table[f"{measure}_se"].to_numpy(dtype=float), "thickness": 1, "width": 2}

@@ -28,9 +28,9 @@ from .tables import (
     without_unit,
 )
 
-_EXACT = 32  # distances that are drawn one by one
-_LEVEL = 0.2  # of the largest number, the least height of an axis of plot_length
-_PANELS = 6  # of layers beside each other
+_EXACT = 32  # largest distance that is drawn without averaging
+_LEVEL = 0.2  # least height of an axis of plot_length, relative to the largest number
+_PANELS = 6  # panels of layers per row
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
 
@@ -44,23 +44,23 @@ def plot_distance(
     log: bool | None = None,
     title: str | None = None,
 ) -> go.Figure:
-    """Plot the distance component of each head's scores; of many heads those in colour whose component varies most.
+    """Plot the distance component of each head's scores; the heads whose component varies most are in colour.
 
-    Beyond distance 32 the lines are means over an eighth of an octave, weighted by a column ``cells`` if there is one.
+    Beyond distance 32 the lines are means over an eighth of an octave, weighted by the column ``cells`` if there is
+    one.
 
     Args:
         profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value`` by ``layer`` and
-            ``head``: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of several texts the mean
-            is drawn.
-        wavelengths: of RoPE, in positions, marked by dotted lines.
+            ``head``: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Several texts are averaged.
+        wavelengths: wavelengths of RoPE, in positions, to mark by dotted lines.
         value: the column to draw.
-        top: heads in colour at most: those whose profile varies most. The others are grey.
+        top: largest number of heads in colour, those whose profile varies most. The others are grey.
         by: ``"layer"`` for the mean over the heads of each layer.
-        log: a logarithmic axis, of 1 + distance; default if no distance is negative.
-        title: of the figure; default says what it shows.
+        log: whether the axis is logarithmic, in 1 + distance; default True if no distance is negative.
+        title: title of the figure; default a description.
 
     Raises:
-        ValueError: unusable arguments; several rows for a distance of a head; ``log`` with negative distances.
+        ValueError: invalid arguments; several rows for a distance of a head; ``log`` with negative distances.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_attention
@@ -85,8 +85,8 @@ def plot_distance(
     if logarithmic and distances.min() < 0:
         raise ArgumentError(
             "log",
-            f"must be False or None for negative distances, got distances from {int(distances.min())}: "
-            "these heads attend in both directions",
+            f"must be False or None for negative distances, got distances from {int(distances.min())} "
+            "(these heads attend in both directions)",
         )
     lines: dict[str, pd.DataFrame] = {}
     groups: Any = means.groupby(heads) if heads else [((), means)]
@@ -119,7 +119,7 @@ def plot_distance(
 
 
 def _neighbours_averaged(rows: pd.DataFrame, value: str) -> pd.DataFrame:
-    """A profile as it is up to distance 32, then means over an eighth of an octave: few pairs are that far apart."""
+    """Average a profile beyond distance 32 over an eighth of an octave, because few pairs are that far apart."""
     far = rows["distance"].abs() > _EXACT
     if not far.any():
         return rows
@@ -139,7 +139,7 @@ def _profile(rows: pd.DataFrame, value: str, logarithmic: bool) -> go.Scatter:
 
 
 def _marks(wavelengths: Any, distances: Any, values: Any, logarithmic: bool) -> go.Scatter:
-    """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis."""
+    """Draw a dotted vertical line per wavelength, with names where they fit; as a trace, for any type of axis."""
     try:
         inside = sorted({float(x) for x in wavelengths})
     except (TypeError, ValueError):
@@ -171,12 +171,12 @@ def _marks(wavelengths: Any, distances: Any, values: Any, logarithmic: bool) -> 
 
 
 def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title: str | None = None) -> go.Figure:
-    """Plot the cost of a perturbation against the fraction moved, with bands of one standard error.
+    """Plot the effect of a perturbation against the fraction moved, with bands of one standard error.
 
     Args:
-        table: of ``perturbation_curve``.
+        table: table of ``perturbation_curve``.
         measure: ``"added_loss"``, ``"kl"``, ``"perplexity"``, ``"accuracy"`` or ``"downstream"``.
-        title: of the figure; default names the measure.
+        title: title of the figure; default names the measure.
 
     Raises:
         ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
@@ -226,14 +226,14 @@ def plot_length(
     """Plot loss and attention measures by position in the text, one panel for each measure.
 
     Args:
-        tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name.
-        measures: columns to draw. Each bucket is a level stretch over its positions. The height of a panel is at
+        tables: a table of ``length_generalization`` with ``by="bucket"``, or several by name.
+        measures: columns to draw. Each bucket is a horizontal line over its positions. The range of a panel is at
             least a fifth of its largest number, so that small changes look small.
-        in_range: the length of the training texts, marked by a dotted line.
-        title: of the figure; default says what it shows.
+        in_range: length of the training texts, to mark by a dotted line.
+        title: title of the figure; default a description.
 
     Raises:
-        ValueError: no table or measure; a table without ``start``, ``stop`` and the measures; one by layer or head.
+        ValueError: no table or measure; a table without ``start``, ``stop`` and the measures; a table by layer or head.
 
     Example:
         >>> from tl_posdisent import demo_tokens, length_generalization, load_demo_model
@@ -253,14 +253,14 @@ def plot_length(
         table = check_table(table, [], ["start", "stop", *measures], "length_generalization")
         if head_index(table):
             raise ArgumentError(
-                "tables", 'must have one row per bucket, as made by length_generalization(..., by="bucket")'
+                "tables", 'must have one row per bucket, as from length_generalization(..., by="bucket")'
             )
         table = table.sort_values("start")
         x = table[["start", "stop"]].to_numpy().ravel()
         for row, measure in enumerate(measures, start=1):
             style: dict[str, Any] = {"legendgroup": name, "showlegend": row == 1 and len(named) > 1}
             y = table[measure].to_numpy(dtype=float).repeat(2)
-            line = line_style(number) | {"simplify": False}  # or level stretches lean
+            line = line_style(number) | {"simplify": False}  # simplification would tilt horizontal lines
             figure.add_scatter(x=x, y=y, name=name, line=line, mode="lines", row=row, col=1, **style)
     for row, measure in enumerate(measures, start=1):
         y = np.concatenate([table[measure].to_numpy(dtype=float) for table in named.values()])
@@ -280,12 +280,12 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
     """Plot a measure of every head, or of every layer, over training steps.
 
     Args:
-        table: from ``dynamics``, or any other table by head with a column ``step``; or from ``gradient_margins``.
+        table: table of ``dynamics`` or ``gradient_margins``, or any other table by head with a column ``step``.
         value: the column to draw.
-        title: of the figure; default names the measure.
+        title: title of the figure; default names the measure.
 
     Returns:
-        A figure with a panel for each layer and a line for each of its heads; of a table with one row per step and
+        A figure with a panel for each layer and a line for each of its heads; for a table with one row per step and
         layer, one panel with a line for each layer.
 
     Raises:
@@ -319,7 +319,7 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
     for _, rows in table.groupby(lines):
         number = rows[line_of].iloc[0]
         style = line_style(named[number])
-        if line_of == "layer" and len(named) > len(HUES):  # from light to dark, as deep as they are
+        if line_of == "layer" and len(named) > len(HUES):  # from light to dark with depth
             style = {"color": on_scale(SEQUENTIAL, 0.25 + 0.75 * named[number] / len(named))}
         row, column = divmod(layers.index(rows["layer"].iloc[0]) if by_head else 0, columns)
         x, y = rows["step"].to_numpy(), rows[value].to_numpy()

@@ -1,4 +1,4 @@
-"""Heat maps: a number or a verdict for each head, or a number for each subspace of each head."""
+"""Heat maps: a number or a verdict per head, or a number per subspace of each head."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .tables import (
 )
 
 WRITTEN = 160
-"""Cells of a map that have room for their numbers."""
-_NAMED = 100  # heads that have room for theirs
-_SPAN = 0.2  # of measures between 0 and 1: a smaller difference has not the whole scale
+"""Largest number of cells in which numbers are shown."""
+_NAMED = 100  # largest number of heads with a tick label each
+_SPAN = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
 
 
 def plot_heads(
@@ -46,18 +46,18 @@ def plot_heads(
     """Plot a number for each head of a model: layers on y, the first at the top, heads on x.
 
     Args:
-        table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
-            head (column ``batch``): then the mean over texts is drawn.
+        table: a table with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text,
+            layer and head (column ``batch``), which is averaged over texts.
         value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
-        by: ``"layer"`` draws the mean over the heads of each layer as a line, and from the least to the largest head
-            as a band.
-        signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
-        limits: of the colour scale; default from 0, or symmetric; for correlations and shares, from the lowest
-            twentieth of the heads to the largest, at least 0.2 apart.
-        title: of the figure; default names the measure.
+        by: ``"layer"`` draws the mean over the heads of each layer as a line, and the range from the lowest to the
+            highest head as a band.
+        signed: whether to use a diverging colour scale, symmetric about 0. Default: if a value is negative.
+        limits: limits of the colour scale; default from 0, or symmetric; for correlations and shares, from the lowest
+            5 % of the heads to the highest, at least 0.2 apart.
+        title: title of the figure; default names the measure.
 
     Raises:
-        ValueError: a table without these columns or rows; several rows for a head; limits that do not ascend.
+        ValueError: a table without these columns or rows; several rows for a head; limits that are not ascending.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, plot_heads
@@ -84,7 +84,7 @@ def plot_heads(
 
 
 def _layers(means: pd.DataFrame, value: str, limits: Any, axis: str, title: str | None) -> go.Figure:
-    """A line through the means of the layers, and a band from the lowest to the highest head."""
+    """Draw a line through the means of the layers, and a band from the lowest to the highest head."""
     x, low, high = (means[name].to_numpy() for name in ("layer", "low", "high"))
     figure = go.Figure()
     figure.add_scatter(x=x, y=low, line={"width": 0}, mode="lines", hoverinfo="skip", name="lowest", showlegend=False)
@@ -112,9 +112,9 @@ def plot_subspaces(
     """Plot a number for each rotary subspace of each head: subspaces on y, in their order in the model, heads on x.
 
     Args:
-        table: with the columns ``subspace``, ``frequency`` and ``value``, and ``head`` or ``layer`` or both: from
-            ``subspace_patterns``, or ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
-            Subspaces are named by their wavelength in positions, or by number where layers differ in frequencies.
+        table: a table with the columns ``subspace``, ``frequency`` and ``value``, and ``head`` or ``layer`` or both:
+            from ``subspace_patterns`` or ``positional_symbolic(..., by_subspace=True)`` (averaged over texts).
+            Subspaces are named by their wavelength in positions, or by number if layers differ in frequencies.
         value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
         signed, limits, title: as in ``plot_heads``.
 
@@ -162,16 +162,16 @@ def plot_distance_sources(
     limits: tuple[float | int, float | int] | None = None,
     title: str | None = None,
 ) -> go.Figure:
-    """Plot which pairs of sources make the distance profile of a head: sources of the query on y, of the key on x.
+    """Plot the share of each pair of sources in a head's distance profile: query sources on y, key sources on x.
 
     Args:
-        table: all pairs of ``distance_sources(...).to_frame()``.
-        head: the head, of this table; default the only one.
-        top: sources that are shown: those with the largest absolute share in a pair. All pairs add up to 1.
+        table: the table ``distance_sources(...).to_frame()``, with all pairs.
+        head: a head in the table; default the only one.
+        top: number of sources to show, those with the largest absolute share in a pair. All pairs add up to 1.
         limits, title: as in ``plot_heads``.
 
     Raises:
-        ValueError: as ``plot_heads``; a head that is not in the table, or None where there are several.
+        ValueError: as ``plot_heads``; a head that is not in the table, or None if there are several.
 
     Example:
         >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
@@ -191,7 +191,7 @@ def plot_distance_sources(
     pairs = mean_over_texts(table[table["head"] == head], names, ["share"])
     sizes = pd.concat([pairs["share"].abs().groupby(pairs[name]).max() for name in names], axis=1).max(axis=1)
     places: dict[str, list[float]] = {}
-    for name in sizes.nlargest(top).index:  # the embedding, layer by layer heads, bias and MLP, and a bias at the end
+    for name in sizes.nlargest(top).index:  # order: the embedding, then by layer heads, bias and MLP, then the bias
         numbers = re.findall(r"\d+", name) or ["-1" if name == "embedding" else "inf"]
         places[name] = [*map(float, numbers), math.inf, name.endswith("MLP")]
     order = sorted(places, key=lambda name: places[name])
@@ -211,9 +211,9 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     Below the letter of a verdict is the share of the loss that the rung of that name recovers. Hovering shows the gap.
 
     Args:
-        table: of ``head_verdicts``.
-        rungs: of ``attention_ladder``: hovering shows the share that each rung recovers.
-        title: of the figure; default counts the heads of each verdict.
+        table: table of ``head_verdicts``.
+        rungs: table of ``attention_ladder``, to show the share that each rung recovers on hovering.
+        title: title of the figure; default a description with the number of heads per verdict.
 
     Raises:
         ValueError: a table without these columns or rows; several rows for a head.
@@ -229,7 +229,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     """
     table = check_table(table, ["layer", "head", "verdict"], ["gap"], "head_verdicts")
     index = ["layer", "head"]
-    mean_over_texts(table, index, ["gap"])  # refuses what has no head, or several rows for one
+    mean_over_texts(table, index, ["gap"])  # raises for a row without head, or several rows for one head
     full = table["verdict"].astype(str)
     verdicts = full.str.replace("^undecided .*", "undecided", regex=True)
     names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
@@ -239,7 +239,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
         hover=verdict_texts(table, rungs),
     )
     if "recovered" in table and "simplest" in table:
-        known = ~table["simplest"].isin(["mean_output", "uniform", "untouched"])  # no shares, or 0 and 1 by definition
+        known = ~table["simplest"].isin(["mean_output", "uniform", "untouched"])  # no share, or 0 or 1
         cells["letter"] += [f"<br>{x:.0%}" if there else "" for x, there in zip(table["recovered"], known, strict=True)]
     grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
@@ -264,7 +264,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
 
 
 def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
-    """What is known of each head of ``head_verdicts``: verdict, gap, and the share that each rung recovers."""
+    """Describe each head of ``head_verdicts``: verdict, gap, and the share that each rung recovers."""
     missing = [float("nan")] * len(table)
     columns = (table["layer"], table["head"], table["verdict"], table["gap"], table.get("error", missing))
     texts = [
@@ -288,7 +288,7 @@ def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
 
 
 def head_axis(heads: pd.DataFrame) -> list[Any]:
-    """Put heads or layers on an x axis: as categories, heads grouped by layer; many heads of layers as numbers."""
+    """Return the x values of heads or layers: categories, grouped by layer, or numbers if there are too many heads."""
     if _crowded(heads):
         return list(range(len(heads)))
     if len(index := head_index(heads)) == 1:
@@ -333,14 +333,14 @@ def _heat_map(
         zmin=low,
         zmax=high,
         colorscale=DIVERGING if signed else SEQUENTIAL,
-        colorbar={"title": {"text": title.replace(" (", "<br>("), "side": "right"}},  # or it is cut
+        colorbar={"title": {"text": title.replace(" (", "<br>("), "side": "right"}},  # else it is cut off
         texttemplate=f"%{{z:.{max(2, 1 - math.floor(math.log10(high)))}f}}" if z.size <= room and high > 0 else None,
         name="",
     )
 
 
 def bounded_limits(value: str, values: Any) -> tuple[float, float] | None:
-    """Limits of colours of a measure between 0 and 1: without its lowest twentieth, and never narrow."""
+    """Return colour limits of a measure between 0 and 1, without its lowest 5 %, at least ``_SPAN`` apart."""
     known = np.asarray(values, dtype=float)
     known = known[np.isfinite(known)]
     bounds = natural_range(value, float(known.min()), float(known.max())) if known.size else None
@@ -358,7 +358,7 @@ def _limits(limits: Any) -> tuple[float, float]:
 
 
 def wavelengths(subspaces: pd.DataFrame) -> list[str]:
-    """The name of each subspace, in ascending order: its wavelength, if it has the same in all layers."""
+    """Name the subspaces, in ascending order, by their wavelengths if these are the same in all layers."""
     frequencies = subspaces.groupby("subspace")["frequency"].agg(["min", "max"])
     if not np.allclose(frequencies["min"], frequencies["max"], rtol=1e-6, atol=0):
         return whole(frequencies.index)

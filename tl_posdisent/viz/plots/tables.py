@@ -1,4 +1,4 @@
-"""Tables that plots draw: validation, titles of axes with units, ranges of measures."""
+"""Tables for plots: validation, titles of axes with units, ranges of measures."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _TITLES = {
     "share_distance": f"distance alone ({_SHARE})",
     "share_key": f"key alone ({_SHARE})",
     "share_query": f"query alone ({_SHARE})",
-    "turn": "turn (0 stands still … 1)",
+    "turn": "turn (0: no rotation … 1)",
 }
 _FROM_0_TO_1 = {"accuracy", "key_concentration", "query_concentration", "outside"}
 _FROM_0_TO_1 |= {"r", "r2", "r_held_out", "r_no_distance", "r_three_axis", "r_two_axis"}
 
 
 def natural_range(name: str, low: float, high: float) -> tuple[float, float] | None:
-    """From 0 to 1 for correlations, shares and accuracies; None for other measures, and for values outside it."""
+    """Return (0, 1) for correlations, shares and accuracies; None for other measures, and for values outside."""
     bounded = name in _FROM_0_TO_1 or name.startswith(("share", "explained", "positional", "symbolic"))
     return (0.0, 1.0) if bounded and low >= 0 and high <= 1 else None
 
 
 def widened(low: float, high: float, span: float, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
-    """These limits, or ones as far apart as ``span`` about their middle, so that small differences look small."""
+    """Widen limits about their middle until they are ``span`` apart, so that small differences look small."""
     more = max(span - (high - low), 0.0) / 2
     low, high = low - more, high + more
     least, most = bounds or (-math.inf, math.inf)
@@ -70,7 +70,7 @@ def widened(low: float, high: float, span: float, bounds: tuple[float, float] | 
 
 
 def title_of(name: str, table: pd.DataFrame) -> str:
-    """Title of an axis or colour bar for this column, with its unit."""
+    """Return the title of an axis or colour bar for this column, with its unit."""
     if name == "effect" and {"clean", "source"} & set(table.columns):
         return "effect (0: run as it was, 1: as the other)" if "source" in table else "effect (0 corrupted, 1 clean)"
     if name == "effect" and "baseline" in table:
@@ -81,18 +81,18 @@ def title_of(name: str, table: pd.DataFrame) -> str:
 
 
 def metric_title(table: pd.DataFrame) -> str:
-    """The metric of a causal table with its unit, if it is known; tables that were read from a file do not say it."""
+    """Return the metric of a causal table with its unit; tables that were read from a file do not name it."""
     name = str(table.attrs.get("metric", "the metric"))
     return _TITLES.get(name, name)
 
 
 def without_unit(title: str) -> str:
-    """The title of an axis up to its unit, for the title of a figure."""
+    """Cut the unit from the title of an axis, for the title of a figure."""
     return title.split(" (")[0]
 
 
 def add_title(figure: go.Figure, given: str | None, default: str, note: str = "") -> go.Figure:
-    """Write the title above a figure: the one given, or the default with a note below it."""
+    """Add the given title to a figure, or the default with a note below it."""
     if given is not None and not isinstance(given, str):
         raise ArgumentError("title", f"must be a string, got {type(given).__name__}")
     small = f"<br><span style='font-size:0.75em'>{note}</span>" if note and given is None else ""
@@ -100,23 +100,23 @@ def add_title(figure: go.Figure, given: str | None, default: str, note: str = ""
 
 
 def whole(values: Iterable[Any]) -> list[str]:
-    """Numbers of layers or heads as categories of an axis."""
+    """Convert numbers of layers or heads to categories of an axis."""
     return [str(int(value)) for value in values]
 
 
 def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], makers: str) -> pd.DataFrame:
-    """Return the table, or raise unless it has rows, these columns and numbers; the error names its makers."""
+    """Return the table, or raise unless it has rows, these columns and numbers; errors name the functions to use."""
     needed = [*columns, *numbers]
     if not isinstance(table, pd.DataFrame):
-        raise ArgumentError("table", f"must be a pandas table as made by {makers}, got {type(table).__name__}")
+        raise ArgumentError("table", f"must be a pandas table as from {makers}, got {type(table).__name__}")
     missing = [name for name in needed if name not in table.columns]
     if missing:
         raise ArgumentError(
             "table",
-            f"must have the columns {', '.join(needed)}, as made by {makers}, got one without {', '.join(missing)}",
+            f"must have the columns {', '.join(needed)}, as from {makers}, got a table without {', '.join(missing)}",
         )
     if table.empty:
-        raise ArgumentError("table", f"must have rows, as made by {makers}, got none")
+        raise ArgumentError("table", f"must have rows, as from {makers}, got none")
     for name in numbers:
         if not is_numeric_dtype(table[name]) or is_bool_dtype(table[name]):
             raise ValueError(f"column {name} must be numbers, got {table[name].dtype}")
@@ -124,7 +124,7 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
 
 
 def head_index(table: Any) -> list[str]:
-    """Columns that identify a head or a layer: ``layer`` and ``head``, or the one of them that exists."""
+    """Return the columns that identify a head or a layer: ``layer`` and ``head``, or the one of them that exists."""
     return [name for name in ("layer", "head") if name in getattr(table, "columns", ())]
 
 
@@ -132,12 +132,12 @@ By = Literal["head", "layer"]
 
 
 def over_heads(means: pd.DataFrame, by: By, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
-    """The table by head, or means over the heads of each layer; ``low`` and ``high`` are the range of one value."""
+    """Return the table by head, or means over the heads of each layer, with the range ``low`` … ``high`` of a value."""
     check_choice("by", by, get_args(By))
     if by == "head":
         return means
     if "layer" not in means:
-        raise ArgumentError("table", "must have the column layer to be drawn by layer, got one without")
+        raise ArgumentError("table", "must have the column layer to be drawn by layer, got a table without it")
     groups = means.groupby(["layer", *index])
     table = groups[list(values)].mean()
     if len(values) == 1:
@@ -147,9 +147,9 @@ def over_heads(means: pd.DataFrame, by: By, index: Sequence[str], values: Sequen
 
 
 def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
-    """One row for each ``index``, in ascending order: the mean over texts, where the table has a row for each.
+    """Average a table over texts: return one row for each ``index``, in ascending order.
 
-    Rows that differ in anything else are not to be averaged, and refused.
+    Rows that differ in anything except the text are not averaged but raise.
     """
     names = list(index)
     if names and bool(table[names].isna().any(axis=None)):
