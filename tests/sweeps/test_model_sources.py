@@ -63,7 +63,7 @@ def test_weights_are_known_by_their_content(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "c.safetensors", tmp_path / "a.safetensors")
     with pytest.warns(UserWarning, match="1 of 1 jobs failed"):
         sweep([a], out=tmp_path / "other", progress=False)
-    assert "have changed since this job was made" in failures(tmp_path / "other")["message"][0]
+    assert "have changed since this job was created" in failures(tmp_path / "other")["message"][0]
 
 
 def neox(seed: int) -> GPTNeoXForCausalLM:

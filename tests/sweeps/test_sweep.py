@@ -153,7 +153,7 @@ def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> 
         nothing = sweep(todo[:1], out=out, progress=False)
     assert nothing.empty
     assert list(nothing.columns) == JOB_COLUMNS
-    assert "has changed since this job was made" in row["message"]
+    assert "has changed since this job was created" in row["message"]
     assert "sources.py" in row["traceback"]
     file.write_text(demo_text(), encoding="utf-8")  # the cause is removed, but a retry is not requested
     with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
@@ -262,7 +262,7 @@ def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
 BAD = [
     (lambda: jobs("demo", "load_model", "demo"), "experiment must be one of .* got 'load_model'"),
     (lambda: jobs("demo", "perturb", "demo"), "experiment must be one of .* got 'perturb'"),
-    (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments of additivity must be its own"),
+    (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments must be parameters of additivity"),
     (lambda: jobs("demo", "content_position_terms", "demo"), "arguments of content_position_terms .* 'layer'"),
     (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments must be numbers, words"),
     (lambda: jobs("demo", ("additivity", {"layers": float("nan")}), "demo"), "arguments must be numbers, words"),
@@ -271,11 +271,11 @@ BAD = [
     (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds must be given once"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint must be None for model='demo'"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder must have checkpoints .* got demo"),
-    (lambda: jobs("./nowhere", "additivity", "demo"), "model must be a name, or a file or folder that exists"),
-    (lambda: jobs([], "additivity", "demo"), "must name one or more each, got none"),
+    (lambda: jobs("./nowhere", "additivity", "demo"), "model must be a name, or an existing file or folder"),
+    (lambda: jobs([], "additivity", "demo"), "must each have at least one entry, got none"),
     (lambda: jobs("demo", "additivity", "demo", dtype="int8"), "dtype must be 'float32'"),
-    (lambda: Text.of(Path("nowhere.txt")), "text must be a UTF-8 file that can be read"),
-    (lambda: Text.of(__file__), r"got the name of a file: write Path\("),
+    (lambda: Text.of(Path("nowhere.txt")), "text must be a readable UTF-8 file"),
+    (lambda: Text.of(__file__), r"got the name of a file: pass Path\("),
     (lambda: Text.of([1.5]), "text must be .* token ids"),
     (lambda: Text.of("demo", count=2), "length must be given with count"),
     (lambda: Text.of("demo", length=1), "length must be an integer of at least 2, got 1"),
@@ -307,5 +307,5 @@ def test_words_of_any_length_are_words(length: int) -> None:
     for text in (words, words.replace(" ", "/"), words.replace(" ", "\0"), "x" * length):
         assert Text.of(text).source == text
     assert named("x" * length, None) == ("x" * length, None, "")
-    with pytest.raises(ValueError, match="text must be a UTF-8 file that can be read"):
+    with pytest.raises(ValueError, match="text must be a readable UTF-8 file"):
         Text.of(Path("x" * length))

@@ -1,4 +1,4 @@
-"""Jobs of a sweep: frozen descriptions with a hash, and their product over models, texts, seeds and experiments."""
+"""Jobs of a sweep: frozen descriptions with a hash, for all combinations of models, texts, seeds and experiments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tl_posdisent.utils.validation import check_choice, check_seeds
 
 @functools.cache
 def experiments_by_name() -> dict[str, Callable[..., Any]]:
-    """Public functions of ``(model, tokens, …)`` that return a table, or a result with ``to_frame()``.
+    """List the public functions of ``(model, tokens, …)`` that return a table, or a result with ``to_frame()``.
 
     >>> sorted(experiments_by_name())[:3]
     ['additive_substitution', 'additivity', 'attention_ladder']
@@ -35,7 +35,7 @@ def experiments_by_name() -> dict[str, Callable[..., Any]]:
 
 
 def _gives_table(function: Callable[..., Any]) -> bool:
-    """By its signature alone. Annotations are strings, and not all of their names can be evaluated at run time."""
+    """Whether a function returns a table, by its annotations, which are strings that cannot always be evaluated."""
     signature = inspect.signature(function)
     result = inspect.unwrap(function).__globals__.get(signature.return_annotation)
     gives_table = signature.return_annotation == "pd.DataFrame" or hasattr(result, "to_frame")
@@ -43,20 +43,20 @@ def _gives_table(function: Callable[..., Any]) -> bool:
 
 
 def experiment_named(name: str) -> Callable[..., Any]:
-    """The experiment of this name, or raise ValueError."""
+    """Return the experiment of this name, or raise ValueError."""
     if name not in experiments_by_name():
         raise ArgumentError("experiment", f"must be one of {', '.join(sorted(experiments_by_name()))}, got {name!r}")
     return experiments_by_name()[name]
 
 
 def canonical(arguments: Mapping[str, Any]) -> str:
-    """Arguments as JSON that is the same for the same arguments, or raise ValueError."""
+    """Convert arguments to JSON that is equal for equal arguments, or raise ValueError."""
     plain = {name: list(value) if isinstance(value, range) else value for name, value in arguments.items()}
     try:
         return json.dumps(plain, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            "arguments", f"must be numbers, words, lists and None, as in JSON, got {arguments!r}"
+            "arguments", f"must be numbers, strings, lists or None, as in JSON, got {arguments!r}"
         ) from error
 
 
@@ -73,7 +73,7 @@ def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> Non
     try:
         inspect.signature(function).bind("model", "tokens", **_arguments(function, arguments, seed))
     except TypeError as error:
-        raise ValueError(f"arguments of {name} must be its own, got {dict(arguments)}: {error}") from error
+        raise ValueError(f"arguments must be parameters of {name}, got {dict(arguments)}: {error}") from error
 
 
 def run_experiment(name: str, model: Any, tokens: Any, arguments: Mapping[str, Any], seed: int | None) -> pd.DataFrame:
@@ -84,7 +84,7 @@ def run_experiment(name: str, model: Any, tokens: Any, arguments: Mapping[str, A
 
 
 def _arguments(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
-    """With the seed as the function takes it, and without a progress bar."""
+    """Add the seed as the function takes it, and turn off its progress bar."""
     known, given = inspect.signature(function).parameters, dict(arguments)
     if "progress" in known:
         given["progress"] = False
@@ -93,24 +93,24 @@ def _arguments(function: Callable[..., Any], arguments: Mapping[str, Any], seed:
     return given
 
 
-RESULTS = "0.2"  # version of the package whose results these are: later ones may compute something else
+RESULTS = "0.2"  # package version in the hash: another version may compute different results
 Experiment = str | tuple[str, Mapping[str, Any]]
 Source = str | Path | Text
 
 
 @dataclass(frozen=True)
 class Job:
-    """One experiment on one model and one text. Small, picklable, and made by ``jobs``.
+    """One experiment on one model and one text: small, picklable, and created by ``jobs``.
 
     Attributes:
         model: ``"demo"``, a model's name, or the path of a folder or file.
-        checkpoint: a step of a training in a folder, or a revision of a named model.
-        weights: a hash of the files at the path; empty for names.
+        checkpoint: step of a training run in a folder, or revision of a named model.
+        weights: hash of the files at the path; empty for names.
         text: the text.
         experiment: name of a public function of ``(model, tokens)``.
-        arguments: its further arguments, as JSON.
+        arguments: its other arguments, as JSON.
         seed: its ``seed`` or ``seeds``; None if it takes none.
-        backend, dtype: how the model is loaded.
+        backend, dtype: how to load the model.
 
     Example:
         >>> from tl_posdisent.sweeps import jobs
@@ -131,18 +131,18 @@ class Job:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of everything that decides the result; files count by their content, not their path."""
+        """SHA-256 of everything that determines the result; of files, the content and not the path."""
         what = dataclasses.asdict(self) | {"model": "" if self.weights else self.model, "text": self.text.described()}
         what |= {"arguments": json.loads(self.arguments), "results": RESULTS}
         return hashlib.sha256(canonical(what).encode("utf-8")).hexdigest()
 
     @property
     def loads(self) -> tuple[str, Checkpoint, str, str, str]:
-        """Jobs with the same value need the same model."""
+        """Identity of the model to load: jobs with equal values share it."""
         return self.model, self.checkpoint, self.weights, self.backend, self.dtype
 
     def columns(self) -> dict[str, Any]:
-        """What names the job in a table."""
+        """Return the columns that identify the job in a table."""
         given = {name: getattr(self, name) for name in ("seed", "experiment", "arguments", "backend", "dtype")}
         place = {"model": self.model, "checkpoint": self.checkpoint, "step": step_of(self.checkpoint)}
         return place | {"text": self.text.name} | given | {"job": self.hash}
@@ -158,26 +158,27 @@ def jobs(
     backend: Backend = "auto",
     dtype: str = "float32",
 ) -> list[Job]:
-    """Make a job for each combination of model, checkpoint, experiment, text and seed; jobs of one model are adjacent.
+    """Create a job for each combination of model, checkpoint, experiment, text and seed.
 
-    Weights and texts in files are read once for a hash; a job raises an error if its files have changed since.
+    Jobs of one model are adjacent. Files of weights and texts are read once, for a hash; a job raises an error if its
+    files have changed since then.
 
     Args:
         models: ``"demo"``, names that ``load_model`` takes, GGUF files, folders or safetensors files (of Hugging Face
             models, of ``save_checkpoint``, of the demo model's training).
         experiments: names of public functions of ``(model, tokens)`` that return a table, or pairs of a name and a dict
-            of further JSON-compatible arguments.
-        texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (stretches of any of these).
-        checkpoints: steps of the trainings in the folders ``models``, or ``"all"`` of them; for names, revisions of
-            which an integer ``n`` means ``"stepn"``, as Pythia has it. None: the models as they are.
-        seeds: for experiments that take ``seed`` or ``seeds``: how many (0, 1, 2 …), or a list of which. None for
-            their default. Other experiments run once.
+            of other JSON-compatible arguments.
+        texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (parts of any of these).
+        checkpoints: steps of the training runs in the folders ``models``, or ``"all"`` of them; for names, revisions,
+            where an integer ``n`` means ``"stepn"``, as for Pythia. None: the models themselves.
+        seeds: for experiments that take ``seed`` or ``seeds``: the number of seeds (0, 1, 2 …), or a list of seeds.
+            None for their default. Other experiments run once.
         backend: as in ``load_model``.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
 
     Raises:
-        ValueError: no combination; a missing folder, checkpoint or file; an unknown experiment, and arguments or seeds
-            that it does not take.
+        ValueError: no combination; a missing folder, checkpoint or file; an unknown experiment; arguments or seeds that
+            an experiment does not take.
 
     Example:
         >>> from tl_posdisent.sweeps import Text, jobs
@@ -203,7 +204,9 @@ def jobs(
             check_call(name, arguments, seed)
             found.append(Job(model, checkpoint, weights, text, name, canonical(arguments), seed, backend, dtype))
     if not found:
-        raise ValueError("models, experiments, texts, checkpoints and seeds must name one or more each, got none")
+        raise ValueError(
+            "models, experiments, texts, checkpoints and seeds must each have at least one entry, got none"
+        )
     return list(dict.fromkeys(found))
 
 

@@ -1,4 +1,4 @@
-"""Run jobs in this process or by an executor, keep each result in a file, and resume an interrupted sweep."""
+"""Run jobs in this process or with an executor, store each result in a file, and resume an interrupted sweep."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def failures(out: str | Path) -> pd.DataFrame:
 
 
 def prepare(out: Path) -> None:
-    """Make the folders, and delete what killed processes left unfinished. Call it while holding the folder's lock."""
+    """Create the folders, and delete unfinished files of killed processes. Call it while holding the folder's lock."""
     for folder in (Path(out, "parts"), Path(out, "failed")):
         if folder.exists() and not folder.is_dir():
             raise ArgumentError("out", f"must be the folder of a sweep, got {out}, in which {folder} is a file")
@@ -85,12 +85,12 @@ def failure_of(out: Path, job: Job) -> Path:
 
 
 def unfinished(out: Path, jobs: list[Job], retry: bool = False) -> list[Job]:
-    """Jobs without a whole table and (unless ``retry``) without an error."""
+    """Return the jobs without a complete table and (unless ``retry``) without an error."""
     return [job for job in jobs if (retry or not failure_of(out, job).is_file()) and read_part(out, job) is None]
 
 
 def read_part(out: Path, job: Job) -> pd.DataFrame | None:
-    """The job's table; None if there is none, or one that is damaged: cut short, altered, or of another job."""
+    """Read the job's table; return None if it is missing or damaged (cut short, altered, or of another job)."""
     path = part_of(out, job)
     if not path.is_file():
         return None
@@ -121,8 +121,11 @@ def write_failure(out: Path, job: Job, error: BaseException) -> None:
 
 
 def with_columns(job: Job, table: pd.DataFrame) -> pd.DataFrame:
-    """A job's table after the columns that name the job and its arguments. A column with the name of one of these is
-    dropped if it says the same, and prefixed with the experiment's name otherwise."""
+    """Put the columns that identify the job and its arguments in front of its table.
+
+    A column of the table with the name of one of these is dropped if it has the same values, and prefixed with the
+    experiment's name otherwise.
+    """
     front = job.columns()
     for name, value in json.loads(job.arguments).items():
         if name not in front and name not in table:
@@ -133,23 +136,23 @@ def with_columns(job: Job, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def joined(tables: list[pd.DataFrame], empty: list[str]) -> pd.DataFrame:
-    """All of them, with job columns of one type: numbers that may be missing, and words."""
+    """Concatenate tables, with one type per job column: numbers that may be missing, or strings."""
     whole_table: Any = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=empty, dtype=object)
     typed: pd.DataFrame = whole_table.astype({"step": "Int64", "seed": "Int64"})
     return typed
 
 
-# A worker runs one job after the other and writes each result to disk before the next begins. It keeps one model, for
-# further jobs and calls. Hooks belong to a model and random numbers to a process, so threads of a process take turns.
+# A worker runs one job after the other and writes each result to disk before the next begins. It keeps one model for
+# later jobs and calls. Hooks belong to a model and random numbers to a process, so threads of a process take turns.
 _kept: dict[Any, Any] = {}
 _turn = threading.RLock()
 
 
 def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
-    """Run these jobs, unless they are finished: each leaves a table or an error in ``out``."""
+    """Run these jobs unless they are finished; each writes a table or an error to ``out``."""
     with _turn:
         for job in todo:
-            if read_part(Path(out), job) is not None:  # another worker did it, and died before it could say so
+            if read_part(Path(out), job) is not None:  # another worker did it, and died before it returned
                 continue
             try:
                 model = _model(job, device)
@@ -164,7 +167,7 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
 def _model(job: Job, device: str | None) -> Any:
     key = (*job.loads, device)
     if key not in _kept:
-        forget()  # first, or there would be two for a while
+        forget()  # before loading, so that memory never holds two models
         name, checkpoint, weights, backend, dtype = job.loads
         _kept[key] = load(name, checkpoint, weights, backend=backend, dtype=dtype, device=device)  # type: ignore[arg-type]
     return _kept[key]
@@ -174,12 +177,12 @@ def forget() -> None:
     with _turn:
         if _kept:
             _kept.clear()
-            gc.collect()  # modules and their hooks refer to each other in circles
+            gc.collect()  # modules and their hooks are reference cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
 
-_PIECES = 64  # calls to an executor, about: few enough to keep models, many enough for all workers
+_PIECES = 64  # approximate number of calls to an executor: few enough to reuse models, enough for all workers
 
 
 def sweep(
@@ -193,32 +196,32 @@ def sweep(
 ) -> pd.DataFrame:
     """Run the jobs that have no result yet, and return the results of all jobs as one table.
 
-    Each finished job is written at once, so a sweep that was stopped or killed continues when it is called again with
-    the same ``out``. A job that fails is recorded with its error and does not stop the others. Ctrl-C cancels what has
-    not begun. One sweep at a time may write to a folder; a second one raises an error.
+    Each finished job is written immediately, so a sweep that was stopped or killed continues if it is called again with
+    the same ``out``. A job that fails is recorded with its error and does not stop the others. Ctrl-C cancels the jobs
+    that have not begun. One sweep at a time may write to a folder; a second one raises an error.
 
     Args:
-        jobs: from ``jobs``.
-        executor: where they run: None for this process, or anything with the interface of
+        jobs: jobs from ``jobs``.
+        executor: where to run them: None for this process, or an object with the interface of
             ``concurrent.futures.Executor``: ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or
             ``dask.distributed.Client(...).get_executor()`` for a cluster, whose workers must see ``out`` and the files
             of the jobs under the same paths. Each of its processes holds one model at a time; threads take turns.
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
-        device: where models go, such as ``"cuda"``; by default what ``load_model`` takes.
-        progress: show a bar.
+        device: device of the models, such as ``"cuda"``; default as in ``load_model``.
+        progress: show a progress bar.
 
     Returns:
-        The concatenated tables of all jobs, in the order of ``jobs``. In front ``model``, ``checkpoint``, ``step`` (if
-        the checkpoint names one), ``text``, ``seed``, ``experiment``, ``arguments`` (JSON), ``backend``, ``dtype`` and
-        ``job``, its hash; then a column for each argument (lists as JSON) that is not a column of the experiment. A
-        column of the experiment with the name of a job column but other values gets the experiment's name as a prefix.
-        Failed jobs have no rows: there is a warning, ``attrs["failed"]`` has their hashes, ``failures(out)`` the
-        reasons.
+        The concatenated tables of all jobs, in the order of ``jobs``. The first columns are ``model``, ``checkpoint``,
+        ``step`` (if the checkpoint names one), ``text``, ``seed``, ``experiment``, ``arguments`` (JSON), ``backend``,
+        ``dtype`` and ``job``, its hash; then a column for each argument (lists as JSON) that is not a column of the
+        experiment. A column of the experiment with the name of a job column but other values gets the experiment's name
+        as a prefix. Failed jobs have no rows: there is a warning, ``attrs["failed"]`` has their hashes, and
+        ``failures(out)`` the reasons.
 
     Raises:
-        ValueError: no jobs; an invalid job, executor or number; ``out`` is a file, or a folder in which another sweep
-            is running.
+        ValueError: no jobs; an invalid job or executor; ``out`` is a file, or a folder in which another sweep is
+            running.
         OSError: ``out`` cannot be written (a full disk). Finished jobs are kept.
         RuntimeError: the executor lost its workers, or its workers do not see ``out``. Finished jobs are kept.
 
@@ -234,18 +237,18 @@ def sweep(
     listed, folder = list(jobs) if isinstance(jobs, Iterable) else [jobs], Path(out).resolve()
     wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
     if wrong or not listed:
-        raise ArgumentError("jobs", f"must be a list of Job as jobs() makes it, got {wrong[0] if wrong else 'none'}")
+        raise ArgumentError("jobs", f"must be a list of Job, as from jobs(), got {wrong[0] if wrong else 'none'}")
     listed = list(dict.fromkeys(listed))
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ArgumentError("executor", f"must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
     if folder.exists() and not folder.is_dir():
-        raise ArgumentError("out", f"must be a folder, or a path where one can be made, got the file {folder}")
+        raise ArgumentError("out", f"must be a folder, or a path where one can be created, got the file {folder}")
     different = list({job.hash: job for job in listed}.values())
     if unfinished(folder, different, retry):
         with locked(folder, "out", "sweep"):
             prepare(folder)
             todo = unfinished(folder, different, retry)  # again: another sweep may just have ended
-            for job in todo:  # or old errors and damaged parts would be taken for new ones
+            for job in todo:  # delete old errors and damaged parts, which would look like new ones
                 part_of(folder, job).unlink(missing_ok=True)
                 failure_of(folder, job).unlink(missing_ok=True)
             done = len(different) - len(todo)
@@ -270,7 +273,7 @@ def _by_model(todo: list[Job]) -> list[list[Job]]:
 
 
 def _chunks(models: list[list[Job]]) -> list[list[Job]]:
-    """Never of two models."""
+    """Split jobs into chunks; no chunk has jobs of two models."""
     found = []
     for group in models:
         step = math.ceil(len(group) / math.ceil(_PIECES / len(models)))
@@ -292,18 +295,18 @@ def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor:
                     waiting[executor.submit(run_jobs, left, os.fspath(out), device)] = left
     except BrokenExecutor as error:
         raise RuntimeError(
-            "a worker process ended abruptly (killed, or out of memory), and its pool with it; finished jobs are kept "
+            "a worker process ended abruptly (killed, or out of memory), which ended its pool; finished jobs are kept "
             f"in {out}: call sweep again with a new executor"
         ) from error
     finally:
-        for future in waiting:  # none, if all went well
+        for future in waiting:  # empty after success
             future.cancel()
 
 
 def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[Job]:
-    """What of a chunk is still to be done after a call came back."""
+    """Return the jobs of a chunk that are still to be done after a call has returned."""
     if isinstance(error, BrokenExecutor | OSError) or not isinstance(error, Exception | None):
-        raise error  # no more workers, no more disk, or Ctrl-C that reached a worker first
+        raise error  # the pool is broken, the disk is full, or Ctrl-C reached a worker first
     left = unfinished(out, chunk)
     if error is None and left:
         raise RuntimeError(
@@ -311,7 +314,7 @@ def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[J
             f"job, but {part_of(out, left[0])} is missing"
         )
     if error is not None and left:
-        # Jobs are done in order, so this is the one with which the worker died (or could not begin).
+        # Jobs run in order, so this is the job during which the worker died (or that it could not begin).
         write_failure(out, left.pop(0), error)
     return left
 
@@ -322,7 +325,7 @@ def _table(jobs: list[Job], out: Path) -> pd.DataFrame:
     failed = [job for job, part in parts if part is None]
     if failed:
         warnings.warn(
-            f"{len(failed)} of {len(jobs)} jobs failed; failures({os.fspath(out)!r}) says why, "
+            f"{len(failed)} of {len(jobs)} jobs failed; failures({os.fspath(out)!r}) lists the reasons, "
             "and sweep(..., retry=True) repeats them",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Sources of a sweep: models (name, revision, folder, training step) and texts; identity, and how they are read."""
+"""Sources of a sweep: identify and load models (name, revision, folder, training step) and texts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
 Checkpoint = int | str | None
 _STEP = re.compile(r"(?:step|checkpoint)[-_]?(\d+)(?:\.safetensors)?")
-# A folder's files decide what a model computes on a text, unless they are known not to: tokenizers read files of many
-# names (special_tokens_map.json, added_tokens.json, spiece.model, qwen.tiktoken, chat_template.jinja …).
+# Any file of a folder may affect what a model computes on a text, except those known not to: tokenizers read files of
+# many names (special_tokens_map.json, added_tokens.json, spiece.model, qwen.tiktoken, chat_template.jinja …).
 _NOT_READ = re.compile(
     r"\..*|(readme|licen[cs]e|notice|changelog|use_policy).*|(generation_config|trainer_state|.*_results)\.json"
     r"|.*\.(md|rst|html|pdf|png|jpe?g|gif|svg|webp|log|lock|py|ipynb|csv|jsonl|parquet|pt|pth|bin|h5|onnx|msgpack|ot)",
@@ -43,8 +43,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending: files ``step-000100.safetensors`` (of the demo model's
-    training, or of ``train``), and folders such as ``step100`` or ``checkpoint-100`` with a Hugging Face model in each.
+    """Return the steps of the checkpoints in a folder, ascending.
+
+    Checkpoints are files ``step-000100.safetensors`` (of the demo model's training, or of ``train``), and folders such
+    as ``step100`` or ``checkpoint-100`` with a Hugging Face model in each.
     """
     if not (found := _steps(Path(folder))):
         raise ArgumentError("folder", f"must have checkpoints (step-000100.safetensors, checkpoint-100/), got {folder}")
@@ -52,30 +54,30 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
 
 
 def named(model: str | Path, checkpoint: Checkpoint) -> tuple[str, Checkpoint, str]:
-    """Model, checkpoint and a hash of what will be loaded (empty for names: their revision says what they are)."""
+    """Return model, checkpoint and a hash of what will be loaded (empty for names, which their revision identifies)."""
     if not (checkpoint is None or isinstance(checkpoint, str) or is_integer(checkpoint)):
         raise ArgumentError("checkpoint", f"must be a step, a revision or None, got {checkpoint!r}")
     if model == "demo":
         if checkpoint is not None:
             raise ArgumentError(
-                "checkpoint", f"must be None for model='demo', got {checkpoint!r}: name a training's folder"
+                "checkpoint", f"must be None for model='demo', got {checkpoint!r}: pass the folder of a training run"
             )
         return "demo", None, fingerprint(Path(demo_model.__file__).with_name("weights.safetensors"))
     if found_at(model):
         return str(Path(model).resolve()), checkpoint, fingerprint(place(Path(model), checkpoint))
     if isinstance(model, Path) or str(model).startswith((".", "/", "~")):
-        raise ArgumentError("model", f"must be a name, or a file or folder that exists, got {model}")
+        raise ArgumentError("model", f"must be a name, or an existing file or folder, got {model}")
     return str(model), f"step{checkpoint}" if isinstance(checkpoint, int) else checkpoint, ""
 
 
 def step_of(checkpoint: Checkpoint) -> int | None:
-    """The training step, where the checkpoint's name says it."""
+    """Return the training step, if the checkpoint's name contains it."""
     match = _STEP.fullmatch(checkpoint) if isinstance(checkpoint, str) else None
     return int(match[1]) if match else checkpoint if isinstance(checkpoint, int) else None
 
 
 def place(model: Path, checkpoint: Checkpoint) -> Path:
-    """The file or folder of the weights."""
+    """Return the file or folder of the weights."""
     steps = _steps(model)
     if checkpoint is None:
         at = None if steps and not (model / "config.json").is_file() else model
@@ -87,8 +89,8 @@ def place(model: Path, checkpoint: Checkpoint) -> Path:
 
 
 def fingerprint(at: Path) -> str:
-    """A hash of everything that decides what the loaded model computes: weights, configuration, tokenizer."""
-    if at.is_file():  # other files of its folder may be those of a training that goes on
+    """Compute a hash of everything that determines the loaded model's output: weights, configuration, tokenizer."""
+    if at.is_file():  # other files of its folder may belong to a running training
         files = [at, *(file for name in _BESIDE if (file := at.parent / name).is_file())]
     else:
         files = sorted(file for file in at.iterdir() if file.is_file() and not _NOT_READ.fullmatch(file.name))
@@ -101,12 +103,14 @@ def fingerprint(at: Path) -> str:
 
 
 def load(name: str, checkpoint: Checkpoint, weights: str, *, backend: Backend, dtype: str, device: str | None) -> Any:
-    """The model of a job. Only names may use a network; no code that comes with a model is run."""
+    """Load the model of a job. Only names may use a network; no code that comes with a model is run."""
     kind = DTYPES[dtype]
     if name != "demo" and not weights:
         return _of_hub(name, checkpoint, backend, kind, device)
     if named(name if name == "demo" else Path(name), checkpoint)[2] != weights:
-        raise ValueError(f"the weights of {name} (checkpoint {checkpoint}) have changed since this job was made")
+        raise ValueError(
+            f"the weights of {name} (checkpoint {checkpoint}) have changed since this job was created: call jobs again"
+        )
     at = None if name == "demo" else place(Path(name), checkpoint)
     if at is not None and at.suffix != ".safetensors":
         return load_model(at, backend=backend, dtype=kind, device=device)
@@ -128,7 +132,7 @@ def _steps(folder: Path) -> dict[int, Path]:
 def _of_hub(name: str, revision: Checkpoint, backend: Backend, dtype: torch.dtype, device: str | None) -> Any:
     if revision is None:
         return load_model(name, backend=backend, dtype=dtype, device=device)
-    try:  # into a folder first: TransformerLens would read a tokenizer again by its name, from the main revision
+    try:  # into a folder first: by name, TransformerLens would read the tokenizer of the main revision
         folder = snapshot_download(name, revision=str(revision), allow_patterns=_OF_HUB)
         return load_model(folder, backend=backend, dtype=dtype, device=device)
     except (OSError, ValueError) as error:
@@ -136,7 +140,7 @@ def _of_hub(name: str, revision: Checkpoint, backend: Backend, dtype: torch.dtyp
 
 
 def _is_synthetic(at: Path) -> bool:
-    """Whether ``save_checkpoint`` wrote it, which keeps notes beside the weights."""
+    """Whether ``save_checkpoint`` wrote the file, which then has notes next to the weights."""
     try:
         with safe_open(at, framework="pt") as file:
             return "notes" in (file.metadata() or {})
@@ -149,15 +153,15 @@ Kind = Literal["demo", "file", "words", "ids"]
 
 @dataclass(frozen=True)
 class Text:
-    """Consecutive parts of a text, identified by the content of the text; made by ``Text.of``.
+    """Consecutive parts of a text, identified by the content of the text; created by ``Text.of``.
 
     Attributes:
         kind: ``"demo"``, a ``"file"``, ``"words"`` or token ``"ids"``.
         source: the file's path, the words, or the ids as JSON.
-        sha256: of the content; a file that has changed since is refused.
-        length: tokens per stretch, the beginning-of-text token included; None for the whole text.
-        count: number of stretches.
-        first: index of the first stretch, from 0. Stretches are adjacent and do not overlap.
+        sha256: hash of the content; a file that has changed since then raises an error.
+        length: tokens per part, the beginning-of-text token included; None for the whole text.
+        count: number of parts.
+        first: index of the first part, from 0. Parts are adjacent and do not overlap.
 
     Example:
         >>> from tl_posdisent.sweeps import Text
@@ -200,7 +204,7 @@ class Text:
 
         Raises:
             ValueError: a file that cannot be read; no words; words that are the name of a file; ids that are not
-                integers or are to be cut; numbers out of range.
+                integers; ids with a length; numbers out of range.
         """
         kind, kept, content = _content(source)
         if not content.strip():
@@ -208,14 +212,14 @@ class Text:
         return cls(kind, kept, _sha256(content), length, count, first)
 
     def split(self, parts: int) -> list[Text]:
-        """The same stretches in so many texts (fewer if there are fewer stretches), for as many jobs."""
+        """Distribute the parts over several texts (fewer if there are fewer parts), for as many jobs."""
         check_integer("parts", parts, 1)
         cuts = [self.first + self.count * n // parts for n in range(parts + 1)]
         return [replace(self, first=a, count=b - a) for a, b in itertools.pairwise(cuts) if b > a]
 
     @property
     def name(self) -> str:
-        """Short, for tables: the file's name (or what stands for it), the stretches and their length."""
+        """Short name for tables: the file's name (or a substitute), the parts and their length."""
         short = {"demo": "demo", "file": Path(self.source).name}.get(self.kind, f"{self.kind}-{self.sha256[:8]}")
         stretches = "" if self.length is None else f"[{self.first}:{self.first + self.count}]×{self.length}"
         return short + stretches
@@ -224,12 +228,12 @@ class Text:
         return f"Text {self.name}"
 
     def described(self) -> dict[str, Any]:
-        """What identifies the text, independent of the file's path."""
+        """Return the data that identify the text, independently of the file's path."""
         stretches = {"length": self.length, "count": self.count, "first": self.first}
         return {"ids": self.kind == "ids", "sha256": self.sha256, **stretches}
 
     def tokens(self, model: Any) -> Int[Tensor, "batch pos"]:
-        """The stretches as the model's own tokens, each with its beginning-of-text token if it has one.
+        """Tokenize the parts for a model, each with a beginning-of-text token if the model has one.
 
         Raises:
             ValueError: a file that is missing or has changed; a model without a tokenizer; a text that is too short.
@@ -240,15 +244,17 @@ class Text:
         if self.kind != "words":
             words = demo_text() if self.kind == "demo" else _read(Path(self.source))
         if _sha256(words) != self.sha256:
-            raise ValueError(f"the text {self.source} has changed since this job was made: make the jobs anew")
+            raise ValueError(f"the text {self.source} has changed since this job was created: call jobs again")
         if getattr(model, "tokenizer", None) is None:
-            raise ValueError("the model has no tokenizer, so it cannot read words: give token ids as the text")
+            raise ValueError("the text must be token ids, because the model has no tokenizer, got words")
         return cut(model, words, self.length, self.count, self.first)
 
 
 def cut(model: Any, words: str, length: int | None, count: int = 1, first: int = 0) -> Int[Tensor, "batch pos"]:
-    """``count`` stretches of ``length`` tokens (None: the whole text as one), each after the model's
-    beginning-of-text token, if it has one; ValueError if the text is too short."""
+    """Cut a text into ``count`` parts of ``length`` tokens (None: one part, the whole text), or raise ValueError.
+
+    Each part begins with the model's beginning-of-text token, if it has one.
+    """
     ids: Tensor = model.to_tokens(words, truncate=False)[0]
     if length is None:
         return ids[None]
@@ -259,7 +265,7 @@ def cut(model: Any, words: str, length: int | None, count: int = 1, first: int =
         raise ArgumentError(
             "text",
             f"has {len(ids)} tokens, too few for {count} × {length}, which need {needed}: "
-            "give a longer text, or ask for fewer or shorter parts of it",
+            "pass a longer text, or fewer or shorter parts",
         )
     rows = ids[first * body : needed].view(count, body)
     return torch.cat([begin.to(ids).expand(count, -1), rows], 1)
@@ -270,7 +276,7 @@ def _sha256(content: str) -> str:
 
 
 def _content(source: Any) -> tuple[Kind, str, str]:
-    """Kind, what is kept of the source, and what is hashed."""
+    """Return the kind of a source, what to store of it, and what to hash."""
     if isinstance(source, Path):
         content = _read(source)
         return "file", str(source.resolve()), content
@@ -278,7 +284,7 @@ def _content(source: Any) -> tuple[Kind, str, str]:
         if source == "demo":
             return "demo", "demo", demo_text()
         if found_at(source) == "file":
-            raise ArgumentError("text", f"must be words or a Path, got the name of a file: write Path({source!r})")
+            raise ArgumentError("text", f"must be words or a Path, got the name of a file: pass Path({source!r})")
         return "words", source, source
     try:
         ids = torch.as_tensor(source, device="cpu")
@@ -297,4 +303,4 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ArgumentError("text", f"must be a UTF-8 file that can be read, got {shown(str(path))}: {why}") from error
+        raise ArgumentError("text", f"must be a readable UTF-8 file, got {shown(str(path))}: {why}") from error
