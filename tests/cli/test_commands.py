@@ -343,7 +343,7 @@ def test_a_defect_and_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stderr is None or result.stderr == stderr
 
 
-NUMBERS = "--layers must be numbers with commas between, or ranges such as 0-3, got"
+NUMBERS = "--layers must be numbers or ranges such as 0-3, separated by commas, got"
 DEVICE = '--device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''
 REFUSED = [
     ("fit --text nowhere.txt", "--text cannot be read: [Errno 2] No such file or directory: 'nowhere.txt'"),
@@ -360,7 +360,7 @@ REFUSED = [
     ("fit --out short.txt/table.csv", "--out cannot be written: "),
     ("fit --model ./none --text short.txt", "--model ./none: no such directory"),
     ("fit --model ./model --text short.txt", "--model ./model has no tokenizer, so it cannot read text"),
-    ("fit --model ./model", "--text is needed: only the demo model brings its own"),
+    ("fit --model ./model", "--text is needed: only the demo model has a text of its own"),
     ("fit --model no-such/model --text short.txt --backend hooked", "--model no-such/model: "),
     *(
         (f"{x} --length 600", "--length must be at most 512, beyond which this model fails, got 600")
@@ -368,17 +368,17 @@ REFUSED = [
     ),
     ("fit --length 32 --texts 1000", "--text has 3257 tokens, too few for 1000 × 32"),
     ("perturb --kind chaos", "--kind must be one of order, index, feature, got 'chaos'"),
-    ("perturb --fractions 0,half", "--fractions must be numbers with commas between, got '0,half'"),
+    ("perturb --fractions 0,half", "--fractions must be numbers separated by commas, got '0,half'"),
     ("perturb --fractions 0,2", "--fractions must be a finite number of at least 0 and at most 1, got 2.0"),
     ("length --lengths 4,16 --way interpolation --factor 0", "--factor must be"),
     ("ablate --length 16 --mode resample", '--mode "resample" needs a batch of at least two texts'),
     ("controlled --length 16 --sinks 16", "--sinks must be an integer from 0 to 15"),
     ("report --out page.csv", "--out must end in .html, got 'page.csv'"),
-    ("models --search 'no such model'", "no model is like that; more are listed with --untested"),
+    ("models --search 'no such model'", "no model matches; more are listed with --untested"),
     ("sweep --experiment additivty", "--experiment must be one of"),
     ("sweep --argument layers", "--argument must be NAME=JSON"),
-    ("sweep --checkpoints 1-x", "--checkpoints must be numbers with commas"),
-    ("sweep --model ./nowhere", "--model must be a name, or a file or folder that exists, got nowhere"),
+    ("sweep --checkpoints 1-x", "--checkpoints must be numbers or ranges such as 0-3, separated by commas"),
+    ("sweep --model ./nowhere", "--model must be a name, or an existing file or folder, got nowhere"),
     ("sweep --table table.xlsx", "--table must end in .csv"),
     ("synthetic --encoding rotary", "--encoding must be 'none', "),
     ("synthetic --encoding none --rotary-heads 1", "--rotary-heads must be left out with --encoding 'none'"),

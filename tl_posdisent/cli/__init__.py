@@ -1,7 +1,7 @@
 """The command line: ``tl-posdisent fit --model demo --out table.csv``.
 
 Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 success, 2 wrong
-usage or input, 130 interrupted, 1 a defect. Nothing here imports torch until a command runs.
+usage or input, 130 interrupted, 1 a bug. Nothing here imports torch until a command runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(
 
     Results go to stdout, progress and errors to stderr. --out saves the whole table.
 
-    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 a defect.
+    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 a bug.
 
     Examples:
       tl-posdisent fit --model demo --out table.csv
@@ -51,7 +51,7 @@ def main(
       cat book.txt | tl-posdisent ablate --model EleutherAI/pythia-70m --text -
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a ? for a letter that a terminal lacks is better than no result
+        if isinstance(stream, io.TextIOWrapper):  # print ? for characters that a terminal lacks, instead of failing
             stream.reconfigure(errors="replace")
 
 

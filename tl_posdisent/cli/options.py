@@ -1,4 +1,4 @@
-"""Options that several commands share, the model and text that they name, and ``command``, which adds them."""
+"""Options that several commands share, the model and text that they name, and ``command``, which adds the options."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tl_posdisent.utils.files import found_at
 
 
 def read_text(text: Path | None, model: str) -> str:
-    """The text of a file, of stdin (``-``), or the demo model's own, with line ends ``\\n``."""
+    """Read a text from a file, from stdin (``-``) or, for the demo model, its own, with line ends ``\\n``."""
     if text is None:
         if model != "demo":
-            raise ValueError("--text is needed: only the demo model brings its own")
+            raise ValueError("--text is needed: only the demo model has a text of its own")
         from tl_posdisent.demo.demo_model import demo_text
 
         return demo_text()
@@ -45,7 +45,7 @@ def read_text(text: Path | None, model: str) -> str:
 
 
 def name_of(model: str) -> str:
-    """The name of a model in titles: its own, or that of its folder or file."""
+    """Return the name of a model for titles: its own, or that of its folder or file."""
     return (Path(model).resolve().name or model) if found_at(model) else model
 
 
@@ -64,16 +64,16 @@ def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
     try:
         loaded: Any = make(backend=backend, device=place)  # type: ignore[arg-type]
     except (ValueError, OSError) as error:
-        raise ValueError(f"--model {model}: {error} (tl-posdisent models lists the names that are known)") from error
+        raise ValueError(f"--model {model}: {error} (tl-posdisent models lists known names)") from error
     if model == "demo" and kind != torch.float32:
-        loaded = loaded.to(kind)  # its weights are kept in float16, and loaded as float32
+        loaded = loaded.to(kind)  # its weights are stored in float16, and loaded as float32
     if getattr(loaded, "tokenizer", None) is None:
         raise ValueError(f"--model {model} has no tokenizer, so it cannot read text")
     return loaded
 
 
 def _quiet(progress: bool) -> bool:
-    """Turn off notes, and the bars of other libraries, which read the environment when they are imported: later."""
+    """Turn off notes, and progress bars of other libraries, which read the environment when they are imported later."""
     if not progress:
         os.environ.update({QUIET: "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
     return progress
@@ -87,29 +87,29 @@ class Given:
         "demo",
         metavar="demo|NAME|PATH",
         help="A name such as smollm2 (see 'models'), a directory, or a GGUF file.",
-        autocompletion=lambda: ["demo", "smollm2"],  # shells complete directories by themselves
+        autocompletion=lambda: ["demo", "smollm2"],  # shells complete paths themselves
     )
     text: Path | None = Option(
         None, metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
     )
-    out: Path | None = Option(None, help="Where the whole table goes: .csv, .parquet or .json.")
+    out: Path | None = Option(None, help="File for the whole table: .csv, .parquet or .json.")
     backend: Literal["auto", "hooked", "bridge"] = Option(
         "auto", help="HookedTransformer, TransformerBridge, or the first that is supported."
     )
     device: str | None = Option(
-        None, help="cpu, cuda, cuda:1 …; default the CPU, for a NAME what TransformerLens takes."
+        None, help="cpu, cuda, cuda:1 …; default the CPU, or for a NAME TransformerLens's default."
     )
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Of the model's weights.")
-    length: int | None = Option(None, min=2, help="Tokens per text; default the context, 512 at most.")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Dtype of the weights.")
+    length: int | None = Option(None, min=2, help="Tokens per text; default the context, at most 512.")
     texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
     layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7; default all.")
     heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")
     control: int = Option(1, min=0, help="Number of random initialisations for the baseline, from --seed on.")
     std: str = Option(
-        "config", metavar="config|NUMBER", help="Standard deviation of their weights; config: as the model states it."
+        "config", metavar="config|NUMBER", help="Standard deviation of their weights; config: the model's own value."
     )
     seed: int = Option(0, min=0, help="Random seed.")
-    progress: bool = Option(True, callback=_quiet, help="Progress bars and notes on stderr, or errors alone.")
+    progress: bool = Option(True, callback=_quiet, help="Progress bars and notes on stderr, or only errors.")
 
     def __post_init__(self) -> None:
         check_out(self.out)
@@ -121,13 +121,13 @@ class Given:
         return load(self.model, backend=self.backend, device=self.device, dtype=self.dtype)
 
     def read(self) -> tuple[Any, Any, str]:
-        """The model, token ids ``[texts, length]``, and both in words for titles."""
+        """Load the model and token ids ``[texts, length]``, and describe both for titles."""
         words = read_text(self.text, self.model)
         model = self.load()
         from tl_posdisent.sweeps.sources import cut
 
         length = self.length or min(int(model.cfg.n_ctx), 512)
-        if not self.texts:  # two, if there are
+        if not self.texts:  # two, if the text is long enough
             try:
                 tokens = cut(model, words, length, 2)
             except ValueError:
@@ -141,15 +141,15 @@ ON_TEXT = "model text out backend device dtype length texts"  # for commands tha
 
 
 def command(shared: str) -> Callable[[Callable[..., list[str]]], Callable[..., None]]:
-    """Make a command for typer of a function that takes ``Given`` and its own options, and returns lines to show.
+    """Turn a function of ``Given`` and its own options, which returns lines to print, into a typer command.
 
-    The command's options are those ``shared``, and the further parameters of the function, which replace shared ones
-    of the same name. Errors become a line and an exit code before anything is shown.
+    The command's options are the ``shared`` ones and the function's other parameters, which replace shared options of
+    the same name. An error is printed on one line, with an exit code, before any results.
     """
     declared = inspect.signature(Given, eval_str=True).parameters
     defaults = {name: option.default.default for name, option in declared.items()}
     places = {name: n for n, name in enumerate(declared)}
-    alone = places["heads"] + 0.5  # options of one command come after those that say what is measured
+    alone = places["heads"] + 0.5  # own options follow those that select what is measured
 
     def decorate(work: Callable[..., list[str]]) -> Callable[..., None]:
         own = {name: p for name, p in inspect.signature(work, eval_str=True).parameters.items() if name != "given"}
@@ -173,14 +173,14 @@ def command(shared: str) -> Callable[[Callable[..., list[str]]], Callable[..., N
 
 
 def whole_numbers(option: str, text: str | None) -> list[int] | None:
-    """``"0,3-5"`` as ``[0, 3, 4, 5]``; None stays None.
+    """Parse ``"0,3-5"`` to ``[0, 3, 4, 5]``; None stays None.
 
     >>> whole_numbers("layers", "0,3-5")
     [0, 3, 4, 5]
     >>> whole_numbers("layers", "5-3")
     Traceback (most recent call last):
         ...
-    ValueError: --layers must be numbers with commas between, or ranges such as 0-3, got '5-3'
+    ValueError: --layers must be numbers or ranges such as 0-3, separated by commas, got '5-3'
     """
     if text is None:
         return None
@@ -189,11 +189,11 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
         ranges = [range(int(first), int(last or first) + 1) for first, last in pairs]
         if all(ranges):
             return [number for found in ranges for number in found]
-    raise ValueError(f"--{option} must be numbers with commas between, or ranges such as 0-3, got {text!r}")
+    raise ValueError(f"--{option} must be numbers or ranges such as 0-3, separated by commas, got {text!r}")
 
 
 def standard_deviation(text: str) -> float | Literal["config"]:
-    """``--std`` as a number, or as it is.
+    """Parse ``--std`` to a number; ``"config"`` stays unchanged.
 
     >>> standard_deviation("0.02"), standard_deviation("config")
     (0.02, 'config')
@@ -210,7 +210,7 @@ def standard_deviation(text: str) -> float | Literal["config"]:
 
 
 def head_numbers(text: str | None) -> list[Any] | None:
-    """``"L4H2,L0H5"`` as labels that the library takes, or numbers of heads as in ``whole_numbers``.
+    """Parse ``"L4H2,L0H5"`` to labels that the library takes, or numbers of heads as in ``whole_numbers``.
 
     >>> head_numbers("L4H2,L0H5"), head_numbers("0,2-4")
     (['L4H2', 'L0H5'], [0, 2, 3, 4])
@@ -221,15 +221,15 @@ def head_numbers(text: str | None) -> list[Any] | None:
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """``"0,0.1,1"`` as numbers."""
+    """Parse ``"0,0.1,1"`` to numbers."""
     try:
         return [float(x) for x in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"--{option} must be numbers with commas between, got {text!r}") from error
+        raise ValueError(f"--{option} must be numbers separated by commas, got {text!r}") from error
 
 
 def repeated(known: Sequence[str]) -> Any:
-    """An option that may be given several times, each time with one of the ``known`` values."""
+    """Create an option that may be given several times, each time with one of the ``known`` values."""
     described = f"{', '.join(known)}; may be repeated; default all."
     return Option(None, help=described, autocompletion=lambda: [*known])
 

@@ -1,4 +1,4 @@
-"""What a command writes: tables into files, lines of plain text on the screen, errors as one line on stderr."""
+"""Output of commands: tables to files, plain text to stdout, errors as one line to stderr."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import typer
 from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
 from tl_posdisent.utils.files import whole_file
 
-QUIET = "TQDM_DISABLE"  # in the environment; --no-progress sets it
+QUIET = "TQDM_DISABLE"  # environment variable that --no-progress sets
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
-# Arguments of the library whose option has another name.
+# Arguments of the library whose options have another name.
 _RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
 
 
@@ -29,8 +29,8 @@ _RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "p
 def answering(options: Collection[str]) -> Iterator[None]:
     """Run a command's work before it shows its results; ``options`` are the names of its parameters.
 
-    Output of loading and measuring goes to stderr. Errors of the user end in one line there and exit code 2, Ctrl-C in
-    130. Any other exception is a defect and keeps its traceback (exit code 1).
+    Output of loading and measuring goes to stderr. A user's error is printed there on one line, with exit code 2;
+    Ctrl-C gives exit code 130. Any other exception is a bug and keeps its traceback (exit code 1).
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -45,21 +45,21 @@ def answering(options: Collection[str]) -> Iterator[None]:
 
 
 def one_line(error: BaseException, options: Collection[str]) -> str:
-    """An error on one line, in which arguments have the name of their option: the one it is about, and hints ``name=``.
+    """Format an error on one line, with names of options for the argument it is about and for hints ``name=``.
 
     >>> one_line(ArgumentError("distance_ceiling", "must be at least 1, got 0"), ["in_range", "ceiling"])
     '--ceiling must be at least 1, got 0'
     >>> one_line(ArgumentError("rotary_heads", "must be left out with encoding='none'"), ["encoding", "rotary_heads"])
     "--rotary-heads must be left out with --encoding 'none'"
     """
-    if isinstance(error, ContextExceeded) and "length" in options:  # its own way out is a context manager
+    if isinstance(error, ContextExceeded) and "length" in options:  # its hint, a context manager, is no option
         most, given = error.context, error.length
         return f"--length must be at most {most}, beyond which this model fails, got {given}"
     subject, message = "", str(error)
     if isinstance(error, ArgumentError):
         subject, message = f"{_option(error.argument, options) or error.argument} ", error.problem
     message = " ".join(message.split())
-    message = re.sub(r" \(or [^(]*, counted from the end\)", "", message)  # no option takes these
+    message = re.sub(r" \(or [^(]*, counted from the end\)", "", message)  # options take no negative indices
 
     def hinted(found: re.Match[str]) -> str:
         option = _option(found[1], options)
@@ -70,13 +70,13 @@ def one_line(error: BaseException, options: Collection[str]) -> str:
 
 
 def _option(argument: str, options: Collection[str]) -> str | None:
-    """The option that sets an argument of the library, if the command has one."""
+    """Return the option that sets an argument of the library, if the command has one."""
     name = _RENAMED.get(argument, argument)
     return f"--{name.replace('_', '-')}" if name in options else None
 
 
 def note(message: str) -> None:
-    """Say on stderr what was written and where, unless ``--no-progress`` is given."""
+    """Print a note on stderr, such as where a table was saved, unless ``--no-progress`` is given."""
     if not os.environ.get(QUIET):
         typer.echo(message, err=True)
 
@@ -94,11 +94,11 @@ def check_out(out: Path | None, formats: Sequence[str] = FORMATS, option: str = 
         raise ValueError(f"--{option} must be a file, but {out} is a directory")
     folder = next(path for path in out.absolute().parents if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--{option} cannot be written: {folder} is not a directory that takes new files")
+        raise ValueError(f"--{option} cannot be written: {folder} is not a writable directory")
 
 
 def save(table: Any, out: Path | None) -> None:
-    """Write a table completely or not at all, and say so; without ``out`` nothing."""
+    """Write a table to ``out``, completely or not at all, and print a note; do nothing without ``out``."""
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def save(table: Any, out: Path | None) -> None:
 
 
 def as_json(table: Any) -> str:
-    """A list of records, numbers in full; NaN, infinity and missing values are null.
+    """Convert a table to a JSON list of records, numbers in full; NaN, infinity and missing values are null.
 
     >>> import pandas as pd
     >>> as_json(pd.DataFrame({"head": [0, 1], "r": [0.1, float("-inf")]}))
@@ -128,7 +128,8 @@ _HEADS_SHOWN = 12
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """
+    """Format a number with fixed digits, anything else as a string, and NaN as a dash.
+
     >>> number(0.126), number(-0.001), number(3), number("bridge"), number(float("nan"))
     ('0.13', '0.00', '3', 'bridge', '–')
     """
@@ -138,7 +139,7 @@ def number(value: Any, digits: int = 2) -> str:
 
 
 def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A title and rows of cells. ``columns`` says of each column whether it has numbers, which are aligned right."""
+    """Format a title and rows of cells. ``columns`` maps names to whether they hold numbers (right-aligned)."""
     table = [[*columns], *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
@@ -149,7 +150,7 @@ def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]])
 
 
 def frame(table: Any, title: str, digits: int = 2) -> list[str]:
-    """A data frame. A column ``x_se`` is shown in that of x, as ``± x_se``, where it is not NaN."""
+    """Format a data frame. A column ``x_se`` is shown in the column x, as ``± x_se``, where it is not NaN."""
     from pandas.api.types import is_numeric_dtype
 
     names = [name for name in table.columns if not name.endswith("_se")]
@@ -165,7 +166,7 @@ def spread(error: float, digits: int = 2) -> str:
 
 
 def by_head(table: Any, column: str, title: str, *, chance: Any = None, digits: int = 2) -> list[str]:
-    """One row per layer: each head (or the lowest and the highest of many), their mean, and that of ``chance``."""
+    """Format one row per layer: heads (or the lowest and highest of many), their mean, and the mean of ``chance``."""
     import pandas as pd
 
     heads = table.pivot_table(values=column, index="layer", columns="head", aggfunc="mean")

@@ -1,1 +1,1 @@
-"""Commands by subject: their own options, their help, and what they show."""
+"""Commands by subject: their own options, help and output."""

@@ -23,7 +23,7 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import by_head, check_out, frame, save
 
-TEXTS = "Number of consecutive parts of the text; default two if it has them."
+TEXTS = "Number of consecutive parts of the text; default 2 if the text is long enough."
 
 
 @command(f"{ON_TEXT} layers heads control std seed progress")
@@ -32,16 +32,16 @@ def fit(
     texts: int | None = Option(None, min=1, help=TEXTS),
     pool: bool = Option(False, help="One distance profile for all texts."),
 ) -> list[str]:
-    """Fit attention scores by a distance, a query and a key component: r per layer and head, beside random weights.
+    """Fit attention scores by a distance, a query and a key component: r per layer and head, and for random weights.
 
-    The scores are those of the text itself. Of two texts or more, r is that with the distance profile of the other
-    texts, which tells trained from random weights most clearly.
+    The scores are those of the text itself. With two or more texts, the r shown uses the distance profile of the other
+    texts, which separates trained from random weights most clearly.
 
     Columns:
-      batch, layer, head   which text and which head
-      r, r2, r2_adjusted   correlation of scores and fit, square, adjusted
+      batch, layer, head   text and head
+      r, r2, r2_adjusted   correlation of scores and fit, its square, adjusted r²
       share_distance …     share of the variance that one component explains alone
-      r_no_distance        r of query and key component alone
+      r_no_distance        r of the query and key component alone
       r_held_out           r with the distance profile of the other texts
       weights              trained, or random and the seed
       std                  standard deviation of the random weights
@@ -83,14 +83,14 @@ _MODELS = {"r_three_axis": "distance + query + key", "r_two_axis": "(query, dist
 @command(f"{ON_TEXT} layers control std seed progress")
 def controlled(
     given: Given,
-    sinks: int = Option(0, min=0, help="Positions to leave out at the beginning of each text."),
+    sinks: int = Option(0, min=0, help="Number of first positions of each text to leave out."),
 ) -> list[str]:
-    """Decompose the variance of scores with every query at every key and distance, by layer and head.
+    """Decompose the variance of scores over all combinations of queries, keys and distances, by layer and head.
 
-    The variance over all combinations is computed in closed form; rotary models only.
+    The variance is computed in closed form, for rotary models only.
 
     Columns:
-      layer, head             which head
+      layer, head             the head
       mean, total             mean and variance of its scores
       distance, query, key    shares of the variance (main effects)
       distance:query …        shares of the interactions
@@ -120,8 +120,10 @@ def controlled(
 
 
 def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> tuple[Any, Any]:
-    """Measure the model and ``--control`` random initialisations of it, and save both tables as one, with the columns
-    ``weights``, ``trained`` or ``random`` and the seed, and ``std``, of the random weights."""
+    """Measure the model and ``--control`` random initialisations of it, and save both in one table.
+
+    Its column ``weights`` is ``trained``, or ``random`` and the seed; ``std`` is that of the random weights.
+    """
     import pandas as pd
 
     from tl_posdisent.models.loading.random_init import initial_scale, random_control
@@ -136,7 +138,7 @@ def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> t
 
 
 def _mean(column: str, trained: Any, chance: Any) -> str:
-    """A column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
+    """Describe a column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
     r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
     drawn = f" (standard deviation {chance['std'].iloc[0]:.3g})" if len(chance) else ""
     at_random = f"; at random initialisation{drawn} {chance[column].mean():.3f}" if len(chance) else ""
@@ -146,7 +148,7 @@ def _mean(column: str, trained: Any, chance: Any) -> str:
 @command(f"{ON_TEXT} layers heads seed progress")
 def ablate(
     given: Given,
-    metric: Literal["loss", "accuracy"] = Option("loss", help="Of the next token."),
+    metric: Literal["loss", "accuracy"] = Option("loss", help="Loss or accuracy of the next token."),
     mode: Literal["zero", "mean", "resample"] = Option(
         "zero", help="Replacement of a head's output: zero, its mean, or another text's output (--texts 2 …)."
     ),
@@ -155,7 +157,7 @@ def ablate(
 
     Columns:
       layer, head   the ablated head
-      baseline      the metric with all heads (nats, or share correct)
+      baseline      the metric of the unmodified model (nats, or share correct)
       value         the metric without this head
       effect        value - baseline
 
@@ -186,7 +188,7 @@ def ablate(
 
 
 def _next_token_accuracy(logits: Any, tokens: Any) -> Any:
-    """The share of next tokens that the model predicts correctly, ``[batch]``."""
+    """Compute the share of next tokens that the model predicts correctly, ``[batch]``."""
     return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)
 
 
@@ -197,18 +199,18 @@ KINDS = ("order", "index", "feature")
 def perturb(
     given: Given,
     kind: list[str] | None = repeated(KINDS),
-    fractions: str = Option("0,0.02,0.1,0.5", help="Of the words or tokens that can move."),
-    window: int = Option(1, min=1, help="Largest distance of an exchange."),
+    fractions: str = Option("0,0.02,0.1,0.5", help="Fractions of the words or tokens that can move."),
+    window: int = Option(1, min=1, help="Largest distance of an exchange, in units."),
     unit: Literal["token", "word"] = Option("token", help="Unit of an exchange."),
-    seeds: int = Option(5, min=1, help="Perturbations of each kind, from --seed on."),
+    seeds: int = Option(5, min=1, help="Number of perturbations of each kind, from --seed on."),
 ) -> list[str]:
     """Measure the added loss if a fraction of a text is perturbed.
 
     Kinds: the order of the text, the positions that RoPE receives (index), or RoPE's phases (feature).
 
     Columns:
-      kind, fraction          what is exchanged, and how many
-      moved, intact           shares: moved; neither it nor the next token
+      kind, fraction          kind, and fraction of units exchanged
+      moved, intact           shares of positions: moved; not moved, nor the next
       perplexity, accuracy    of the next token, at all positions
       added_loss, kl          at intact positions, in nats
       …_se                    standard error over seeds
@@ -239,10 +241,10 @@ def length(
     lengths: str | None = Option(None, help="Edges of the position buckets; default 1/8, 1/2, 1, 1.5 and 2 contexts."),
     in_range: int | None = Option(None, min=1, help="Training length; default the context, or the first bucket's end."),
     way: list[str] | None = repeated(WAYS),
-    sinks: int = Option(4, min=0, help="lambda-mask: keys at the beginning that are always seen."),
+    sinks: int = Option(4, min=0, help="lambda-mask: number of first keys that are always seen."),
     window: int | None = Option(None, min=1, help="lambda-mask: number of last keys seen; default half of --in-range."),
     ceiling: int | None = Option(None, min=1, help="lambda-mask: largest distance that RoPE sees; default the window."),
-    factor: float | None = Option(None, help="interpolation: divides positions; default last length / in range."),
+    factor: float | None = Option(None, help="interpolation: divisor of positions; default last length / in range."),
 ) -> list[str]:
     """Measure loss and attention by position in texts beyond the training length, with and without remedies.
 
@@ -250,11 +252,11 @@ def length(
 
     Columns:
       way, start, stop       the remedy, and the bucket of positions
-      loss                   cross entropy of the next token, in nats
-      entropy                of the attention, in nats
-      largest_score          of each query, averaged
-      share_key              variance of the scores that the key alone explains
-      mahalanobis, cosine    of attention outputs, to those in range
+      loss                   cross-entropy of the next token, in nats
+      entropy                entropy of the attention, in nats
+      largest_score          largest score of a query, averaged over queries
+      share_key              share of the scores' variance that the key explains
+      mahalanobis, cosine    attention outputs compared with those in range
       outside                share of outputs beyond 99 % of those in range
 
     Examples:
@@ -298,13 +300,13 @@ SECTIONS = ("additivity", "distance", "shares", "subspaces", "labels", "heads", 
 def report(
     given: Given,
     texts: int | None = Option(None, min=1, help=TEXTS),
-    out: Path = Option(Path("report.html"), "--out", help="The page: .html."),
+    out: Path = Option(Path("report.html"), "--out", help="File for the page: .html."),
     section: list[str] | None = repeated(SECTIONS),
-    title: str | None = Option(None, help="Of the page."),
+    title: str | None = Option(None, help="Title of the page."),
 ) -> list[str]:
-    """Write all measurements of a model and a text to one HTML page that needs no network, and print its path.
+    """Write all measurements of a model and a text to one HTML page that works offline, and print its path.
 
-    Each section explains its figures, and the page contains the command that made it.
+    Each section explains its figures, and the page contains the command that created it.
 
     Examples:
       tl-posdisent report
@@ -328,7 +330,7 @@ def report(
         sections=sections,
         title=title,
         seed=given.seed,
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),  # as typed, for a shell to take again
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),  # as typed, to be run again
         progress=given.progress,
     )
     return [str(path)]

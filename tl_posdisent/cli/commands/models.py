@@ -1,4 +1,4 @@
-"""``tl-posdisent models`` (names for ``--model``, by TransformerLens's own lists, without a network) and ``check``."""
+"""``tl-posdisent models`` (names for ``--model``, from TransformerLens's own lists, offline) and ``check``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
 def models(
     given: Given,
     search: str | None = Option(None, help="Only names and architectures that contain this."),
-    untested: bool = Option(
-        False, "--untested", help="Also names that TransformerLens lists without having tested them."
-    ),
+    untested: bool = Option(False, "--untested", help="Also names that TransformerLens lists but has not tested."),
 ) -> list[str]:
-    """List the names for --model: demo, smollm2 (of a Python package), and the models of the installed TransformerLens.
+    """List names for --model: demo, smollm2 (from a Python package), and models of the installed TransformerLens.
 
     Columns:
-      name           for --model
+      name           name for --model
       hooked         yes, if HookedTransformer supports it
-      bridge         as TransformerLens says: tested, untested, fails …
+      bridge         status in TransformerLens's list: tested, untested, fails …
       architecture   the class in transformers, if TransformerLens lists it
 
     Examples:
@@ -39,13 +37,13 @@ def models(
         table = table[(table["name"] + " " + table["architecture"]).str.contains(search, case=False, regex=False)]
     if not len(table):
         hint = "" if untested else "; more are listed with --untested"
-        raise ValueError(f"no model is like that{hint}. A directory with config.json and safetensors works too")
+        raise ValueError(f"no model matches{hint}. --model also takes a directory with config.json and safetensors")
     save(table, given.out)
     return [*frame(table, "models"), f"{len(table)} model{'s' if len(table) > 1 else ''}"]
 
 
 def _known_models() -> Any:
-    """One row per name, sorted, the demo model and those of Python packages first."""
+    """List one row per name, sorted, with the demo model and those of Python packages first."""
     import pandas as pd
 
     try:
@@ -77,16 +75,16 @@ def check(
     given: Given,
     every_layer: bool = Option(False, "--every-layer", help="All layers, not only the first two of each kind."),
 ) -> list[str]:
-    """Try every tool on a model: on short, long and padded texts, and with a KV cache.
+    """Test every tool on a model: on short, long and padded texts, and with a KV cache.
 
-    Exit code 1 if a tool runs with a wrong result; please report the table then.
+    The exit code is 1 if a tool returns a wrong result; please report the table then.
 
     Columns:
-      tool      which function
+      tool      the function
       text      its length, padded, or token by token (KV cache)
       verdict   works, refused or wrong
-      error     the largest relative error of the tool's laws
-      reason    why it is refused, or which law fails
+      error     largest relative error in the tool's laws
+      reason    error message, or the law that fails
 
     Examples:
       tl-posdisent check

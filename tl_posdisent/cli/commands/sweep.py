@@ -25,20 +25,20 @@ def sweep(
         None, help="all, or steps such as 0,512,1000-1003 (revisions step0, … of a NAME); default none."
     ),
     experiment: str = Option("additivity", help="A public function of model and tokens."),
-    argument: list[str] | None = Option(None, metavar="NAME=JSON", help="For the experiment; may be repeated."),
+    argument: list[str] | None = Option(None, metavar="NAME=JSON", help="Argument of the experiment; may be repeated."),
     text: list[Path] | None = Option(None, metavar="FILE", help="UTF-8 text; may be repeated; default the demo text."),
     length: int = Option(256, min=2, help="Tokens per text."),
-    split: int = Option(1, min=1, help="Number of jobs that the parts of a text are split into."),
+    split: int = Option(1, min=1, help="Number of jobs into which the parts of a text are split."),
     seeds: str | None = Option(None, help="Such as 0-4, for experiments that take seeds."),
     out: Path = Option(Path("out/sweep"), help="Folder of the sweep; finished jobs are not repeated."),
-    table: Path | None = Option(None, help="The whole table: .csv, .parquet or .json."),
-    workers: int = Option(0, min=0, help="Processes on this machine; 0 is this one."),
+    table: Path | None = Option(None, help="File for the whole table: .csv, .parquet or .json."),
+    workers: int = Option(0, min=0, help="Number of worker processes on this machine; 0 runs in this process."),
     retry: bool = Option(False, "--retry", help="Repeat failed jobs."),
 ) -> list[str]:
     """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
 
     Columns:
-      model, checkpoint, step, seed   what was measured
+      model, checkpoint, step, seed   model and seed of a row
       r, r2 …                         means over texts, layers and heads
 
     Examples:
@@ -53,7 +53,7 @@ def sweep(
 
     sources: list[Path | str] = [*text] if text else ["demo"]
     arguments = dict(_argument(x) for x in argument or [])
-    todo = jobs(  # as in the other commands, a model is a path if it exists, or if it looks like one
+    todo = jobs(  # as in the other commands, a model is a path if it exists or begins like one
         [Path(name) if found_at(name) or name.startswith((".", "/")) else name for name in model or ["demo"]],
         (experiment, arguments),
         [part for source in sources for part in Text.of(source, length=length, count=given.texts).split(split)],
@@ -67,7 +67,7 @@ def sweep(
     save(done, table)
     note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
     if done.empty:
-        raise ValueError(f"all {len(todo)} jobs failed; {out / 'failed'} says why")
+        raise ValueError(f"all {len(todo)} jobs failed; the errors are in {out / 'failed'}")
     return frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
 
 
@@ -78,12 +78,12 @@ def _argument(given: str) -> tuple[str, Any]:
     except json.JSONDecodeError:
         if not sign:
             raise ValueError(f"--argument must be NAME=JSON, such as layers=[0,1], got {given!r}") from None
-        return name, value  # a word
+        return name, value  # a string without quotes
 
 
 @contextlib.contextmanager
 def _executor(workers: int) -> Iterator[Any]:
-    """Nothing, or a pool of processes, closed at the end."""
+    """Yield None, or a pool of processes that is closed at the end."""
     if not workers:
         yield None
         return
@@ -93,12 +93,12 @@ def _executor(workers: int) -> Iterator[Any]:
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         try:
             yield pool
-        except RuntimeError as error:  # the pool lost a process; the message says what to do
+        except RuntimeError as error:  # the pool lost a process
             raise OSError(str(error)) from error
 
 
 def _means(done: Any, arguments: Collection[str]) -> Any:
-    """One row per model, checkpoint and seed."""
+    """Average measurements: one row per model, checkpoint and seed."""
     names = ["model", "checkpoint", "step", "seed"]
     front = [name for name in names if name == "model" or done[name].notna().any()]
     measured = [name for name in done.select_dtypes("number") if name not in (*names, *_INDEX, *arguments)]

@@ -10,20 +10,20 @@ from typer import Option
 from tl_posdisent.cli.options import Given, command
 from tl_posdisent.cli.output import grid, number, save, spread
 
-_SAMPLES = 1000  # on which heads are ablated
+_SAMPLES = 1000  # number of test samples on which heads are ablated
 
 
 @command("seed progress")
 def synthetic(
     given: Given,
     preset: Literal["small", "medium", "paper"] = Option(
-        "small", help="Minutes or an hour on a CPU, or hours on a GPU."
+        "small", help="small: minutes on a CPU; medium: an hour on a CPU; paper: hours on a GPU."
     ),
     encoding: list[str] | None = Option(None, help="rope, alibi, …; may be repeated; default all."),
     task: list[str] | None = Option(
         None, help="distance, count (medium: gap8, gap16, …); may be repeated; default all."
     ),
-    seeds: int = Option(1, min=1, help="Trainings of each, from --seed on."),
+    seeds: int = Option(1, min=1, help="Number of training runs of each, from --seed on."),
     rotary_heads: int | None = Option(
         None, min=0, help="Number of heads per layer with RoPE (the first ones); default all."
     ),
@@ -34,11 +34,12 @@ def synthetic(
 
     Columns:
       task, encoding    task and position encoding
-      chance, accuracy  of guessing, and of the model on test samples
-      largest drop      of accuracy without one head; second: without the next one
-      share             of the largest drop in all drops
+      chance, accuracy  accuracy of guessing, and of the model on test samples
+      largest drop      largest drop of accuracy without one head
+      second            second largest drop
+      share             share of the largest drop in the sum of drops
       effective heads   1 if one head has the whole drop (exp of entropy)
-      layer             of the largest drop, seed by seed
+      layer             layer of the largest drop, seed by seed
 
     Examples:
       tl-posdisent synthetic
@@ -68,7 +69,7 @@ def synthetic(
 
 
 def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
-    """The drop of accuracy with each head, on the first test samples, and for each run its accuracy and deposit."""
+    """Measure the drop of accuracy without each head on the first test samples, and each run's accuracy and deposit."""
     import pandas as pd
 
     from tl_posdisent.synthetic.analysis.deposit import deposit, head_drops
@@ -86,7 +87,7 @@ def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
 
 
 def _shown(deposits: Any, title: str) -> list[str]:
-    """A row for each encoding and task, means over seeds with the standard deviation."""
+    """Format one row per encoding and task: means over seeds with the standard deviation."""
     measures = {"accuracy": "accuracy", "drop": "largest drop", "second": "second", "share": "share"}
     measures |= {"effective_heads": "effective heads"}
     rows = []
