@@ -76,7 +76,7 @@ def test_low_rank_attention_where_gradients_are_recorded() -> None:
 def test_a_model_made_in_inference_mode_is_refused_where_gradients_are_needed() -> None:
     with torch.inference_mode():
         model = synthetic()
-    with pytest.raises(ValueError, match="model must be made outside"):
+    with pytest.raises(ValueError, match="model must be created outside"):
         call(tp.synthetic.positional_gradients, model)
 
 

@@ -22,14 +22,14 @@ BOS = "<|endoftext|>"
 
 
 def _file(name: str, folder: Path | None = None) -> bytes:
-    """The content of a file in a folder, if it is there, or else of this package's own."""
+    """Read a file from a folder if it is there, and otherwise from this package."""
     if folder is not None and (folder / name).is_file():
         return (folder / name).read_bytes()
     return (resources.files("tl_posdisent.demo") / name).read_bytes()
 
 
 def demo_text() -> str:
-    """Return an English text of about three thousand tokens, in the style of the demo model's training text.
+    """Return an English text of about 3000 tokens, in the style of the demo model's training text.
 
     >>> demo_text()[:21]
     'My friends and fellow'
@@ -38,11 +38,10 @@ def demo_text() -> str:
 
 
 def demo_tokenizer(*, folder: Path | None = None) -> PreTrainedTokenizerFast:
-    """Load the byte-level BPE tokenizer of the demo model (1024 tokens, any text round-trips), or that of a training in
-    ``folder``.
+    """Load the byte-level BPE tokenizer of the demo model, or that of a training run in ``folder``.
 
-    Encoding puts ``<|endoftext|>`` (token 0) first unless ``add_special_tokens=False``, and is configured so for
-    TransformerLens.
+    It has 1024 tokens, and any text round-trips. Encoding puts ``<|endoftext|>`` (token 0) first unless
+    ``add_special_tokens=False``; TransformerLens is configured to expect this.
 
     >>> demo_tokenizer().decode(demo_tokenizer().encode("the people", add_special_tokens=False))
     'the people'
@@ -66,7 +65,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     within ``longer_context``).
 
     Raises:
-        ValueError: if ``length`` is below 1 or the text is shorter.
+        ValueError: a ``length`` below 1, or longer than the text.
 
     >>> demo_tokens(length=3).shape, int(demo_tokens(length=3)[0, 0])
     (torch.Size([1, 3]), 0)
@@ -80,15 +79,15 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
     """Load the demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
 
     Args:
-        trained: False gives the same architecture with random weights, the baseline of measurements.
-        seed: of the random initialisation; the global random state is left as it was.
-        checkpoint: weights of ``examples/train_demo_model.py``, with their ``config.json`` beside them or the demo
-            model's.
+        trained: False gives the same architecture with random weights, a baseline for measurements.
+        seed: seed of the random initialisation; the global random state does not change.
+        checkpoint: file with weights of ``examples/train_demo_model.py``; ``config.json`` is read from its folder, or
+            else the demo model's.
 
     >>> sum(p.numel() for p in demo_hf_model().parameters())
     1038720
     """
-    # Not above: its code takes a quarter of a second to import, and most who import the package never need it.
+    # Imported here because the import takes a quarter of a second, and most users of the package do not need it.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_dict(json.loads(_file("config.json", checkpoint and checkpoint.parent)))
@@ -102,7 +101,7 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
 
 
 def load_weights(model: PreTrainedModel, path: Path | None = None) -> None:
-    """Read a checkpoint of ``examples/train_demo_model.py``, or the demo model's weights, into such a model."""
+    """Load a checkpoint of ``examples/train_demo_model.py``, or the demo model's weights, into a model."""
     try:
         weights = load(_file("weights.safetensors") if path is None else path.read_bytes())
         state = {name: value.float() for name, value in weights.items()}
@@ -128,17 +127,17 @@ def load_demo_model(
         backend: ``'hooked'`` (HookedTransformer, TransformerLens 2 and 3), ``'bridge'`` (TransformerBridge, from 3.4
             on) or ``'auto'``: the first of the two that the installed TransformerLens has.
         trained, seed: as in ``demo_hf_model``.
-        device: where the model goes; the CPU by default.
-        checkpoint: weights of ``examples/train_demo_model.py``, with ``config.json`` and ``tokenizer.json`` beside them
-            or the demo model's.
+        device: device of the model; default the CPU.
+        checkpoint: file with weights of ``examples/train_demo_model.py``; ``config.json`` and ``tokenizer.json`` are
+            read from its folder, or else the demo model's.
 
     Returns:
-        A model in evaluation mode, float32, weights unprocessed. Token ids ``(batch, pos)`` or a text in,
-        logits ``(batch, pos, 1024)`` out; ``to_tokens`` puts ``<|endoftext|>`` first, as in training.
+        A model in evaluation mode, float32, with unprocessed weights. It maps token ids ``(batch, pos)`` or a text to
+        logits ``(batch, pos, 1024)``; ``to_tokens`` puts ``<|endoftext|>`` first, as in training.
 
     Raises:
-        ValueError: for an unknown backend or device, an invalid seed, or a backend that the installed TransformerLens
-            does not have.
+        ValueError: an unknown backend or device, an invalid seed, or a backend that the installed TransformerLens does
+            not have.
 
     >>> model = load_demo_model()
     >>> model(model.to_tokens("We the people")).shape[-1]

@@ -96,7 +96,7 @@ class Estimate(HasTable):
         there = "" if self.available_bytes is None else f" of {gigabytes(self.available_bytes)} available"
         return (
             f"Estimate: {self.tool} of {self.batch}×{self.length} tokens: {self.passes:g} passes\n"
-            f"  model {gigabytes(self.model_bytes)}, beside it at most {gigabytes(self.needed_bytes)}{there} (scores "
+            f"  model {gigabytes(self.model_bytes)}, in addition at most {gigabytes(self.needed_bytes)}{there} (scores "
             f"{gigabytes(self.score_bytes)}): {'fits' if self.fits else f'does not fit: use {self.advice}'}"
         )
 

@@ -1,1 +1,1 @@
-"""Validation, files and table columns that every folder uses."""
+"""Validation, files and table columns, for use in every folder."""

@@ -1,13 +1,13 @@
-"""Errors about one argument, which say its name apart from what is wrong with it."""
+"""Errors about one argument, with the argument's name as an attribute."""
 
 from __future__ import annotations
 
 
 class ArgumentError(ValueError):
-    """An argument that cannot be used: its name, and then what is needed, what was given and what to do.
+    """An invalid argument: its name, and then what is needed, what was given and what to do.
 
-    Whoever calls the function under other names (a command line with its options, a report with its sections) takes
-    ``argument`` and ``problem`` apart; the message is both.
+    The message is ``argument`` followed by ``problem``. Callers that use other names (the command line for its options,
+    the report for its sections) read the two attributes.
 
     >>> error = ArgumentError("length", "must be an integer of at least 1, got 0")
     >>> error.argument, str(error)
@@ -23,9 +23,9 @@ class ArgumentError(ValueError):
 
 
 class ContextExceeded(ArgumentError):
-    """Tokens are longer than the context of a model that fails beyond it: ``length`` and ``context`` in tokens."""
+    """Tokens exceed the context of a model that fails beyond it; ``length`` and ``context`` are in tokens."""
 
     def __init__(self, argument: str, problem: str, length: int, context: int) -> None:
         super().__init__(argument, problem)
-        self.args = argument, problem, length, context  # from which a pickle makes it anew
+        self.args = argument, problem, length, context  # the arguments with which pickle recreates it
         self.length, self.context = length, context

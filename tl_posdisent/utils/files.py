@@ -1,4 +1,4 @@
-"""What a path leads to; atomic file writing; a lock for folders that one process at a time may write to."""
+"""Paths, atomic file writing, and a lock for folders to which only one process at a time may write."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ LOCK = ".tl_posdisent.lock"
 
 
 def found_at(path: str | os.PathLike[str]) -> Literal["file", "folder"] | None:
-    """Whether there is a file or a folder of this name; None for words that no path can be, as longer than 255 bytes.
+    """Return whether a path is a file or a folder; None if it does not exist or cannot be a path (as too long names).
 
     >>> found_at("."), found_at("word " * 100), found_at("a\\0b")
     ('folder', None, None)
     """
     try:
         mode = os.stat(Path(path)).st_mode
-    except (OSError, ValueError):  # nothing there, or no name of a file: too long, with a zero byte
+    except (OSError, ValueError):  # nothing there, or an invalid name: too long, or with a zero byte
         return None
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else None
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file for writing that replaces ``path`` once all of it is on the disk.
+    """Open a file for writing that replaces ``path`` when it is complete on disk.
 
-    It is written as ``.NAME.RANDOM.unfinished`` beside it, created exclusively: several processes may write the same
-    path at once, and a symbolic link at ``path`` is replaced, not followed. After an exception ``path`` is unchanged
-    and nothing new is left; a process that is killed leaves the unfinished file.
+    It is written as ``.NAME.RANDOM.unfinished`` in the same folder, created exclusively: several processes may write
+    the same path at once, and a symbolic link at ``path`` is replaced, not followed. After an exception ``path`` is
+    unchanged and the new file is deleted; a process that is killed leaves the unfinished file.
     """
     path = Path(path)
-    unfinished = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}{UNFINISHED}")  # within 255 bytes, as UTF-8 too
+    unfinished = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}{UNFINISHED}")  # at most 255 bytes, also in UTF-8
     file = unfinished.open("xb")
     try:
         with file:
@@ -54,14 +54,14 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def remove_unfinished(folder: str | os.PathLike[str], names: str = "*") -> None:
-    """Delete what killed processes left of files whose name matches ``names``. Call it while holding the lock."""
+    """Delete unfinished files of killed processes whose names match ``names``. Call it while holding the lock."""
     for path in Path(folder).glob(f".{names}{UNFINISHED}"):
         path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[None]:
-    """Hold a folder's lock, or raise if another process or thread holds it; the folder is made if it is missing.
+    """Hold a folder's lock, or raise if another process or thread holds it; create the folder if it is missing.
 
     The operating system releases the lock when its process ends. Errors name the argument ``name`` and the ``work``,
     a noun such as ``"training"``.

@@ -1,4 +1,4 @@
-"""The arithmetic of the package's own sums, whatever modes of torch the caller is in, and how exact numbers must be."""
+"""Precision of the package's own sums, independent of the caller's torch modes, and tolerances for comparisons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
-    """Leave products in the dtypes of their factors, which the caller's autocast would round to bfloat16."""
+    """Disable the caller's autocast, which would round products to bfloat16."""
     with contextlib.ExitStack() as stack:
         for kind in _KINDS:
             if torch.is_autocast_enabled(kind):
@@ -26,7 +26,7 @@ def no_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_sums() -> Iterator[None]:
-    """Neither gradients nor autocast. A context, or a decorator of functions that run no model."""
+    """Disable gradients and autocast. Use it as a context, or as a decorator of functions that do not run a model."""
     with without_gradients(), no_autocast():
         yield
 
@@ -37,14 +37,14 @@ def with_gradients(model: torch.nn.Module) -> Iterator[None]:
     if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
         raise ArgumentError(
             "model",
-            "must be made outside torch.inference_mode(), whose tensors never record gradients: load it outside",
+            "must be created outside torch.inference_mode(), whose tensors never record gradients: load it outside",
         )
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None, slack: float = 0.0) -> float:
-    """Largest error in units of what rounding (of the observed or of a coarser dtype, and ``slack``) explains."""
+    """Compute the largest error in units of rounding (of the observed or a coarser dtype, plus ``slack``)."""
     if observed.numel() == 0:
         return 0.0
     wide = torch.promote_types(torch.promote_types(observed.dtype, predicted.dtype), torch.float32)
@@ -54,20 +54,24 @@ def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = No
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value, NaN if there is one; in one pass, and without a copy."""
+    """Compute the largest absolute value, or NaN if there is one, in one pass without a copy."""
     least, most = x.aminmax()
     return torch.maximum(-least, most)
 
 
 def apart(a: float, b: float, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether two measures of a model of this type, such as losses, differ by more than rounding: a share of their
-    difference has a meaning."""
+    """Whether two measures of a model of this dtype, such as losses, differ by more than rounding.
+
+    If not, a share of their difference is meaningless.
+    """
     return abs(a - b) > max(1e-5, torch.finfo(dtype).eps / 8) * max(abs(a), abs(b))
 
 
 def score_tolerance(*dtypes: torch.dtype | None) -> float:
-    """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes, or of those of
-    autocast where it is on, went into them."""
+    """Return the tolerance for recomputed scores, relative to the largest, for inputs of these dtypes.
+
+    If autocast is on, its dtype counts too.
+    """
     known = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2}  # rotation tables are float32 at best
     rounded = [torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)]
     return max(known.get(dtype, 6e-2) for dtype in (*dtypes, *rounded) if dtype)

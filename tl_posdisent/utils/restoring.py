@@ -1,4 +1,4 @@
-"""Blocks that put something back at their end, wherever Ctrl-C comes."""
+"""Context managers that restore state at their end, even if Ctrl-C arrives at any time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextlib.contextmanager
 def restoring(restore: Callable[[], object]) -> Iterator[None]:
-    """Call ``restore`` at the end of the block, and again if Ctrl-C comes while it runs: it must bear repetition.
+    """Call ``restore`` at the end of the block, and again if Ctrl-C interrupts it: it must be safe to repeat.
 
-    What the block changes is changed in it, and noted before or at once, so that nothing that has begun is missed.
+    Make changes inside the block, and record each one before or immediately after it, so that ``restore`` covers all.
     """
     try:
         yield
@@ -26,7 +26,7 @@ def restoring(restore: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
-    """As ``torch.no_grad()``, which leaves gradients off for good if Ctrl-C comes while it is entered or left."""
+    """Disable gradients, and restore them even if Ctrl-C arrives on entry or exit, unlike ``torch.no_grad()``."""
     before = torch.is_grad_enabled()
     with restoring(lambda: torch.set_grad_enabled(before)):
         torch.set_grad_enabled(False)

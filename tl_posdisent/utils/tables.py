@@ -1,4 +1,4 @@
-"""Index columns of result tables, named as TransformerLens lays its tensors out, and progress bars."""
+"""Index columns of result tables, named after the axes of TransformerLens's tensors, and progress bars."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tqdm.auto import tqdm
 def index_columns(
     shape: Sequence[int], *, pooled: bool = False, repeat: int = 1, layers: Sequence[int] | None = None
 ) -> dict[str, list[int]]:
-    """Columns that spell out the leading index of flattened values.
+    """Return columns with the leading index of flattened values.
 
     One axis is ``head``, two are ``batch`` and ``head``; more are ``axis_0``, ``axis_1`` …. With ``layers``, the axis
-    before ``head`` is ``layer`` and has these numbers. With ``pooled`` the first axis of the scores is gone from
-    ``shape``. Each index stands ``repeat`` times.
+    before ``head`` is ``layer`` and has these numbers. With ``pooled``, ``shape`` lacks the first axis of the scores.
+    Each index is repeated ``repeat`` times.
 
         >>> index_columns((2, 2))
         {'batch': [0, 0, 1, 1], 'head': [0, 1, 0, 1]}
@@ -32,9 +32,9 @@ def index_columns(
 
 
 def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], order: Sequence[str]) -> pd.DataFrame:
-    """Join tables of some texts each, of which column ``batch`` counts from 0, into one table of the whole batch.
+    """Join tables of some texts each, whose column ``batch`` counts from 0, into one table of the whole batch.
 
-    ``rows`` has for each table the row of the batch of each of its texts. Tables of different texts are sorted.
+    ``rows`` has, for each table, the row in the batch of each of its texts. Several tables are sorted by ``order``.
 
     >>> table = pd.DataFrame({"batch": [0, 1], "r": [0.5, 0.25]})
     >>> join_texts([table, table[:1]], [[0, 2], [1]], ["batch"]).values.tolist()
@@ -53,7 +53,7 @@ _KEEPING = (
 
 @contextmanager
 def progress_bar(items: Any = None, **options: Any) -> Iterator[Any]:
-    """A bar of tqdm's; an interruption of its block says how to keep what is done."""
+    """Show a tqdm bar; a KeyboardInterrupt in its block gets a message about how to keep partial results."""
     try:
         with tqdm(items, **options) as bar:
             yield bar

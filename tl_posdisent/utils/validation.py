@@ -1,4 +1,4 @@
-"""Validation of arguments. Errors are ``ValueError``: the argument's name, what is needed, and what was given."""
+"""Validate arguments. Errors are ``ValueError`` with the argument's name, what is needed, and what was given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tl_posdisent.utils.errors import ArgumentError
 
 
 def shown(value: Any) -> str:
-    """Describe a value in an error: its repr, cut to 120 characters; of a tensor or an array, type and shape alone.
+    """Describe a value for an error: its repr, cut to 120 characters; for a tensor or an array, type and shape only.
 
     >>> import torch
     >>> shown("far"), shown(torch.ones(2, 3))
@@ -32,7 +32,7 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal does not show as a character written as an escape, for errors that quote a file.
+    """Escape non-printable characters of a text, for errors that quote a file.
 
     >>> printable("blk.0\\x1b[2J\\n")
     'blk.0\\\\x1b[2J\\\\n'
@@ -41,14 +41,14 @@ def printable(text: str) -> str:
 
 
 def described(x: Any) -> str:
-    """Type and shape of a tensor, or the type of anything else, for errors."""
+    """Describe the dtype and shape of a tensor, or the type of anything else, for errors."""
     if isinstance(x, torch.Tensor) and x.is_nested:
         return f"a nested tensor of {x.dtype}"
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is an integer: Python's, numpy's or a torch scalar's; True and False are not.
+    """Whether ``value`` is an integer of Python, numpy or a torch scalar; True and False are not.
 
     >>> import numpy as np, torch
     >>> [is_integer(x) for x in (3, np.int64(3), torch.tensor(3), True, 3.0, "3")]
@@ -114,7 +114,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
-    """Some of the choices as a list: one, or a collection of several, each once."""
+    """Validate a choice or a collection of different choices, and return a list."""
     choices = list(choices)
     picked = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
     known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
@@ -144,7 +144,7 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
 
 
 def check_values(name: str, x: Any, *, meta: bool = False) -> None:
-    """Raise for a tensor in which torch cannot compute: without values (unless ``meta``), of 8 bits, quantised, sparse.
+    """Raise for a tensor that torch cannot compute with: meta (unless ``meta``), 8-bit, quantised, nested or sparse.
 
     >>> import torch
     >>> check_values("q", torch.ones(2).to(torch.float8_e4m3fn))
@@ -165,7 +165,7 @@ def check_values(name: str, x: Any, *, meta: bool = False) -> None:
 
 
 def check_devices(**given: Any) -> None:
-    """Raise unless all tensors among these values are on one device, which has float64."""
+    """Raise unless all tensors among these values are on one device, with float64."""
     devices = {name: x.device for name, x in given.items() if isinstance(getattr(x, "device", None), torch.device)}
     if len(set(devices.values())) > 1:
         names, places = (", ".join(map(str, x[:-1])) + f" and {x[-1]}" for x in ([*devices], [*devices.values()]))
@@ -175,7 +175,7 @@ def check_devices(**given: Any) -> None:
 
 
 def check_float64(name: str, device: torch.device) -> None:
-    """Raise unless the device has float64, which MPS has not."""
+    """Raise unless the device supports float64, which MPS does not."""
     if device.type in ("cpu", "cuda", "meta"):
         return
     try:
@@ -194,16 +194,16 @@ def check_seed(seed: Any) -> int:
 
 
 def check_seeds(seeds: Any, least: Literal[0, 1] = 1) -> list[int]:
-    """Seeds as a list without repetition: a number is how many (0, 1, 2 …), a list is which."""
+    """Validate seeds, given as a number of seeds (0, 1, 2 …) or a list of different seeds, and return a list."""
     if is_integer(seeds):
         return list(range(check_integer("seeds", seeds, least)))
     if not least and isinstance(seeds, Sized) and not isinstance(seeds, (str, bytes)) and not len(seeds):
         return []
-    return check_distinct("seeds", seeds, check_seed, "how many, or a list of which")
+    return check_distinct("seeds", seeds, check_seed, "a number of seeds or a list of seeds")
 
 
 def check_distinct(name: str, values: Any, check: Callable[[Any], Any], what: str = "a sequence") -> list[Any]:
-    """What ``check`` returns for each of at least one value, none twice; ``what`` is needed, for errors."""
+    """Apply ``check`` to each of at least one value, all different; ``what`` describes the values in errors."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ArgumentError(name, f"must be {what}, got {shown(values)}")
     given = [check(value) for value in values]
@@ -213,7 +213,7 @@ def check_distinct(name: str, values: Any, check: Callable[[Any], Any], what: st
 
 
 def check_indices(name: str, chosen: Any, n: int) -> list[int]:
-    """Indices into ``n`` things, at least one and none twice: all for None; negative ones count from the end.
+    """Validate indices into ``n`` items, at least one and none twice; None means all, negative ones count from the end.
 
     >>> check_indices("layers", None, 3), check_indices("layers", -1, 3), check_indices("layers", range(2), 3)
     ([0, 1, 2], [2], [0, 1])
@@ -241,27 +241,27 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
 
 
 def listed(chosen: Any) -> Any:
-    """A choice of indices as a list, to be iterated more than once; anything else as it is, for later checks."""
+    """Convert an iterable of indices to a list, which can be iterated twice; return anything else unchanged."""
     return list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping)) else chosen
 
 
 def head_label(layer: int, head: int) -> str:
-    """``"L16H0"``, as in tables, titles and errors."""
+    """Return a label such as ``"L16H0"``, for tables, titles and errors."""
     return f"L{layer}H{head}"
 
 
 def check_heads(
     layers: Any, heads: Any, n_layers: int, n_heads: int, *, default: Iterable[int] | None = None
 ) -> dict[int, list[int]]:
-    """Chosen heads of each chosen layer, layers ascending.
+    """Validate a choice of layers and heads, and return the heads of each chosen layer, layers ascending.
 
     Args:
         layers: None for all, an integer, or integers.
         heads: None for all heads of these layers; an integer or a list of integers, the same heads in each of them; or
-            single heads, ``"L16H0"`` or a list of such labels or of pairs ``(layer, head)``, which choose layers by
-            themselves and must lie within ``layers`` where that is given.
-        n_layers, n_heads: what there is.
-        default: the layers of ``layers=None`` where heads do not choose them, if not all.
+            single heads, ``"L16H0"`` or a list of such labels or of pairs ``(layer, head)``, which imply their layers;
+            these must be in ``layers``, if given.
+        n_layers, n_heads: numbers of layers and heads of the model.
+        default: layers to use for ``layers=None`` if ``heads`` does not imply any; default all.
 
     >>> check_heads(None, [(4, 2), "L0H1", (4, 0)], n_layers=5, n_heads=8)
     {0: [1], 4: [2, 0]}
@@ -304,7 +304,7 @@ def check_heads(
 
 
 def _from_label(x: Any) -> Any:
-    """``"L16H0"`` as ``(16, 0)``; anything but text as it is."""
+    """Convert ``"L16H0"`` to ``(16, 0)``; return anything except a string unchanged."""
     if not isinstance(x, str):
         return x
     found = re.fullmatch(r"L(\d+)H(\d+)", x)
