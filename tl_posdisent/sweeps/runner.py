@@ -237,7 +237,7 @@ def sweep(
     listed, folder = list(jobs) if isinstance(jobs, Iterable) else [jobs], Path(out).resolve()
     wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
     if wrong or not listed:
-        raise ArgumentError("jobs", f"must be a list of Job, as from jobs(), got {wrong[0] if wrong else 'none'}")
+        raise ArgumentError("jobs", f"must be a list of Job as jobs() returns it, got {wrong[0] if wrong else 'none'}")
     listed = list(dict.fromkeys(listed))
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ArgumentError("executor", f"must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
