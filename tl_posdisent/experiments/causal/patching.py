@@ -64,8 +64,8 @@ def head_patching(
         (source - baseline)``.
 
     Raises:
-        ValueError: tokens of different shapes; runs with the same metric; an unknown activation, or one without a hook
-            by heads; positions beyond the shortest text; otherwise as ``head_ablation``.
+        ValueError: tokens of different shapes; runs with the same metric; an unknown activation, or one whose hook has
+            no axis of heads; positions beyond the shortest text; otherwise as ``head_ablation``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_patching, load_demo_model

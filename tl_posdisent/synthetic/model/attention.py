@@ -85,7 +85,8 @@ class Attention(nn.Module):
         """Compute attention with queries from ``x`` and keys and values from ``source``.
 
         ``mask`` broadcasts to ``[batch, head, query, key]``: True where a query sees a key, or numbers to add to the
-        scores, with ``-inf`` for hidden keys; it includes the causal mask. None is the causal mask alone.
+        scores, with ``-inf`` for hidden keys; if the model is causal, it must hide keys after the query. None hides
+        only these (in a model that is not causal, none).
         """
         q, k, v = self.vectors(x, source)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
