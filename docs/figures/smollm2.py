@@ -27,7 +27,7 @@ from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 import tl_posdisent as tp
-from tl_posdisent.experiments.robustness.mahalanobis_and_projection import fit_reference
+from tl_posdisent.experiments.robustness.mahalanobis import fit_reference
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import longer_context
 from tl_posdisent.rope import Moments, interaction_bound, to_complex

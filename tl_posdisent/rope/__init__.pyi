@@ -3,14 +3,14 @@ from .capacity import rope_capacity as rope_capacity
 from .moments import Moments as Moments
 from .positional_symbolic import positional_symbolic_qk as positional_symbolic_qk
 from .preference_flips import preference_flips_qk as preference_flips_qk
+from .principal_angles import principal_angles as principal_angles
 from .rotary import Rotary as Rotary
 from .rotary import rotary_from_table as rotary_from_table
 from .rotary import rotate as rotate
 from .rotary import to_complex as to_complex
 from .subspaces import interaction_bound as interaction_bound
 from .subspaces import subspace_patterns_qk as subspace_patterns_qk
-from .toeplitz_and_angles import principal_angles as principal_angles
-from .toeplitz_and_angles import toeplitz_share as toeplitz_share
+from .toeplitz import toeplitz_share as toeplitz_share
 from .variance_decomposition import COMPONENTS as COMPONENTS
 from .variance_decomposition import VarianceShares as VarianceShares
 from .variance_decomposition import decompose as decompose

@@ -3,9 +3,9 @@ from .analysis.deposit import SufficientHeads as SufficientHeads
 from .analysis.deposit import deposit as deposit
 from .analysis.deposit import head_drops as head_drops
 from .analysis.deposit import sufficient_heads as sufficient_heads
-from .analysis.positional_gradients_and_dynamics import dynamics as dynamics
-from .analysis.positional_gradients_and_dynamics import gradient_margins as gradient_margins
-from .analysis.positional_gradients_and_dynamics import positional_gradients as positional_gradients
+from .analysis.dynamics import dynamics as dynamics
+from .analysis.positional_gradients import gradient_margins as gradient_margins
+from .analysis.positional_gradients import positional_gradients as positional_gradients
 from .model.config import SyntheticConfig as SyntheticConfig
 from .model.transformer import SyntheticModel as SyntheticModel
 from .tasks import Split as Split

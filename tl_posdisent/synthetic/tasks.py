@@ -159,6 +159,18 @@ def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Gen
     return torch.cat([least + key.argsort(-1)[:, : shape[1]] for key in keys])
 
 
+_DRAWN = 64  # samples drawn for each text that is kept
+
+
+def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]:
+    """Texts of a task without padding: the longest of many, cut to the shortest of them."""
+    check_integer("texts", texts, 1)
+    tokens, _ = task.batch(texts * _DRAWN, torch.Generator().manual_seed(seed))
+    lengths = (tokens != task.pad_id).sum(-1)
+    longest = lengths.argsort(descending=True, stable=True)[:texts]
+    return tokens[longest, : int(lengths[longest].min())]
+
+
 @dataclass(frozen=True)
 class TriggerDistance(Task):
     """Task: the distance between two triggers. Only positions determine the answer.

@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.rotary import running_rotary
-from tl_posdisent.rope.toeplitz_and_angles import toeplitz_share
+from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance

@@ -24,7 +24,8 @@ from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
-from .mahalanobis_and_projection import ReferenceSample, fit_reference, for_each_output, require_finite
+from .attention_outputs import for_each_output, require_finite
+from .mahalanobis import ReferenceSample, fit_reference
 
 
 def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[Tensor, "batch head query"]:

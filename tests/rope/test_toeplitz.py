@@ -1,4 +1,4 @@
-"""How Toeplitz scores are, spectra of products, angles between subspaces: brute force, and other libraries."""
+"""The Toeplitz share of scores is the one that is computed from the cells, one by one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent.rope import (
-    principal_angles,
-    toeplitz_share,
-)
-from tl_posdisent.rope.toeplitz_and_angles import condition_number, effective_rank, product_spectrum
+from tl_posdisent.rope import toeplitz_share
 
 TEXT, HEAD, LENGTH = 3, 2, 9
 
@@ -72,52 +68,6 @@ def test_texts_of_different_levels_are_pooled_as_one() -> None:
 def test_low_precision_is_summed_in_double() -> None:
     low = SCORES.bfloat16()
     assert torch.equal(toeplitz_share(low), toeplitz_share(low.double()))
-
-
-# --- spectra ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n_query", "n_key", "d"), [(7, 9, 4), (3, 9, 5), (9, 2, 6)])
-def test_spectrum_of_a_product(n_query: int, n_key: int, d: int) -> None:
-    q, k = normal(2, n_query, d), normal(2, n_key, d, seed=1)
-    got, dense = product_spectrum(q, k), torch.linalg.svdvals(q @ k.mT)
-    rank = min(n_query, n_key, d)
-    torch.testing.assert_close(got[..., :rank], dense[..., :rank], rtol=1e-12, atol=1e-12)
-    assert got.shape[-1] == rank
-
-
-def test_condition_and_rank_of_known_spectra() -> None:
-    spectra = torch.tensor([[2.0, 2, 2], [8, 4, 2], [1, 0, 0]], dtype=torch.float64)
-    assert condition_number(spectra).tolist() == [1, 4, math.inf]
-    entropy = -sum(p * math.log(p) for p in (8 / 14, 4 / 14, 2 / 14))
-    assert effective_rank(spectra).tolist() == pytest.approx([3, math.exp(entropy), 1], abs=1e-12)
-
-
-# --- angles -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (2, 5), (5, 2), (4, 4), (7, 6)])
-def test_angles_are_those_of_scipy(m: int, n: int) -> None:
-    linalg = pytest.importorskip("scipy.linalg")
-    a, b = normal(8, m), normal(8, n, seed=1)
-    for x, y in ((a, b), (a, a[:, :1] + 1e-9 * b[:, :1]), (b, b @ normal(n, n, seed=2))):
-        expected = torch.tensor(linalg.subspace_angles(x.numpy(), y.numpy()))
-        torch.testing.assert_close(principal_angles(x, y), expected, rtol=1e-6, atol=1e-13)
-
-
-@pytest.mark.parametrize("angle", [0.0, 1e-10, 1e-3, 0.7, math.pi / 4, 0.8, math.pi / 2 - 1e-10, math.pi / 2])
-def test_angles_keep_their_digits(angle: float) -> None:
-    turned = torch.tensor([[1.0, 0], [0, math.cos(angle)], [0, math.sin(angle)]], dtype=torch.float64)
-    plane, rotation = torch.eye(3, dtype=torch.float64)[:, :2], torch.linalg.qr(normal(3, 3)).Q
-    for a, b in ((plane, turned), (turned, plane)):
-        angles = principal_angles(rotation @ a @ normal(2, 2, seed=3), rotation @ b)
-        torch.testing.assert_close(angles, torch.tensor([angle, 0], dtype=torch.float64), rtol=1e-12, atol=1e-15)
-
-
-def test_dependent_columns_are_no_directions() -> None:
-    a, b = normal(8, 2), normal(8, 3, seed=1)
-    for repeated in (a @ normal(2, 5, seed=2), (a @ normal(2, 5, seed=2)).float()):
-        torch.testing.assert_close(principal_angles(repeated, b), principal_angles(a, b), rtol=0, atol=1e-5)
 
 
 def test_scores_that_vary_by_rounding_alone_have_no_share() -> None:

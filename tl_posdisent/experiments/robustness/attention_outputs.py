@@ -1,0 +1,46 @@
+"""The attention outputs (``hook_z``) of some layers, in one pass of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.spec import AttentionSpec
+
+
+def for_each_output(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: Sequence[AttentionSpec],
+    function: Callable[[int, Float[Tensor, "batch pos head d_head"]], None],
+    hooks: Sequence[Hook] = (),
+) -> None:
+    """Run the model once, under these hooks, and call ``function`` with the number and z of each of these layers.
+
+    Raises:
+        ValueError: a layer without ``hook_z``; outputs that are not finite.
+    """
+
+    def listener(spec: AttentionSpec) -> Hook:
+        def listen(z: Tensor, hook: Any) -> None:
+            require_finite(z, spec.layer)
+            function(spec.layer, z.detach())
+
+        if spec.z is None:
+            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z")
+        return spec.z, listen
+
+    last = max(spec.layer for spec in specs) + 1
+    with applied(model, list(hooks)), running(model) as p:
+        p.run(tokens, [listener(spec) for spec in specs], stop=None if hooks else last)  # hooks may act later
+
+
+def require_finite(z: Tensor, layer: int) -> None:
+    if not bool(torch.isfinite(z).all()):
+        raise ValueError(f"the attention outputs of layer {layer} are not finite")

@@ -1,0 +1,103 @@
+"""The attention outputs (``hook_z``) of some layers, on the principal components of those in the training length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.experiments.robustness.attention_outputs import for_each_output
+from tl_posdisent.models.longer_context import longer_context
+from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.restoring import without_gradients
+from tl_posdisent.utils.validation import check_integer
+
+
+def output_projection(
+    model: Any,
+    tokens: Tokens,
+    hooks: Sequence[Hook] | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    in_range: int | None = None,
+    start: int = 0,
+    layers: int | Iterable[int] | None = None,
+) -> pd.DataFrame:
+    """Project the attention outputs of each layer on the principal components of those within the training length.
+
+    The picture of arXiv 2503.13305, §6. An output is ``z`` of all heads of a layer side by side, at one position. The
+    reference is the outputs at positions ``start … in_range - 1`` of the same texts, read in a pass that ends there,
+    without ``hooks``; each coordinate is in standard deviations of the reference from its mean.
+
+    Args:
+        model, attention_mask: as in ``head_ablation``.
+        tokens: as there; each text is read up to the length of the shortest.
+        hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default none.
+        in_range: the length of the training texts; default that of the texts.
+        start: the first position that counts.
+        layers: default all.
+
+    Returns:
+        One row per layer, text and position from ``start``: ``layer``, ``text``, ``pos``, ``in_range`` (whether the
+        position is), and ``pc1`` and ``pc2``. The sign of a component is such that its largest weight is positive.
+        ``table.attrs["explained"]`` has the share of the reference's variance of each component, by layer.
+
+    Raises:
+        ValueError: unusable arguments; a layer without ``hook_z``; outputs that are not finite, or that do not vary
+            within range; a model that cannot read so far (``longer_context``).
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import output_projection
+        >>> model, tokens = load_demo_model(), demo_tokens(length=600)
+        >>> table = output_projection(model, tokens, in_range=512, start=64, layers=[4])
+        >>> table.columns.tolist()
+        ['layer', 'text', 'pos', 'in_range', 'pc1', 'pc2']
+        >>> table[table["in_range"]][["pc1", "pc2"]].std(ddof=0).round(3).tolist()
+        [1.0, 1.0]
+    """
+    reading = read_model(model)
+    model, specs = reading.model, reading.specs(layers)
+    batch = read_texts(model, tokens, attention_mask)
+    length = min(batch.lengths)
+    check_integer("start", start, 0, length - 3)
+    end = check_integer("in_range", length if in_range is None else in_range, start + 3, length)
+    texts = batch.unpadded()
+    read = torch.stack([text[:length] for text in texts])
+    with without_gradients(), longer_context(reading, length):
+        reference = _outputs(model, read[:, :end], specs, [])
+        outputs = _outputs(model, read, specs, list(hooks or []))
+    tables, explained = [], {}
+    texts_at, pos = np.indices((len(texts), length - start)).reshape(2, -1)
+    for spec in specs:
+        x = reference[spec.layer][:, start:].flatten(0, 1)
+        mean = x.mean(0)
+        _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
+        variances, axes = spread.square() / len(x), axes[:2]
+        if not bool(variances[1] > 1e-20 * variances.sum().clamp_min(1e-200)):
+            raise ValueError(f"the attention outputs of layer {spec.layer} must vary in range along two components")
+        largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+        scaled = axes * largest.sign() / variances[:2, None].sqrt()
+        points = ((outputs[spec.layer][:, start:] - mean) @ scaled.T).flatten(0, 1).cpu()
+        where = {"layer": spec.layer, "text": texts_at, "pos": start + pos, "in_range": start + pos < end}
+        tables.append(pd.DataFrame(where | {f"pc{n + 1}": points[:, n].numpy() for n in range(2)}))
+        explained[spec.layer] = (variances[:2] / variances.sum()).tolist()
+    found = reading.note(pd.concat(tables, ignore_index=True))
+    found.attrs["explained"] = explained
+    return found
+
+
+def _outputs(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], hooks: list[Hook]
+) -> dict[int, Float[Tensor, "batch pos coordinate"]]:
+    found: dict[int, Tensor] = {}
+    for_each_output(model, tokens, specs, lambda layer, z: found.update({layer: z.flatten(2).double()}), hooks)
+    return found

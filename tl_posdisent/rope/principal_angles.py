@@ -1,0 +1,55 @@
+"""The principal angles between two subspaces."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import check_devices, check_values, described
+
+
+def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float64[Tensor, "angle"]:
+    """Compute the principal angles between two subspaces, each spanned by the columns of a matrix.
+
+    Angles below 45° come from their sines, the others from their cosines (Knyazev and Argentati, SIAM J. Sci. Comput.
+    23, 2002), which keeps all digits.
+
+    Args:
+        a, b: ``[d, m]`` and ``[d, n]``; the columns need be neither orthogonal nor independent.
+
+    Returns:
+        ``min`` of the two ranks, in radians from 0 to π/2, the largest first; float64.
+
+    Raises:
+        ValueError: no matrices of floating point with equally long columns; columns that are not finite or all 0.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.rope import principal_angles
+        >>> x, y, z = torch.eye(3)
+        >>> principal_angles(torch.stack([x, y], 1), torch.stack([x, y + z], 1)).rad2deg().round().tolist()
+        [45.0, 0.0]
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[0] != a.shape[0]:
+            raise ArgumentError(
+                name, f"must be floating point of shape (d, columns), the same d for both, got {described(x)}"
+            )
+        check_values(name, x)
+        if not bool(x.isfinite().all()) or not bool((x != 0).any()):
+            raise ArgumentError(name, "must be finite and not all 0")
+    check_devices(a=a, b=b)
+    bases = []
+    for x in (a, b):
+        u, s, _ = torch.linalg.svd(x.double(), full_matrices=False)
+        precision = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps)
+        bases.append(u[:, s > s[0] * precision * max(x.shape)])
+    one, other = bases
+    if one.shape[1] < other.shape[1]:
+        one, other = other, one
+    product = one.T @ other
+    cosines = torch.linalg.svdvals(product).clamp(max=1).flip(0)
+    sines = torch.linalg.svdvals(other - one @ product).clamp(max=1)
+    return torch.where(cosines**2 < 0.5, cosines.acos(), sines.asin())
