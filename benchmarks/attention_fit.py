@@ -119,7 +119,7 @@ def multiples_of_a_pass() -> None:
 
 def steps(fit: Callable[[], object]) -> dict[str, int]:
     """Newton steps and products with the Hessian, of the whole model and of the distance alone together."""
-    from tl_posdisent.additive.attention import solver
+    from tl_posdisent.additive.attention import newton
 
     counts = dict.fromkeys(("steps", "products"), 0)
 
@@ -130,12 +130,12 @@ def steps(fit: Callable[[], object]) -> dict[str, int]:
 
         return call
 
-    step, product = solver._newton_step, solver.AttentionSums.product
-    solver._newton_step, solver.AttentionSums.product = counted("steps", step), counted("products", product)
+    step, product = newton._newton_step, newton.AttentionSums.product
+    newton._newton_step, newton.AttentionSums.product = counted("steps", step), counted("products", product)
     try:
         fit()
     finally:
-        solver._newton_step, solver.AttentionSums.product = step, product
+        newton._newton_step, newton.AttentionSums.product = step, product
     return counts
 
 

@@ -10,7 +10,7 @@ from support.masks import CASES, Case
 from torch import Tensor
 
 from tl_posdisent.additive.attention import sums as fourier
-from tl_posdisent.additive.attention.solver import solve_keys_alone
+from tl_posdisent.additive.attention.newton import solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, by_system, to_batch
 from tl_posdisent.additive.cells import cell_distances, make_cells
 

@@ -10,8 +10,8 @@ from support import zoo
 from support.masks import CASES, Case
 from torch import Tensor
 
-import tl_posdisent.additive.fit as module
 from tl_posdisent import additivity, fit_additive, fit_additive_qk
+from tl_posdisent.additive import least_squares
 from tl_posdisent.hooks import drop_component, substitute_additive
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -84,10 +84,12 @@ def test_a_solver_that_stops_early_is_refused(case: str, pool: bool, monkeypatch
     scores = additive_and_noise((3, 50, 50), float(case == "additive"), 1.0)
     if case == "residual":
         scores = fit_additive(scores, pool=pool).residual(scores) + 1e-7 * additive_and_noise((3, 50, 50), 1.0, 0.0)
-    solver = module.conjugate_gradients
-    monkeypatch.setattr(module, "conjugate_gradients", lambda *args, most, **more: solver(*args, most=3, **more))
+    solver = least_squares.conjugate_gradients
+    monkeypatch.setattr(least_squares, "conjugate_gradients", lambda *args, most, **more: solver(*args, most=3, **more))
     if case == "residual":
-        monkeypatch.setattr(module, "conjugate_gradients", lambda *args, most, **more: solver(*args, most=0, **more))
+        monkeypatch.setattr(
+            least_squares, "conjugate_gradients", lambda *args, most, **more: solver(*args, most=0, **more)
+        )
     with pytest.raises(RuntimeError, match=r"has not converged: relative residual .* needed"):
         fit_additive(scores, pool=pool)
 

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from tl_posdisent import fit_attention
-from tl_posdisent.additive.attention import solver
+from tl_posdisent.additive.attention import newton
 from tl_posdisent.additive.cells import cell_distances
 
 BANDS = (1, 2, 4)
@@ -158,7 +158,7 @@ def test_one_fit_does_not_change_the_others() -> None:
 
 
 def test_what_does_not_converge_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "_MAX_STEPS", 5)
+    monkeypatch.setattr(newton, "_MAX_STEPS", 5)
     with pytest.warns(UserWarning, match=r"1 of 3 fits of attention have not converged, at index \(1,\): ") as caught:
         fit = fit_attention(two_easy_and_one_hopeless(), bands=(3,), pseudo_count=1e-6)
     assert len(caught) == 1

@@ -1,23 +1,23 @@
 """Least-squares fit of attention scores by a distance, a query and a key component (three-axis additivity).
 
-The normal equations are solved without a matrix. Their three diagonal blocks are diagonal themselves (numbers of
-cells), and a product with the rest is cheap (``Cells.product``), so conjugate gradients with the diagonal as
-preconditioner needs about fifteen O(length) steps; a narrow window needs ``_tension`` too. The system is singular (see
-``fix_gauge``) but consistent, and conjugate gradients then converges to one of its solutions.
+The fit needs only the marginal sums of the scores (``cells.py``). ``least_squares.py`` solves the normal equations,
+``fix_gauge`` here chooses one of their solutions, and ``design_rank.py`` counts the parameters that they determine.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, Parts, Runs, Scattered, make_cells, read_marginals
+from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, Parts, make_cells, read_marginals
+from tl_posdisent.additive.design_rank import design_rank
+from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
 from tl_posdisent.utils.errors import ArgumentError
@@ -25,15 +25,6 @@ from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
 
 ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
-
-# Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
-# gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would
-# only chase rounding), and what is an error if it is still exceeded. They are relative to the marginals, or to a tenth
-# of the scores where the marginals are smaller: of scores without an additive part these are
-# rounding, which no model has.
-AIM, ENOUGH, ACCEPTED, OF_SCORES = 1e-13, 1e-12, 1e-10, 0.1
-
-Stacked = Float64[Tensor, "*batch coefficient"]
 
 
 @own_sums()
@@ -165,7 +156,7 @@ def fit_marginals(
     constant = total <= n_cells * (ROUNDING * size) ** 2
     r2, *shares = (torch.where(constant, torch.nan, (x / total).clamp(0, 1)) for x in (explained, *alone))
     n_cells = n_cells.expand_as(r2)
-    n_parameters = count_parameters(cells, len(sums) if pool else None).expand_as(r2)
+    n_parameters = design_rank(cells, len(sums) if pool else None).expand_as(r2)
     spare = n_cells - n_parameters  # residual degrees of freedom; without any, the model fits every matrix
     r2 = torch.where(spare > 0, r2, torch.nan)
     return AdditiveFit(
@@ -245,237 +236,3 @@ def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
     """Compute the weighted mean over the last axis, which is kept; 0 where all weights are 0."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
-
-
-_NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
-
-
-def count_parameters(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
-    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
-
-    Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
-    The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
-    and two neighbouring keys have all their four cells, such a profile has no kink at their distance. If that holds
-    at every distance it is a straight line, so there are two; if not, the rank of the distances is computed.
-    """
-    by_distance, by_query, by_key = cells.split(cells.counts)
-    rank = (by_query > 0).sum(-1) + (by_key > 0).sum(-1) - _count_pieces(cells)
-    n_cells, used, no_kink = by_query.sum(-1).long(), by_distance > 0, _has_no_kink(cells)
-    one_each = ((by_query <= 1).all(-1) | (by_key <= 1).all(-1)).expand_as(n_cells)
-    if n_texts is not None:
-        one_each = one_each.all()
-        if rank.ndim == 0:
-            rank, n_cells = rank * n_texts, n_cells * n_texts
-        else:
-            repeats = n_texts // rank.shape[0]
-            rank, n_cells = rank.sum(0) * repeats, n_cells.sum(0) * repeats
-            used, no_kink = used.any(0), no_kink.any(0)
-    of_distances = (used.sum(-1) - 2).clamp_min(0)
-    if not bool((one_each | (no_kink.sum(-1) == of_distances)).all()):
-        of_distances = _rank_of_distances(cells, pool=n_texts is not None)
-    return torch.where(one_each, n_cells, rank + of_distances)
-
-
-def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
-    """Count connected components, where two cells are neighbours if they share a query or a key."""
-    if isinstance(cells, Runs):
-        # A piece begins where a run of keys begins that no earlier run reaches.
-        empty = cells.first_key == cells.stop_key
-        first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
-        reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values
-        reach = torch.nn.functional.pad(reach[..., :-1], (1, 0))
-        return ((first >= reach) & (first < cells.n_key)).sum(-1)
-    mask, key = cells.to_mask(), torch.arange(cells.n_key, device=cells.counts.device)
-    used, label = mask.any(-2), key.expand(*mask.shape[:-2], -1)
-    while True:  # every key takes the lowest label among the keys that it shares a query with
-        lowest = torch.where(mask, label[..., None, :], cells.n_key).amin(-1)
-        new = torch.where(mask, lowest[..., :, None], cells.n_key).amin(-2).minimum(label)
-        new = new.gather(-1, new)  # and the label of that one
-        if torch.equal(new, label):
-            return (used & (label == key)).sum(-1)
-        label = new
-
-
-def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
-    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
-    if isinstance(cells, Runs):
-        first, stop = cells.first_query, cells.stop_query
-        start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
-        end = torch.minimum(stop[..., 1:-1] - 1, stop[..., :-2]).minimum(stop[..., 2:] - 1)
-        return start < end
-    assert isinstance(cells, Scattered)
-    cell = cells.query_distance > 0
-    upper, lower = cell[..., :-1, :], cell[..., 1:, :]
-    return (upper[..., 1:-1] & lower[..., 1:-1] & upper[..., :-2] & lower[..., 2:]).any(-2)
-
-
-def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
-    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
-    if isinstance(cells, Runs):
-        cells = Scattered.from_mask(cells.to_mask())
-    assert isinstance(cells, Scattered)
-    n_d, n_q, n_k = cells.split(cells.counts)
-    per_query = torch.where(n_q > 0, 1 / n_q, 0.0)[..., None]
-    keys = torch.diag_embed(n_k) - cells.query_key.mT @ (per_query * cells.query_key)
-    mixed = cells.key_distance - cells.query_key.mT @ (per_query * cells.query_distance)
-    values, vectors = torch.linalg.eigh(keys)
-    kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
-    seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
-    rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
-    if pool and rest.ndim > 2:
-        rest, n_d = rest.sum(0), n_d.sum(0)
-    scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
-    remaining: Tensor = torch.linalg.eigvalsh(rest)
-    return (remaining > _NEGLIGIBLE * scale).sum(-1)
-
-
-def solve(
-    cells: Cells,
-    marginals: Stacked,
-    *,
-    squares: Float64[Tensor, "*batch"] | None = None,
-    pool: bool = False,
-    distances: bool = True,
-) -> Stacked:
-    """Compute coefficients whose model has the given marginals, up to gauge.
-
-    Args:
-        marginals: stacked sums of the (roughly centred) scores; leading axes are independent systems.
-        squares: of these scores, summed over the cells: marginals that are small beside them are known only to their
-            rounding. None: marginals are exact.
-        pool: the systems of the first axis share their distance coefficients; ``marginals`` then are ``pooled``.
-        distances: False for queries and keys alone; coefficients of distances are then 0.
-
-    Raises:
-        RuntimeError: not converged; says the residual reached.
-    """
-    weights = pooled(cells, cells.counts.expand_as(marginals)) if pool else cells.counts
-    inverse = torch.where(weights > 0, 1 / weights, 0.0)
-    if not distances:
-        cells.split(inverse).distance.zero_()  # a coefficient that the preconditioner leaves alone stays 0
-        marginals = marginals.clone()
-        cells.split(marginals).distance.zero_()
-    narrow = 0 < cells.high - cells.low < cells.n_query // 4
-
-    def precondition(x: Stacked) -> Stacked:
-        return torch.addcmul(_tension(cells, x, pool=pool), x, inverse) if narrow else x * inverse
-
-    def product(x: Stacked) -> Stacked:
-        y = cells.product(x)
-        if not distances:
-            cells.split(y).distance.zero_()
-        return pooled(cells, y) if pool else y
-
-    def dot(x: Stacked, y: Stacked) -> Float64[Tensor, "*system 1"]:
-        if not pool:
-            return (x * y).sum(-1, keepdim=True)
-        d, q, k = (part.sum(-1, keepdim=True) for part in cells.split(x * y))
-        return d[:1] + (q + k).sum(0, keepdim=True)  # pooled texts are one system with one copy of the distances
-
-    scale = marginals.abs().amax((0, -1) if pool else -1, keepdim=True)
-    marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
-    solution, residual = torch.zeros_like(marginals), marginals
-    size = dot(residual, precondition(residual))
-    if squares is not None:
-        norm = OF_SCORES * squares.clamp_min(0).sqrt()[..., None] / torch.where(scale > 0, scale, 1.0)
-        size = size.maximum(norm.square().sum(0, keepdim=True) if pool else norm.square())
-    tiny = torch.finfo(size.dtype).tiny
-    for _ in range(3):
-        step, _ = conjugate_gradients(
-            product,
-            precondition,
-            dot,
-            residual,
-            (AIM**2 * size).clamp_min(tiny),
-            most=200 + marginals.shape[-1],
-        )
-        solution = solution + step
-        residual = marginals - product(solution)
-        left = dot(residual, precondition(residual))
-        if bool((left <= ENOUGH**2 * size).all()):
-            break
-    reached = float((left / size.clamp_min(tiny)).max().sqrt())
-    if not reached <= ACCEPTED:
-        raise RuntimeError(
-            f"the additive fit has not converged: relative residual {reached:.1e} of the normal equations, "
-            f"{ACCEPTED:.0e} needed"
-        )
-    return solution * scale
-
-
-def pooled(cells: Cells, stacked: Stacked) -> Stacked:
-    """Sum the distance part over the texts (the first axis) and give each text the whole sum."""
-    distance, query, key = cells.split(stacked)
-    return torch.cat([distance.sum(0, keepdim=True).expand_as(distance), query, key], -1)
-
-
-def _tension(cells: Cells, x: Stacked, *, pool: bool) -> Stacked:
-    """What to add to ``x`` over the diagonal in a window that is narrow beside the length.
-
-    There a smooth function of the position, added to the queries and taken from the keys, hardly changes a cell: its
-    energy is that of a stretched string, the integral of the squared slope, which cumulative sums forth and back
-    invert. A level and a straight line, which no cell or a change of the distances shows, are left out.
-    """
-    middle = (cells.low + cells.high) // 2  # on a common grid a key is where the queries are that see it
-    at_query, at_key = max(0, cells.offset - middle), max(0, middle - cells.offset)
-    queries, keys = slice(at_query, at_query + cells.n_query), slice(at_key, at_key + cells.n_key)
-    distance, by_query, by_key = cells.split(x)
-    grid = x.new_zeros(*x.shape[:-1], max(queries.stop, keys.stop))
-    grid[..., queries] += by_query
-    grid[..., keys] -= by_key
-    slope = (grid - grid.mean(-1, keepdim=True)).cumsum(-1)
-    slope -= slope.mean((0, -1) if pool else -1, keepdim=True)
-    smooth = slope.flip(-1).cumsum(-1).flip(-1) / (cells.distances - middle).double().square().sum()
-    smooth -= smooth.mean(-1, keepdim=True)
-    moved = torch.cat([torch.zeros_like(distance), smooth[..., queries], -smooth[..., keys]], -1)
-    return torch.where(cells.counts > 0, moved, 0.0)
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor],
-    precondition: Callable[[Tensor], Tensor],
-    dot: Callable[[Tensor, Tensor], Tensor],
-    target: Tensor,
-    goal: Tensor,
-    *,
-    most: int,
-    allowed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Solve ``product(x) = target`` until the residual of every system is small, or rounding has taken over.
-
-    Args:
-        product, precondition: multiplication by a positive semidefinite matrix, and by about its inverse.
-        dot: inner product of each system (a leading axis of ``target``), which keeps the last axis.
-        goal: the squared norm (of ``precondition``) that a residual should come to, in at most ``most`` products.
-        allowed: a residual whose entries are all at most these is small enough, too.
-
-    Returns:
-        The solution, and for which systems it is one.
-    """
-    solution, residual = torch.zeros_like(target), target.clone()
-    direction = precondition(residual)
-    rho = least = dot(residual, direction)
-    solved = rho <= goal
-    active = ~solved
-    for _ in range(most):
-        if not bool(active.any()):
-            break
-        image = product(direction)
-        curvature = dot(direction, image)
-        # A solved system stands still while others go on: what is left of its residual is rounding, part of it in
-        # directions that change nothing, where a step has no bound.
-        active = active & (curvature > 0)
-        alpha = torch.where(active, rho / curvature, 0.0)
-        solution.addcmul_(alpha, direction)
-        residual.addcmul_(alpha, image, value=-1)
-        z = precondition(residual)
-        new = dot(residual, z)
-        least = least.minimum(new)
-        enough = new <= goal
-        if allowed is not None:
-            enough = enough | (residual.abs() <= allowed).all(-1, keepdim=True)
-        solved = solved | (active & enough)
-        active = active & ~enough & (new <= 1e6 * least)
-        direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
-        rho = new
-    return solution, solved

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.attention.newton import Problem, Solution, solve_attention, solve_keys_alone
 from tl_posdisent.additive.attention.result import AttentionFit
-from tl_posdisent.additive.attention.solver import Problem, Solution, solve_attention, solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, first_keys, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.fit import weighted_mean

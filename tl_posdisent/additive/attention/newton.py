@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked
-from tl_posdisent.additive.fit import conjugate_gradients
+from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
 
 _AT_ONCE = 2**14  # number of keys (of all texts of all systems) that are solved together
 AIM = 1e-9  # accepted error, relative to the marginal, or to one unit of attention if the marginal is smaller

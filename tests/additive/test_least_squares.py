@@ -8,7 +8,7 @@ from support.masks import CASES, Case
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, Runs, make_cells
-from tl_posdisent.additive.fit import pooled, solve
+from tl_posdisent.additive.least_squares import pooled, solve
 
 
 def marginals_of_noise(n_system: int, length: int, window: int) -> tuple[Cells, Tensor]:

@@ -1,0 +1,90 @@
+"""The rank of the additive design: how many parameters of distances, queries and keys the cells determine."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from tl_posdisent.additive.cells import Cells, Runs, Scattered
+
+_NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
+
+
+def design_rank(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
+    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
+
+    Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
+    The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
+    and two neighbouring keys have all their four cells, such a profile has no kink at their distance. If that holds
+    at every distance it is a straight line, so there are two; if not, the rank of the distances is computed.
+    """
+    by_distance, by_query, by_key = cells.split(cells.counts)
+    rank = (by_query > 0).sum(-1) + (by_key > 0).sum(-1) - _count_pieces(cells)
+    n_cells, used, no_kink = by_query.sum(-1).long(), by_distance > 0, _has_no_kink(cells)
+    one_each = ((by_query <= 1).all(-1) | (by_key <= 1).all(-1)).expand_as(n_cells)
+    if n_texts is not None:
+        one_each = one_each.all()
+        if rank.ndim == 0:
+            rank, n_cells = rank * n_texts, n_cells * n_texts
+        else:
+            repeats = n_texts // rank.shape[0]
+            rank, n_cells = rank.sum(0) * repeats, n_cells.sum(0) * repeats
+            used, no_kink = used.any(0), no_kink.any(0)
+    of_distances = (used.sum(-1) - 2).clamp_min(0)
+    if not bool((one_each | (no_kink.sum(-1) == of_distances)).all()):
+        of_distances = _rank_of_distances(cells, pool=n_texts is not None)
+    return torch.where(one_each, n_cells, rank + of_distances)
+
+
+def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
+    """Count connected components, where two cells are neighbours if they share a query or a key."""
+    if isinstance(cells, Runs):
+        # A piece begins where a run of keys begins that no earlier run reaches.
+        empty = cells.first_key == cells.stop_key
+        first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
+        reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values
+        reach = torch.nn.functional.pad(reach[..., :-1], (1, 0))
+        return ((first >= reach) & (first < cells.n_key)).sum(-1)
+    mask, key = cells.to_mask(), torch.arange(cells.n_key, device=cells.counts.device)
+    used, label = mask.any(-2), key.expand(*mask.shape[:-2], -1)
+    while True:  # every key takes the lowest label among the keys that it shares a query with
+        lowest = torch.where(mask, label[..., None, :], cells.n_key).amin(-1)
+        new = torch.where(mask, lowest[..., :, None], cells.n_key).amin(-2).minimum(label)
+        new = new.gather(-1, new)  # and the label of that one
+        if torch.equal(new, label):
+            return (used & (label == key)).sum(-1)
+        label = new
+
+
+def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
+    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
+    if isinstance(cells, Runs):
+        first, stop = cells.first_query, cells.stop_query
+        start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
+        end = torch.minimum(stop[..., 1:-1] - 1, stop[..., :-2]).minimum(stop[..., 2:] - 1)
+        return start < end
+    assert isinstance(cells, Scattered)
+    cell = cells.query_distance > 0
+    upper, lower = cell[..., :-1, :], cell[..., 1:, :]
+    return (upper[..., 1:-1] & lower[..., 1:-1] & upper[..., :-2] & lower[..., 2:]).any(-2)
+
+
+def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
+    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
+    if isinstance(cells, Runs):
+        cells = Scattered.from_mask(cells.to_mask())
+    assert isinstance(cells, Scattered)
+    n_d, n_q, n_k = cells.split(cells.counts)
+    per_query = torch.where(n_q > 0, 1 / n_q, 0.0)[..., None]
+    keys = torch.diag_embed(n_k) - cells.query_key.mT @ (per_query * cells.query_key)
+    mixed = cells.key_distance - cells.query_key.mT @ (per_query * cells.query_distance)
+    values, vectors = torch.linalg.eigh(keys)
+    kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
+    seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
+    rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
+    if pool and rest.ndim > 2:
+        rest, n_d = rest.sum(0), n_d.sum(0)
+    scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
+    remaining: Tensor = torch.linalg.eigvalsh(rest)
+    return (remaining > _NEGLIGIBLE * scale).sum(-1)
