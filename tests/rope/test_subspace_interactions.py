@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.rotary_layers import LAYERS, SCALE, all_scores, anova, draw
 from torch import Tensor
 
+from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS, decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspaces import interaction_bound, subspace_patterns_qk
-from tl_posdisent.rope.variance_decomposition import COMPONENTS, decompose
 
 PARTS = ["distance", "semantic", "interaction"]
 

@@ -26,7 +26,7 @@ from tl_posdisent.report.measurements import (
 )
 from tl_posdisent.report.verdict import told_apart
 from tl_posdisent.report.words import MISSING
-from tl_posdisent.rope.variance_decomposition import COMPONENTS
+from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation

@@ -1,5 +1,8 @@
 from .capacity import RopeCapacity as RopeCapacity
 from .capacity import rope_capacity as rope_capacity
+from .factorial_variance_decomposition import COMPONENTS as COMPONENTS
+from .factorial_variance_decomposition import VarianceShares as VarianceShares
+from .factorial_variance_decomposition import decompose as decompose
 from .moments import Moments as Moments
 from .positional_symbolic import positional_symbolic_qk as positional_symbolic_qk
 from .preference_flips import preference_flips_qk as preference_flips_qk
@@ -11,6 +14,3 @@ from .rotary import to_complex as to_complex
 from .subspaces import interaction_bound as interaction_bound
 from .subspaces import subspace_patterns_qk as subspace_patterns_qk
 from .toeplitz import toeplitz_share as toeplitz_share
-from .variance_decomposition import COMPONENTS as COMPONENTS
-from .variance_decomposition import VarianceShares as VarianceShares
-from .variance_decomposition import decompose as decompose

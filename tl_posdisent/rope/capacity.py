@@ -15,8 +15,8 @@ from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
 
+from .factorial_variance_decomposition import Numbers, numbers
 from .rotary import Rotary, check_rotary
-from .variance_decomposition import Numbers, numbers
 
 
 @dataclass(frozen=True, eq=False, repr=False)

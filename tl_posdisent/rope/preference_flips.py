@@ -18,8 +18,8 @@ from tl_posdisent.additive.score_checks import check_queries_and_keys
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 
+from .factorial_variance_decomposition import Numbers, numbers
 from .rotary import Rotary, check_rotary, rotate
-from .variance_decomposition import Numbers, numbers
 
 _CELLS_AT_ONCE = 2**20
 _ROUNDING = {torch.float64: 1e-12}  # scores of A and B that differ by less than this of |q|·(|A| + |B|) do not differ

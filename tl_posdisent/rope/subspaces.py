@@ -7,9 +7,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from tl_posdisent.rope.moments import Moments, Spread, chunks, spread_of, total
-from tl_posdisent.rope.rotary import Rotary, to_complex
-from tl_posdisent.rope.variance_decomposition import (
+from tl_posdisent.rope.factorial_variance_decomposition import (
     COMPONENTS,
     Component,
     Numbers,
@@ -19,6 +17,8 @@ from tl_posdisent.rope.variance_decomposition import (
     read_factors,
     share_of,
 )
+from tl_posdisent.rope.moments import Moments, Spread, chunks, spread_of, total
+from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice

@@ -1,4 +1,8 @@
-"""Variance decomposition of scores at controlled distances (arXiv 2503.13305, §3), and its comparison with a text."""
+"""A model's heads at controlled distances (arXiv 2503.13305, §3): each query with each key at each distance.
+
+Tables of every head: the shares of ``rope.decompose``, a causal check of the fitted components by dummy distances, and
+r at controlled distances beside r of the text.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ from tl_posdisent.models.capture import Captured, for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.rope.factorial_variance_decomposition import Numbers, decompose
 from tl_posdisent.rope.moments import Moments
-from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_integer

@@ -13,8 +13,8 @@ from torch import Tensor
 from tl_posdisent.models.capture import Captured, spread_rows
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.rope.factorial_variance_decomposition import numbers
 from tl_posdisent.rope.preference_flips import check_distance_sets, preference_flips_qk
-from tl_posdisent.rope.variance_decomposition import numbers
 from tl_posdisent.utils.validation import check_integer
 
 from .measure_layers import measure_layers, rows_by_text

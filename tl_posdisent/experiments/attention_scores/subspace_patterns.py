@@ -13,8 +13,8 @@ from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.rope.factorial_variance_decomposition import Numbers
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
-from tl_posdisent.rope.variance_decomposition import Numbers
 
 from .measure_layers import measure_layers
 

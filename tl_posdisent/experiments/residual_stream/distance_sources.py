@@ -29,8 +29,8 @@ from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.rope.factorial_variance_decomposition import Numbers, numbers, share_of
 from tl_posdisent.rope.rotary import Rotary, to_complex
-from tl_posdisent.rope.variance_decomposition import Numbers, numbers, share_of
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.rope.variance_decomposition import COMPONENTS
+from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.synthetic.analysis.deposit import SufficientHeads
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.rotary_layers import DISTANCES, LAYERS, SCALE, all_scores, anova, draw, frequencies
 from torch import Tensor
 
+from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS, VarianceShares, decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspaces import interaction_bound
-from tl_posdisent.rope.variance_decomposition import COMPONENTS, VarianceShares, decompose
 
 
 def assert_same(ours: VarianceShares, theirs: dict[str, Tensor], close: float = 1e-12) -> None:
@@ -86,7 +86,7 @@ def test_both_r_are_correlations_of_fitted_scores() -> None:
 def test_many_distances_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
     whole = decompose(moments, range(1000), scale=SCALE)
-    monkeypatch.setattr("tl_posdisent.rope.variance_decomposition.ANGLES_AT_ONCE", 400)
+    monkeypatch.setattr("tl_posdisent.rope.factorial_variance_decomposition.ANGLES_AT_ONCE", 400)
     parts = decompose(moments, range(1000), scale=SCALE)
     torch.testing.assert_close(parts.variances, whole.variances, rtol=1e-12, atol=1e-15)
 

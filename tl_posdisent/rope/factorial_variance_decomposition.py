@@ -1,4 +1,8 @@
-"""Factorial variance decomposition (ANOVA) of attention scores at controlled distances, by distance, query and key."""
+"""Factorial variance decomposition (ANOVA) of attention scores at controlled distances, by distance, query and key.
+
+The computation itself, from the moments of queries and keys. ``controlled_distance`` in ``experiments`` applies it to
+the heads of a model.
+"""
 
 from __future__ import annotations
 
