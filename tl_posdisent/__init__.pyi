@@ -18,9 +18,9 @@ from .experiments.attention_scores.additivity import additivity as additivity
 from .experiments.attention_scores.controlled_distance import controlled_distance as controlled_distance
 from .experiments.attention_scores.controlled_distance import disentanglement as disentanglement
 from .experiments.attention_scores.head_labels import head_labels as head_labels
-from .experiments.attention_scores.positional_symbolic import positional_symbolic as positional_symbolic
-from .experiments.attention_scores.preference_flips import preference_flips as preference_flips
-from .experiments.attention_scores.subspace_patterns import subspace_patterns as subspace_patterns
+from .experiments.attention_scores.queries_and_keys import positional_symbolic as positional_symbolic
+from .experiments.attention_scores.queries_and_keys import preference_flips as preference_flips
+from .experiments.attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
 from .experiments.attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .experiments.causal.additive_substitution import additive_substitution as additive_substitution
 from .experiments.causal.attention_ladder import attention_ladder as attention_ladder

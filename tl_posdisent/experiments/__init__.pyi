@@ -3,9 +3,9 @@ from .attention_scores.controlled_distance import controlled_distance as control
 from .attention_scores.controlled_distance import disentanglement as disentanglement
 from .attention_scores.controlled_distance import dummy_distance_check as dummy_distance_check
 from .attention_scores.head_labels import head_labels as head_labels
-from .attention_scores.positional_symbolic import positional_symbolic as positional_symbolic
-from .attention_scores.preference_flips import preference_flips as preference_flips
-from .attention_scores.subspace_patterns import subspace_patterns as subspace_patterns
+from .attention_scores.queries_and_keys import positional_symbolic as positional_symbolic
+from .attention_scores.queries_and_keys import preference_flips as preference_flips
+from .attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
 from .attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.attention_ladder import attention_ladder as attention_ladder

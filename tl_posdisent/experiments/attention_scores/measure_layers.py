@@ -12,7 +12,7 @@ from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts
-from tl_posdisent.utils.tables import join_texts, progress_bar
+from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_integer
 
 Measured = TypeVar("Measured")
@@ -54,8 +54,3 @@ def measure_layers(
         for group in texts.groups:
             for_each_layer(reading.model, group.tokens, specs, note, scores=False)
     return reading.note(pd.concat(tables, ignore_index=True))
-
-
-def rows_by_text(texts: Texts) -> Callable[[AttentionSpec, list[pd.DataFrame]], pd.DataFrame]:
-    """The ``table`` of measures that have rows for each text."""
-    return lambda spec, parts: join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])

@@ -1,4 +1,4 @@
-"""Distance patterns at a model, and every measure beside its chance level."""
+"""Every measure beside its chance level."""
 
 from __future__ import annotations
 
@@ -24,20 +24,6 @@ from tl_posdisent.rope import Moments, interaction_bound
 
 Model = Callable[[str, str], Any]
 TOKENS = zoo.random_tokens(length=12, batch=2)
-CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_shares_are_those_of_controlled_distance(kind: str, name: str, shared_model: Model) -> None:
-    model, options = shared_model(kind, name), {"distances": [0, 1, 30], "sinks": 2, "progress": False}
-    parts = subspace_patterns(model, TOKENS, **options).groupby(["layer", "head"])[["distance", "interaction"]].sum()
-    whole = controlled_distance(model, TOKENS, **options).set_index(["layer", "head"])
-    pd.testing.assert_series_equal(parts["distance"], whole["distance"], rtol=1e-9, atol=1e-12)
-    mixed = whole[["distance:query", "distance:key", "distance:query:key"]].sum(axis=1)
-    pd.testing.assert_series_equal(parts["interaction"], mixed, check_names=False, rtol=1e-9, atol=1e-12)
-
-
-# --- beside chance ----------------------------------------------------------------------------------------------------
 
 
 def measures(model: Any, sinks: int) -> pd.DataFrame:

@@ -1,0 +1,200 @@
+"""Measures of queries and keys (``rope``) for each layer of a model: the plane, preference flips, subspace patterns.
+
+Each runs the function of the same name with ``_qk`` on every head of a model that reads a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
+from tl_posdisent.models.capture import Captured, spread_rows
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.rope.factorial_variance_decomposition import Numbers, numbers
+from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
+from tl_posdisent.rope.preference_flips import check_distance_sets, preference_flips_qk
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.subspaces import subspace_patterns_qk
+from tl_posdisent.utils.tables import join_texts
+from tl_posdisent.utils.validation import check_flag, check_integer
+
+NEAR = range(8)
+_N_FAR = 8
+
+
+def positional_symbolic(
+    model: Any,
+    tokens: Tokens,
+    *,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
+    by_subspace: bool = False,
+    sinks: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure whether each head's scores stay at a position (*positional*) or move with the keys (*symbolic*).
+
+    Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
+
+    Args:
+        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
+
+    Returns:
+        One row per text, layer and head (and subspace): ``batch``, ``layer``, ``head``, (``subspace``, ``frequency``,)
+        ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
+
+    Raises:
+        ValueError: unusable arguments; a layer without rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, positional_symbolic
+        >>> table = positional_symbolic(load_demo_model(), demo_tokens(length=64), layers=[0, 4], progress=False)
+        >>> len(table), bool((table["positional"] + table["symbolic"] <= 1).all())
+        (16, True)
+    """
+    check_flag("by_subspace", by_subspace)
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+
+    def measure(q: Tensor, k: Tensor, rotary: Rotary) -> pd.DataFrame:
+        return positional_symbolic_qk(q, k, rotary, by_subspace=by_subspace)
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return _of_each_text(reading, texts, "positional_symbolic", measure, **options)
+
+
+def preference_flips(
+    model: Any,
+    tokens: Tokens,
+    *,
+    attention_mask: Tensor | None = None,
+    near: Sequence[float] | Tensor = NEAR,
+    far: Sequence[float] | Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
+    sinks: int = 0,
+    queries: int | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure how often the distance decides which of two keys a head prefers: never, in an additive head.
+
+    A query compares two keys at distance d, and again at d′; the preference *flips* if one key has the higher score at
+    d and the other at d′. The probability of a flip, over all queries, pairs of keys of the text and pairs of distances
+    (``preference_flips_qk``), is 0 for additive and two-axis scores, ½ if the orders are unrelated, 1 if they are
+    reversed. Compare it with ``random_control``: random weights flip too.
+
+    Args:
+        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        near: near distances in positions, default 0 … 7.
+        far: far ones; default eight, in geometric steps from 8 to the longest of the texts (at least 15).
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
+        queries: compare only for this many queries of each text, evenly spaced; default all. Time grows with queries ·
+            keys² · distances.
+
+    Returns:
+        One row per text, layer and head: ``batch``, ``layer``, ``head``; ``near``, ``far`` and ``near_far``, the
+        probability of a flip between two near distances, two far ones, and one of each.
+
+    Raises:
+        ValueError: unusable arguments; a distance that is near and far; a layer without rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, preference_flips
+        >>> table = preference_flips(load_demo_model(), demo_tokens(length=64), layers=[4], queries=16, progress=False)
+        >>> list(table.columns)
+        ['batch', 'layer', 'head', 'near', 'far', 'near_far']
+        >>> bool((table["near_far"] > 0.1).all())  # although these scores are nearly additive, with r = 0.88
+        True
+    """
+    if queries is not None:
+        check_integer("queries", queries, 1)
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    near_at = numbers("near", near, torch.device("cpu"))
+    if far is None:
+        steps = np.geomspace(len(NEAR), max(texts.longest - 1, 2 * len(NEAR) - 1), _N_FAR).round()
+        far = [int(d) for d in np.unique(steps) if d not in near_at.tolist()]
+    sets = check_distance_sets(near_at, far)
+
+    def measure(q: Tensor, k: Tensor, rotary: Rotary) -> pd.DataFrame:
+        some = q if queries is None else q[:, spread_rows(q.shape[1], queries)]
+        return preference_flips_qk(some, k, rotary, *sets)
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return _of_each_text(reading, texts, "preference_flips", measure, **options)
+
+
+def _of_each_text(
+    reading: ModelReading,
+    texts: Texts,
+    tool: str,
+    measure: Callable[[Tensor, Tensor, Rotary], pd.DataFrame],
+    **options: Any,
+) -> pd.DataFrame:
+    """Call ``measure`` with queries, keys and rotation of each layer; its table has rows for each text."""
+    rows = [group.rows.tolist() for group in texts.groups]
+
+    def of_layer(layer: Captured) -> pd.DataFrame:
+        return measure(layer.q, layer.k, layer.spec.require_rotary(tool))
+
+    def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
+        return join_texts(parts, rows, ["batch", "head"])
+
+    return measure_layers(reading, texts, tool, of_layer, table, **options, leave=2)  # both measures compare keys
+
+
+def subspace_patterns(
+    model: Any,
+    tokens: Tokens,
+    *,
+    attention_mask: Tensor | None = None,
+    distances: Numbers | None = None,
+    layers: int | Iterable[int] | None = None,
+    sinks: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure size, concentration and shares of every subspace of every head (arXiv 2503.13305).
+
+    Additivity needs each subspace to be slow, or its keys to be concentrated: see ``subspace_patterns_qk``. One forward
+    pass, no score matrix.
+
+    Args:
+        model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
+
+    Returns:
+        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``subspace_patterns_qk``:
+        ``frequency``, ``key_concentration`` …, and the shares ``distance``, ``semantic`` and ``interaction``, which
+        add up to 1 in each head.
+
+    Raises:
+        ValueError: unusable arguments; a layer without rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, subspace_patterns
+        >>> table = subspace_patterns(load_demo_model(), demo_tokens(length=128), layers=[4], progress=False)
+        >>> len(table)  # 8 heads of 8 subspaces
+        64
+        >>> mean = table.groupby("subspace")[["key_concentration", "semantic"]].mean()
+        >>> bool(mean["semantic"].idxmax() > 3)  # content sits in slow subspaces
+        True
+    """
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    at, tool = range(texts.longest) if distances is None else distances, "subspace_patterns"
+
+    def table(spec: AttentionSpec, parts: list[Captured]) -> pd.DataFrame:
+        q, k = (torch.cat([x.flatten(0, 1) for x in side]) for side in zip(*((x.q, x.k) for x in parts), strict=True))
+        own = parts[0].spec
+        return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale())
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, tool, lambda layer: layer, table, **options)
