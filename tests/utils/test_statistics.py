@@ -1,13 +1,20 @@
-"""Errors over blocks of unequal size: unbiased, with the degrees of freedom that they have, and intervals that hold."""
+"""Standard errors: unbiased, with the degrees of freedom that they have, and intervals that hold; many tests."""
 
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
 
-from tl_posdisent.utils.statistics import Blocks, significance
+from tl_posdisent.utils.statistics import (
+    Blocks,
+    confidence_of_selected,
+    error_over_draws,
+    jackknife_error,
+    significance,
+)
 
 DESIGNS = {
     "equal": [30] * 12,
@@ -79,3 +86,44 @@ def test_significance_is_that_of_students_t() -> None:
             assert significance(0.3 * t, 0.3, df) == pytest.approx(1 - 2 * stats.t.sf(t, df), abs=1e-5)
     assert significance(1.0, float("nan"), 9) == significance(1.0, 0.1, float("nan")) == significance(1.0, 0.1, 0) == 0
     assert significance(1.0, 0.0, 9) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_what_is_selected_is_what_scipy_selects(n: int) -> None:
+    random = np.random.default_rng(n)
+    for p in (random.uniform(0, 1, n), random.uniform(0, 0.1, n), np.full(n, 0.04), np.ones(n)):
+        selected = stats.false_discovery_control(p) <= 0.05
+        confidence = confidence_of_selected(p.tolist(), 0.95)
+        np.testing.assert_array_equal(p <= 1 - confidence + 1e-15, selected)
+        assert confidence == pytest.approx(1 - 0.05 * max(1, selected.sum()) / n)
+
+
+def test_errors_over_crossed_draws_are_those_of_drawing_anew() -> None:
+    """The mean of texts and seeds, each with an effect of its own: its deviation over many tables."""
+    random, means, errors = np.random.default_rng(0), [], []
+    batch, seed = np.indices((12, 8)).reshape(2, -1)
+    for _ in range(400):
+        r = random.normal(0, 1, 12)[batch] + random.normal(0, 2, 8)[seed]
+        table = pd.DataFrame({"batch": batch, "seed": seed, "r": r})
+        means.append(r.mean())
+        errors.append(error_over_draws(table, "r", ["batch", "seed"]))
+    assert np.mean(np.square(errors)) == pytest.approx(1 / 12 + 4 / 8, rel=0.1)
+    assert np.var(means) == pytest.approx(1 / 12 + 4 / 8, rel=0.2)
+
+
+def test_a_single_draw_has_no_error_of_its_kind() -> None:
+    table = pd.DataFrame({"batch": [0, 0, 0], "seed": [0, 1, 2], "r": [1.0, 2.0, 6.0]})
+    assert error_over_draws(table, "r", ["batch", "seed"]) == pytest.approx(stats.sem([1.0, 2.0, 6.0]))
+    assert error_over_draws(table[:1], "r", ["batch", "seed"]) == error_over_draws(table, "r", []) == 0
+
+
+def test_jackknife_is_the_known_error_of_a_mean_and_of_a_ratio() -> None:
+    """Of a mean exactly; of a ratio of means nearly that of drawing the observations with replacement."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 30, generator=generator, dtype=torch.float64).abs() + 1
+    without = torch.stack([torch.stack([v[np.arange(30) != n].mean() for v in (x, y)]) for n in range(30)])
+    np.testing.assert_allclose(jackknife_error(without), stats.sem(np.stack([x, y]), axis=1))
+    drawn = np.random.default_rng(0).integers(0, 30, (4000, 30))
+    ratios = x.numpy()[drawn].mean(1) / y.numpy()[drawn].mean(1)
+    found = jackknife_error(without[:, 0] / without[:, 1]).item()
+    assert found == pytest.approx(ratios.std() * (30 / 29) ** 0.5, rel=0.05)

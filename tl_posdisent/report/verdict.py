@@ -23,6 +23,7 @@ from tl_posdisent.report.measurements import (
     by_head,
 )
 from tl_posdisent.report.words import MISSING, millions, number, plural, signed
+from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
 
 _MATTERS = 0.01  # nats per token
@@ -115,11 +116,8 @@ def _against_random(found: Found, column: str, model: str, section: SectionName)
 
 def _with_error(table: pd.DataFrame, column: str) -> str:
     """The mean over heads, texts and copies, ± its standard error over texts and copies if there are several."""
-    mean, error = number(by_head(table)[column].mean(), 2), 0.0
-    for draws in {"batch", "seed"}.intersection(table):
-        means = table.groupby(draws)[column].mean()
-        error += float(means.var() / len(means)) if len(means) > 1 else 0.0
-    return f"{mean} ± {number(error**0.5, 2)}" if error else mean
+    mean, error = number(by_head(table)[column].mean(), 2), error_over_draws(table, column, ["batch", "seed"])
+    return f"{mean} ± {number(error, 2)}" if error else mean
 
 
 def _perturbation_verdict(found: Found) -> list[Markup]:

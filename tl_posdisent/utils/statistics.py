@@ -1,4 +1,4 @@
-"""Ratios of sums over texts, their standard errors over blocks of unequal size, and the significance of Student's t."""
+"""Standard errors (over blocks of unequal size, over draws of several kinds, by jackknife), Student's t, many tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import atan2, nan, pi
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -96,3 +97,43 @@ def significance(size: float, error: float, df: float) -> float:
     steps = (np.arange(4096) + 0.5) / 4096
     within, half = (x * np.mean(np.cos(x * steps) ** (df - 1)) for x in (atan2(size, error * df**0.5), pi / 2))
     return float(within / half)
+
+
+def confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
+    """The confidence that intervals of selected effects need, to be wrong as seldom as ``confidence`` says.
+
+    The procedure of Benjamini and Hochberg (1995) selects k of n effects by their p-values, with a false discovery rate
+    of at most ``1 - confidence``; an interval of each then has the confidence ``1 - (1 - confidence) * k / n``
+    (Benjamini and Yekutieli, 2005). An effect is selected if its p-value is at most 1 minus this. If none is, k is 1.
+
+    >>> confidence_of_selected([0.001, 0.02, 0.6, 0.9], 0.95)
+    0.975
+    """
+    n = len(p_values)
+    passed = [k for k, p in enumerate(sorted(p_values), start=1) if p <= (1 - confidence) * k / n]
+    return 1 - (1 - confidence) * max(passed, default=1) / max(n, 1)
+
+
+def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> float:
+    """The standard error of a column's mean over several kinds of draws, such as texts and random seeds.
+
+    Draws of each kind are independent: the variances of the mean that they cause add up. A kind that the table has no
+    column for, or that was drawn once, adds nothing.
+
+    >>> table = pd.DataFrame({"batch": [0, 0, 1, 1], "r": [1.0, 3.0, 5.0, 7.0]})
+    >>> error_over_draws(table, "r", ["batch", "seed"])  # of two texts with the means 2 and 6
+    2.0
+    """
+    means = [table.groupby(name)[column].mean().dropna() for name in draws if name in table]
+    return float(sum(x.var() / len(x) for x in means if len(x) > 1) ** 0.5)
+
+
+def jackknife_error(without: Float[Tensor, "draw *estimate"]) -> Float[Tensor, "*estimate"]:
+    """The standard error of an estimate, from the estimates without each one of the independent draws.
+
+    >>> x = torch.tensor([1.0, 2.0, 6.0])
+    >>> round(jackknife_error((x.sum() - x) / 2).item(), 4), round(x.std().item() / 3**0.5, 4)  # of a mean, the usual
+    (1.5275, 1.5275)
+    """
+    error: Tensor = ((len(without) - 1) * without.var(0, correction=0)).sqrt()
+    return error

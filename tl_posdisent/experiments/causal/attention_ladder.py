@@ -33,7 +33,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import apart
-from tl_posdisent.utils.statistics import Blocks, significance
+from tl_posdisent.utils.statistics import Blocks, confidence_of_selected, significance
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
@@ -440,7 +440,7 @@ def head_verdicts(
         if not {"uniform", "untouched"} <= set(heads[place]) or len(heads[place]) < len(some):
             raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
     if correction == "fdr":
-        confidence = _confidence_of_selected([_p_values(by_rung, measure)[0] for by_rung in heads.values()], confidence)
+        confidence = confidence_of_selected([_p_values(by_rung, measure)[0] for by_rung in heads.values()], confidence)
     rows = []
     for (layer, head), by_rung in heads.items():
         untouched = by_rung["untouched"]
@@ -483,13 +483,6 @@ def _p_values(by_rung: Mapping[Any, Mapping[Any, Any]], measure: str) -> list[fl
         else:
             found.append(0.0 if isnan(error) else 1 - significance(effect, error, _df(row)))
     return found
-
-
-def _confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
-    """Compute the confidence of intervals for the heads that the procedure of Benjamini and Hochberg selects."""
-    n = len(p_values)
-    passed = [k for k, p in enumerate(sorted(p_values), start=1) if p <= (1 - confidence) * k / n]
-    return 1 - (1 - confidence) * max(passed, default=1) / max(n, 1)
 
 
 def _df(row: Mapping[Any, Any]) -> float:

@@ -24,6 +24,7 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import with_gradients
+from tl_posdisent.utils.statistics import jackknife_error
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 
 Part = Literal["distance", "encoding"]
@@ -100,7 +101,7 @@ def positional_gradients(
     others = [_norms(torch.cat([g[:b], g[b + 1 :]])) for b in range(len(g))]
     for name in get_args(Norm):
         without = torch.stack([other[name] for other in others])
-        columns[f"{name}_se"] = ((len(g) - 1) * without.var(0, correction=0)).sqrt()
+        columns[f"{name}_se"] = jackknife_error(without)
     layer, head = np.indices(g.shape[1:3]).reshape(2, -1).tolist()
     norms = {name: columns[name].flatten().tolist() for name in _COLUMNS}
     return pd.DataFrame({"layer": layer, "head": head, **norms})
