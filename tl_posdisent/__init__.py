@@ -9,9 +9,7 @@ Names that a notebook uses are here; the rest is reached by subject: ``tl_posdis
 demand.
 """
 
-from tl_posdisent.utils import pictures as _pictures
 from tl_posdisent.utils.lazy_names import attach
 
 __version__ = "0.2.0"
 __getattr__, __dir__, __all__ = attach(__name__, __file__)
-_pictures.provide_figures(lambda: __getattr__("viz"))

@@ -10,6 +10,8 @@ import pytest
 from support import mutants
 from support.imports import PACKAGE, ROOMS, circle, grouped, import_graph, imported, parsed, sources
 
+import tl_posdisent
+
 
 def test_rooms_are_the_folders_of_the_package() -> None:
     assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
@@ -63,6 +65,28 @@ def test_no_module_is_imported_by_a_string() -> None:
 )  # fmt: skip
 def test_imports_by_strings_are_found(source: str) -> None:
     assert imported_by_strings(ast.parse(source))
+
+
+def found_by_name(tree: ast.AST) -> list[tuple[str, str]]:
+    """Calls of ``public_name``, and the function in which each stands."""
+    return [
+        (function.name, ast.unparse(node))
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "public_name"
+    ]
+
+
+def test_only_results_that_draw_themselves_reach_above_their_floor() -> None:
+    """By the name of a figure, in ``plot`` or ``show``."""
+    found = [call for path in sources().values() for call in found_by_name(parsed(path))]
+    assert len(found) >= 4
+    for function, call in found:
+        name = re.fullmatch(r"public_name\('viz', '(\w+)'\)", call)
+        assert function in ("plot", "show")
+        assert name
+        assert name[1] in tl_posdisent.viz.__all__
 
 
 def test_files_are_one_chapter_and_say_which() -> None:

@@ -11,7 +11,7 @@ from support.public import public_names
 
 import tl_posdisent as tp
 from tl_posdisent.rope import decompose
-from tl_posdisent.utils.pictures import HasTable
+from tl_posdisent.utils.tables import HasTable
 
 SCORES = torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(0))
 

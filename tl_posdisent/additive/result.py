@@ -14,8 +14,8 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, cell_distances, on_device
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.lazy_names import public_name
+from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_choice
 
 Component = Literal["distance", "query", "key"]
@@ -40,7 +40,7 @@ class CellsFit(HasTable):
 
     def plot(self, **options: Any) -> Any:
         """Plot the distance component of each head: ``plot_distance`` of this fit, with its options."""
-        return figure_function("plot_distance")(self, **options)
+        return public_name("viz", "plot_distance")(self, **options)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,7 +142,7 @@ class AdditiveFit(CellsFit):
 
     def show(self, tokens: Sequence[str], component: str = "fitted", **options: Any) -> Any:
         """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options."""
-        return figure_function("show_scores")(self, tokens, component, **options)
+        return public_name("viz", "show_scores")(self, tokens, component, **options)
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.intercept.shape)) or "one"

@@ -14,7 +14,7 @@ from tl_posdisent.models.reading.memory import free_memory, gigabytes, model_byt
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.moments import NUMBERS_AT_ONCE
-from tl_posdisent.utils.pictures import HasTable
+from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, check_integer
 
 Measured = Literal[

@@ -11,8 +11,8 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import own_sums
+from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_flag, check_number
 
 from .factorial_variance_decomposition import Numbers, numbers

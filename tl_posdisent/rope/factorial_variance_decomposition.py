@@ -16,9 +16,9 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_choice, check_number, check_values, shown
 
 from .moments import Moments, Spread, spread_of, total
@@ -183,7 +183,7 @@ class VarianceShares(HasTable):
 
     def plot(self, **options: Any) -> Any:
         """Plot the shares of each head, stacked: ``plot_shares``, with its options."""
-        return figure_function("plot_shares")(self.to_frame(), **options)
+        return public_name("viz", "plot_shares")(self.to_frame(), **options)
 
     def __repr__(self) -> str:
         named: list[tuple[str, Tensor]] = [*zip(COMPONENTS, self.shares, strict=True)]

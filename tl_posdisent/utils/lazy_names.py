@@ -1,10 +1,8 @@
-"""Public names of a package, imported on demand; a name that is missing says where it is instead."""
+"""Public names of a package, imported on demand; an attribute that is missing says where it is instead."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,22 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     def __getattr__(name: str) -> Any:
         if name in names:
             return find(name)
-        message = f"{package} has no {name!r}{_suggestion(package, name)}"
-        # `from package import name` first asks with hasattr, and would replace the text of an AttributeError.
-        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-        if importing and importlib.util.find_spec(f"{package}.{name}") is None:
-            raise ImportError(message, name=package)
-        raise AttributeError(message)
+        # In `from package import name` Python replaces this by its own ImportError, without a suggestion.
+        raise AttributeError(f"{package} has no {name!r}{_suggestion(package, name)}")
 
     return __getattr__, directory, names
+
+
+def public_name(folder: str, name: str) -> Any:
+    """Return a public name of a folder that stands above the caller's: the figure that a result draws of itself.
+
+    Nothing is imported before the result is drawn.
+
+    >>> public_name("viz", "plot_distance").__name__
+    'plot_distance'
+    """
+    stub = ROOT / folder / "__init__.pyi"
+    return lazy_loader.attach_stub(f"{ROOT.name}.{folder}", str(stub))[0](name)
 
 
 def _suggestion(package: str, name: str) -> str:

@@ -1,7 +1,8 @@
-"""Index columns of result tables, named after the axes of TransformerLens's tensors, and progress bars."""
+"""Result tables: index columns named after the axes of TransformerLens's tensors, display in notebooks, progress bars."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,24 @@ def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], or
     named = [t.assign(batch=t["batch"].map(dict(enumerate(r)))) for t, r in zip(tables, rows, strict=True)]
     joined = pd.concat(named, ignore_index=True)
     return joined.sort_values([*order], kind="stable", ignore_index=True) if len({*map(tuple, rows)}) > 1 else joined
+
+
+_ROWS = 20  # that a notebook shows
+
+
+class HasTable:
+    """A result with ``to_frame()``: notebooks show its first line and its table."""
+
+    def to_frame(self) -> Any:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        table = self.to_frame()
+        first = html.escape(repr(self).splitlines()[0])
+        more = (
+            f"<p>The first {_ROWS} of {len(table)} rows of <code>to_frame()</code>.</p>" if len(table) > _ROWS else ""
+        )
+        return f"<p>{first}</p>{table.head(_ROWS).round(3).to_html(index=False)}{more}"
 
 
 _KEEPING = (

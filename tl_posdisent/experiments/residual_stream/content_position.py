@@ -21,9 +21,8 @@ from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.rotary import running_rotary
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_choice, check_integer
 
 Source = Literal["content", "position", "bias"]

@@ -32,9 +32,9 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import Numbers, numbers, share_of
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.restoring import without_gradients
+from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, check_integer
 
 BIAS = "bias"

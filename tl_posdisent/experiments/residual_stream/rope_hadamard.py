@@ -16,8 +16,7 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.product_spectrum import condition_number, effective_rank, product_spectrum
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import toeplitz_share
-from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_integer
 
 

@@ -23,8 +23,9 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.restoring import without_gradients
+from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, check_number, head_label
 
 By = Literal["rotation", "attention"]
@@ -273,7 +274,7 @@ class DepositReport(HasTable):
     def plot(self, *, title: str | None = None) -> Any:
         """Plot the drops, and the sufficient sets if there are any: see ``plot_deposit``."""
         table = self.drops.rename(columns={"drop": "effect"})
-        return figure_function("plot_deposit")(table, better="lower", sufficient=self.sufficient, title=title)
+        return public_name("viz", "plot_deposit")(table, better="lower", sufficient=self.sufficient, title=title)
 
     def __repr__(self) -> str:
         layers = self.drops.groupby("layer")["share"].sum()
