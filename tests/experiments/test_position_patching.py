@@ -8,7 +8,18 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import REAL, TOKENS, UNORDERED, by_brute_force, close, every_way, logits, mixed_of
+from support.edited_scores import Call
+from support.intervention_cases import (
+    REAL,
+    TOKENS,
+    UNORDERED,
+    by_brute_force,
+    close,
+    edited,
+    every_way,
+    logits,
+    mixed_of,
+)
 from torch import Tensor
 
 from tl_posdisent import capture, position_patching, swap_positions
@@ -80,6 +91,10 @@ def test_one_head_by_brute_force(kind: str, name: str, which: str, shared_model:
         expected = by_brute_force(model, queries[..., :, None] - seen[..., None, :])
         hooks = patched(model, 0, clean, which, heads=[HEAD], keys=keys)
         close(mixed_of(model, swap_positions(model, UNORDERED) + hooks), expected, 2e-5)
+        q, k = (clean[x] if x in which else None for x in "qk")
+        calls = [Call("swap_positions", positions=UNORDERED)]
+        calls.append(Call("patch_vectors", q_rot=q, k_rot=k, heads=[HEAD], keys=keys))
+        close(edited(model, calls), expected, 2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "gptj"])

@@ -1,6 +1,6 @@
 """Several interventions at once: the oracle's scores, in any order, however installed, in every state of the run.
 
-Two lists that are added act together as ``edited_scores`` says, or are refused when they are added. Two that are
+Two lists that are added act together as the oracle says, or are refused when they are added. Two that are
 installed separately do the same where they act on different things; on the same head they are refused while running.
 """
 
@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.edited_scores import Call
 from support.intervention_cases import (
     TOKENS,
     TOOLS,
     TOOLS_FOR_ANY_LENGTH,
     UNORDERED,
     L,
+    case,
     close,
     edited,
     logits,
@@ -75,6 +77,7 @@ def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, 
     plain, chosen = mixed_of(model, []), list(range(8)) if heads is None else heads
     rest = [h for h in range(8) if h not in chosen]
     made = {tool: make(model, layers=[0], heads=heads) for tool, make in TOOLS.items()}
+    calls = {tool: case(tool, model, heads) for tool in TOOLS}
     for n, (a, b) in enumerate(combinations(TOOLS, 2)):
         a, b = (a, b) if n % 2 else (b, a)
         try:
@@ -85,7 +88,7 @@ def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, 
             both = None
         else:
             assert frozenset((a, b)) not in REFUSED, (a, b)
-            expected = edited(model, [x.edit for x in both.interventions])
+            expected = edited(model, [calls[a], calls[b]])
             got = mixed_of(model, both)
             assert (got - expected)[:, chosen].abs().max() < 1e-4, (a, b)
             assert torch.equal(got[:, rest], plain[:, rest]), (a, b)
@@ -114,17 +117,20 @@ def test_a_dropped_subspace_is_gone_whatever_is_patched(kind: str, name: str, pa
     for x in wild.values():
         if x is not None:
             x[..., : len(columns)][..., columns] = 50.0
+    limited = Call("limit_frequencies", low=low)
     chosen = (None, [1, 6]) if (kind, name) == MODELS[0].values else (None,)
     for heads in chosen:
         for tool in (None, "swap", "interpolate", "freeze", "noise"):
-            hooks = limit_frequencies(model, low, layers=[0], heads=heads)
+            hooks, calls = limit_frequencies(model, low, layers=[0], heads=heads), [limited.on(heads)]
             if tool is not None:
                 hooks += TOOLS[tool](model, layers=[0], heads=heads)
+                calls.append(case(tool, model, heads))
             where: Any = {"heads": heads, "keys": "head"}
             one, same = (hooks + patch_vectors(model, 0, x["q"], x["k"], **where) for x in (vectors, wild))
             got = mixed_of(model, one)
             close(mixed_of(model, same), got, 1e-5)
-            wanted, rows = edited(model, [x.edit for x in one.interventions]), range(8) if heads is None else heads
+            calls.append(Call("patch_vectors", q_rot=vectors["q"], k_rot=vectors["k"], **where))
+            wanted, rows = edited(model, calls), range(8) if heads is None else heads
             close(got[:, list(rows)], wanted[:, list(rows)])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import REAL, L, by_brute_force, close, every_way, logits, mixed_of
+from support.edited_scores import Call
+from support.intervention_cases import REAL, L, by_brute_force, close, edited, every_way, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_model, remap_distance
@@ -40,7 +41,8 @@ def test_one_dummy_distance_for_all(kind: str, name: str, shared_model: Any) -> 
     """Also in later layers, which see what the earlier ones have made of it; and at distance 0 without any turn."""
     model = shared_model(kind, name)
     for d in (0, -2.5, 40):
-        close(mixed_of(model, dummy_distance(model, d)), by_brute_force(model, torch.tensor(float(d))), 2e-5)
+        expected = edited(model, [Call("dummy_distance", distance=d)])
+        close(mixed_of(model, dummy_distance(model, d)), expected, 2e-5)
     everywhere = torch.full((L, L), 7.0)
     close(logits(model, dummy_distance(model, 7)), logits(model, remap_distance(model, everywhere[None, None])))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, TOOLS, TOOLS_FOR_ANY_LENGTH, edited, every_way, logits, mixed_of
+from support.intervention_cases import TOKENS, TOOLS, TOOLS_FOR_ANY_LENGTH, case, edited, every_way, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 
@@ -28,7 +28,7 @@ def test_every_tool_is_the_oracles_on_its_heads(kind: str, name: str, shared_mod
     for tool, make in TOOLS.items():
         for heads in (list(range(8)), [2, 3], [1, 6])[:: 1 if name == "llama-gqa" else 2]:
             hooks = make(model, layers=[0], heads=heads)
-            expected, got = edited(model, [x.edit for x in hooks.interventions]), mixed_of(model, hooks)
+            expected, got = edited(model, [case(tool, model, heads)]), mixed_of(model, hooks)
             others = [h for h in range(8) if h not in heads]
             assert (got - expected)[:, heads].abs().max() < 1e-4, (tool, heads)
             assert torch.equal(got[:, others], plain[:, others]), (tool, heads)

@@ -9,33 +9,25 @@ import pytest
 import torch
 from hooks.test_generation import step_by_step
 from support import zoo
+from support.edited_scores import Call
 from support.intervention_cases import REAL, TOKENS, L, close, edited, every_way, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks import positions as windows
-from tl_posdisent.hooks.edits.rotation_edits import DistanceMap
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit
 
-DISTANCE = REAL[:, None] - REAL
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.
 SHAPES = [(2, 4, 4), (2, 4, 3), (1, 4, 7), (2, 6, 2), (3, 2, 1), (0, 3, 3), (2, 12, 3), (2, 3, 12), (12, 1, 5)]
-
-
-def by_brute_force(model: Any, sinks: int, window: int, ceiling: int, layer: int) -> Tensor:
-    """What every head takes along: scores at the ceiling by the oracle, hidden cell by cell."""
-    cells = [[j < sinks or i - j < window for j in range(L)] for i in range(L)]
-    hide = ScoreEdit("", lambda view: view.scores.masked_fill(~torch.tensor(cells), -torch.inf), Order.HIDE)
-    return edited(model, [DistanceMap("", DISTANCE.clamp(max=ceiling)), hide], layer)
 
 
 @every_way
 def test_lambda_mask_is_brute_force(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     for n, shape in enumerate(SHAPES[:: 1 if name == "llama-gqa" else 3]):
-        layer = n % 2
-        close(mixed_of(model, lambda_mask(model, *shape, layers=[layer]), layer), by_brute_force(model, *shape, layer))
+        layer, (sinks, window, ceiling) = n % 2, shape
+        call = Call("lambda_mask", sinks=sinks, window=window, distance_ceiling=ceiling)
+        close(mixed_of(model, lambda_mask(model, *shape, layers=[layer]), layer), edited(model, [call], layer))
 
 
 @every_way

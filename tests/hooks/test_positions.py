@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.edited_scores import Call
 from support.intervention_cases import (
     BROKEN,
     FAR,
@@ -19,6 +20,7 @@ from support.intervention_cases import (
     by_brute_force,
     close,
     distances,
+    edited,
     every_way,
     logits,
     mixed_of,
@@ -85,9 +87,9 @@ def test_far_positions(kind: str, name: str, shared_model: Any) -> None:
 def test_positions_between_and_before_the_whole_numbers(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     got = mixed_of(model, swap_positions(model, BROKEN))
+    close(got, edited(model, [Call("swap_positions", positions=BROKEN)]), 2e-5)
     close(got, by_brute_force(model, distances(BROKEN)), 2e-5)
     per_text = torch.stack([BROKEN, BROKEN.flip(0)])
-    close(
-        mixed_of(model, swap_positions(model, per_text))[1], by_brute_force(model, distances(BROKEN.flip(0)))[1], 2e-5
-    )
+    expected = edited(model, [Call("swap_positions", positions=per_text)])
+    close(mixed_of(model, swap_positions(model, per_text)), expected, 2e-5)
     close(logits(model, swap_positions(model, [0.5 + i for i in range(L)])), logits(model, []))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.edited_scores import edited_results
+from support.edited_scores import Call, Layer, edited_results
+from support.intervention_cases import hooks_of
 from support.packaged_models import needs
 from torch import Tensor
 
@@ -16,11 +17,8 @@ from tl_posdisent import (
     capture,
     demo_text,
     distance_sources,
-    dummy_distance,
     fit_additive,
     head_patching,
-    lambda_mask,
-    limit_frequencies,
     load_model,
     random_control,
     read_model,
@@ -28,15 +26,19 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import applied
+from tl_posdisent.hooks.hook_list import joined
 from tl_posdisent.models import longer_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 LOCAL, GLOBAL = 4, 5
 EDITS = {
-    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
-    "ceiling": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=16), **w),
-    "lambda": lambda m, **w: lambda_mask(m, 2, 12, 8, **w),
-    "two": lambda m, **w: swap_positions(m, lambda p: p // 2, **w) + limit_frequencies(m, 0.02, mode="freeze", **w),
+    "dummy": [Call("dummy_distance", distance=5)],
+    "ceiling": [Call("remap_distance", distances=lambda d: d.clamp(max=16))],
+    "lambda": [Call("lambda_mask", sinks=2, window=12, distance_ceiling=8)],
+    "two": [
+        Call("swap_positions", positions=lambda p: p // 2),
+        Call("limit_frequencies", low=0.02, mode="freeze"),
+    ],
 }
 
 
@@ -82,8 +84,9 @@ def test_heads_under_edits_are_the_oracles(edit: str, model: Any, tokens: Tensor
     """Two of four heads of a local and of a global layer at once."""
     heads, others = [1, 3], [0, 2]
     places = {layer: (f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.hook_z") for layer in (LOCAL, GLOBAL)}
-    hooks = EDITS[edit](model, layers=[GLOBAL], heads=heads)
-    both = EDITS[edit](model, layers=[LOCAL, GLOBAL], heads=heads)
+    calls = [call.on(heads) for call in EDITS[edit]]
+    hooks = joined(hooks_of(model, call, [GLOBAL]) for call in calls)
+    both = joined(hooks_of(model, call, [LOCAL, GLOBAL]) for call in calls)
     for layer, installed in ((GLOBAL, hooks), (LOCAL, both)):
         v, z = places[layer]
         seen = capture(model, tokens, layers=[layer])[0]
@@ -91,7 +94,7 @@ def test_heads_under_edits_are_the_oracles(edit: str, model: Any, tokens: Tensor
             plain = model.run_with_cache(tokens, names_filter=[v, z])[1]
             with model.hooks(fwd_hooks=installed):
                 got = model.run_with_cache(tokens, names_filter=z)[1][z].transpose(1, 2)
-        expected = edited_results(seen, plain[v], [x.edit for x in hooks.interventions], None).float()
+        expected = edited_results(Layer(seen.spec, seen.q, seen.k, plain[v]), calls).float()
         atol = 2e-4 * float(expected.abs().max())
         torch.testing.assert_close(got[:, heads], expected[:, heads], rtol=0, atol=atol)
         assert torch.equal(got[:, others], plain[z].transpose(1, 2)[:, others])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from hooks.test_generation import step_by_step
 from support.cache_faults import lost
-from support.edited_scores import edited_results
+from support.edited_scores import Call, Layer, edited_results
+from support.intervention_cases import hooks_of
 from support.packaged_models import needs
 from torch import Tensor
 
@@ -20,15 +22,12 @@ from tl_posdisent import (
     capture,
     controlled_distance,
     dummy_distance,
-    lambda_mask,
-    limit_frequencies,
     load_model,
-    position_interpolation,
     read_model,
-    remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import applied, drop_component, phase_noise
+from tl_posdisent.hooks import applied
+from tl_posdisent.hooks.hook_list import joined
 from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
@@ -78,15 +77,24 @@ def test_positions_are_position_ids(model: Any, tokens: Tensor) -> None:
 
 
 EDITS = {
-    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
-    "ceiling": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=16), **w),
-    "any function": lambda m, **w: remap_distance(m, lambda d: d.sqrt(), **w),
-    "lambda": lambda m, **w: lambda_mask(m, 2, 12, 8, **w),
-    "two": lambda m, **w: swap_positions(m, lambda p: p // 2, **w) + limit_frequencies(m, 0.02, mode="freeze", **w),
-    "three": lambda m, **w: (
-        position_interpolation(m, 2, **w) + phase_noise(m, 0.3, **w) + drop_component(m, "key", **w)
-    ),
+    "dummy": [Call("dummy_distance", distance=5)],
+    "ceiling": [Call("remap_distance", distances=lambda d: d.clamp(max=16))],
+    "any function": [Call("remap_distance", distances=lambda d: d.sqrt())],
+    "lambda": [Call("lambda_mask", sinks=2, window=12, distance_ceiling=8)],
+    "two": [
+        Call("swap_positions", positions=lambda p: p // 2),
+        Call("limit_frequencies", low=0.02, mode="freeze"),
+    ],
+    "three": [
+        Call("position_interpolation", factor=2),
+        Call("phase_noise", noise=0.3),
+        Call("drop_component", component="key"),
+    ],
 }
+
+
+def under(edit: str, model: Any, layers: Any = None, heads: Any = None) -> Any:
+    return joined(hooks_of(model, call.on(heads), layers) for call in EDITS[edit])
 
 
 @pytest.mark.parametrize(("layer", "edit"), [(0, "two"), *((18, edit) for edit in EDITS)])
@@ -95,19 +103,20 @@ def test_heads_under_edits_are_the_oracles(layer: int, edit: str, model: Any, to
     seen = capture(model, tokens, layers=[layer])[0]
     v, z = f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.hook_z"
     heads, others = [1, 4, 5], [0, 2, 3, 6, 7, 8]
-    hooks = EDITS[edit](model, layers=[layer], heads=heads)
+    hooks = under(edit, model, [layer], heads)
     with torch.no_grad():
         plain = model.run_with_cache(tokens, names_filter=[v, z])[1]
         with model.hooks(fwd_hooks=hooks):
             got = model.run_with_cache(tokens, names_filter=z)[1][z].transpose(1, 2)
-    expected = edited_results(seen, plain[v], [x.edit for x in hooks.interventions], None).float()
+    calls = [call.on(heads) for call in EDITS[edit]]
+    expected = edited_results(Layer(seen.spec, seen.q, seen.k, plain[v]), calls).float()
     torch.testing.assert_close(got[:, heads], expected[:, heads], rtol=0, atol=2e-4 * float(expected.abs().max()))
     assert torch.equal(got[:, others], plain[z].transpose(1, 2)[:, others])
 
 
 @pytest.mark.parametrize("edit", ["dummy", "ceiling", "lambda", "two"])
 def test_generating_and_padding(edit: str, model: Any, tokens: Tensor) -> None:
-    text, hooks = tokens[:, :12], EDITS[edit](model)
+    text, hooks = tokens[:, :12], under(edit, model)
     whole = logits(model, text, hooks)
     torch.testing.assert_close(step_by_step(model, "bridge", hooks, text), whole, rtol=0, atol=2e-3)
     padded = torch.cat([torch.zeros_like(text[:, :4]), text], 1)
@@ -138,8 +147,8 @@ def test_hooks_are_built_without_a_pass(model: Any, tokens: Tensor) -> None:
     passes: list[int] = []
     handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:
-        for make in EDITS.values():
-            assert len(make(model)) == 1
+        for edit in EDITS:
+            assert len(under(edit, model)) == 1
         assert repr(ablate_heads(model, "L16H0")) == "ablate_heads(zero) on L16H0"
         assert repr(dummy_distance(model, 5)) == "dummy_distance(5) on 30 layers × 9 heads"
     finally:
@@ -168,7 +177,8 @@ def test_controlled_distance_by_brute_force(model: Any, tokens: Tensor) -> None:
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 def test_both_classes_agree_under_hooks(model: Any, tokens: Tensor) -> None:
     other = load_model("smollm2", backend="hooked")
-    for make in (lambda m: [], EDITS["dummy"], EDITS["lambda"], lambda m: ablate_heads(m, ["L16H0", "L18H6"])):
+    ablated = partial(ablate_heads, heads=["L16H0", "L18H6"])
+    for make in (lambda m: [], partial(under, "dummy"), partial(under, "lambda"), ablated):
         found, expected = logits(other, tokens, make(other)), logits(model, tokens, make(model))
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
 
@@ -178,5 +188,5 @@ def test_sixteen_bits(tokens: Tensor) -> None:
     plain = logits(narrow, tokens)
     n = tokens.shape[1]
     assert torch.equal(logits(narrow, tokens, swap_positions(narrow, torch.arange(n))), plain)
-    for make in (EDITS["ceiling"], EDITS["three"]):
-        assert bool(logits(narrow, tokens, make(narrow)).isfinite().all())
+    for edit in ("ceiling", "three"):
+        assert bool(logits(narrow, tokens, under(edit, narrow)).isfinite().all())

@@ -79,3 +79,69 @@ def dense_fitted(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([Dense(m[None]).fitted(s[None])[0] for s, m in zip(flat, masks, strict=True)]).reshape(
         scores.shape
     )
+
+
+def dense_components(scores: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Mean, components and residual of the three-axis fit of scores ``[*batch, query, key]`` in one mask, 0 outside it.
+
+    In the gauge of ``AdditiveFit``: each component has mean 0 over the cells, and over them the key's has no linear
+    trend in the key's position.
+    """
+    i, j = mask.nonzero(as_tuple=True)
+    y = scores[..., i, j].double()
+    tables = [torch.nn.functional.one_hot(x - x.min()).double() for x in (i - j, i, j)]
+    design = torch.cat(tables, 1)
+    n_free = int(torch.linalg.matrix_rank(design)) - sum(int(table.any(0).sum()) for table in tables)
+    if n_free != -3:  # two constants and the line
+        raise ValueError(f"the components of this mask are not unique: {-n_free} directions are free, 3 are fixed")
+    mean = y.mean(-1, keepdim=True)
+    found = (y - mean) @ torch.linalg.pinv(design, rtol=1e-10).T
+    widths = [table.shape[1] for table in tables]
+    distance, query, key = (
+        part @ table.T for part, table in zip(found.split(widths, -1), tables, strict=True)
+    )  # of each cell
+    ahead, row, column = ((x - x.double().mean()) for x in (i - j, i, j))
+    slope = (key @ column / column.square().sum())[..., None]
+    distance, query, key = distance - slope * ahead, query + slope * row, key - slope * column
+    parts = {"mean": mean.expand(y.shape)}
+    parts |= {n: x - x.mean(-1, keepdim=True) for n, x in (("distance", distance), ("query", query), ("key", key))}
+    parts["residual"] = y - sum(parts.values())
+    out = {name: torch.zeros(scores.shape, dtype=torch.float64) for name in parts}
+    for name, x in parts.items():
+        out[name][..., i, j] = x
+    return out
+
+
+def dense_attention(pattern: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+    """Logits ``features · w`` nearest to patterns ``[batch, query, key]`` in one mask, by the sum of the queries' KL.
+
+    ``features`` are ``[batch or 1, query, key, feature]``; Newton's method with halved steps, down to no gradient.
+    """
+    x = torch.where(mask[..., None], features.double(), 0.0).expand(len(pattern), -1, -1, -1)
+    w = torch.zeros(len(pattern), x.shape[-1], dtype=torch.float64)
+
+    def logits(w: Tensor) -> Tensor:
+        return torch.einsum("bqkf,bf->bqk", x, w).masked_fill(~mask, -torch.inf)
+
+    def divergence(w: Tensor) -> Tensor:
+        at = logits(w)
+        return at.logsumexp(-1).sum(-1) - (pattern * at.masked_fill(~mask, 0.0)).sum((-2, -1))
+
+    for _ in range(200):
+        q = logits(w).softmax(-1)
+        gradient = torch.einsum("bqkf,bqk->bf", x, q - pattern)
+        if gradient.abs().max() < 1e-9 * max(1.0, float(x.abs().max())):
+            return logits(w)
+        means = torch.einsum("bqkf,bqk->bqf", x, q)
+        hessian = torch.einsum("bqkf,bqk,bqkg->bfg", x, q, x) - torch.einsum("bqf,bqg->bfg", means, means)
+        values, vectors = torch.linalg.eigh(hessian)
+        inverse = torch.where(values > 1e-12 * values.amax(-1, keepdim=True), 1 / values, 0.0)
+        step = torch.einsum("bfg,bg,bhg,bh->bf", vectors, inverse, vectors, gradient)
+        size, before, fall = torch.ones(len(w), 1, dtype=torch.float64), divergence(w), (step * gradient).sum(-1)
+        for _ in range(40):
+            worse = divergence(w - size * step) > before - 1e-4 * size[:, 0] * fall + 1e-13 * before.abs()
+            size = torch.where(worse[:, None], size / 2, size)
+            if not worse.any():
+                break
+        w = w - size * step
+    raise ValueError(f"no optimum was found, the gradient is {gradient.abs().max():.1e}")

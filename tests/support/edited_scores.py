@@ -1,111 +1,313 @@
-"""The oracle of interventions: scores and results of a layer's heads under edits, by complex numbers in float64."""
+"""The oracle of interventions: scores and results of a layer's heads under calls of the tools, by brute force.
+
+It takes the calls as a user writes them (the tool's name and its arguments) and does what the tools' documentation
+says, in float64: rotations by complex numbers, fits by tables of ones. Of the package it knows what describes a layer
+(frequencies, scale, soft cap, mask) and its queries, keys and values before rotation, and nothing of the hooks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.edit import Edit
-from tl_posdisent.hooks.edits.rotation_edits import (
-    DistanceMap,
-    FrequencyLimit,
-    PhaseNoise,
-    PositionMap,
-    PositionScale,
-    VectorPatch,
-)
-from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit
-from tl_posdisent.models.capture import Captured
+from .dense import dense_attention, dense_components
+
+ADDITIVE = ("distance", "query", "key")
+ALL = (*ADDITIVE, "residual")
+PSEUDO_COUNT = 1e-3  # of uniform attention, as ``fit_attention`` documents
+DRAWN_AT_ONCE = 64  # positions of phase noise
 
 
-def edited_scores(q: Tensor, k: Tensor, edits: Sequence[Edit], spec: Any) -> Tensor:
-    """Scores ``[batch, head, query, key]`` of vectors before rotation, ``[batch, pos, head, d_head]`` in float64.
+class Call:
+    """A call of a tool: its name, the heads on which it acts (None for all) and its other arguments."""
 
-    Of the edits nothing but what they were given: a subspace that is dropped is left out of the sum at the end.
-    """
-    rotary, at = spec.rotary, torch.arange(q.shape[1]).double()
-    theta, n, factor = rotary.frequencies, len(rotary.frequencies), rotary.attention_factor
-    split = (slice(0, n), slice(n, 2 * n)) if rotary.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-    gone = {mode: torch.zeros(n, dtype=torch.bool) for mode in ("drop", "freeze")}
-    for limit in (x for x in edits if isinstance(x, FrequencyLimit)):
-        gone[limit.mode] |= ((theta < limit.low) | (theta > limit.high)) & (theta != 0)
-    theta = torch.where(gone["freeze"], 0.0, theta) / math.prod(x.factor for x in edits if isinstance(x, PositionScale))
-    phase = sum((_phases(x, len(at), n) for x in edits if isinstance(x, PhaseNoise)), torch.zeros(1, len(at), n))
-    pairs = [x for x in edits if isinstance(x, DistanceMap)]
-    (places,) = [x for x in edits if isinstance(x, PositionMap)] or [PositionMap("", lambda p: p, lambda p: p)]
-    sides = {}
-    for side, x in (("q", q), ("k", k)):
-        patches = [getattr(edit, f"{side}_rot") for edit in edits if isinstance(edit, VectorPatch)]
-        given = [_per_head(patch.double(), q.shape[2]) for patch in patches if patch is not None]
-        turn = phase if pairs else _places(places, side, at)[..., None] * theta + phase
-        z = torch.complex(x[..., split[0]], x[..., split[1]]) * torch.exp(1j * turn[:, :, None]) * factor
-        rest = x[..., 2 * n :]
-        if given:
-            z, rest = torch.complex(given[0][..., split[0]], given[0][..., split[1]]), given[0][..., 2 * n :]
-        sides[side] = z[..., ~gone["drop"]], rest
-    (zq, q_rest), (zk, k_rest) = sides["q"], sides["k"]
-    apart = (
-        torch.exp(1j * _distances(pairs[0], at)[..., None] * theta[~gone["drop"]])
-        if pairs
-        else torch.ones(1, 1, 1, 1, 1)
-    )
-    products = zq.movedim(1, 2)[:, :, :, None] * zk.conj().movedim(1, 2)[:, :, None] * apart
-    scores = (products.real.sum(-1) + torch.einsum("bqhd,bkhd->bhqk", q_rest, k_rest)) * spec.scale
+    def __init__(self, tool: str, *, heads: Sequence[int] | None = None, **arguments: Any) -> None:
+        self.tool, self.arguments, self.heads = tool, arguments, None if heads is None else tuple(heads)
+
+    def on(self, heads: Sequence[int] | None) -> Call:
+        """The same call on other heads."""
+        return Call(self.tool, heads=heads, **self.arguments)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.arguments.get(name, default)
+
+    def __repr__(self) -> str:
+        shown = {
+            name: f"{tuple(x.shape)} numbers" if isinstance(x, Tensor) else x for name, x in self.arguments.items()
+        }
+        where = "" if self.heads is None else f" on {list(self.heads)}"
+        return f"{self.tool}({', '.join(f'{name}={x!r}' for name, x in shown.items())}){where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer in a text without padding: queries, keys and values before rotation, ``[batch, pos, head, d_head]``."""
+
+    spec: Any
+    q: Tensor
+    k: Tensor  # of its key heads
+    v: Tensor  # likewise
+    sinks: Tensor | None = None  # ``[head]``, scores of attention sinks
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def at(self) -> Tensor:
+        return torch.arange(self.length)
+
+    def of(self, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of query heads, in float64."""
+        keys = [self.key_head(h) for h in heads]
+        return self.q[:, :, list(heads)].double(), self.k[:, :, keys].double(), self.v[:, :, keys].double()
+
+    def key_head(self, head: int) -> int:
+        return head // (self.q.shape[2] // self.k.shape[2])
+
+
+def edited_results(layer: Layer, calls: Sequence[Call], read: Callable[[Tensor], Layer] | None = None) -> Tensor:
+    """What heads gather under these calls, ``[batch, head, pos, d_head]``; ``read`` gives the layer in another text."""
+    out: list[Any] = [None] * layer.q.shape[2]
+    for heads, acting in _alike(layer, calls):
+        for head, x in zip(heads, _results(layer, heads, acting, read).unbind(1), strict=True):
+            out[head] = x
+    return torch.stack(out, 1)
+
+
+def _alike(layer: Layer, calls: Sequence[Call]) -> list[tuple[list[int], list[Call]]]:
+    """Heads by the calls that act on them."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for head in range(layer.q.shape[2]):
+        groups.setdefault(tuple(_sides(layer, call, head) for call in calls), []).append(head)
+    return [
+        (heads, [_of_side(call, side) for call, side in zip(calls, sides, strict=True) if side])
+        for sides, heads in groups.items()
+    ]
+
+
+def _sides(layer: Layer, call: Call, head: int) -> str:
+    """What a call reaches of a head: all, nothing, or the keys alone, if it patches those that others share."""
+    chosen = range(layer.q.shape[2]) if call.heads is None else call.heads
+    if head in chosen:
+        return "qk"
+    grouped = call.get("k_rot") is not None and call.get("keys", "group") == "group"
+    return "k" if grouped and layer.key_head(head) in {layer.key_head(h) for h in chosen} else ""
+
+
+def _of_side(call: Call, side: str) -> Call:
+    return call if side == "qk" else Call("patch_vectors", q_rot=None, k_rot=call["k_rot"])
+
+
+# --- the rotation -------------------------------------------------------------------------------------------------
+
+
+def _rotated(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
+    """``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c · distance / s + ε_ic - ε_jc)))`` and what does not rotate."""
+    spec, at = layer.spec, layer.at
+    q, k, _ = layer.of(heads)
+    if spec.rotary is None:
+        return _capped(torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.scale, spec)
+    theta, dropped = _frequencies(spec, calls)
+    (zq, q_rest), (zk, k_rest) = (_complex(x, spec) for x in (q, k))
+    noise = sum((_noise(call, layer) for call in calls if call.tool == "phase_noise"), torch.zeros(1, 1, len(theta)))
+    turned = [torch.exp(1j * noise)[:, :, None] * spec.rotary.attention_factor * z for z in (zq, zk)]
+    places = [_places(call, at) for call in calls if call.tool in _POSITIONS] or [(at.double()[None],) * 2]
+    patches = [call for call in calls if call.tool == "patch_vectors"]
+    apart = [_distances(call, heads, at) for call in calls if call.tool in _DISTANCES]
+    if patches or not apart:
+        turned = [
+            z * torch.exp(1j * (p[..., None] * theta))[:, :, None] for z, p in zip(turned, places[0], strict=True)
+        ]
+    for n, which in enumerate(("q_rot", "k_rot")):
+        for given in (call[which].double() for call in patches if call.get(which) is not None):
+            some = heads if n == 0 else [layer.key_head(h) for h in heads]
+            turned[n], rest = _complex(given[:, :, some], spec)
+            q_rest, k_rest = (rest, k_rest) if n == 0 else (q_rest, rest)
+    terms = turned[0].movedim(1, 2)[:, :, :, None] * turned[1].conj().movedim(1, 2)[:, :, None]
+    if apart:
+        terms = terms * torch.exp(1j * (apart[0][..., None] * theta))
+    scores = terms.real[..., ~dropped].sum(-1) + torch.einsum("bqhd,bkhd->bhqk", q_rest, k_rest)
+    return _capped(scores * spec.scale, spec)
+
+
+def _complex(x: Tensor, spec: Any) -> tuple[Tensor, Tensor]:
+    """Subspaces as complex numbers, and the coordinates that are not rotated."""
+    n = len(spec.rotary.frequencies)
+    turned, rest = x[..., : 2 * n], x[..., 2 * n :]
+    half = spec.rotary.pairing == "half"
+    real, imaginary = (turned[..., :n], turned[..., n:]) if half else (turned[..., ::2], turned[..., 1::2])
+    return torch.complex(real, imaginary), rest
+
+
+def _frequencies(spec: Any, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+    """Frequencies, divided by the factors of interpolation and 0 where frozen; and which subspaces are dropped."""
+    theta = spec.rotary.frequencies.double()
+    gone = {mode: torch.zeros(len(theta), dtype=torch.bool) for mode in ("drop", "freeze")}
+    for call in calls:
+        if call.tool == "limit_frequencies":
+            low, high = call.get("low") or 0.0, math.inf if call.get("high") is None else call["high"]
+            outside = (theta < low * (1 - 1e-6)) | (theta > high * (1 + 1e-6))
+            gone[call.get("mode", "drop")] |= outside & (theta != 0)
+    factor = math.prod(call["factor"] for call in calls if call.tool == "position_interpolation")
+    return torch.where(gone["freeze"], 0.0, theta / factor), gone["drop"]
+
+
+def _noise(call: Call, layer: Layer) -> Tensor:
+    """Angles as given, or normal ones, drawn for some positions at a time."""
+    noise, n = call["noise"], len(layer.spec.rotary.frequencies)
+    if not isinstance(noise, Tensor):
+        generator = torch.Generator().manual_seed(call.get("seed", 0))
+        blocks = range(layer.length // DRAWN_AT_ONCE + 1)
+        drawn = [torch.randn(DRAWN_AT_ONCE, n, generator=generator, dtype=torch.float64) for _ in blocks]
+        noise = noise * torch.cat(drawn)[: layer.length]
+    return noise.double() if noise.ndim == 3 else noise.double()[None]
+
+
+_POSITIONS = ("swap_positions", "dummy_distance")
+
+
+def _places(call: Call, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions ``[batch or 1, pos]`` of queries and keys. Of a dummy distance one side is seen beside patched vectors
+    of the other: queries stand at the distance, and keys at 0."""
+    if call.tool == "dummy_distance":
+        return torch.full((1, len(at)), float(call["distance"]), dtype=torch.float64), torch.zeros(1, len(at)).double()
+    given = call["positions"]
+    places = given(at.double()) if callable(given) and not isinstance(given, Tensor) else torch.as_tensor(given)
+    places = places.double() if places.ndim == 2 else places.double()[None]
+    return places, places
+
+
+_DISTANCES = ("remap_distance", "lambda_mask")
+
+
+def _distances(call: Call, heads: list[int], at: Tensor) -> Tensor:
+    """Distances ``[batch or 1, head or 1, query, key]``."""
+    real = (at[:, None] - at).double()
+    if call.tool == "lambda_mask":
+        cells = real.clamp(max=call["distance_ceiling"])
+    elif isinstance(call["distances"], Tensor):
+        cells = call["distances"].double()
+    else:
+        cells = call["distances"](real.clamp_min(0).flatten()).view(real.shape)
+    cells = cells[(None,) * (4 - cells.ndim)].nan_to_num()  # cells outside the mask may hold anything
+    return cells if cells.shape[1] == 1 else cells[:, heads]
+
+
+def _capped(scores: Tensor, spec: Any) -> Tensor:
     return scores if spec.soft_cap is None else spec.soft_cap * (scores / spec.soft_cap).tanh()
 
 
-def _phases(edit: PhaseNoise, length: int, n: int) -> Tensor:
-    """Angles as given, or normal ones, drawn for 64 positions at a time."""
-    angles = edit.angles
-    if not isinstance(angles, Tensor):
-        generator = torch.Generator().manual_seed(edit.seed)
-        drawn = [torch.randn(64, n, generator=generator, dtype=torch.float64) for _ in range(length // 64 + 1)]
-        angles = angles * torch.cat(drawn)[:length]
-    return angles.double().expand(1, -1, -1) if angles.ndim == 2 else angles.double()
+# --- scores -------------------------------------------------------------------------------------------------------
 
 
-def _distances(edit: DistanceMap, at: Tensor) -> Tensor:
-    given = edit.distances
-    cells = given.double() if isinstance(given, Tensor) else given((at[:, None] - at).clamp_min(0).flatten())
-    cells = cells if isinstance(given, Tensor) else cells.view(len(at), len(at))
-    return cells[(None,) * (4 - cells.ndim)]
+def _scores(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
+    """Keys are hidden, then components of another run put in, then scores replaced, then components dropped."""
+    scores, inside = _rotated(layer, heads, calls), layer.spec.mask(layer.length)
+    for call in (x for x in calls if x.tool == "lambda_mask"):
+        ahead = layer.at[:, None] - layer.at
+        inside = inside & ((layer.at < call["sinks"]) | (ahead < call["window"]))
+    scores = torch.where(inside, scores, 0.0)
+    patches = [call for call in calls if call.tool == "component_patching"]
+    if patches:
+        own, moved = dense_components(scores, inside), 0.0
+        for call in patches:
+            names = [call["component"]] if isinstance(call["component"], str) else call["component"]
+            theirs = dense_components(torch.where(inside, call["scores"][:, heads].double(), 0.0), inside)
+            moved = moved + sum(theirs[name] - own[name] for name in names)
+        scores = scores + moved
+    for call in calls:
+        if call.tool == "substitute_attention":
+            scores = _rung(layer, heads, call, scores, inside)
+        if call.tool == "substitute_additive" and call.get("axes", "three") == "two":
+            scores = _two_axes(layer, heads, calls, call.get("keep", ADDITIVE), scores)
+    for call in calls:
+        lost = [call["component"]] if call.tool == "drop_component" else []
+        if call.tool == "substitute_additive" and call.get("axes", "three") == "three":
+            lost = [name for name in ALL if name not in call.get("keep", ADDITIVE)]
+        if lost:
+            parts = dense_components(torch.where(inside, scores, 0.0), inside)
+            scores = scores - sum(parts[name] for name in lost)
+    return scores.masked_fill(~inside, -torch.inf)
 
 
-def _places(edit: PositionMap, side: str, at: Tensor) -> Tensor:
-    given = edit.queries if side == "q" else edit.keys
-    places = given(at) if callable(given) and not isinstance(given, Tensor) else torch.as_tensor(given).double()
-    return places.expand(1, len(at)) if places.ndim < 2 else places
+def _two_axes(layer: Layer, heads: list[int], calls: Sequence[Call], keep: Sequence[str], scores: Tensor) -> Tensor:
+    """Means of the table of each query with each key at each distance that the mask allows."""
+    if set(keep) == set(ALL):
+        return scores
+    spec, (q, k, _) = layer.spec, layer.of(heads)
+    theta, dropped = _frequencies(spec, calls)
+    (zq, q_rest), (zk, k_rest) = (_complex(x, spec) for x in (q, k))
+    ahead = layer.at[:, None] - layer.at
+    allowed = ahead[spec.mask(layer.length)].unique()
+    pairs = (zq.movedim(1, 2)[:, :, :, None] * zk.conj().movedim(1, 2)[:, :, None])[..., ~dropped]
+    turns = torch.exp(1j * allowed[:, None] * theta[~dropped]) * spec.rotary.attention_factor**2
+    table = torch.einsum("bhijc,dc->bhdij", pairs, turns).real
+    table = (table + torch.einsum("bihd,bjhd->bhij", q_rest, k_rest)[:, :, None]) * spec.scale
+    row = torch.searchsorted(allowed, ahead.clamp(allowed.min(), allowed.max()))
+    i = layer.at[:, None].expand_as(row)
+    at_distance = table.mean(-1)[:, :, row, i]  # W[i - j, i, ·]
+    at_key, of_query, mean = table.mean(2), table.mean((2, 4))[..., None], table.mean((2, 3, 4))[..., None, None]
+    own = table[:, :, row, i, layer.at.expand_as(row)]
+    parts = {"distance": at_distance - of_query, "key": at_key - of_query, "query": of_query - mean}
+    parts["residual"] = own - at_distance - at_key + of_query
+    return _capped(sum((parts[name] for name in keep), mean).expand(scores.shape), spec)
 
 
-def _per_head(x: Tensor, n: int) -> Tensor:
-    return x.repeat_interleave(n // x.shape[2], 2)
+def _rung(layer: Layer, heads: list[int], call: Call, scores: Tensor, inside: Tensor) -> Tensor:
+    """Logits of a rung, with the sum of each query's exponentials as it was."""
+    rung, at = call["by"], layer.at
+    if rung == "untouched":
+        return scores
+    ahead, first = at[:, None] - at, (at == 0).expand(len(at), -1)
+    seen = inside & first
+    if rung == "uniform":
+        logits = torch.zeros_like(scores)
+    elif rung == "first_token":
+        logits = torch.where(seen.any(-1, keepdim=True) & ~seen, -torch.inf, 0.0).expand(scores.shape)
+    else:
+        pattern = scores.masked_fill(~inside, -torch.inf).softmax(-1)
+        pattern = (1 - PSEUDO_COUNT) * pattern + PSEUDO_COUNT * inside / inside.sum(-1, keepdim=True)
+        cells = [torch.nn.functional.one_hot(ahead.clamp_min(0), len(at))]
+        cells += [first[..., None]] if rung in ("distance+sink", "static") else []
+        bands = torch.tensor({"additive": [], "banded": call.get("bands", (1, 2, 4, 8))}.get(rung, []))
+        for band in range(len(bands) + 1) if rung in ("additive", "banded") else ():
+            here = torch.bucketize(ahead, bands, right=True) == band if len(bands) else torch.ones_like(first)
+            cells.append(here[..., None] & torch.eye(len(at), dtype=torch.bool))
+        x = torch.cat([cell.double() for cell in cells], -1)[None]
+        if rung == "static":
+            keys = layer.of(heads)[1].movedim(2, 1).flatten(0, 1)  # [batch and head, key, feature]
+            x = x.expand(len(keys), -1, -1, -1)
+            x = torch.cat([x, keys[:, None].expand(-1, len(at), -1, -1)], -1)
+        logits = dense_attention(pattern.flatten(0, 1), inside, x).view(scores.shape)
+    before, after = (x.masked_fill(~inside, -torch.inf).logsumexp(-1, keepdim=True) for x in (scores, logits))
+    return logits + before - after
 
 
-def edited_results(seen: Captured, values: Tensor, edits: Sequence[Edit], beside: Tensor | None) -> Tensor:
-    """What heads gather, ``[batch, head, pos, d_head]``; ``beside`` are scores of attention sinks."""
-    spec = seen.spec
-    q, k, v = (_per_head(x.double(), spec.n_heads) for x in (seen.q, seen.k, values))
-    scores, inside = edited_scores(q, k, edits, spec), spec.mask(q.shape[1])
-    own, heads = torch.arange(q.shape[1]), list(range(spec.n_heads))
-    for edit in sorted((x for x in edits if isinstance(x, ScoreEdit)), key=lambda x: (x.order, x.call)):
-        visible = inside & (scores > -torch.inf)
-        limits = [x for x in edits if isinstance(x, (FrequencyLimit, PositionScale))]
-        view = SimpleNamespace(spec=spec, heads=heads, inside=visible, own=(own, own), counted=(own, own))
-        view.scores, view.vectors, view.rotation = scores, (q, k), _limits(limits)
-        scores = torch.where(visible, edit.edit(view).double(), scores)
-    scores = scores.masked_fill(~inside, -torch.inf)
-    if beside is not None:
-        scores = torch.cat([scores, beside.double()[:, None, None].expand(*scores.shape[:2], len(own), 1)], -1)
-    z = torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1)[..., : len(own)], v)
-    return z * 0 if any(isinstance(x, ResultEdit) for x in edits) else z
+# --- results ------------------------------------------------------------------------------------------------------
 
 
-def _limits(edits: Sequence[Edit]) -> Any:
-    from tl_posdisent.hooks.edits.rotation_edits import compose
-
-    return compose(edits)
+def _results(layer: Layer, heads: list[int], calls: Sequence[Call], read: Any) -> Tensor:
+    scores, (_, _, v) = _scores(layer, heads, calls), layer.of(heads)
+    if layer.sinks is not None:
+        beside = layer.sinks.double()[heads][None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, beside], -1)
+    z = torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1)[..., : layer.length], v)
+    for call in (x for x in calls if x.tool == "ablate_heads"):
+        mode = call.get("mode", "zero")
+        if mode == "mean":
+            z = _results(read(call["reference"]), heads, (), read).mean((0, 2), keepdim=True).expand_as(z)
+        elif mode == "resample":
+            assert len(z) == 2, "more than two texts can be exchanged in several ways"
+            z = z.flip(0)
+        else:
+            z = torch.zeros_like(z)
+    return z

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,6 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.hooks.edits.edit import Edit
-from tl_posdisent.hooks.edits.rotation_edits import DistanceMap
 from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
 from tl_posdisent.hooks.patch import check_components, score_hooks
 from tl_posdisent.hooks.substitute import Stored, attended, fit_in_turn, stored_hooks
@@ -37,7 +36,7 @@ from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.texts import read_texts
 
 from . import zoo
-from .edited_scores import edited_results
+from .edited_scores import Call, Layer, edited_results
 
 L = 12
 TOKENS = zoo.random_tokens(L)
@@ -84,19 +83,43 @@ def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
         return model.run_with_cache(TOKENS, names_filter=name)[1][name].transpose(1, 2)
 
 
-def edited(model: Any, edits: Sequence[Edit], layer: int = 0) -> Tensor:
-    """The same under edits, by the oracle: from queries, keys and values of the model in float64."""
-    captured = capture(model, TOKENS, layers=[layer])[0]
+def read_layer(model: Any, tokens: Tensor = TOKENS, layer: int = 0) -> Layer:
+    """What the oracle starts from: queries, keys and values of the model in this text, as it is."""
+    captured = next(x for x in capture(model, tokens, layers=[layer]))
     name, attention = f"blocks.{layer}.attn.hook_v", model.blocks[layer].attn
     with torch.no_grad():
-        values = model.run_with_cache(TOKENS, names_filter=name)[1][name]
+        values = model.run_with_cache(tokens, names_filter=name)[1][name]
     sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
-    return edited_results(captured, values, edits, None if sinks is None else sinks.detach()).float()
+    return Layer(captured.spec, captured.q, captured.k, values, None if sinks is None else sinks.detach())
+
+
+def edited(model: Any, calls: Sequence[Call], layer: int = 0) -> Tensor:
+    """What every head takes along under these calls, by the oracle."""
+    return edited_results(read_layer(model, layer=layer), calls, lambda x: read_layer(model, x, layer)).float()
+
+
+def hooks_of(model: Any, call: Call, layers: Sequence[int] | None = None) -> Hooks:
+    """What the tool returns; tools that act on one layer take the first of them."""
+    given: dict[str, Any] = {"heads": None if call.heads is None else list(call.heads), **call.arguments}
+    if call.tool == "component_patching":
+        return patch_scores(model, layers[0] if layers else 0, given["scores"], given["component"], given["heads"])
+    if call.tool == "patch_vectors":
+        return patch_vectors(model, layers[0] if layers else 0, **given)
+    return _PUBLIC[call.tool](model, **given, layers=layers)
+
+
+_PUBLIC: dict[str, Callable[..., Hooks]] = {
+    tool.__name__: tool
+    for tool in (
+        *(ablate_heads, drop_component, dummy_distance, lambda_mask, limit_frequencies, phase_noise),
+        *(position_interpolation, remap_distance, substitute_additive, substitute_attention, swap_positions),
+    )
+}
 
 
 def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
-    """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``."""
-    return edited(model, [DistanceMap("", wanted.expand(*wanted.shape[:-2], L, L))], layer)
+    """What every head takes along at any distances ``[query, key]`` or ``[batch, head, query, key]``."""
+    return edited(model, [Call("remap_distance", distances=wanted)], layer)
 
 
 INTERVENTIONS: dict[str, Callable[[Any], list[Hook]]] = {
@@ -107,22 +130,25 @@ INTERVENTIONS: dict[str, Callable[[Any], list[Hook]]] = {
 }
 EVERY_INTERVENTION = pytest.mark.parametrize("intervention", INTERVENTIONS.values(), ids=INTERVENTIONS)
 # Each on a text of any length, whole, padded or against a cache.
-TOOLS_FOR_ANY_LENGTH: dict[str, Callable[..., list[Hook]]] = {
-    "swap": lambda m, **w: swap_positions(m, lambda p: (7 * p) % 5, **w),
-    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
-    "remap": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=2), **w),
-    "interpolate": lambda m, **w: position_interpolation(m, 3, **w),
-    "freeze": lambda m, **w: limit_frequencies(m, 0.05, mode="freeze", **w),
-    "drop": lambda m, **w: limit_frequencies(m, 0.05, **w),
-    "noise": lambda m, **w: phase_noise(m, 0.7, **w),
-    "lambda": lambda m, **w: lambda_mask(m, 1, 4, 2, **w),
-    "ablation": lambda m, **w: ablate_heads(m, w.get("heads") or [1, 2]),
+CALLS_FOR_ANY_LENGTH: dict[str, Call] = {
+    "swap": Call("swap_positions", positions=lambda p: (7 * p) % 5),
+    "dummy": Call("dummy_distance", distance=5),
+    "remap": Call("remap_distance", distances=lambda d: d.clamp(max=2)),
+    "interpolate": Call("position_interpolation", factor=3),
+    "freeze": Call("limit_frequencies", low=0.05, mode="freeze"),
+    "drop": Call("limit_frequencies", low=0.05),
+    "noise": Call("phase_noise", noise=0.7),
+    "lambda": Call("lambda_mask", sinks=1, window=4, distance_ceiling=2),
+    "ablation": Call("ablate_heads", heads=[1, 2]),
 }
+
+
+def _tool(call: Call, model: Any, *, layers: Any = None, heads: Any = None) -> Hooks:
+    return hooks_of(model, call.on(call.heads if heads is None else heads), layers)
+
+
+TOOLS_FOR_ANY_LENGTH = {tool: partial(_tool, call) for tool, call in CALLS_FOR_ANY_LENGTH.items()}
 NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def _noise(model: Any, **where: Any) -> list[Hook]:
-    return phase_noise(model, NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], **where)
 
 
 def patch_scores(model: Any, layer: int, scores: Tensor, moved: Any, heads: Any = None) -> Hooks:
@@ -146,23 +172,32 @@ def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:
     return stored_hooks(any_heads(model, list(fits), heads), fits)
 
 
-def _of_another_text(model: Any, patch: str, heads: Any) -> list[Hook]:
-    other = capture(model, TOKENS.flip(1), layers=[0])[0]
-    if patch == "vectors":
-        return patch_vectors(model, 0, other.q_rot, None, heads=heads)
-    return patch_scores(model, 0, other.scores, "distance", heads=heads)
+CALLS: dict[str, Call] = {
+    **{tool: call for tool, call in CALLS_FOR_ANY_LENGTH.items() if tool != "noise"},
+    "swap": Call("swap_positions", positions=UNORDERED),
+    "three axes": Call("substitute_additive"),
+    "two axes": Call("substitute_additive", axes="two"),
+    "attention": Call("substitute_attention", by="distance+sink"),
+    "component": Call("drop_component", component="key"),
+}
+
+
+def case(tool: str, model: Any, heads: Sequence[int] | None = None) -> Call:
+    """One call of each tool on a text of this length, for the first layer of a model."""
+    if tool in CALLS:
+        return CALLS[tool].on(heads)
+    if tool == "noise":
+        return Call("phase_noise", noise=NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], heads=heads)
+    other = next(capture(model, TOKENS.flip(1), layers=[0]))
+    if tool == "vectors":
+        return Call("patch_vectors", q_rot=other.q_rot, k_rot=None, heads=heads)
+    return Call("component_patching", scores=other.scores, component="distance", heads=heads)
+
+
+def _on_first_layer(tool: str, model: Any, *, layers: Any = None, heads: Any = None) -> Hooks:
+    return hooks_of(model, case(tool, model, heads), layers)
 
 
 # Each on a text of this length, on heads of the first layer.
-TOOLS: dict[str, Callable[..., list[Hook]]] = {
-    **TOOLS_FOR_ANY_LENGTH,
-    "swap": lambda m, **w: swap_positions(m, UNORDERED, **w),
-    "noise": _noise,
-    "vectors": lambda m, layers, heads: _of_another_text(m, "vectors", heads),
-    "scores": lambda m, layers, heads: _of_another_text(m, "scores", heads),
-    "three axes": lambda m, **w: substitute_additive(m, **w),
-    "two axes": lambda m, **w: substitute_additive(m, axes="two", **w),
-    "attention": lambda m, **w: substitute_attention(m, "distance+sink", **w),
-    "component": lambda m, **w: drop_component(m, "key", **w),
-    "ablation": lambda m, layers, heads: ablate_heads(m, heads, layers=layers),
-}
+ORDER = [*TOOLS_FOR_ANY_LENGTH, "vectors", "scores", "three axes", "two axes", "attention", "component"]
+TOOLS: dict[str, Callable[..., Hooks]] = {tool: partial(_on_first_layer, tool) for tool in ORDER}
