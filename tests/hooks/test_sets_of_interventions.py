@@ -73,7 +73,7 @@ class Subject:
     def __init__(self, model: Any) -> None:
         self.model, self.plain = model, mixed_of(model, [])
         self.layers: dict[Tensor, Layer] = {x: read_layer(model, x) for x in (TOKENS, REFERENCE)}
-        other, n = next(capture(model, TOKENS.flip(1), layers=[0])), len(self.layers[TOKENS].spec.rotary.frequencies)
+        other, n = capture(model, TOKENS.flip(1), layers=[0])[0], len(self.layers[TOKENS].spec.rotary.frequencies)
         angles = torch.stack([NOISE[:, :n], NOISE[:, n : 2 * n]])
         self.calls = OF_ANY_MODEL | {
             "noise": [

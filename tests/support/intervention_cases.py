@@ -85,7 +85,7 @@ def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
 
 def read_layer(model: Any, tokens: Tensor = TOKENS, layer: int = 0) -> Layer:
     """What the oracle starts from: queries, keys and values of the model in this text, as it is."""
-    captured = next(x for x in capture(model, tokens, layers=[layer]))
+    captured = capture(model, tokens, layers=[layer])[0]
     name, attention = f"blocks.{layer}.attn.hook_v", model.blocks[layer].attn
     with torch.no_grad():
         values = model.run_with_cache(tokens, names_filter=name)[1][name]
@@ -188,7 +188,7 @@ def case(tool: str, model: Any, heads: Sequence[int] | None = None) -> Call:
         return CALLS[tool].on(heads)
     if tool == "noise":
         return Call("phase_noise", noise=NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], heads=heads)
-    other = next(capture(model, TOKENS.flip(1), layers=[0]))
+    other = capture(model, TOKENS.flip(1), layers=[0])[0]
     if tool == "vectors":
         return Call("patch_vectors", q_rot=other.q_rot, k_rot=None, heads=heads)
     return Call("component_patching", scores=other.scores, component="distance", heads=heads)

@@ -1,4 +1,4 @@
-"""Result tables: index columns named after the axes of TransformerLens's tensors, display in notebooks, progress bars."""
+"""Result tables: index columns named after the axes of TransformerLens's tensors, notebook display, progress bars."""
 
 from __future__ import annotations
 
