@@ -59,7 +59,7 @@ def require_room(
     n_matrices: int,
     length: int,
     *,
-    of: str = "one layer, which a pass holds several times,",
+    of: str = "one layer",
     instead: str = "use fewer or shorter texts",
 ) -> None:
     """Raise MemoryError for a text whose score matrices, by default of one layer, exceed free memory.
