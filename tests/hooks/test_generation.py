@@ -108,6 +108,42 @@ def test_parts_of_any_length_give_the_logits_of_one_whole_pass(
             close(step_by_step(reading.model, kind, TOOLS[tool](reading, **where), TEXTS, ends=ends), whole, 2e-4)
 
 
+def matrices(n_heads: int, length: int = 12) -> dict[str, Tensor]:
+    """Distances that are those of no positions, for all heads, for each head and for each text."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = {"all": (), "heads": (n_heads,), "texts": (len(TEXTS), 1), "texts and heads": (len(TEXTS), n_heads)}
+    return {name: 40 * torch.rand(*shape, length, length, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("kind", "name"), [*WINDOWED, *(("bridge", x) for x in ("neox", "qwen3", "falcon", "phi3"))])
+def test_a_matrix_of_distances_serves_the_parts_of_its_text(kind: str, name: str, shared_reading: Any) -> None:
+    """Each part takes its rows, and the columns of the keys so far."""
+    reading = shared_reading(kind, name)
+    model = reading.model
+    for shape, distances in matrices(model.cfg.n_heads).items():
+        for where in ({}, {"heads": [1, 6]}):
+            hooks = remap_distance(reading, distances, **where)
+            with torch.no_grad():
+                whole = model.run_with_hooks(TEXTS, fwd_hooks=hooks)
+            for ends in PARTS:
+                for given in (distances, torch.nn.functional.pad(distances, (0, 3, 0, 2), value=7.0)):
+                    got = step_by_step(model, kind, remap_distance(reading, given, **where), TEXTS, ends=ends)
+                    try:
+                        close(got, whole, 2e-4)
+                    except AssertionError as error:
+                        raise AssertionError(f"{shape} {where} {ends}: {error}") from error
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_a_matrix_of_distances_that_ends_before_its_text_is_refused(kind: str, name: str, shared_reading: Any) -> None:
+    reading = shared_reading(kind, name)
+    distances = matrices(1)["all"]
+    with pytest.raises(ValueError, match=r"distances must be .* at least 12 queries and 12 keys so far, got \(9, 9\)"):
+        step_by_step(reading.model, kind, remap_distance(reading, distances[:9, :9]), TEXTS, ends=(6, 8, 12))
+    with pytest.raises(ValueError, match=r"distances must have shape \(query, key\) = \(6, 6\)"):  # a text, not a part
+        reading.model.run_with_hooks(TEXTS[:, :6], fwd_hooks=remap_distance(reading, distances))
+
+
 # Bridges whose queries are turned at a hook that fires before the model shows where they stand.
 TURNED_BEFORE = [name for name in ("phi3", "neox", "gptj", "codegen", "falcon") if name in zoo.BRIDGE_NAMES]
 STEPS = [(1, 2, 3, 4, 5), (2, 3), (3, 5, 6), (1, 6), (2, 4, 6), (6,)]

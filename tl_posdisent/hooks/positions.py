@@ -119,7 +119,8 @@ def remap_distance(
     Args:
         distances: a function from a float64 tensor of real distances (query position minus key position) to one of
             the same shape, each distance by itself; or a matrix ``[query, key]``, ``[head, query, key]`` or
-            ``[batch, head or 1, query, key]`` of finite numbers, of which only the cells inside the mask count.
+            ``[batch, head or 1, query, key]`` of finite numbers, of which only the cells inside the mask count. Where a
+            text is run in parts against a KV cache, the matrix is that of the whole text, or larger.
         model, layers, heads: as in ``swap_positions``.
 
     Raises:

@@ -171,6 +171,16 @@ def running_cache() -> tuple[Any | None, bool]:
     return cache, asked
 
 
+def fills_cache() -> bool:
+    """Whether the running pass, of a model of either of TransformerLens's classes, was asked for a KV cache."""
+    _, asked = running_cache()
+    frame = None if asked else inspect.currentframe()
+    while frame is not None and not asked:
+        asked = frame.f_code.co_name == "forward" and frame.f_locals.get("past_kv_cache") is not None
+        frame = frame.f_back
+    return asked
+
+
 def tokens_before(layer: int) -> int | None:
     """Tokens in the cache of the running pass, before this layer's attention adds its own; None if none is found."""
     cache, _ = running_cache()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, last_of, so_far
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
-from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
-from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept
+from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, HeadRotation
+from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept, fills_cache
 from tl_posdisent.rope.rotary import Rotary
 
 
@@ -80,8 +80,10 @@ class LayerState:
         assert self.counted is not None
         return self.counted, before_and_now(self.counted, n_key, self.memory.counted)
 
-    def slots(self, n_key: int) -> tuple[int, int]:
-        """The slots of the text, padding included, of the first query and the first key."""
+    def part(self, n_key: int) -> tuple[int, int] | None:
+        """Where the text is run in parts: the slots, padding included, of the first query and the first key."""
+        if n_key == self.n_query and not fills_cache():
+            return None
         n_slots = self.n_query + (self.memory.seen if n_key > self.n_query else 0)
         return n_slots - self.n_query, n_slots - n_key
 
@@ -168,7 +170,8 @@ class LayerState:
         """Refuse a KV cache that the model loses, or that was not filled under the same interventions."""
         check_cache_is_kept(self.spec.layer, self.n_query, n_key, self.spec.window)
         cached = n_key - self.n_query if self.n_query else 0
-        if cached and (given := next((e for r in self.plan.rotations for e in r.edits if e.slots), None)):
+        slots = (e for r in self.plan.rotations for e in r.edits if e.slots and not isinstance(e, DistanceMap))
+        if cached and (given := next(slots, None)):
             raise ValueError(
                 f"{given.tool} was given for each slot of a whole text, and layer {self.spec.layer} sees "
                 f"{self.n_query} queries against {n_key} keys: give {given.by_position} for a KV cache, "

@@ -74,4 +74,6 @@ def _rotated(
     state: LayerState, rotation: HeadRotation, heads: list[int], n_key: int, before: Tensor | None
 ) -> Float[Tensor, "batch head query key"]:
     q, k = state.vectors(heads, n_key)
-    return rotated_scores(state.spec, rotation, heads, q, k, state.places(n_key), before)
+    by_slot = rotation.position is not None and rotation.position.slots
+    part = state.part(n_key) if by_slot else None
+    return rotated_scores(state.spec, rotation, heads, q, k, state.places(n_key), before, part)

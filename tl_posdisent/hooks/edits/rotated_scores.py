@@ -30,18 +30,24 @@ def rotated_scores(
     k: Float[Tensor, "batch key head d_head"],
     own: tuple[Tensor, Tensor],
     before: Float[Tensor, "batch head query key"] | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
-    """Scores of some heads' unrotated queries and keys (one key head per query head) under their edits.
+    """Compute scores of some heads' unrotated queries and keys (one key head per query head) under their edits.
 
-    Soft cap applied, mask not, in float32 (float64 for float64). ``own`` are the positions of queries and of keys;
-    ``before`` the scores without edits, which are kept where distances stay as they are.
+    Soft cap applied, mask not, in float32 (float64 for float64).
+
+    Args:
+        own: the positions of queries and of keys.
+        before: the scores without edits, which are kept where distances stay as they are.
+        part: where a text is run in parts, the slots of the first query and the first key in it. A matrix of distances
+            is then that of the whole text.
     """
     edit = rotation.position
     if not isinstance(edit, DistanceMap):
         return spec.score(*rotated_vectors(spec, rotation, heads, q, k, own))
     rotary = spec.require_rotary("rotation edits")
     if isinstance(edit.distances, Tensor):
-        distances = edit.distances.to(q.device)
+        distances = _of_part(edit.distances, part, (q.shape[1], k.shape[1])).to(q.device)
         _check_matrix(spec, distances, len(q), (q.shape[1], k.shape[1]))
         if distances.ndim >= 3 and distances.shape[-3] == spec.n_heads > 1:
             distances = distances[..., torch.tensor(list(heads), device=distances.device), :, :]
@@ -185,6 +191,22 @@ def _planes(
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _of_part(
+    distances: Float[Tensor, "*lead whole_query whole_key"], part: tuple[int, int] | None, shape: tuple[int, int]
+) -> Float[Tensor, "*lead query key"]:
+    """Cut the distances of a part of a text out of those of the whole text."""
+    if part is None:
+        return distances
+    ends = [start + n for start, n in zip(part, shape, strict=True)]
+    if any(n < end for n, end in zip(distances.shape[-2:], ends, strict=True)):
+        raise ArgumentError(
+            "distances",
+            f"must be those of the whole text, at least {ends[0]} queries and {ends[1]} keys so far, got "
+            f"{tuple(distances.shape)}: give a larger matrix, or a function of the distance",
+        )
+    return distances[..., part[0] : ends[0], part[1] : ends[1]]
 
 
 def _check_matrix(spec: AttentionSpec, distances: Tensor, batch: int, shape: tuple[int, int]) -> None:

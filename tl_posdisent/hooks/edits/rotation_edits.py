@@ -97,8 +97,6 @@ class DistanceMap(RotationEdit):
 
     distances: Float[Tensor, "*lead query key"] | Callable[[Tensor], Tensor]
 
-    by_position = "a function of the distance"
-
     @property
     def slots(self) -> bool:
         return isinstance(self.distances, Tensor)
