@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from support import zoo
 from support.edited_scores import Call, Layer, edited_results
@@ -179,6 +179,7 @@ def counted(models: Sequence[tuple[str, str]], n_examples: int, shared_model: An
     @settings(
         max_examples=n_examples,
         deadline=None,
+        phases=[Phase.generate, Phase.shrink],  # to explain a failure takes minutes
         database=None,
         suppress_health_check=list(HealthCheck),
     )
