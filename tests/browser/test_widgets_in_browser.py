@@ -127,6 +127,8 @@ def test_coloured_text(opened: Open, tmp_path: Path) -> None:
     tokens = page.page.locator(".colored-tokens >> visible=true").locator("span > span")
     seen = [x.replace("\u2060", "").strip() for x in tokens.all_inner_texts()]
     assert seen == ["<s>", "·one", "·two", "↵", "·three", "·four"]
+    top = tokens.evaluate_all("all => all.map(x => x.getBoundingClientRect().top)")
+    assert top[0] == top[3] < top[4] == top[5]  # the text breaks where its token says so
     assert page.page.locator("optgroup").evaluate_all("all => all.map(x => x.label)") == ["layer 3", "layer 7"]
     page.page.get_by_label("head").select_option("layer 7, head 1")
     colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")

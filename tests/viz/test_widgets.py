@@ -338,5 +338,5 @@ def test_tokens_are_visible_and_harmless(token: str) -> None:
     assert text.replace("\u2060", "").replace(seen, "", 1).strip() == "" or "\u2060" in token
     script = offline.script_json({"tokens": [token]})
     assert script.isascii()
-    assert not set("<>&") & set(script)
+    assert "<" not in script
     assert json.loads(script) == {"tokens": [token]}

@@ -85,10 +85,8 @@ class Layout:
         negative, beyond = any(bool((x < 0).any()) for x in values), self.beyond(values)
         scale = f"{self.scale:.3g}"
         colours = f"{NEGATIVE},#fff,{POSITIVE}" if negative else f"#fff,{POSITIVE}"
-        bar = (  # as circuitsvis mixes colours; older browsers take the first
-            f"height:10px;border:1px solid #bbb;background:linear-gradient(to right,{colours});"
-            f"background:linear-gradient(to right in lab,{colours})"
-        )
+        gradient = f"linear-gradient(to right in lab,{colours})"  # as circuitsvis mixes colours
+        bar = f"height:10px;border:1px solid #bbb;background:{gradient}"
         low, high = (f"≤ −{scale}", f"≥ {scale}") if beyond else (f"−{scale}", scale)
         ends = "".join(f"<span>{end}</span>" for end in ((low, "0", high) if negative else ("0", high)))
         note = f"{self.note} {'Grey: after the query.' if self.causal else ''}".strip()

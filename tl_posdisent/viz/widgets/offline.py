@@ -28,13 +28,9 @@ from tl_posdisent.utils.validation import printable
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{title}</title>
-<style>body {{ margin: 0; background: #fff }}</style></head><body>
+<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{title}</title></head><body>
 """
-_STYLE = (
-    "background:#fff;color:#222;color-scheme:light;font:14px/1.4 system-ui,sans-serif;padding:12px;overflow-x:auto;"
-    "position:relative"
-)
+_STYLE = "background:#fff;color:#222;color-scheme:light;font:14px/1.4 system-ui,sans-serif;padding:12px"
 
 
 class Widget(RenderedHTML):  # type: ignore[misc]
@@ -106,7 +102,7 @@ _GLOBAL = "window.tlPosdisentCircuitsVis"
 def library() -> str:
     """JavaScript that puts circuitsvis at one global name, unless it is there."""
     source = (resources.files("circuitsvis") / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
-    source = source.split("//# sourceMappingURL=")[0].replace("</script", r"<\/script").replace("\r", "")
+    source = source.split("//# sourceMappingURL=")[0].replace("</script", r"<\/script")
     return f"{_GLOBAL} = {_GLOBAL} || (() => {{\n{source}\nreturn CircuitsVis;\n}})();"
 
 
@@ -121,15 +117,15 @@ def policy(scripts: Iterable[str]) -> str:
 
 
 def script_json(data: Any) -> str:
-    """JSON that may stand inside ``<script>``: ASCII, and no character that ends a script or begins a comment."""
+    """JSON that may stand inside ``<script>``: ASCII, and no ``<``, which alone ends a script or begins a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    return text.replace("<", r"\u003c")
 
 
 def rounded(values: Float[Tensor, "*shape"], scale: float) -> Any:
     """Numbers as lists, to the fourth digit of the scale: what a tooltip can say and a page should carry."""
     decimals = max(0, 3 - math.floor(math.log10(scale)))
-    return (values.detach().double().cpu().numpy().round(decimals) + 0.0).tolist()
+    return values.detach().double().cpu().numpy().round(decimals).tolist()
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
