@@ -33,7 +33,6 @@ def check_parts(model: Any, kind: str, hooks: list[Any]) -> None:
 
 
 # Grouped queries in two architectures, norms between and not; GPT-J's bridge does not show its scores.
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="a matrix of distances is refused with a KV cache")
 @pytest.mark.parametrize("heads", [None, [1, 6]], ids=["all heads", "some heads"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3", "gptj"))

@@ -58,10 +58,12 @@ class ModelReading:
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
         picked = attending if layers is None else check_indices("layers", layers, self.n_layers)
         self._refuse_without_attention(picked)
-        missing = [layer for layer in picked if layer not in self.read]
+        missing = [layer for layer in picked if layer not in self.read or not self.read[layer].certain]
         if missing:
             _check_unchanged(self)
-            self.read.update({spec.layer: spec for spec in probe(self.model, missing)})
+            for spec in probe(self.model, missing):
+                if str(self.read.get(spec.layer)) != str(spec):  # hooks of one reading go together
+                    self.read[spec.layer] = spec
         return [self.read[layer] for layer in picked]
 
     def rotary(self, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:

@@ -135,7 +135,9 @@ def _explain_scores(
     fits = q.read(seen[short_name(q)]), k.read(seen[short_name(k)])
     if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
         return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
-    spec = replace(spec, n_kv_heads=fits[1].shape[2])  # as many as the hooks show: TransformerLens may ungroup keys
+    certain = all(bool(x.any()) for x in fits)
+    # As many keys as the hooks show: TransformerLens may ungroup them.
+    spec = replace(spec, n_kv_heads=fits[1].shape[2], certain=certain)
     k = replace(k, n_heads=spec.n_kv_heads)
     positions = torch.arange(len(visible), device=visible.device)
     tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []

@@ -90,6 +90,8 @@ class AttentionSpec:
         masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
+        certain: False if all its queries or keys were 0, which every rotation and scale explains: the layer is read
+            again each time that it is used.
         points: this model's hook points, held weakly, with the names above, and the first of a pass.
     """
 
@@ -119,6 +121,7 @@ class AttentionSpec:
     masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None
+    certain: bool = True
     points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionSpec:
