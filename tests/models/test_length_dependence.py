@@ -149,3 +149,26 @@ def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_b
     tokens = zoo.random_tokens(60)
     with torch.no_grad():
         close(run(tokens, swap_positions(bridge, torch.arange(60))), reference(tokens).logits)
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("error", [TypeError, IndexError, ValueError])
+def test_a_model_that_takes_no_far_positions(error: type[Exception]) -> None:
+    """Its rotation holds as far as is known. Any other error is not taken for that."""
+    model = zoo.bridge("llama-gqa")
+    inner, refused = model.original_model, []
+    own = inner.forward
+
+    def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        if position_ids is not None:
+            refused.append(int(position_ids.max()))
+            raise error("no position_ids")
+        return own(*args, **kwargs)
+
+    vars(inner)["forward"] = forward
+    if error is ValueError:
+        with pytest.raises(ValueError, match="no position_ids"):
+            read_model(model)
+    else:
+        assert [(spec.holds_to, spec.problem) for spec in read_model(model).specs()] == [(None, None)] * 2
+    assert refused

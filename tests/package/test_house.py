@@ -136,9 +136,19 @@ def swallowed(tree: ast.AST, groups: Mapping[str, str]) -> list[int]:
     return found
 
 
+_CUTS_IN = re.compile(
+    r"register_(full_)?(forward|backward|module)_|\.add_(perma_)?hook\(|vars\(\w+\)\[.forward.\] =|_call_impl.\]"
+)
+
+
+def test_one_file_cuts_into_forward_passes() -> None:
+    """Hooks and other ``forward``s are set in one place, which takes them off again whatever happens."""
+    found = {str(path.relative_to(PACKAGE)) for path in sources().values() if _CUTS_IN.search(path.read_text("utf-8"))}
+    assert found == {"models/reading/forward_pass.py"}
+
+
 _FALLS_BACK = {
     "models/size.py": 1,  # a class that is not made of a configuration alone: parameters are counted as they stand
-    "models/reading/probe.py": 1,  # a model that takes no positions
     "models/partial_forward.py": 1,  # a full pass says whether the model is to blame
     "models/kv_cache.py": 2,  # a model that takes no cache
 }

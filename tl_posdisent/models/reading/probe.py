@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, Hook, Pass, running
+from tl_posdisent.models.reading.forward_pass import Hook, Pass, running
 from tl_posdisent.models.reading.model_parts import device_of, hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tokens import check_tokens, special_id
@@ -302,7 +302,7 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
             positions = torch.arange(length - n, length, device=tokens.device)
             more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
             seen = listen(p, tokens, [spec.layer for spec in explained], first, **more)
-        except UNSUPPORTED:  # a model that takes no positions
+        except (TypeError, IndexError):  # it takes no positions, or looks them up in a table that ends before
             return {spec.layer: (True, True) for spec in explained}
         return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
 
