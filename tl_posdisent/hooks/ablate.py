@@ -28,7 +28,7 @@ from tl_posdisent.utils.validation import check_choice, check_seed
 AblationMode = Literal["zero", "mean", "resample"]
 
 StandIn = Callable[[int, Sequence[int], Tensor], Tensor]
-"""From a layer, some of its heads and their z ``[batch, pos, head, d_head]`` to their replacement."""
+"""Map a layer, some of its heads and their z ``[batch, pos, head, d_head]`` to the replacement of that z."""
 
 
 def ablate_heads(
@@ -50,18 +50,18 @@ def ablate_heads(
       uniformly from the permutations that leave no text in its place; it is the same for all heads.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or a similar model.
         heads: query heads: pairs ``(layer, head)``, or integers, the same heads in each of ``layers``.
-        layers: default all that have attention.
-        mode: as above.
+        layers: default all layers with attention.
+        mode: ``"zero"``, ``"mean"`` or ``"resample"``, as above.
         reference: for ``"mean"`` only: ids ``[batch, pos]`` without padding, or text or texts (a list, of any lengths)
-            if the model has a tokenizer. It is run now, with the hooks that the model has.
-        seed: for ``"resample"``: of σ.
+            if the model has a tokenizer. It is run now, with the hooks that are on the model.
+        seed: for ``"resample"``: the seed from which σ is drawn.
 
     Raises:
-        ValueError: heads out of range, twice or none; an unknown mode; a reference where none is needed, none where one
-            is, or unusable tokens; a layer whose heads cannot be ablated at ``hook_z``. While running: ``"resample"``
-            in a batch of one text or with padding.
+        ValueError: heads out of range, repeated or missing; an unknown mode; a reference with a mode that needs none,
+            or none with ``"mean"``; invalid tokens; a layer whose heads cannot be ablated at ``hook_z``. While running:
+            ``"resample"`` in a batch of one text or with padding.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
@@ -88,7 +88,7 @@ def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -
 
 
 def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
-    """Hooks that refuse a padded batch, in which a text would get what another one has at its padding."""
+    """Return hooks that refuse a padded batch, in which a text would receive another text's output at padding."""
     dtype = next(model.parameters()).dtype
 
     def refuse(scores: Tensor, hook: Any) -> None:
@@ -103,7 +103,7 @@ def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
 
 
 def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tensor:
-    """Queries that are no padding. Some bridges show their pattern in the place of scores."""
+    """Find the queries that are not padding. Some bridges show their pattern at the hook of the scores."""
     if not is_pattern(x):
         return real_tokens(x <= masked_below(x.dtype, dtype))
     nowhere = (x[:, :, 0, 1:] > 0).any(-1).any(1) & ~(x[:, :, -2:-1, -1] > 0).any(-1).any(1)
@@ -111,7 +111,7 @@ def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tenso
 
 
 def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:
-    """What replaces a head's z in this mode; for ``"mean"`` the reference is run for these layers."""
+    """Return the function that replaces z in this mode; for ``"mean"``, run the reference up to these layers."""
     means: dict[int, Tensor] = {}
     if mode == "mean":
         try:
@@ -145,7 +145,7 @@ def _replaced(
 
 
 def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
-    """A permutation of n texts that leaves none in its place, each such permutation equally likely."""
+    """Draw a permutation of n texts that leaves none in its place, uniformly among such permutations."""
     if n < 2:
         raise ArgumentError("mode", f'"resample" needs a batch of at least two texts, got {n}')
     generator, places = torch.Generator().manual_seed(seed), torch.arange(n, device="cpu")
@@ -165,7 +165,7 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
-    """Raise for layers in which an edit of z has no effect on the output, or whose z is not laid out by heads."""
+    """Raise if an edit of z in one of the layers has no effect on the output, or if its z is not laid out by heads."""
     reading = read_model(model, layers)
     if missing := [layer for layer in layers if layer not in reading.no_results]:
         reading.no_results.update(_without_results(reading.model, missing))
@@ -175,7 +175,7 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
 
 
 def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
-    """Why heads of these layers cannot be ablated, empty where they can: by disturbing each in a copy of the tokens."""
+    """Say for each layer why its heads cannot be ablated ("" if they can), after perturbing z in one copy per layer."""
     seen: dict[int, tuple[int, ...]] = {}
     tokens = probe_tokens(model)[:1].expand(len(layers) + 1, -1)
     generator = torch.Generator().manual_seed(3)

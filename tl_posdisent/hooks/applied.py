@@ -21,16 +21,16 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     TransformerLens accepts some hook names that it never calls; an intervention then has no effect, without an error.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or a similar model.
         hooks: hooks of this package, or any list of ``(hook name or filter, function)``. Lists that are added,
-            ``a + b``, act together; lists in nested blocks act on different heads, or are refused while the model runs.
+            ``a + b``, act together; lists in nested blocks must act on different heads, or the forward pass raises.
 
     Yields:
         The model itself.
 
     Raises:
-        ValueError: hooks that are not such a list, are of another model, or name what the model does not have.
-        RuntimeError: at the end of the block, names of hooks that never fired (unless an exception is on its way).
+        ValueError: hooks that are not such a list, belong to another model, or name a hook that the model lacks.
+        RuntimeError: at the end of the block, if some hooks never fired (unless another exception is propagating).
 
     Example:
         >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
@@ -55,7 +55,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         counts[name] += 1
         return function(x, hook=hook)
 
-    for name, function in hooks:  # of a filter each point once: a bridge has several names for some
+    for name, function in hooks:  # a filter counts each point once, though a bridge has several names for some
         points = {there[x]: x for x in reversed(there) if (x == name if isinstance(name, str) else name(x))}
         if not points:
             raise ArgumentError(

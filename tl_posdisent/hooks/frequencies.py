@@ -1,6 +1,6 @@
 """Interventions on the subspaces of RoPE: limit heads to a band of frequencies, or add noise to the phases.
 
-RoPE rotates subspace c at position p by ``θ_c · p``. Here each subspace is edited by itself.
+RoPE rotates subspace c at position p by ``θ_c · p``. These interventions edit each subspace separately.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ def limit_frequencies(
 ) -> Hooks:
     """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
-    The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` and what RoPE does not
-    rotate, which always stays. ``"drop"`` removes the terms outside the band, also from vectors that ``patch_vectors``
-    puts in; ``"freeze"`` sets their exponential to 1: content stays and position does not.
+    The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` plus the part that RoPE
+    does not rotate, which is always kept. ``"drop"`` removes the terms outside the band, also from vectors that
+    ``patch_vectors`` puts in; ``"freeze"`` sets their exponential to 1, which keeps content and removes position.
 
-    A frequency is in radians per position: ``θ = 2π / wavelength``. A model's own are
+    Frequencies are in radians per position: ``θ = 2π / wavelength``. Those of a model are
     ``read_attention(model, layer).rotary.frequencies``.
 
     Args:
         model: a model with rotary embeddings.
-        low, high: the band, both ends included; None is no limit. An end counts as equal to a frequency that differs
+        low, high: the band, both ends included; None means no limit. An end counts as equal to a frequency that differs
             by 1e-6 of its size, or by the rounding of the model's frequencies or tables (0.8 % in bfloat16, 0.1 % in
-            float16). ``high=0`` is the empty band: frozen, the model receives no positions at all, as under
+            float16). ``high=0`` is the empty band: with ``"freeze"``, the model receives no positions at all, as under
             ``dummy_distance(model, 0)``.
         mode: how subspaces outside the band are removed.
         layers, heads: as in ``swap_positions``.
 
     Raises:
-        ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that holds no
+        ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that contains no
             frequency of any of the layers; an unknown mode; or what ``swap_positions`` refuses. While running: a long
-            text that the model rotates by other frequencies (longrope, dynamic NTK), with others in the band.
+            text that the model rotates by other frequencies (longrope, dynamic NTK), if this changes which subspaces
+            lie in the band.
 
     Example:
         >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model
@@ -84,7 +85,7 @@ def limit_frequencies(
 
 
 def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:
-    """A wavelength given for a frequency, say."""
+    """Refuse a band without any frequency: a wavelength given as a frequency, for example."""
     rotaries = [spec.require_rotary("limit_frequencies") for spec in specs]
     if high == 0 or any(bool(within_band(rotary, low, high).any()) for rotary in rotaries):
         return
@@ -103,16 +104,16 @@ def phase_noise(
     layers: Layers = None,
     heads: Heads = None,
 ) -> Hooks:
-    """Add angles to those of RoPE, the same for the query and the key of a position.
+    """Add phase noise to the angles of RoPE, the same for the query and the key of a position.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c (i - j) + ε_ic - ε_jc)))``
-    and what RoPE does not rotate. ``ε_pc = θ_c · δ_p`` is ``swap_positions(model, p + δ)``.
+    plus the part that RoPE does not rotate. ``ε_pc = θ_c · δ_p`` is equivalent to ``swap_positions(model, p + δ)``.
 
     Args:
         model: a model with rotary embeddings.
         noise: angles ε in radians, ``(pos, subspace)`` for all texts or ``(batch, pos, subspace)``; or a standard
-            deviation in radians, of normal angles drawn for every position and subspace on its own.
-        seed: of the angles drawn: the same for all texts, heads, and layers of equally many subspaces.
+            deviation in radians, for normal angles drawn independently for every position and subspace.
+        seed: seed of the angles drawn, which are the same for all texts, heads, and layers of equally many subspaces.
         layers, heads: as in ``swap_positions``.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A list of hooks that knows its interventions: ``a + b`` composes them, and refuses what does not go together.
+"""A list of hooks that knows its interventions: ``a + b`` composes them, and refuses those that conflict.
 
-Two lists that are installed separately (in nested contexts, say) act on different heads, or one on the attention of a
-head and the other on its result, or the second to fire raises.
+Two lists that are installed separately (in nested contexts, for example) must act on different heads, or one on the
+attention of a head and the other on its result; otherwise the second to fire raises.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import head_label, is_integer, listed
 
 Layers = int | Iterable[int] | None
-"""None for all, an integer, or integers; negative ones count from the end."""
+"""None for all layers, an integer, or integers; negative ones count from the end."""
 
 Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
-"""None for all heads of the layers, the same heads in each of them, or labels ``"L16H0"`` and pairs ``(layer, head)``.
+"""None for all heads of the layers, integers for the same heads in each, or labels ``"L16H0"`` and pairs
+``(layer, head)``.
 """
 
 Chosen = list[tuple[AttentionSpec, list[int]]]
 
 _FIRED: WeakKeyDictionary[Any, tuple[Any, tuple[weakref.ref[Any], ...]]] = WeakKeyDictionary()
-"""Of a hook point, the hooks installed there when lists of this module last fired, and these lists. Nothing is left in
-the model, which could not be pickled with it."""
+"""For each hook point, the hooks installed there when lists of this module last fired, and these lists. It is kept
+outside the model, which could not be pickled with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +57,10 @@ class Intervention:
 class Hooks(list[Any]):
     """Hooks of one model, for ``fwd_hooks``: a list of ``(filter of names, function)`` that knows its interventions.
 
-    ``a + b`` composes two such lists, or appends hooks of yours to one.
+    ``a + b`` composes two such lists, or appends your own hooks to one.
 
     Attributes:
-        interventions: what acts on which heads of which layer.
+        interventions: the edits, each with the layer and the heads on which it acts.
 
     Example:
         >>> from tl_posdisent import dummy_distance, limit_frequencies, load_demo_model
@@ -79,7 +80,7 @@ class Hooks(list[Any]):
 
     @property
     def _others(self) -> list[Any]:
-        """Hooks of the user's, also those that were appended to the list."""
+        """The user's own hooks, including those appended to the list."""
         return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1:] == (self._compiled,))]
 
     def __add__(self, other: Any) -> Hooks:
@@ -105,7 +106,7 @@ class Hooks(list[Any]):
         return " + ".join([*(f"{call} on {_shown_heads(some)}" for call, some in found.items()), *more]) or "no hooks"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for each head and edit: ``layer``, ``head``, ``edit``."""
+        """Return the interventions as a table, one row per head and edit: ``layer``, ``head``, ``edit``."""
         rows = [(x.spec.layer, head, x.edit.call) for x in self.interventions for head in x.heads]
         return pd.DataFrame(rows, columns=["layer", "head", "edit"])
 
@@ -141,14 +142,14 @@ class Compiled:
         self.places: WeakKeyDictionary[Any, tuple[int, str] | None] = WeakKeyDictionary(dict.fromkeys(firsts))
         for layer, plan in self.layers.items():
             self.places.update({point: (layer, x) for point, x in plan.spec.points.items() if x in plan.steps})
-        self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # in a bridge others than in the plan
+        self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # a bridge's differ from those in the plan
         self.names.update(name for plan in self.layers.values() for name in plan.steps)
         self.tools = sorted({each.edit.tool for each in interventions})
         self.installer: object = None  # the thread that installed it last
         self._state = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """Itself, also within the copy of a model, whose hooks call what they called with the model's hook points."""
+        """Return itself, also in the copy of a model: its hooks call the same function, with the copy's hook points."""
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -161,7 +162,7 @@ class Compiled:
         return f"<hook of {' + '.join(self.tools)}>"
 
     def accepts(self, name: str) -> bool:
-        """Whether the hook of this name is needed; TransformerLens asks when it installs the function."""
+        """Say whether the hook of this name is needed; TransformerLens asks when it installs the function."""
         if _INSTALLER.get() is None:
             _INSTALLER.set(object())
         self.installer = _INSTALLER.get()
@@ -177,7 +178,7 @@ class Compiled:
                 "them for this model, and leave them where they are"
             )
         place = self.places[point]
-        if place is None:  # the first hook of a pass shows whose model it is, and whether it is within another
+        if place is None:  # the first hook of a pass shows which model runs, and whether within another pass
             self._begin()
             return None
         layer, name = place
@@ -193,7 +194,7 @@ class Compiled:
         return new
 
     def _begin(self) -> None:
-        """A pass begins: within another one, which a hook of the user's holds up, or where one was broken off."""
+        """Begin a pass, which may run inside another one (within a user's hook) or follow an interrupted one."""
         state = self._state
         if getattr(state, "passes", None) or getattr(state, "held_up", None):
             level = running_passes()
@@ -203,7 +204,7 @@ class Compiled:
             state.level, state.passes, state.returned = level, {}, {}
 
     def _in_thread(self) -> Any:
-        """What is known of the pass that runs in this thread: of the outer one again, if one within it has ended."""
+        """Return the state of the pass that runs in this thread; after an inner pass has ended, that of the outer."""
         state = self._state
         if not hasattr(state, "passes"):
             state.passes, state.memories, state.returned, state.held_up, state.level = {}, {}, {}, {}, 1
@@ -212,7 +213,7 @@ class Compiled:
         return state
 
     def _see(self, state: Any, layer: int, name: str, x: Tensor) -> Tensor | None:
-        """One hook of a pass of one layer; a pass begins with the first hook that comes again."""
+        """Handle one hook of one layer; a hook that fires again begins a new pass of the layer."""
         running = state.passes.get(layer)
         returned = state.returned.get(name) or (lambda: None)
         if _same_storage(returned(), x) or (
@@ -232,7 +233,7 @@ class Compiled:
     # --- other lists that are installed at the same hook
 
     def _meet_others(self, point: Any, layer: int) -> None:
-        """Refuse lists that fired here under the same set of installed hooks, if they act on the same heads."""
+        """Refuse other lists that fired here with the same hooks installed, if they act on the same heads."""
         here = _INSTALLER.get()
         if None not in (self.installer, here) and self.installer is not here:
             raise ValueError(
@@ -262,7 +263,7 @@ class Compiled:
 
 
 def running_passes() -> int:
-    """How many passes of models with hooks run in this thread, one within another."""
+    """Count the nested forward passes of models with hooks that are running in this thread."""
     n, frame = 0, inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "forward" and hasattr(type(frame.f_locals.get("self")), "run_with_hooks"):
@@ -286,19 +287,19 @@ def joined(hooks: Iterable[Hooks]) -> Hooks:
 
 
 def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:
-    """The same of an edit of the rotation of a model's heads."""
+    """Return hooks that apply one rotation edit to the chosen heads."""
     return hooks_for(any_heads(model, layers, heads, edit.tool), edit)
 
 
 def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit) -> Hooks:
-    """Hooks under which one edit acts on these heads; refuses a layer that lacks the hooks for it."""
+    """Return hooks that apply one edit to these heads; raise if a layer lacks the hooks for it."""
     return Hooks(Intervention(edit, spec, tuple(heads)) for spec, heads in chosen)
 
 
 def replace_scores(
     spec: AttentionSpec, heads: Sequence[int], scores: Callable[[View], Tensor], tool: str, *, vectors: bool = False
 ) -> Hooks:
-    """Hooks under which these heads attend by the scores that a function returns, whatever their own are."""
+    """Return hooks that replace the scores of these heads by those that a function returns."""
     return hooks_for([(spec, heads)], ScoreEdit(tool, scores, Order.REPLACE, vectors=vectors))
 
 
@@ -306,8 +307,10 @@ def replace_scores(
 
 
 def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None) -> Chosen:
-    """Layers with attention of any kind, with their heads; given a ``tool``, those that rotate, and it must find a
-    rotation that it can change in each."""
+    """Choose the layers with attention of any kind, and their heads; with a ``tool``, only layers with RoPE.
+
+    Given a ``tool``, raise if it cannot change the rotation of one of these layers.
+    """
     layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)

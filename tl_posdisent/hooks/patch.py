@@ -1,4 +1,4 @@
-"""Patch rotated queries and keys, or components of the scores, of one run of a model into another."""
+"""Patch rotated queries and keys, or components of the scores, from one run of a model into another."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def patch_vectors(
     heads: Heads = None,
     keys: Keys = "group",
 ) -> Hooks:
-    """Patch the rotated queries, the rotated keys, or both, of a layer's heads by those of another run.
+    """Replace the rotated queries, the rotated keys, or both, of a layer's heads by those of another run.
 
-    Beside other interventions: positions, interpolation, frozen frequencies and phase noise act on the side that is not
-    patched alone; subspaces that ``limit_frequencies`` drops contribute nothing to the scores, whatever is patched.
+    Combined with other interventions: positions, interpolation, frozen frequencies and phase noise act only on the side
+    that is not patched; subspaces that ``limit_frequencies`` drops contribute nothing to the scores, patched or not.
 
     Args:
         model: a model with rotary embeddings.
         layer: 0 … n_layers - 1.
-        q_rot: ``[batch, pos, head, d_head]``, queries of all heads as ``capture`` has them; None leaves the run's own.
+        q_rot: ``[batch, pos, head, d_head]``, queries of all heads as ``capture`` returns them; None keeps the run's.
         k_rot: ``[batch, pos, kv, d_head]``, keys of all key heads, likewise.
-        heads: query heads that are patched, default all.
+        heads: query heads to patch, default all.
         keys: which heads receive the patched keys if several share them. ``"group"``: all heads that read the key head,
-            also those that are not in ``heads``. ``"head"``: the patched heads alone, whose scores are recomputed.
+            including those not in ``heads``. ``"head"``: only the patched heads, whose scores are recomputed.
 
     Raises:
-        ValueError: neither queries nor keys; vectors of wrong shape or not finite; an unknown ``keys``; what
+        ValueError: neither queries nor keys given; vectors of wrong shape or not finite; an unknown ``keys``; what
             ``swap_positions`` refuses. While running: a text of another shape.
 
     Example:
@@ -75,7 +75,7 @@ def patch_vectors(
 
 
 def check_components(component: Any) -> list[MovedComponent]:
-    """One component or several, as a list."""
+    """Validate ``component``, one name or several, and return the names as a list."""
     names: list[Any] = (
         [component] if isinstance(component, str) else list(component) if isinstance(component, Iterable) else []
     )
@@ -87,7 +87,7 @@ def check_components(component: Any) -> list[MovedComponent]:
 def vector_hooks(
     spec: AttentionSpec, heads: Sequence[int], q_rot: Tensor | None, k_rot: Tensor | None, keys: Keys
 ) -> Hooks:
-    """``patch_vectors`` for a layer already read and arguments already checked."""
+    """Return the hooks of ``patch_vectors`` for a layer already read and arguments already checked."""
     groups = {spec.key_head(h) for h in heads}
     sharing = heads if keys == "head" else [h for h in range(spec.n_heads) if spec.key_head(h) in groups]
     hooks = Hooks([])
@@ -99,8 +99,11 @@ def vector_hooks(
 
 
 def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved: Collection[MovedComponent]) -> Hooks:
-    """Hooks under which these components of the heads' scores are those of another run's scores ``[batch, head, query,
-    key]`` of all heads; both are split as in ``drop_component``, the run's own within the pass."""
+    """Return hooks that replace these components of the heads' scores by those of another run.
+
+    Its scores ``source``, ``[batch, head, query, key]``, are those of all heads. Both are split as in
+    ``drop_component``, the run's own within the pass.
+    """
     move = partial(_moved, source=source, moved=tuple(moved))
     call = f"component_patching({', '.join(moved)})"
     return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))

@@ -1,8 +1,8 @@
 """Position interventions on RoPE: other positions, one distance, a function of the distance, texts beyond the context.
 
-Each returns a list for ``model.hooks(fwd_hooks=...)``, ``run_with_hooks`` or ``applied``. Add lists, ``a + b``, to
-let interventions act together: at most one of these acts on a head, and frequency limits, phase noise and interpolation
-compose with it.
+Each function returns a list for ``model.hooks(fwd_hooks=...)``, ``run_with_hooks`` or ``applied``. Add lists,
+``a + b``, to combine interventions: at most one position intervention acts on a head, and frequency limits, phase noise
+and interpolation compose with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_float64, check_integer, check_number, check_values, listed, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
-"""One for each slot of the batch, or a function of the tokens' own positions."""
+"""One position for each slot of the batch, or a function of the tokens' own positions."""
 
 
 def swap_positions(
@@ -36,23 +36,23 @@ def swap_positions(
     """Replace the positions that RoPE receives.
 
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
-    Only the rotation changes, not the mask; on models of Hugging Face the result is that of
+    Only the rotation changes, not the mask; on Hugging Face models the result is the same as with
     ``position_ids=positions``. (Frequencies that depend on the length of the text, as in longrope and dynamic NTK,
-    stay those of the running text.)
+    remain those of the running text.)
 
     Args:
         model: a model with rotary embeddings.
         positions: ``(pos,)`` or ``(batch, pos)``, finite real numbers, one for each slot of the batch, padding
             included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token,
             unless ``position_ids`` are given) to one of the same shape, for texts of any length and for generation.
-        layers: default all that rotate.
-        heads: query heads, default all. A head that shares its keys with others gets its own view of them.
+        layers: default all layers with RoPE.
+        heads: query heads, default all. A head that shares its keys with others gets its own rotated copy of them.
 
     Raises:
-        ValueError: a model or layer without rotary embeddings or the hooks for it; positions of wrong rank or not
-            finite; layers or heads out of range or repeated. While running: positions of another length than the
-            text, a KV cache not filled under these hooks, another model than ``model``; positions at which one of
-            the layers scales its scores by the position (Ministral 3).
+        ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
+            rank or not finite; layers or heads out of range or repeated. While running: positions whose length differs
+            from the text's, a KV cache not filled under these hooks, a model other than ``model``; positions at which
+            one of the layers scales its scores by the position (Ministral 3).
 
     Example:
         >>> import torch
@@ -70,7 +70,7 @@ def swap_positions(
 
 
 def positions_edit(tool: str, positions: Positions) -> PositionMap:
-    """The edit that gives queries and keys these positions."""
+    """Validate ``positions`` and return the edit that assigns them to queries and keys."""
     if callable(positions) and not isinstance(positions, Tensor):
         return PositionMap(f"{tool}({getattr(positions, '__name__', 'a function')})", positions, positions)
     given = real_tensor("positions", positions)
@@ -80,14 +80,14 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
 
 
 def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:
-    """Set the distance of every query and key to one number.
+    """Set the distance between every query and key to one number.
 
-    What is left of a head's scores is content at that distance, ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
+    A head's scores then depend on content alone, at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
     (arXiv 2503.13305).
 
     Args:
         model, layers, heads: as in ``swap_positions``.
-        distance: query position minus key position, in positions; any finite real number, also a negative one.
+        distance: query position minus key position, in positions; any finite real number, including negative ones.
 
     Raises:
         ValueError: a distance that is not a finite number, or what ``swap_positions`` refuses.
@@ -112,19 +112,19 @@ def remap_distance(
 ) -> Hooks:
     """Replace distances by a function of the real distance, or by a matrix.
 
-    The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` and what RoPE
-    does not rotate; the mask does not change. A function of few straight pieces (a ceiling, halving) is fast; anything
-    else is computed subspace by subspace, in blocks of bounded memory.
+    The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` plus the part that
+    RoPE does not rotate; the mask does not change. A piecewise linear function with few pieces (a ceiling, halving) is
+    fast; anything else is computed subspace by subspace, in blocks of bounded memory.
 
     Args:
-        distances: a function from a float64 tensor of real distances (query position minus key position) to one of
-            the same shape, each distance by itself; or a matrix ``[query, key]``, ``[head, query, key]`` or
-            ``[batch, head or 1, query, key]`` of finite numbers, of which only the cells inside the mask count. Where a
-            text is run in parts against a KV cache, the matrix is that of the whole text, or larger.
+        distances: an elementwise function from a float64 tensor of real distances (query position minus key position)
+            to one of the same shape; or a matrix ``[query, key]``, ``[head, query, key]`` or ``[batch, head or 1,
+            query, key]`` of finite numbers, of which only the cells inside the mask count. For a text that is run in
+            parts against a KV cache, give the matrix of the whole text, or a larger one.
         model, layers, heads: as in ``swap_positions``.
 
     Raises:
-        ValueError: neither function nor tensor of 2 to 4 axes; values that are not finite; or what
+        ValueError: neither a function nor a tensor of 2 to 4 axes; values that are not finite; or what
             ``swap_positions`` refuses. While running: a matrix that does not fit the text.
 
     Example:
@@ -181,20 +181,20 @@ def lambda_mask(
 
     The mask is shaped like a Λ (arXiv 2308.16137): token i of a text sees token j if ``j < sinks`` or
     ``i - j < window``, counted from the text's first token whatever the positions are (padding, ``position_ids``, a KV
-    cache, texts packed into a row). RoPE sees the distance ``min(p_i - p_j, distance_ceiling)`` of the positions. What
-    the layer's own mask hides stays hidden.
+    cache, texts packed into a row). RoPE receives the distance ``min(p_i - p_j, distance_ceiling)`` of the positions.
+    Keys that the layer's own mask hides stay hidden.
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its tables of positions see ``longer_context``.
         sinks: number of keys at the beginning of each text that every query sees; 0 for a plain sliding window.
-        window: number of last keys that a query sees, itself included.
-        distance_ceiling: in positions. A ceiling of at least the length of the text changes nothing.
-        layers: default all that rotate; other layers are not changed.
+        window: number of most recent keys that a query sees, including its own.
+        distance_ceiling: largest distance, in positions. A ceiling of at least the length of the text changes nothing.
+        layers: default all layers with RoPE; other layers are not changed.
         heads: query heads, default all.
 
     Raises:
-        ValueError: numbers that are no integers or too small; a layer that is not causal; or what ``swap_positions``
-            refuses.
+        ValueError: numbers that are not integers or are too small; a layer that is not causal; or what
+            ``swap_positions`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, load_demo_model
@@ -219,7 +219,7 @@ def lambda_mask(
 
 
 def hiding(call: str, sinks: int, window: int, *, cached: bool = False) -> ScoreEdit:
-    """The edit under which a query sees the first keys of its text and the last ones, itself included."""
+    """Return the edit that lets a query see only its text's first keys and the most recent ones, its own included."""
     edit = partial(_hide_between, sinks=sinks, window=window)
     return ScoreEdit(call, edit, Order.HIDE, scores=True, counts=True, cached=cached)
 
@@ -235,14 +235,15 @@ def _hide_between(view: View, sinks: int, window: int) -> Tensor:
 def position_interpolation(model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:
     """Divide all positions by ``factor`` (position interpolation).
 
-    With the factor by which a text exceeds the training length, distances stay in the trained range (arXiv 2306.15595).
+    If ``factor`` is the ratio of text length to training length, distances stay in the trained range (arXiv
+    2306.15595).
 
     Args:
         model, layers, heads: as in ``swap_positions``. For texts beyond a model's tables see ``longer_context``.
-        factor: a positive finite number; below 1 it spreads positions out.
+        factor: a positive finite number; values below 1 spread positions out.
 
     Raises:
-        ValueError: a factor that is no positive finite number, or what ``swap_positions`` refuses.
+        ValueError: a factor that is not a positive finite number, or what ``swap_positions`` refuses.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 """Additive components of a head's scores, computed within the forward pass: distance, query, key and residual.
 
 A part is a component of the three-axis fit of the pass's own scores (``additive/fit.py``), for each text and head. The
-mean score is a separate part, which no tool here removes: a softmax cancels it, but not beside an attention sink.
+mean score is a separate part, which no function here removes: a softmax cancels it, except beside an attention sink.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _FITTED: tuple[Component, ...] = get_args(Component)
 def split_scores(
     scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
 ) -> dict[str, Float64[Tensor, "batch head query key"]]:
-    """The scores as a sum of ``"mean"``, ``"distance"``, ``"query"``, ``"key"`` and ``"residual"``, 0 outside the mask.
+    """Split scores into a sum of ``"mean"``, ``"distance"``, ``"query"``, ``"key"`` and ``"residual"``.
 
-    Scores and mask are those of a ``View``. Gradients flow through the residual alone: the fit counts as constant.
+    Scores and mask are those of a ``View``; the parts are 0 outside the mask. Gradients flow through the residual
+    alone: the fit counts as constant.
 
     Raises:
-        ValueError: a text of which nothing is inside the mask; scores inside it that are not finite.
+        ValueError: a text without any cell inside the mask; scores inside it that are not finite.
     """
     fit = fit_additive(scores, mask=fewest_masks(inside))
     mean = torch.where(inside, fit.intercept[..., None, None], 0.0)
@@ -46,9 +47,9 @@ def split_scores(
 def keep_parts(
     scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"], keep: Collection[Part]
 ) -> Float[Tensor, "batch head query key"]:
-    """The mean and these parts of the scores, as ``split_scores`` has them, but anything outside the mask.
+    """Sum the mean and these parts of the scores, as in ``split_scores``; values outside the mask are arbitrary.
 
-    Only these parts are laid out; all of them are the scores themselves, to the last bit.
+    Only these parts are allocated; if all are kept, the result is the scores themselves, bit for bit.
     """
     if len(keep) == len(get_args(Part)):
         return scores
@@ -62,7 +63,7 @@ def keep_parts(
 
 
 def fewest_masks(inside: Tensor) -> Tensor:
-    """One mask instead of many equal ones: heads share theirs, and without padding texts do."""
+    """Reduce equal masks to one: heads share theirs, and without padding so do texts."""
     for axis in range(inside.ndim - 2):
         first = inside.narrow(axis, 0, 1)
         if inside.shape[axis] > 1 and bool((inside == first).all()):
@@ -75,17 +76,17 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
 
     In each forward pass the scores of each text and head, after a soft cap, are fitted by
     ``mean + distance[i - j] + query[i] + key[j]`` (the three-axis model of arXiv 2503.13305, in the gauge of
-    ``AdditiveFit``), and one component, or the residual, is subtracted. Gradients take the fit for constant. A softmax
+    ``AdditiveFit``), and one component, or the residual, is subtracted. Gradients treat the fit as constant. A softmax
     ignores ``"query"``, except beside an attention sink (GPT-OSS).
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or a similar model.
         component: ``"distance"``, ``"query"``, ``"key"`` or ``"residual"``.
         layers, heads: query heads of layers, default all.
 
     Raises:
         ValueError: an unknown component; layers or heads out of range or repeated; a layer whose scores cannot be
-            changed. While running: a KV cache, a text of padding alone, scores that are not finite.
+            changed. While running: a KV cache, a text that is all padding, scores that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -101,7 +102,7 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
 
 
 def component_edit(call: str, keep: Collection[Part]) -> ScoreEdit:
-    """The edit that leaves these parts of the three-axis fit of the scores, and their mean."""
+    """Return the edit that keeps these parts of the three-axis fit of the scores, and their mean."""
     return ScoreEdit(call, partial(_kept, keep=tuple(keep)), Order.COMPONENT, scores=True)
 
 
@@ -114,8 +115,8 @@ def _kept(view: View, keep: Collection[Part]) -> Tensor:
 
 
 class TwoAxisParts(NamedTuple):
-    """Parts of scores before a soft cap; they broadcast to ``[batch, head, query, key]`` and add up, but for the
-    residual. All but ``mean`` have mean 0 over the table."""
+    """Parts of scores before a soft cap. They broadcast to ``[batch, head, query, key]``; their sum is the scores less
+    the residual. All but ``mean`` have mean 0 over the table."""
 
     mean: Float[Tensor, "batch head 1 1"]
     distance: Float[Tensor, "batch head query key"]
@@ -130,9 +131,9 @@ def keep_two_axis(
     inside: Bool[Tensor, "*lead query key"],
     keep: Collection[Part],
 ) -> Float[Tensor, "batch head query key"]:
-    """Scores of a ``View``'s vectors with the mean and these parts alone, soft cap applied, mask not.
+    """Compute scores of a ``View``'s vectors from the mean and these parts alone, soft cap applied, mask not.
 
-    In float32 (float64 for float64). Keys that no query sees (padding) are not in the table.
+    Computed in float32 (float64 for float64). Keys that no query sees (padding) are not in the table.
     """
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     parts = split_two_axis(spec, q, k, inside)
@@ -146,9 +147,9 @@ def keep_two_axis(
 
 
 def split_two_axis(spec: AttentionSpec, q: Tensor, k: Tensor, inside: Tensor) -> TwoAxisParts:
-    """The parts at the real distances, in closed form."""
+    """Compute the parts of the two-axis model at the real distances, in closed form."""
     rotary, positions = spec.require_rotary("two axes"), torch.arange(q.shape[1], device=q.device)
-    there = keys_there(inside)  # of a text on itself: also the queries that are
+    there = keys_there(inside)  # without a KV cache, also the queries that are not padding
     weights = (there / there.sum(-1, keepdim=True)).to(q.dtype)
     mean_key = torch.einsum("bkhd,bk->bhd", k, weights.expand(len(k), -1))[:, None]
     turn = _mean_turn(spec, rotary, there)
@@ -165,13 +166,13 @@ def _dot(spec: AttentionSpec, q: Tensor, k: Tensor) -> Tensor:
 
 
 def keys_there(inside: Tensor) -> Bool[Tensor, "one_or_batch key"]:
-    """Keys that some query of some head sees."""
+    """Find the keys that some query of some head sees."""
     seen = inside.any(-2)
     return seen.any(1) if inside.ndim == 4 else seen[None]
 
 
 def _mean_turn(spec: AttentionSpec, rotary: Rotary, there: Tensor) -> Complex[Tensor, "one_or_batch subspace"]:
-    """The mean of ``exp(i θ d)`` over the distances that the mask leaves in a text of so many tokens, all alike."""
+    """Average ``exp(i θ d)`` over the distances that the layer's mask allows in each text, with equal weights."""
     longest = there.shape[-1]
     distances = torch.arange(1 - longest, longest, device=there.device)
     counts = spec.sees(distances) & (distances.abs() < there.sum(-1, keepdim=True))
@@ -181,6 +182,6 @@ def _mean_turn(spec: AttentionSpec, rotary: Rotary, there: Tensor) -> Complex[Te
 
 
 def _turned(k: Tensor, turn: Tensor, rotary: Rotary) -> Tensor:
-    """Keys for unrotated queries such that scores are those at the mean rotation."""
+    """Turn keys so that their products with unrotated queries are the scores at the mean rotation."""
     z, rest = to_complex(k, rotary)
     return from_complex(z * (rotary.attention_factor**2 * turn.conj()).to(z.dtype)[:, None, None], rest, rotary)

@@ -1,4 +1,4 @@
-"""Substitute additive fits for scores, or additive attention, with ever more freedom, for the attention of heads."""
+"""Replace the scores of heads by additive fits, or their attention by additive attention of increasing freedom."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def substitute_additive(
     """Replace the scores of heads by their additive fit, computed in every forward pass.
 
     With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
-    by least squares to the scores (``fit_additive``). With ``"two"`` they become a function of query and distance plus
-    a function of query and key, those of the table ``W[d, i, j]``, in which each query of the text meets each of its
-    keys (also later ones) at each distance that the layer's mask allows. With a dot for a mean::
+    to the scores by least squares (``fit_additive``). With ``"two"`` they become a function of query and distance plus
+    a function of query and key, computed from the table ``W[d, i, j]``: the score of each query of the text with each
+    of its keys (also later ones) at each distance that the layer's mask allows. A dot denotes a mean::
 
         distance = W[i - j, i, ·] - W[·, i, ·]       of this query and the distance
         key      = W[·, i, j]     - W[·, i, ·]       of this query and the key
         query    = W[·, i, ·]     - W[·, ·, ·]
         residual = W[i - j, i, j] - W[i - j, i, ·] - W[·, i, j] + W[·, i, ·]
 
-    This needs rotary embeddings, and is done before a soft cap. The mean of all stays in any case.
+    The two-axis fit needs rotary embeddings and is computed before a soft cap. The overall mean is always kept.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or a similar model.
         keep: parts to keep, among ``"distance"``, ``"query"``, ``"key"``, ``"residual"``; ``()`` leaves uniform
-            attention. All four leave the scores as they are, to the last bit.
+            attention. All four leave the scores as they are, bit for bit.
         axes: the additive model, ``"three"`` or ``"two"``.
-        layers, heads: query heads of layers, default all (all that rotate, for two axes).
+        layers, heads: query heads of layers, default all (for two axes, all with RoPE).
 
     Raises:
         ValueError: an unknown or repeated part; unknown axes; a layer without rotary embeddings for two axes; what
@@ -88,7 +88,7 @@ def substitute_additive(
 
 
 def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> Hooks:
-    """The parts of the fit of the scores that are there."""
+    """Return hooks that keep these parts of the additive fit of the running scores."""
     if axes == "three" or len(keep) == len(PARTS):
         return hooks_for([(spec, heads)], component_edit(f"substitute_additive({', '.join(keep)})", keep))
 
@@ -106,7 +106,7 @@ def _two_axes(view: View, keep: Collection[Part]) -> Tensor:
 
 
 def _check_consecutive(view: View) -> None:
-    """Refuse positions of the user's own: the table has the distances of a text without gaps."""
+    """Refuse user-supplied positions with gaps: the table holds the distances of a text without gaps."""
     own, there = view.own[0], keys_there(view.inside)
     steps = (own - torch.arange(own.shape[-1], device=own.device)).expand(there.shape)
     first = steps.masked_fill(~there, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
@@ -119,7 +119,7 @@ def _check_consecutive(view: View) -> None:
 
 
 def additive_heads(model: Any, axes: Axes, layers: Layers, heads: Heads, tool: str) -> Chosen:
-    """Layers that can be fitted by so many axes, with their heads."""
+    """Choose the layers and heads that the additive model with these axes can fit."""
     check_choice("axes", axes, get_args(Axes))
     two = axes == "two"
     chosen = any_heads(model, layers, heads, f"{tool} with two axes" if two else None)
@@ -138,39 +138,39 @@ def substitute_attention(
     bands: Sequence[int] = BANDS,
     rank: int = 1,
 ) -> Hooks:
-    """Replace the attention of heads by the best additive attention, with a given freedom.
+    """Replace the attention of heads by the best additive attention of a given freedom.
 
-    ``by`` names a rung. In every forward pass, each head's pattern is fitted by least Kullback-Leibler divergence
-    (``fit_attention``), each text by itself:
+    ``by`` names a rung. In every forward pass, each head's pattern is fitted by minimum Kullback-Leibler divergence
+    (``fit_attention``), separately for each text:
 
-    * ``"uniform"``: all keys alike; ``"first_token"``: the first token alone, and where a window hides it, all keys
-      alike;
-    * ``"distance"``: ``softmax(d[i - j])``; ``"distance+sink"``: and a term of the first token;
-    * ``"static"``: and ``u · k_j``, linear in the head's key vectors before rotation;
-    * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance of each key;
-    * ``"banded"``: importances of their own in each band of distances;
-    * ``"low-rank"``: and ``u_i · v_j`` of a small rank, added to the banded fit, which stays as it is (a local
-      optimum: 100 steps of L-BFGS from the leading singular vectors);
-    * ``"untouched"``: the scores as they are, to the last bit.
+    * ``"uniform"``: equal weight on all keys; ``"first_token"``: all weight on the first token, or uniform where a
+      window hides it;
+    * ``"distance"``: ``softmax(d[i - j])``; ``"distance+sink"``: adds a term for the first token;
+    * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation;
+    * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance for each key;
+    * ``"banded"``: separate importances in each band of distances;
+    * ``"low-rank"``: adds ``u_i · v_j`` of a small rank to the banded fit, which is kept fixed (a local optimum: 100
+      steps of L-BFGS from the leading singular vectors);
+    * ``"untouched"``: the scores as they are, bit for bit.
 
-    ``attention_ladder`` also puts the lower rungs, up to static heads, into texts that they were not fitted to.
+    ``attention_ladder`` also applies the lower rungs, up to static heads, to texts that they were not fitted to.
 
-    The sum of each query's exponentials stays as it is, and distances are those of the tokens, also under position
+    The sum of each query's exponentials is preserved, and distances are those of the tokens, also under position
     interventions.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        by: a rung.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
+        by: name of the rung.
         layers, heads: query heads of layers, default all.
         bands: for ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
-        rank: for ``"low-rank"``.
+        rank: for ``"low-rank"``: rank of the added term.
 
     Returns:
-        ``Hooks``, which compose with interventions on the rotation (but for ``"uniform"`` and ``"first_token"``) and
-        not with others that replace or patch a head's scores.
+        ``Hooks``, which compose with interventions on the rotation (except for ``"uniform"`` and ``"first_token"``),
+        but not with others that replace or patch a head's scores.
 
     Raises:
-        ValueError: an unknown rung, bands, rank; what ``drop_component`` refuses.
+        ValueError: an unknown rung; invalid bands or rank; what ``drop_component`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -189,7 +189,7 @@ def substitute_attention(
 
 
 def rung_hooks(chosen: Chosen, rung: Rung, bands: Sequence[int], rank: int) -> Hooks:
-    """Hooks that fit a rung to the running attention of these heads."""
+    """Return hooks that fit a rung to the running attention of these heads."""
     edit = partial(_rung, rung=rung, bands=tuple(bands), rank=rank)
     more: dict[str, Any] = {"scores": True, "vectors": rung == "static"}
     more["plain"] = rung in ("uniform", "first_token")
@@ -205,7 +205,7 @@ def _rung(view: View, rung: Rung, bands: Sequence[int], rank: int) -> Tensor:
 
 
 def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
-    """The logits, moved by a number for each query so that the sum of their exponentials is that of the scores."""
+    """Shift each query's logits by a constant so that the sum of their exponentials equals that of the scores."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     before, after = (x.masked_fill(~inside, -torch.inf).logsumexp(-1, keepdim=True) for x in (wide, logits))
     return torch.where(inside, logits + (before - after), 0.0)
@@ -218,14 +218,14 @@ def _put_in_hooks(chosen: Chosen, edit: Callable[[View], Tensor], *, of_keys: bo
 
 @dataclass(frozen=True, eq=False)
 class StoredAttention:
-    """Attention fitted before, for some heads of a layer: static heads, or logits of given texts."""
+    """Attention fitted earlier, for some heads of a layer: static heads, or logits of given texts."""
 
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
     of_keys: bool = False  # whether it depends on key vectors
 
     def put_in(self, view: View) -> Tensor:
-        """The running scores of some of the heads, replaced."""
+        """Return what replaces the running scores of some of the heads."""
         scores, at = view.scores, [self.heads.index(head) for head in view.heads]
         if isinstance(self.of, Tensor):
             return _with_sums_of(scores, self.of[:, at], view.inside)
@@ -240,7 +240,7 @@ def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks
 
 
 Stored = dict[int, StoredAttention]
-"""What is put into each layer."""
+"""The stored attention of each layer."""
 
 _OfLayer = tuple[Tensor, Tensor | None]
 Attended = dict[int, _OfLayer]
@@ -257,10 +257,10 @@ def fit_in_turn(
     bands: Sequence[int] = BANDS,
     rank: int = 1,
 ) -> Stored:
-    """Fit a rung to what was ``seen``, or layer after layer, each in a run with those before put in.
+    """Fit a rung to what was ``seen``, or layer by layer, each in a run with the fits of earlier layers put in.
 
-    One fit of all texts, in groups of equal length, of the heads chosen; or, for rungs with free importances, the
-    logits of each text of one group.
+    Returns one fit of the chosen heads to all texts (in groups of equal length), or, for rungs with free importances,
+    the logits of each text of a single group.
     """
     stored: Stored = {}
     options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
@@ -285,7 +285,7 @@ def _fit_and_put_in(view: View, stored: Stored, **options: Any) -> Tensor:
 def _fit(
     spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[_OfLayer], rung: Rung, bands: Sequence[int], rank: int
 ) -> StoredAttention:
-    """One fit of these heads, given their scores and keys."""
+    """Fit a rung to these heads, given their scores and keys."""
     scores, keys, inside = _side_by_side(spec, of_texts)
     if rung in PER_HEAD:
         fit = fit_rung(rung, scores, inside, keys, bands=(), pool=True)
@@ -294,7 +294,7 @@ def _fit(
 
 
 def attended(model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks: Hooks, *, with_keys: bool) -> Attended:
-    """What these heads attend by, in a run with hooks on others."""
+    """Return the scores (and keys) of these heads in a run with hooks on others."""
     found: Attended = {}
 
     def keep(view: View) -> Tensor:
@@ -313,7 +313,7 @@ def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: A
 def _side_by_side(
     spec: AttentionSpec, of_texts: Sequence[_OfLayer]
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "*mask query key"]]:
-    """Scores, keys and mask of texts of unequal lengths, all beginning at 0."""
+    """Pad scores and keys of texts of unequal lengths, all starting at 0, into one batch; return them and its mask."""
     longest = max(scores.shape[-1] for scores, _ in of_texts)
     mask = spec.mask(longest, of_texts[0][0].device)
     if len(of_texts) == 1:

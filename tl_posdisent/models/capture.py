@@ -99,7 +99,7 @@ def capture(
     the model's own, and be masked where the mask says so. Hooks and autocast of the caller act on the pass.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text or texts if the model has a tokenizer; texts of equal length.
         function: called with each layer's ``Captured`` within the pass, which holds one layer at a time. By default
             the layers themselves are returned, all of them in memory. The function may run the model; what it raises

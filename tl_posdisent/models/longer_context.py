@@ -29,7 +29,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     of the model's modules is again the same object as before.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         length: in tokens. Up to the model's context there is nothing to do.
 
     Yields:

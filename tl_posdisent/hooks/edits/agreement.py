@@ -1,4 +1,4 @@
-"""Check in a running pass that a layer computes what was read from it, so that edits may be based on that."""
+"""Check in a running pass that a layer computes what was read from it, since the edits rely on that."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def check_scores(
     *,
     pattern: bool = False,
 ) -> None:
-    """Recompute some rows of the model's own scores: they must be what vectors, rotation and cached keys give.
+    """Recompute some rows of the model's own scores from vectors, rotation and cached keys; raise if they differ.
 
     Args:
-        x: the scores, or the ``pattern`` of a model that does not show them.
+        x: the scores, or with ``pattern`` the attention pattern of a model that does not show its scores.
     """
     spec, cached = state.spec, x.shape[-1] > state.n_query
     if spec.problem is not None or state.seen.q is None:
         return
-    # Vectors that were turned for other positions are what the model then rotated.
+    # If vectors were turned for other positions, these are what the model then rotated.
     given = state.seen.given_q if state.misplaced else None
     queries = state.queries if given is None else given
     keys = (state.given_keys if state.misplaced else state.keys)(x.shape[-1]).detach()
@@ -63,7 +63,7 @@ def check_scores(
 
 
 def check_result(state: LayerState) -> None:
-    """What heads gather must be their pattern times ``hook_v``, or it could not be put together anew."""
+    """Raise unless ``hook_z`` is the pattern times ``hook_v``: only then can it be recomputed from edited scores."""
     seen, spec = state.seen, state.spec
     if seen.z is None or seen.pattern is None:
         return

@@ -1,4 +1,4 @@
-"""What one call of a tool does to heads, as a value that knows no model: equal contents make equal edits."""
+"""Edits of heads as values that do not depend on a model: edits with equal contents are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """What one call of a tool does to the heads that it names; ``call`` is that call in short."""
+    """What one call of a function does to the heads that it names; ``call`` is a short form of that call."""
 
     call: str
 

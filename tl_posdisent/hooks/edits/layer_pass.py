@@ -1,22 +1,22 @@
-"""One attention layer under edits, in one forward pass. ``layer_plan.py`` says how each edit is done.
+"""Edit one attention layer in one forward pass. ``layer_plan.py`` decides how each edit is done.
 
-The steps, each at a hook of its own (``Step``), in the order in which most models compute:
+The steps, each at its own hook (``Step``), in the order in which most models compute:
 
-1. *queries*, before rotation, are kept; how many texts and tokens there are is known from now on.
-2. *keys*, before rotation, are kept.
-3. *cosines*: the positions of the running text are read from its rotation table, and the table is exchanged.
-4. *sines*: the table is exchanged. If it is of other frequencies than those that were read, it is measured.
-5. *queries are turned*. Where tables are not shown, positions are read from what rotation does to the queries.
+1. *queries* before rotation are stored; from here on, the number of texts and tokens is known.
+2. *keys* before rotation are stored.
+3. *cosines*: the positions of the running text are read from its rotation table, and the table is replaced.
+4. *sines*: the table is replaced. If its frequencies differ from those that were read, they are measured.
+5. *queries are turned*. If the model shows no tables, positions are read from what the rotation does to the queries.
 6. *keys are turned*.
-7. *scores*: the mask is read, the model's scores are compared with what was read from it, and edited.
-8. *values* are kept, where the model discards edited scores,
+7. *scores*: the mask is read; the model's scores are compared with what was read from the model, and edited.
+8. *values* are stored, if the model discards edited scores,
 9. and the result of edited scores is *put in* at ``hook_z``.
-10. *pattern*: checked, where the model shows it instead of scores.
-11. *result*: heads are replaced at ``hook_z``, whatever they gathered.
-12. *kept keys*: where only results are replaced, the pattern shows whether the model loses its KV cache.
+10. *pattern*: checked, if the model shows it instead of scores.
+11. *result*: the output of heads is replaced at ``hook_z``, regardless of their attention.
+12. *kept keys*: if only results are replaced, the pattern shows whether the model loses its KV cache.
 
-If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), turned vectors were
-turned for others. Then the pass *falls back*: it recomputes the scores of all rotated heads.
+If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
+turned for the wrong positions. Then the pass *falls back*: it recomputes the scores of all heads with rotation edits.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from tl_posdisent.utils.precision import no_autocast
 
 
 class LayerPass:
-    """One layer in one forward pass."""
+    """Carry out a layer's edits in one forward pass."""
 
     def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
         self.plan, self.state = plan, LayerState(plan, memory)
-        self.fired: dict[str, None] = {}  # hooks that have fired, in their order
+        self.fired: dict[str, None] = {}  # hooks that have fired, in order
 
     @no_autocast()
     def at(self, name: str, x: Tensor) -> Tensor | None:
-        """Do what is done at one hook; None leaves its tensor as it is."""
+        """Run the steps of one hook and return its new tensor, or None to leave it unchanged."""
         self.fired[name] = None
         new: Tensor | None = None
         for step in self.plan.steps[name]:
@@ -104,7 +104,7 @@ def _sines(state: LayerState, x: Tensor) -> Tensor | None:
 
 
 def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
-    """Go on with the rotation of the running text, where it is another than was read from the model."""
+    """Switch to the rotation of the running text if it differs from the one read from the model."""
     read = state.spec.require_rotary("rotation edits")
     rotary = text.measured_rotary(cos, sin, read)
     state.own = None if rotary is None else text.positions_from_table(cos, rotary, state.expected, state.cached)
@@ -119,7 +119,7 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
 
 
 def _fall_back_elsewhere(state: LayerState) -> None:
-    """Fall back where vectors were turned for other positions than the model's, and from then on."""
+    """Fall back if vectors were turned for other positions than the model's, or were so earlier in this text."""
     if state.plan.turned_before and state.own is not None:
         before = state.memory.given is not None and state.expected[0] > 0
         if before or not torch.equal(state.own, state.expected):
@@ -175,7 +175,7 @@ def _turn_keys(state: LayerState, x: Tensor) -> Tensor | None:
 
 
 def _turned(state: LayerState, tap: Tap, x: Tensor, which: Side, turned: Grouped) -> Tensor | None:
-    """Turn vectors of some heads at a hook before or behind the model's rotation."""
+    """Turn vectors of some heads at a hook before or after the model's rotation."""
     if not turned or state.fell_back:
         return None
     vectors, plain = tap.read(x), state.spec.q if which == "q" else state.spec.k
@@ -193,7 +193,7 @@ def _turned(state: LayerState, tap: Tap, x: Tensor, which: Side, turned: Grouped
 def _turned_on(
     state: LayerState, x: Tensor, rotation: HeadRotation, heads: list[int], which: Side, own: Tensor, behind: bool
 ) -> Tensor:
-    """Vectors of some heads as they have to be at the hook."""
+    """Return the vectors of some heads as the hook must return them."""
     rotary, table = state.spec.require_rotary("turning"), state.plan.table
     given = rotation.patch(which)
     if given is None:
@@ -202,7 +202,7 @@ def _turned_on(
     given = rotation.kept(given[:, :, heads].to(x.device), rotary, which)
     if behind:
         return given
-    # In float64, or what is turned and turned back would not be the same.
+    # In float64, so that turning back and rotating again gives the same vectors.
     angles = table.angles(rotary, table.places(which, own, len(x)))
     return turn(given.double(), -angles[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
 
@@ -216,7 +216,7 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     if not state.plan.editable:
         state.seen.scores = x
     state.check_cache(n_key)
-    if state.edits_scores or state.own is None or cached:  # else nothing depends on the mask
+    if state.edits_scores or state.own is None or cached:  # otherwise nothing depends on the mask
         inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
         _number_queries(state, n_key, inside, real)
         if state.edits_scores or cached:
@@ -229,7 +229,7 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
 
 
 def _number_queries(state: LayerState, n_key: int, inside: Tensor, real: Tensor) -> None:
-    """Number the queries, where that is needed; find their positions where nothing but the mask shows them."""
+    """Count the queries in their text if needed; if only the mask shows their positions, read these from it."""
     if state.plan.counts:
         before = state.memory.counted if n_key > state.n_query else None
         state.counted = text.counted_in_text(inside, real, before)
@@ -266,7 +266,7 @@ def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
 
 
 def _unshown_scores(state: LayerState, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and mask of a model that shows neither; its pattern may be still to come."""
+    """Compute scores and mask of a model that shows neither; its pattern may come later in the pass."""
     at = torch.arange((state.start or 0) + state.n_query, device=x.device)
     state.counted = at[-state.n_query :]
     state.own = state.counted if state.own is None else state.own
@@ -277,8 +277,10 @@ def _unshown_scores(state: LayerState, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pattern(state: LayerState, x: Tensor) -> None:
-    """Where a model shows its pattern alone: check that its mask and positions are those of a text without padding,
-    whole or going on with a cached one."""
+    """Check the pattern of a model that does not show scores.
+
+    Its mask and positions must be those of a text without padding, either whole or continuing a cached one.
+    """
     n_key, shows_scores = x.shape[-1], state.spec.scores is not None
     at = torch.arange(n_key, device=x.device)
     places = at[n_key - state.n_query :]

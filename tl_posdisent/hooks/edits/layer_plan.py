@@ -1,12 +1,12 @@
-"""Plan how edits of one attention layer are done, before any pass.
+"""Plan, before any pass, how the edits of one attention layer are done.
 
 A rotation is edited
 
-1. in the model's rotation tables, where all heads get the same positions;
-2. by turning queries and keys, where heads that share keys get the same;
-3. by recomputing scores, otherwise, and where the running text's table is not the expected one.
+1. in the model's rotation tables, if all heads get the same positions;
+2. by turning queries and keys, if heads that share keys get the same positions;
+3. by recomputing scores, otherwise, and if the running text's table is not the expected one.
 
-Where a model discards edited scores, the attention's result is recomputed from them and put in at ``hook_z``.
+If a model discards edited scores, the attention's result is recomputed from them and put in at ``hook_z``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.utils.validation import head_label
 
 Placed = tuple[Edit, tuple[int, ...]]
-"""An edit, and the heads of the layer on which it acts."""
+"""An edit and the heads of the layer on which it acts."""
 
 Grouped = dict[HeadRotation, list[int]]
-"""Heads, or key heads, by the edits of their rotation."""
+"""Heads, or key heads, grouped by the edits of their rotation."""
 
 
 class Step(IntEnum):
-    """What is done at the hooks of a layer, in the order of the computation (``layer_pass.py`` does it)."""
+    """Steps at the hooks of a layer, in the order of the computation (carried out in ``layer_pass.py``)."""
 
     QUERIES = 1
     KEYS = 2
@@ -62,14 +62,15 @@ def grouped(rotations: Iterable[tuple[int, HeadRotation]]) -> Grouped:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What acts on each head of a layer, and how it is done.
+    """The edits of each head of a layer, and how they are carried out.
 
     Attributes:
         spec: the layer.
         rotations: the edits of each head's rotation.
-        score_edits, result_edits: those of scores, in the order in which they act, and of ``z``, with their heads.
-        table: what is done in the rotation tables, for all heads.
-        turned_q, turned_k: query and key heads that are turned.
+        score_edits, result_edits: edits of scores, in the order in which they act, and edits of ``z``, each with its
+            heads.
+        table: edits carried out in the rotation tables, for all heads.
+        turned_q, turned_k: heads whose queries are turned, and key heads whose keys are turned.
         rescored: heads whose scores are recomputed.
     """
 
@@ -114,7 +115,7 @@ class LayerPlan:
 
     @cached_property
     def counts(self) -> bool:
-        """Whether an edit asks which tokens of their text the queries and keys are."""
+        """Whether an edit needs the index of queries and keys in their text."""
         return any(edit.counts for edit, _ in self.score_edits)
 
     @cached_property
@@ -125,14 +126,14 @@ class LayerPlan:
 
     @cached_property
     def turned_before(self) -> bool:
-        """Whether vectors are turned at a hook before the rotation, where the running table is still to come."""
+        """Whether vectors are turned at a hook before the rotation, when the running table is not yet known."""
         before = self.spec.turn_q is not None and self.spec.q is not None and self.spec.turn_q.name == self.spec.q.name
         turned = [*self.turned_q, *self.turned_k]
         return before and any(each.of_positions or each.noise or each.patched for each in turned)
 
     @cached_property
     def steps(self) -> dict[str, list[Step]]:
-        """What is done at each hook."""
+        """The steps at each hook, by its name."""
         spec = self.spec
         places: list[tuple[Step, Tap | str | None]] = []
         if self.heads:
@@ -151,7 +152,7 @@ class LayerPlan:
 
 
 def plan_layer(spec: AttentionSpec, placed: Sequence[Placed]) -> LayerPlan:
-    """Plan the edits of a layer; refuse those that conflict, and a layer whose hooks do not serve."""
+    """Plan the edits of a layer; raise if they conflict or if the layer lacks the hooks for them."""
     rotations = tuple(
         compose([edit for edit, heads in placed if isinstance(edit, RotationEdit) and head in heads])
         for head in range(spec.n_heads)
@@ -169,7 +170,7 @@ def plan_layer(spec: AttentionSpec, placed: Sequence[Placed]) -> LayerPlan:
 
 
 def _in_tables(spec: AttentionSpec, rotations: Sequence[HeadRotation]) -> HeadRotation:
-    """What the rotation tables can express: edits that all heads share, of queries and keys alike."""
+    """Return the edits that the rotation tables can express: those shared by all heads, and by queries and keys."""
     shared = {rotation.of_positions for rotation in rotations}
     first = rotations[0].of_positions
     position = first.position
@@ -180,7 +181,7 @@ def _in_tables(spec: AttentionSpec, rotations: Sequence[HeadRotation]) -> HeadRo
 def _turned_and_rescored(
     spec: AttentionSpec, rotations: Sequence[HeadRotation], table: HeadRotation
 ) -> tuple[Grouped, Grouped, Grouped]:
-    """Turn queries and keys of the heads of a group where all get the same keys; recompute the others' scores."""
+    """Turn queries and keys of groups whose heads all get the same keys; recompute the scores of the other heads."""
     left = [HeadRotation(tuple(edit for edit in each.edits if edit not in table.edits)) for each in rotations]
     turnable = spec.turn_q is not None and spec.turn_k is not None
     turned_q: Grouped = {}
@@ -200,7 +201,7 @@ def _turned_and_rescored(
 
 
 def _check_conflicts(plan: LayerPlan) -> None:
-    """Refuse edits that cannot act on one head."""
+    """Refuse edits that cannot act on the same head."""
     for head in sorted(plan.heads | plan.result_heads):
         acting = [edit for edit, heads in plan.score_edits if head in heads]
         results = sorted(edit.tool for edit, heads in plan.result_edits if head in heads)
@@ -212,7 +213,7 @@ def _check_conflicts(plan: LayerPlan) -> None:
 
 
 def _check_hooks(plan: LayerPlan) -> None:
-    """Refuse a layer whose hooks do not serve."""
+    """Refuse a layer that lacks the hooks for its edits."""
     spec = plan.spec
     if not (plan.rescored or plan.score_edits):
         return

@@ -59,7 +59,7 @@ def random_control(
     0.02 and .52 at its own 1/24.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike; read, not changed.
+        model: HookedTransformer, TransformerBridge or a similar model; read, not changed.
         seeds: how many copies (seeds 0, 1 …), or a list of seeds; the global random state is left as it was.
         weights: ``"random"``, ``"shuffled"`` or ``"random_qk"``.
         std: standard deviation of the weights that are drawn: a number; ``"config"`` for ``initializer_range`` of the
