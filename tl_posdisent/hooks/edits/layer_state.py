@@ -1,4 +1,4 @@
-"""What is known of one attention layer in a running forward pass: what it has shown, positions, cached text."""
+"""State of one attention layer in a running forward pass: the tensors seen so far, positions, cached text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tl_posdisent.rope.rotary import Rotary
 
 @dataclass
 class Seen:
-    """What the layer has shown. Vectors are ``[batch, pos, head, d_head]``, before rotation and after any QK-norm."""
+    """Tensors seen so far. Vectors are ``[batch, pos, head, d_head]``, before rotation and after any QK-norm."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -26,23 +26,23 @@ class Seen:
     given_q: Tensor | None = None  # queries and keys as hooks turned them before the running positions were known
     given_k: Tensor | None = None
     cos: Tensor | None = None
-    scores: Tensor | None = None  # of a model that discards edited ones
+    scores: Tensor | None = None  # kept only if the model discards edited scores
     pattern: Tensor | None = None
     z: Tensor | None = None
 
 
 class LayerState:
-    """One layer in one forward pass.
+    """State of one layer in one forward pass.
 
     Attributes:
         spec: the layer, with the rotation of the running text.
-        plan, memory: how edits are done; the text in the KV cache.
-        seen: what the layer has shown so far.
-        own: positions of the queries, as the model has them; None until they are known.
-        counted: which tokens of their text the queries are, whatever their positions.
-        rescored: heads whose scores are recomputed, those of the plan, or all that are rotated if it ``fell_back``.
+        plan, memory: how the edits are done; the text in the KV cache.
+        seen: the tensors seen so far.
+        own: the model's own positions of the queries; None until they are known.
+        counted: index of each query in its text, regardless of its position.
+        rescored: heads whose scores are recomputed: those of the plan, or all with rotation edits if it ``fell_back``.
         fell_back: whether the running text's rotation table is not the expected one.
-        start: tokens in the model's own cache, where it is needed before the hooks show it.
+        start: number of tokens in the model's own cache, if needed before the hooks show it.
     """
 
     def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
@@ -59,29 +59,29 @@ class LayerState:
 
     @property
     def cached(self) -> int:
-        """Tokens of the text in the KV cache, if this pass goes on with it."""
+        """Number of tokens of the text in the KV cache, if this pass continues it, otherwise 0."""
         return self.memory.seen if self.memory.texts == self.texts else 0
 
     @property
     def expected(self) -> Tensor:
-        """Positions that the queries have unless something else shows: 0, 1, 2 …, or the next of a cached text."""
+        """Default positions of the queries: 0, 1, 2 …, or those that continue a cached text."""
         start = self.start
         if start is None:
             start = self.cached if self.n_query == 1 else 0
         return torch.arange(start, start + self.n_query, device=self.queries.device)
 
     def places(self, n_key: int) -> tuple[Tensor, Tensor]:
-        """The model's own positions of queries and keys."""
+        """Return the model's own positions of queries and keys."""
         assert self.own is not None
         return self.own, before_and_now(self.own, n_key, self.memory.places)
 
     def counts(self, n_key: int) -> tuple[Tensor, Tensor]:
-        """Which tokens of their text queries and keys are."""
+        """Return the indices of queries and keys in their text."""
         assert self.counted is not None
         return self.counted, before_and_now(self.counted, n_key, self.memory.counted)
 
     def part(self, n_key: int) -> tuple[int, int] | None:
-        """Where the text is run in parts: the slots, padding included, of the first query and the first key."""
+        """Return the slots (padding included) of the first query and the first key if the text is run in parts."""
         if n_key == self.n_query and not fills_cache():
             return None
         n_slots = self.n_query + (self.memory.seen if n_key > self.n_query else 0)
@@ -104,11 +104,11 @@ class LayerState:
         return self.edits_scores and not self.plan.editable
 
     def use_rotary(self, rotary: Rotary) -> None:
-        """Go on with the rotation of the running text."""
+        """Use the rotation of the running text from here on."""
         self.spec = replace(self.spec, rotary=rotary)
 
     def fall_back(self) -> None:
-        """Recompute the scores of all rotated heads instead."""
+        """Switch to recomputing the scores of all heads with rotation edits."""
         if not (self.plan.editable or (self.spec.v and self.spec.z and self.spec.pattern)):
             raise ValueError(
                 f"the rotation table of layer {self.spec.layer} is not that of positions 0, 1, 2 …, and its scores "
@@ -122,7 +122,7 @@ class LayerState:
         return grouped((head, self.plan.rotations[head]) for head in heads)
 
     def in_force(self, *, pattern: bool, cached: bool) -> Grouped:
-        """Heads whose scores must be known, by the edits that the model has taken in so far."""
+        """Group the heads whose scores must be known by the edits that the model has already applied."""
         rescored = {head for some in self.rescored.values() for head in some}
         read = {h for edit, heads in self.plan.score_edits if edit.vectors or pattern for h in heads}
         if cached or not self.spec.cos:
@@ -139,23 +139,23 @@ class LayerState:
         return self.seen.q
 
     def vectors(self, heads: Sequence[int], n_key: int) -> tuple[Tensor, Tensor]:
-        """Unrotated queries and keys of some heads, a key head for each query head."""
+        """Return unrotated queries and keys of some heads, one key head for each query head."""
         k = self._whole(self.keys(n_key), n_key)
         return self.queries[:, :, list(heads)], k[:, :, [self.spec.key_head(h) for h in heads]]
 
     def keys(self, n_key: int) -> Tensor:
-        """Unrotated keys, the last of ``n_key``: as many as are known."""
+        """Return the unrotated keys, of the last ``n_key`` as many as are known."""
         assert self.seen.k is not None
         return last_of(self.memory.keys, self.seen.k, n_key)
 
     def given_keys(self, n_key: int) -> Tensor:
-        """Keys as hooks turned them, as many as are known."""
+        """Return the keys as hooks turned them, as many as are known."""
         now = self.seen.k if self.seen.given_k is None else self.seen.given_k
         assert now is not None
         return last_of(self.memory.given, now, n_key)
 
     def values(self, n_key: int) -> Tensor:
-        """Values of all keys."""
+        """Return the values of all keys."""
         assert self.seen.v is not None
         return self._whole(last_of(self.memory.values, self.seen.v, n_key), n_key)
 
@@ -197,13 +197,13 @@ class LayerState:
         )
 
     def remember(self, n_key: int) -> None:
-        """Keep what the next pass needs to know if it goes on with this text."""
+        """Store what the next pass needs if it continues this text."""
         memory, continued = self.memory, n_key > self.n_query
         memory.places = so_far(memory.places, self.own, continued=continued)
         memory.counted = so_far(memory.counted, self.counted, continued=continued)
         memory.seen = self.n_query + (memory.seen if continued else 0)
         if self.seen.k is not None:
-            # A pattern is compared whole.
+            # A pattern is compared for all keys.
             all_keys = self.plan.reads_vectors or self.spec.scores is None or self.misplaced
             keys = self.keys(n_key) if all_keys else self.seen.k[:, -1:]
             given = self.given_keys(n_key).detach().clone() if self.misplaced else None

@@ -1,4 +1,4 @@
-"""Recompute a layer's scores under edits, from its queries and keys, and its result from these."""
+"""Recompute a layer's scores under edits, from its queries and keys, and its result from these scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FITTED = (Order.REPLACE, Order.COMPONENT)  # edits that fit a text's scores
 
 
 def own_scores(state: LayerState, n_key: int) -> Float[Tensor, "batch head query key"]:
-    """Compute the scores of a model that does not show them, under the rotation edits that it has taken in."""
+    """Compute the scores of a model that does not show them, under the rotation edits that it has applied."""
     q, spec = state.queries, state.spec
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.new_zeros(len(q), spec.n_heads, state.n_query, n_key, dtype=wide)
@@ -31,7 +31,7 @@ def own_scores(state: LayerState, n_key: int) -> Float[Tensor, "batch head query
 def edited_scores(
     state: LayerState, x: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
 ) -> Float[Tensor, "batch head query key"]:
-    """Apply all edits to a layer's scores; outside the mask they stay as they are."""
+    """Apply all edits to a layer's scores, which stay unchanged outside the mask."""
     x, n_key = x.clone(), x.shape[-1]
     for rotation, heads in state.rescored.items():
         before = None if state.spec.scores is None else x[:, heads]
@@ -57,16 +57,16 @@ def edited_scores(
 def result_of(
     state: LayerState, scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
 ) -> tuple[list[int], Float[Tensor, "batch query head d_head"]]:
-    """Apply all edits to a layer's scores and return the heads that they act on and what these gather."""
+    """Apply all edits to a layer's scores; return the heads that they act on and the attention output of these."""
     pattern = masked_softmax(edited_scores(state, scores, inside), inside)
-    # Of other heads, whose vectors are turned, the model's own result is right, and scores may not be known.
+    # For other heads, whose vectors are turned, the model's own result is right, and scores may be unknown.
     heads = sorted({h for _, some in [*state.rescored.items(), *state.plan.score_edits] for h in some})
     values = state.values(scores.shape[-1])[:, :, [state.spec.key_head(h) for h in heads]]
     return heads, torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
 
 
 def of_heads(inside: Bool[Tensor, "*lead query key"], heads: Sequence[int]) -> Bool[Tensor, "*lead query key"]:
-    """The mask of some heads."""
+    """Return the mask of some heads."""
     return inside[:, list(heads)] if inside.ndim == 4 and inside.shape[1] > 1 else inside
 
 

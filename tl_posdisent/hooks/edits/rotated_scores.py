@@ -1,7 +1,7 @@
-"""Scores of a head under edits of its rotation: by turned vectors where they suffice, else at any distances.
+"""Scores of a head under edits of its rotation: from turned vectors if they suffice, otherwise at any distances.
 
-A function of the distance that is piecewise straight (a ceiling, say) is a selection among products of turned vectors.
-Any other distances take each subspace of each pair by itself.
+A piecewise linear function of the distance (a ceiling, for example) selects among products of turned vectors. All other
+distances are computed subspace by subspace for each pair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 
 _CELLS_PER_BLOCK = 2**21
-_MOST_PIECES = 8  # more cost more than distances of any kind
+_MOST_PIECES = 8  # more would cost more than arbitrary distances
 
 
 def rotated_scores(
@@ -34,12 +34,12 @@ def rotated_scores(
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores of some heads' unrotated queries and keys (one key head per query head) under their edits.
 
-    Soft cap applied, mask not, in float32 (float64 for float64).
+    The soft cap is applied, the mask is not. Computed in float32 (float64 for float64).
 
     Args:
         own: the positions of queries and of keys.
-        before: the scores without edits, which are kept where distances stay as they are.
-        part: where a text is run in parts, the slots of the first query and the first key in it. A matrix of distances
+        before: the scores without edits, which are kept where distances do not change.
+        part: if a text is run in parts, the slots of the first query and the first key in it. A matrix of distances
             is then that of the whole text.
     """
     edit = rotation.position
@@ -51,7 +51,7 @@ def rotated_scores(
         _check_matrix(spec, distances, len(q), (q.shape[1], k.shape[1]))
         if distances.ndim >= 3 and distances.shape[-3] == spec.n_heads > 1:
             distances = distances[..., torch.tensor(list(heads), device=distances.device), :, :]
-        values, index = distances.nan_to_num(0.0, 0.0, 0.0).unique(return_inverse=True)  # hidden cells hold anything
+        values, index = distances.nan_to_num(0.0, 0.0, 0.0).unique(return_inverse=True)  # masked cells are arbitrary
     else:
         real = own[0][..., :, None] - own[1][..., None, :]
         low = 0 if spec.causal else int(real.min())
@@ -74,7 +74,7 @@ def rotated_vectors(
     k: Float[Tensor, "batch key head d_head"],
     own: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The queries and keys behind ``rotated_scores``, for edits that are no ``DistanceMap``."""
+    """Compute the rotated queries and keys of ``rotated_scores``, for edits other than ``DistanceMap``."""
     if not rotation:
         return spec.rotated(_wide(q), own[0]), spec.rotated(_wide(k), own[1])
     rotary = spec.require_rotary("rotation edits")
@@ -91,7 +91,7 @@ def rotated_vectors(
 
 
 class Piece(NamedTuple):
-    """From a real distance on, ``slope * distance + shift``."""
+    """The function ``slope * distance + shift`` from the real distance ``start`` on."""
 
     start: int
     slope: float
@@ -99,7 +99,7 @@ class Piece(NamedTuple):
 
 
 def straight_pieces(values: Float[Tensor, "distance"], low: int = 0) -> list[Piece] | None:
-    """A function at ``low``, ``low + 1`` … as few straight pieces, or None if it has many."""
+    """Split a function, given at ``low``, ``low + 1`` …, into a few linear pieces, or return None if it has many."""
     pieces, start, n = [], 0, len(values)
     steps = values.diff()
     same = (steps[1:] - steps[:-1]).abs() <= 1e-9 * (1 + steps[1:].abs())
@@ -126,7 +126,7 @@ def _selected(
     pieces: Sequence[Piece],
     before: Tensor | None,
 ) -> Float[Tensor, "batch head query key"]:
-    """Products of vectors turned for each piece, each where its distances are."""
+    """Compute scores from vectors turned for each piece, and select for each pair the piece of its distance."""
     rotary = spec.require_rotary("rotation edits")
     q, k = rotation.kept(_wide(q), rotary), _wide(k)
     real = own[0][..., :, None] - own[1][..., None, :]
@@ -152,10 +152,10 @@ def pair_scores(
     values: Float[Tensor, "distance"],
     index: Int[Tensor, "*lead query key"],
 ) -> Float[Tensor, "batch head query key"]:
-    """Scores of unrotated queries and keys (one key head per query head) at the distances ``values[index]``.
+    """Compute scores of unrotated queries and keys (one key head per query head) at the distances ``values[index]``.
 
-    Soft cap applied, mask not. Computed in float32 (float64 for float64), a few million cells at a time; of causal
-    layers, keys behind a block of queries are left out (their scores are 0).
+    The soft cap is applied, the mask is not. Computed in float32 (float64 for float64), a few million cells at a time;
+    in causal layers, keys after a block of queries are skipped (their scores are 0).
     """
     rotary = spec.require_rotary("pair_scores")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -183,7 +183,7 @@ def pair_scores(
 def _planes(
     x: Float[Tensor, "batch pos head d_head"], pairing: str, n: int
 ) -> tuple[Float[Tensor, "batch head pos subspace 2"], Float[Tensor, "batch head pos rest"]]:
-    """The coordinates of each subspace, and those that RoPE does not rotate; heads first."""
+    """Split vectors into the coordinates of each subspace and those that RoPE does not rotate; heads first."""
     x = x.transpose(1, 2)
     rotated = x[..., : 2 * n].unflatten(-1, (2, n) if pairing == "half" else (n, 2))
     return rotated.mT.contiguous() if pairing == "half" else rotated.contiguous(), x[..., 2 * n :].contiguous()
@@ -196,7 +196,7 @@ def _wide(x: Tensor) -> Tensor:
 def _of_part(
     distances: Float[Tensor, "*lead whole_query whole_key"], part: tuple[int, int] | None, shape: tuple[int, int]
 ) -> Float[Tensor, "*lead query key"]:
-    """Cut the distances of a part of a text out of those of the whole text."""
+    """Select the distances of a part of a text from those of the whole text."""
     if part is None:
         return distances
     ends = [start + n for start, n in zip(part, shape, strict=True)]

@@ -1,14 +1,14 @@
 """Edits of a head's rotation (positions, frequencies, phases, vectors), and how several compose.
 
-A head under edits of its rotation scores query i and key j by
+Under edits of its rotation, a head scores query i and key j by
 
-    scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c · (u_i - w_j) / s + ε_ic - ε_jc))) + what RoPE does not rotate
+    scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c · (u_i - w_j) / s + ε_ic - ε_jc))) + the part RoPE does not rotate
 
 with positions u and w (or any distances in place of u - w) from at most one position intervention, s the product of
-interpolation factors, ε the sum of all phase noise, θ_c = 0 where a frequency is frozen, and no term c where one is
-dropped. A rotated query or key of another run stands for all of its side, ``q_ic · exp(i (θ_c · u_i / s + ε_ic))`` or
-that of the key: no edit moves it, and a dropped term is gone from it too. The order in which the edits are given makes
-no difference.
+interpolation factors, ε the sum of all phase noise, θ_c = 0 if a frequency is frozen, and no term c if one is dropped.
+A rotated query or key of another run replaces its whole factor, ``q_ic · exp(i (θ_c · u_i / s + ε_ic))`` or that of the
+key: no other edit changes it, except that dropped terms are removed from it too. The order in which the edits are given
+makes no difference.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _NOISE_BLOCK = 64  # positions drawn at a time, so that those of a longer text b
 
 @dataclass(frozen=True, eq=False)
 class RotationEdit(Edit):
-    by_position = "a function of the position"  # what serves parts of a text, where ``slots`` does not
+    by_position = "a function of the position"  # what to give for parts of a text, instead of one value per slot
 
     @property
     def slots(self) -> bool:
-        """Whether it was given for each slot of the batch, whatever the tokens' own positions are."""
+        """Whether it was given for each slot of the batch, regardless of the tokens' own positions."""
         return False
 
 
 @dataclass(frozen=True, eq=False)
 class PositionMap(RotationEdit):
-    """Other positions: the distance of query i and key j becomes ``queries[i] - keys[j]``."""
+    """New positions: the distance of query i and key j becomes ``queries[i] - keys[j]``."""
 
     queries: Positions
     keys: Positions
@@ -60,7 +60,7 @@ class PositionMap(RotationEdit):
         return isinstance(self.queries, Tensor)
 
     def places(self, which: Side, own: Tensor, texts: int) -> Tensor:
-        """Positions for tokens at their own positions, ``(pos,)`` or ``(batch, pos)``."""
+        """Return the new positions of tokens whose own are ``own``, ``(pos,)`` or ``(batch, pos)``."""
         found = self._places(self.queries if which == "q" else self.keys, own, texts)
         if self.unscaled is None:
             return found
@@ -93,7 +93,7 @@ class PositionMap(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class DistanceMap(RotationEdit):
-    """Other distances, which need not be differences of positions: a matrix for each slot, or a function."""
+    """New distances, which need not be differences of positions: a matrix over slots, or a function."""
 
     distances: Float[Tensor, "*lead query key"] | Callable[[Tensor], Tensor]
 
@@ -102,7 +102,7 @@ class DistanceMap(RotationEdit):
         return isinstance(self.distances, Tensor)
 
     def values(self, low: int, high: int, device: torch.device) -> Float[Tensor, "distance"]:
-        """The function at the real distances ``low … high``."""
+        """Evaluate the function at the real distances ``low … high``."""
         assert callable(self.distances)
         real = torch.arange(low, max(high, low + 1) + 1, device=device).double()
         return mapped(self.distances, real, "distances", "real distances")
@@ -110,25 +110,25 @@ class DistanceMap(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class PositionScale(RotationEdit):
-    """All distances divided by a factor."""
+    """Interpolation: all distances are divided by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, eq=False)
 class FrequencyLimit(RotationEdit):
-    """Subspaces whose frequency lies outside a band are left out (``"drop"``) or no longer turned (``"freeze"``)."""
+    """A band of frequencies: subspaces outside it are removed (``"drop"``) or no longer rotated (``"freeze"``)."""
 
     low: float
     high: float
     mode: Literal["drop", "freeze"]
 
     def outside(self, rotary: Rotary) -> Bool[Tensor, "subspace"]:
-        """Subspaces that turn, at a frequency outside the band."""
+        """Find the subspaces that rotate at a frequency outside the band."""
         return ~within_band(rotary, self.low, self.high) & (rotary.frequencies != 0)
 
     def check(self, read: Rotary, running: Rotary, layer: int) -> None:
-        """Refuse a text that is rotated by other frequencies, if the band holds other subspaces of these."""
+        """Refuse a text that is rotated by other frequencies if different subspaces then lie in the band."""
         if not torch.equal(self.outside(read).to(running.frequencies.device), self.outside(running)):
             raise ValueError(
                 f"low and high of {self.tool} leave other subspaces in this text than in short ones: layer {layer} "
@@ -138,8 +138,11 @@ class FrequencyLimit(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class PhaseNoise(RotationEdit):
-    """Angles in radians added at each position, the same for queries and keys: ``(pos, subspace)`` or ``(batch, pos,
-    subspace)``; a function from a layer's rotary to them; or the standard deviation with which they are drawn."""
+    """Angles in radians added at each position, the same for queries and keys.
+
+    Given as ``(pos, subspace)`` or ``(batch, pos, subspace)``, as a function from a layer's rotary to such angles, or
+    as the standard deviation with which they are drawn.
+    """
 
     angles: Float[Tensor, "*batch pos subspace"] | Callable[[Rotary], Tensor] | float
     seed: int = 0
@@ -150,10 +153,10 @@ class PhaseNoise(RotationEdit):
         return not isinstance(self.angles, (int, float))
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Float[Tensor, "*batch pos subspace"]:
-        """The angles of tokens at their own positions."""
+        """Return the angles of tokens at their own positions."""
         n = len(rotary.frequencies)
         if isinstance(self.angles, (int, float)):
-            generator = torch.Generator().manual_seed(self.seed)  # anew each time: the next run and layer get the same
+            generator = torch.Generator().manual_seed(self.seed)  # reseeded: all runs and layers get the same angles
             blocks = range(int(own.max()) // _NOISE_BLOCK + 1)
             shape: Any = (_NOISE_BLOCK, n)
             drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for _ in blocks]
@@ -171,7 +174,7 @@ class PhaseNoise(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class VectorPatch(RotationEdit):
-    """Rotated queries or keys of another run, put in after all edits but the dropping of subspaces."""
+    """Rotated queries or keys of another run, put in after all other edits except dropped subspaces."""
 
     q_rot: Float[Tensor, "batch pos head d_head"] | None
     k_rot: Float[Tensor, "batch pos kv d_head"] | None
@@ -179,7 +182,7 @@ class VectorPatch(RotationEdit):
 
 @dataclass(frozen=True)
 class HeadRotation:
-    """All edits of one head's rotation, as one."""
+    """All edits of one head's rotation, composed."""
 
     edits: tuple[RotationEdit, ...] = ()
 
@@ -203,7 +206,7 @@ class HeadRotation:
         return torch.stack(limits).any(0) if limits else None
 
     def patch(self, which: Side) -> Tensor | None:
-        """Rotated queries or keys of another run."""
+        """Return the rotated queries or keys of another run, or None."""
         given = [getattr(x, f"{which}_rot") for x in self.edits if isinstance(x, VectorPatch)]
         return next((x for x in given if x is not None), None)
 
@@ -213,7 +216,7 @@ class HeadRotation:
 
     @cached_property
     def of_positions(self) -> HeadRotation:
-        """The edits that other rotation tables express: positions, interpolation, frozen frequencies."""
+        """The edits that a changed rotation table can express: positions, interpolation, frozen frequencies."""
         kinds = (PositionMap, DistanceMap, PositionScale)
         return self._only(lambda e: isinstance(e, kinds) or (isinstance(e, FrequencyLimit) and e.mode == "freeze"))
 
@@ -232,11 +235,11 @@ class HeadRotation:
 
     @property
     def pairwise(self) -> bool:
-        """Whether no turning of queries and keys gives these distances."""
+        """Whether turning queries and keys cannot produce these distances."""
         return isinstance(self.position, DistanceMap)
 
     def conflict(self) -> str | None:
-        """Why these edits cannot act on one head, or None."""
+        """Say why these edits cannot act on the same head, or return None."""
         positions = sorted(e.tool for e in self.edits if isinstance(e, (PositionMap, DistanceMap)))
         if len(positions) > 1:
             return f"{' and '.join(positions)} each set its positions: apply at most one position intervention per head"
@@ -248,37 +251,37 @@ class HeadRotation:
                 return f"rotated vectors that are patched have no other distances: leave {positions[0]} out"
         return None
 
-    # --- what they come to
+    # --- the composed rotation
 
     def places(self, which: Side, own: Tensor, texts: int) -> Tensor:
-        """Positions that queries or keys are turned to."""
+        """Return the positions to which queries or keys are turned."""
         if isinstance(self.position, PositionMap):
             own = self.position.places(which, own, texts)
         return own if self.scale == 1.0 else own.double() / self.scale
 
     def angles(self, rotary: Rotary, places: Tensor) -> Tensor:
-        """Angles of all subspaces at these positions, noise left out."""
+        """Compute the angles of all subspaces at these positions, without noise."""
         angles, frozen = rotary.angles(places), self.outside("freeze", rotary)
         return angles if frozen is None else angles.masked_fill(frozen.to(angles.device), 0.0)
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Tensor | float:
-        """The sum of all noise, in an order of its own (the sum in float64 of two does not depend on it)."""
+        """Sum all phase noise in the fixed order of ``edits`` (the float64 sum of two terms does not depend on it)."""
         return sum((edit.phases(rotary, own, texts) for edit in self.noise), 0.0)
 
     def turned(self, x: Tensor, places: Tensor, own: Tensor, rotary: Rotary) -> Tensor:
-        """Vectors before rotation turned to places, with the noise of their own positions."""
+        """Turn unrotated vectors to these positions, with the noise of their own positions."""
         angles = self.angles(rotary, places) + self.phases(rotary, own, len(x))
         return turn(x, angles[..., None, :], rotary.pairing, rotary.attention_factor)
 
     def kept(self, x: Float[Tensor, "batch pos head d_head"], rotary: Rotary, which: Side = "q") -> Tensor:
-        """Queries without the subspaces that are dropped (a term is gone when its query is 0); keys as they are."""
+        """Zero the dropped subspaces of queries (a term vanishes when its query is 0); return keys unchanged."""
         dropped = self.outside("drop", rotary) if which == "q" else None
         return x if dropped is None else x.masked_fill(coordinates(rotary, dropped, x), 0)
 
     def turned_on(
         self, x: Tensor, which: Side, own: Tensor, rotary: Rotary, tables: bool
     ) -> Float[Tensor, "batch pos head d_head"]:
-        """Vectors at their own positions (``tables``: at those of exchanged tables), turned by what is missing."""
+        """Turn vectors at their own positions, or with ``tables`` at those of replaced tables, by the missing angle."""
         angles = self.phases(rotary, own, len(x))
         if self.of_positions and not tables:
             angles = angles + self.angles(rotary, self.places(which, own, len(x))) - rotary.angles(own)
@@ -287,14 +290,14 @@ class HeadRotation:
         return self.kept(x, rotary, which)
 
     def frequencies(self, rotary: Rotary) -> Rotary:
-        """The rotation with frequencies frozen and divided, as distances see it."""
+        """Return the rotation that applies to distances: frequencies frozen and divided by the scale."""
         frequencies, frozen = rotary.frequencies / self.scale, self.outside("freeze", rotary)
         if frozen is not None:
             frequencies = frequencies.masked_fill(frozen.to(frequencies.device), 0.0)
         return replace(rotary, frequencies=frequencies)
 
     def table(self, seen: Tensor, own: Tensor, rotary: Rotary, which: Literal["cos", "sin"], texts: int) -> Tensor:
-        """The model's own table of cosines or sines under these edits."""
+        """Apply these edits to the model's own table of cosines or sines."""
         if self.position is not None or self.scale != 1.0:
             seen = table_like(seen, rotary, self.places("q", own, texts), which)
         frozen = self.outside("freeze", rotary)
@@ -305,7 +308,7 @@ class HeadRotation:
 
 
 def compose(edits: Sequence[RotationEdit]) -> HeadRotation:
-    """Edits of one head in an order that does not depend on the one in which they came."""
+    """Compose the edits of one head in an order that does not depend on the order given."""
     return HeadRotation(tuple(sorted(edits, key=lambda edit: (type(edit).__name__, edit.call))))
 
 
@@ -313,7 +316,7 @@ _ROUNDING = 1e-6  # relative: models keep frequencies in float32
 
 
 def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
-    """Subspaces whose frequency lies in the band, both ends included, to the rounding of what is known of it."""
+    """Find the subspaces whose frequency lies in the band, both ends included, up to the rounding of frequencies."""
     size, known = rotary.frequencies.abs(), torch.finfo(rotary.frequency_dtype)
     relative, absolute = max(_ROUNDING, known.eps), known.eps * known.smallest_normal  # float16 has no slower ones
 
@@ -324,13 +327,13 @@ def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspa
 
 
 def coordinates(rotary: Rotary, subspaces: Bool[Tensor, "subspace"], x: Tensor) -> Bool[Tensor, "d_head"]:
-    """The coordinates of ``x`` that make up these subspaces."""
+    """Return a mask of the coordinates of ``x`` that make up these subspaces."""
     twice = torch.cat([subspaces, subspaces]) if rotary.pairing == "half" else subspaces.repeat_interleave(2)
     return torch.nn.functional.pad(twice, (0, x.shape[-1] - len(twice))).to(x.device)
 
 
 def mapped(function: Callable[[Tensor], Tensor], real: Tensor, name: str, what: str) -> Tensor:
-    """The values of a user's function at real numbers, checked."""
+    """Evaluate a user's function at real numbers and check its values."""
     try:
         values = function(real.clone())
     except (TypeError, ValueError, RuntimeError) as error:
@@ -351,7 +354,7 @@ def mapped(function: Callable[[Tensor], Tensor], real: Tensor, name: str, what: 
 
 
 def check_patch(name: str, given: Tensor, own: Tensor) -> None:
-    """Refuse vectors of another text; ``own`` are those of some heads."""
+    """Refuse patched vectors whose shape differs from the run's own; ``own`` are those of some heads."""
     wanted = (*own.shape[:2], given.shape[2], own.shape[3])
     if given.shape != wanted:
         raise ArgumentError(name, f"must have the shape of the run's own, {wanted}, got {tuple(given.shape)}")

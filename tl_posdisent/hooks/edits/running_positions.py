@@ -1,6 +1,6 @@
-"""Positions, rotation tables, attention mask and cached part of the text that a model is running on, read in the pass.
+"""Read positions, rotation table, attention mask and cached part of the running text during a forward pass.
 
-Padding, ``position_ids``, a KV cache and rotations that change with the length of the text all show in what a layer
+Padding, ``position_ids``, a KV cache and rotations that depend on the length of the text all show in what a layer
 computes: in its table of cosines, in its vectors before and after rotation, and in its scores.
 """
 
@@ -16,14 +16,14 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, table_like, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 
-_CANDIDATES = 4096  # positions that are tried where a table is not that of 0, 1, 2 …
+_CANDIDATES = 4096  # positions to try if a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
 
 
 def positions_from_table(
     cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, "pos"], cached: int = 0
 ) -> Int[Tensor, "*batch pos"] | None:
-    """The positions at which ``rotary`` gives this table of cosines, maybe behind those of a KV cache, or None."""
+    """Find the positions (possibly after those of a KV cache) at which ``rotary`` gives this cosine table, or None."""
 
     def fits(positions: Tensor) -> bool:
         table = table_like(cos, rotary, positions, "cos")
@@ -52,7 +52,7 @@ def positions_from_vectors(
     expected: Int[Tensor, "pos"],
     cached: int = 0,
 ) -> Int[Tensor, "*batch pos"] | None:
-    """The positions to which a model has turned these vectors, maybe behind those of a KV cache, or None."""
+    """Find the positions (possibly after those of a KV cache) to which a model has rotated these vectors, or None."""
     before, after = before.detach(), after.detach()
 
     def fits(positions: Tensor) -> bool:
@@ -63,7 +63,7 @@ def positions_from_vectors(
         if fits(plain):
             return plain
     start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
-    turns = (end * start.conj()).sum(2).flatten(0, 1)  # by which angle each subspace was turned, of any length
+    turns = (end * start.conj()).sum(2).flatten(0, 1)  # its argument is the angle of each subspace
     candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached), device=before.device)
     possible = torch.exp(-1j * rotary.angles(candidates)).to(turns.dtype)
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
@@ -72,12 +72,12 @@ def positions_from_vectors(
 
 
 def rounding(rotary: Rotary, positions: Int[Tensor, "*pos"]) -> float:
-    """Error of cosines, in radians: frequencies are rounded to float32, so far angles are less exact."""
+    """Bound the error of angles in radians: frequencies are rounded to float32, so far positions are less exact."""
     return 1e-4 + 4 * torch.finfo(torch.float32).eps * float(positions.max() * rotary.frequencies.abs().max())
 
 
 def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
-    """The rotation of a running table whose rows are 0, 1, 2 …: that of a long text may not be that of a short one."""
+    """Measure the rotation of a running table with rows 0, 1, 2 …, which for long texts may differ, or return None."""
     for text in range(len(cos)):
         with suppress(ValueError):
             found = rotary_from_table(cos[text].detach(), sin[text].detach(), pairing=rotary.pairing)
@@ -87,13 +87,13 @@ def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
 
 
 def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
-    """Queries that are no padding: a token sees itself, under every mask, unless it is padding."""
+    """Find the queries that are not padding: under every mask, a token sees itself unless it is padding."""
     cached = masked.shape[-1] - masked.shape[-2]
     return ~masked.diagonal(cached, -2, -1).all(1)
 
 
 def positions_from_mask(real: Bool[Tensor, "batch query"]) -> Int[Tensor, "*batch pos"]:
-    """Positions as models count them: from the first real token on."""
+    """Count positions as models do, from the first real token."""
     counted = (real.long().cumsum(-1) - 1).clamp_min(0)
     plain = torch.arange(real.shape[-1], device=real.device)
     return plain if bool((counted == plain).all()) else counted
@@ -102,10 +102,10 @@ def positions_from_mask(real: Bool[Tensor, "batch query"]) -> Int[Tensor, "*batc
 def counted_in_text(
     inside: Bool[Tensor, "*lead query key"], real: Bool[Tensor, "batch query"], before: Int[Tensor, "batch seen"] | None
 ) -> Int[Tensor, "batch query"]:
-    """Which token of its text each query is, from 0, whatever its position: ``before`` are those of a cached text.
+    """Return the index of each query in its text, from 0, whatever its position; ``before`` are those of a cached text.
 
-    Texts that are packed into one row are told apart by what their tokens see: the first token of a text is the first
-    that the first one that it sees sees, and so on.
+    Texts packed into one row are told apart by what their tokens see: from any token, go to the first token that it
+    sees, and repeat; this ends at the first token of the text.
     """
     count = real.long().cumsum(-1)
     if before is not None:
@@ -113,7 +113,7 @@ def counted_in_text(
     seen = inside if inside.ndim < 4 else inside.any(1)
     alone = torch.arange(count.shape[-1], device=count.device)
     first = torch.where(seen.any(-1), seen.to(torch.uint8).argmax(-1), alone).expand(count.shape)
-    for _ in range(count.shape[-1].bit_length()):  # under a window it is some steps away
+    for _ in range(count.shape[-1].bit_length()):  # a sliding window needs several steps
         first = first.gather(-1, first)
     return count - count.gather(-1, first)
 
@@ -121,7 +121,7 @@ def counted_in_text(
 def inside_mask(
     spec: AttentionSpec, masked: Bool[Tensor, "batch head query key"]
 ) -> tuple[Bool[Tensor, "*lead query key"], Bool[Tensor, "batch query"]]:
-    """Cells in which a real query sees a key, and which queries are real."""
+    """Return the cells in which a real query sees a key, and which queries are real (not padding)."""
     n_query, n_key = masked.shape[-2:]
     at = torch.arange(n_key, device=masked.device)
     seen = spec.sees(at[n_key - n_query :, None] - at)
@@ -130,7 +130,7 @@ def inside_mask(
 
 
 def check_one_text(spec: AttentionSpec, inside: Bool[Tensor, "*lead query key"], tool: str) -> None:
-    """Scores are fitted text by text: several texts packed into a row, each masked from the others, are not one."""
+    """Refuse several texts packed into one row, each masked from the others: scores are fitted text by text."""
     at = torch.arange(inside.shape[-1], device=inside.device)
     real = inside.diagonal(0, -2, -1)
     whole = spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]

@@ -1,8 +1,7 @@
-"""Edits of a head's scores and of what it gathers.
+"""Edits of a head's scores and of its output z.
 
-They act on the scores that edits of the rotation leave, in a fixed order: the Λ-mask hides keys, then components of
-another run are put in, then scores are replaced, then components are dropped. Last, ablation replaces what a head
-gathers.
+They act after all edits of the rotation, in a fixed order: the Λ-mask hides keys, then components of another run are
+put in, then scores are replaced, then components are dropped. Last, ablation replaces the head's output.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class View:
-    """What an edit may look at: some heads of one layer, alike in all rotation edits, in one forward pass."""
+    """What an edit may read in a forward pass: some heads of one layer, which share all rotation edits."""
 
     spec: AttentionSpec  # with the rotation of the running text
     heads: Sequence[int]
     inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
     rotation: HeadRotation
     own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
-    # Which tokens of their text they are, from 0, whatever their positions, in these shapes; None if not asked for.
+    # Their indices in their text, from 0, regardless of positions, in the same shapes; None unless requested.
     counted: tuple[Tensor, Tensor] | None
-    # The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap included,
-    # anything outside the mask.
+    # The scores under all rotation edits and earlier score edits: in the model's dtype, soft cap included, arbitrary
+    # outside the mask.
     scores: Float[Tensor, "batch head query key"]
-    # Queries and keys before rotation, keys repeated for every query head that reads them; None if not asked for.
+    # Queries and keys before rotation, keys repeated for every query head that reads them; None unless requested.
     vectors: Any
 
 
 class Order(IntEnum):
-    """When an edit acts, among those of one head."""
+    """The order in which the edits of one head act."""
 
     HIDE = 0
     PATCH = 1
@@ -50,20 +49,20 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class ScoreEdit(Edit):
-    """What one call of a tool does to the scores of the heads that it names."""
+    """What one call of a function does to the scores of the heads that it names."""
 
-    edit: Callable[[View], Tensor]  # to new scores, which count inside the mask only; -inf hides a key
+    edit: Callable[[View], Tensor]  # returns new scores, used inside the mask only; -inf hides a key
     order: Order
-    scores: bool = False  # whether it looks at scores
+    scores: bool = False  # whether it reads the scores
     vectors: bool = False
-    counts: bool = False  # whether it asks which tokens of their text the queries and keys are
-    plain: bool = False  # needs the real distances: of rotation edits it bears only limits and interpolation
-    cached: bool = False  # also serves a part of a text against a KV cache
-    components: frozenset[str] = frozenset()  # those that a patch puts in
+    counts: bool = False  # whether it needs the indices of queries and keys in their text
+    plain: bool = False  # needs the real distances: combines only with frequency limits and interpolation
+    cached: bool = False  # also works on a part of a text against a KV cache
+    components: frozenset[str] = frozenset()  # components that a patch puts in
 
 
 def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
-    """Why these edits cannot act on one head, or None."""
+    """Say why these edits cannot act on the same head, or return None."""
     for edit in edits:
         foreign = {e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))}
         if edit.plain and foreign:
@@ -80,7 +79,7 @@ def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | 
 
 @dataclass(frozen=True, eq=False)
 class ResultEdit(Edit):
-    """Replacement of what heads gather, at ``hook_z``: ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
+    """Replacement of heads' output at ``hook_z``: maps ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
 
     replace: Callable[[int, Sequence[int], Tensor], Tensor]
 
@@ -88,6 +87,6 @@ class ResultEdit(Edit):
 def masked_softmax(
     scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
 ) -> Float[Tensor, "batch head query key"]:
-    """Attention weights in float32 (float64 for float64)."""
+    """Compute attention weights under a mask, in float32 (float64 for float64)."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return wide.masked_fill(~inside, -torch.inf).softmax(-1)

@@ -1,1 +1,1 @@
-"""What a model's attention layers do, read by running it: forward passes, recorded hooks, and their description."""
+"""Read what a model's attention layers do by running it: forward passes, recorded hooks, and their description."""

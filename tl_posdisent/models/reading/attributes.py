@@ -1,6 +1,6 @@
 """Candidates for rotation, scale, soft cap and window, from the attributes in which model classes keep them.
 
-``probe.py`` accepts a candidate only if it reproduces what the model computes. All the names of attributes are here.
+``probe.py`` accepts a candidate only if it reproduces what the model computes. All attribute names are in this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tl_posdisent.utils.validation import is_number
 
 
 def architecture(model: Any) -> str:
-    """The architecture's name, for messages."""
+    """Return the architecture's name, for messages."""
     for name in ("original_architecture", "architecture"):
         value = getattr(model.cfg, name, None)
         if isinstance(value, str) and value:
@@ -29,16 +29,16 @@ def architecture(model: Any) -> str:
 
 
 def lengths_of_note(model: Any) -> tuple[list[int], int]:
-    """Lengths at which a model's rotation or scale may change, and the greatest at which it can be tried."""
+    """Return the lengths at which a model's rotation or scale may change, and the greatest that can be tested."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # some have one for each kind of layer
+    kinds = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # some models have one per kind of layer
     values = [x.get("original_max_position_embeddings") for x in kinds]
     names = ("original_max_position_embeddings", "max_position_embeddings", "floor_scale")
     values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
     noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
-    # Positions looked up in a table end with it; computed ones (whose table passes a hook) go on.
+    # Positions looked up in a stored table end with it; computed tables (which pass a hook) have no end.
     if any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed"):
         return noted, 4 * max(noted, default=0)
     ends = [getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)]
@@ -46,7 +46,7 @@ def lengths_of_note(model: Any) -> tuple[list[int], int]:
 
 
 def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) -> Tap | None:
-    """The last hook that carries queries or keys before rotation."""
+    """Return the last hook that carries queries or keys before rotation, or None."""
     attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
     if which == "k":
         n_heads = getattr(model.cfg, "n_key_value_heads", None) or n_heads
@@ -60,13 +60,13 @@ def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) ->
     if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
         if own.w.numel() == attn.cfg.d_head:
             norm = partial(attn._apply_qk_norm, norm_module=own)
-        else:  # OLMo 2 normalises all heads together
+        else:  # OLMo 2 normalizes all heads together
             norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
     return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
 
 
 def scales(attn: Any, d_head: int) -> Iterator[float]:
-    """What ``⟨q, k⟩`` may be multiplied by."""
+    """Yield candidates for the scale, by which ``⟨q, k⟩`` is multiplied."""
     original = getattr(attn, "original_component", None)
     if original is None and getattr(attn, "attn_scale", None) is not None:
         yield 1 / float(attn.attn_scale)
@@ -79,7 +79,7 @@ def scales(attn: Any, d_head: int) -> Iterator[float]:
 
 
 def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
-    """The constant in ``c * tanh(scores / c)``."""
+    """Yield candidates for the soft cap, the constant in ``c * tanh(scores / c)``."""
     original = getattr(attn, "original_component", None)
     for value in (getattr(original, "attn_logit_softcapping", None), getattr(model.cfg, "attn_scores_soft_cap", None)):
         number = _number(value)
@@ -89,7 +89,7 @@ def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
 
 
 def windows(model: Any, attn: Any) -> Iterator[int | None]:
-    """How many keys a query may see, most specific source first."""
+    """Yield candidates for the number of keys that a query may see, most specific source first."""
     original = getattr(attn, "original_component", None)
     if original is None:
         local = getattr(attn, "attn_type", None) == "local"
@@ -106,14 +106,14 @@ def windows(model: Any, attn: Any) -> Iterator[int | None]:
 
 
 class OwnNumbers(NamedTuple):
-    """What a model's modules keep of their rotations, in their own dtypes; collected once, for all layers."""
+    """Frequencies and factors that a model's modules store, in their own dtypes; collected once, for all layers."""
 
     frequencies: list[Tensor]
     factors: list[float]
 
 
 def own_numbers(model: Any) -> OwnNumbers:
-    """The model's own frequencies and attention factors."""
+    """Collect the model's own frequencies and attention factors."""
     parts = modules(model)
     found = {id(x): x for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
     buffers = [x.detach() for x in found.values() if x is not None and x.is_floating_point()]
@@ -122,7 +122,7 @@ def own_numbers(model: Any) -> OwnNumbers:
 
 
 def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) -> Iterator[Rotary]:
-    """Frequencies from every table that the layer may be using, in both pairings."""
+    """Yield a rotation from every table that the layer may be using, in both pairings."""
     for cos, sin in _tables(model, attn, seen):
         if cos.shape[-1] == 0 or cos.shape[0] < 2:
             continue
@@ -148,8 +148,10 @@ def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Te
 
 
 def _owner_of_sines(model: Any, attn: Any) -> Any | None:
-    """The module with the table of GPT-J and CodeGen, sines, then cosines: the layer's own, or, from transformers 5.24
-    on, one for all layers."""
+    """Return the module that holds the table of GPT-J and CodeGen (sines, then cosines), or None.
+
+    It is the layer's own, or, since transformers 5.24, one for all layers.
+    """
     base = getattr(getattr(model, "original_model", None), "base_model", None)
     for owner in (getattr(attn, "original_component", None), getattr(base, "rotary_emb", None)):
         if isinstance(getattr(owner, "embed_positions", None), Tensor):
@@ -163,7 +165,7 @@ class TableSlot(NamedTuple):
     owner: Any
     name: str
     holds: tuple[str, ...]  # "cos" or "sin", or both side by side
-    formula: Callable[[int], Tensor] | None = None  # the model's own, from a length to a table
+    formula: Callable[[int], Tensor] | None = None  # the model's own function from a length to a table
 
     @property
     def table(self) -> Tensor:
@@ -172,11 +174,11 @@ class TableSlot(NamedTuple):
 
 
 def table_slots(model: Any, attn: Any) -> Iterator[TableSlot]:
-    """The tables that a layer looks its rotations up in, and which end where the model's context does."""
+    """Yield the stored tables in which a layer looks up its rotations; they end with the model's context."""
 
     def hooked_table(which: int, length: int) -> Tensor:
         cfg = attn.cfg
-        base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: of all
+        base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: one base
         tables: list[Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
         return tables[which]
 
@@ -188,25 +190,25 @@ def table_slots(model: Any, attn: Any) -> Iterator[TableSlot]:
 
 
 def positions_of_config(model: Any) -> str | None:
-    """What a HookedTransformer's configuration says of its positions; None of models that take ``position_ids``."""
+    """Return the kind of positions in a HookedTransformer's configuration; None for models with ``position_ids``."""
     takes_positions = hasattr(model, "original_model")
     return None if takes_positions else str(model.cfg.positional_embedding_type)
 
 
 def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterator[Tensor]:
-    """What the table may look like with ``length`` rows, the likeliest first."""
+    """Yield candidates for the table with ``length`` rows, the most likely first."""
     if slot.formula is not None:
         yield slot.formula(length)
     if rotary is not None:
         parts = slot.table.chunk(len(slot.holds), -1)
         positions = torch.arange(length, device=slot.table.device)
-        layouts = [part[positions % len(part)][None] for part in parts]  # columns as they are, as many rows as wanted
+        layouts = [part[positions % len(part)][None] for part in parts]  # the same columns, ``length`` rows
         tables = [table_like(x, rotary, positions, which) for x, which in zip(layouts, slot.holds, strict=True)]
         yield torch.cat(tables, -1)[0]
 
 
 def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
-    """The model's own frequencies, if it keeps them and the table confirms them: a table is rounded."""
+    """Replace measured frequencies, which a table rounds, by the model's own if it stores them and the table agrees."""
     close = 4 * torch.finfo(dtype).eps + 1e-5
     frequencies, kept_in, factor = measured.frequencies, measured.frequency_dtype, measured.attention_factor
     nearest = close

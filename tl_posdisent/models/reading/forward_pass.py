@@ -1,13 +1,13 @@
-"""Run a model: listen and edit at hooks, stop after a layer, skip layers, and leave the model as it was.
+"""Run a model: read and edit at hooks, stop after a layer, skip layers, and restore the model.
 
 This is the only file that registers hooks or replaces a module's ``forward``. ``with running(model) as p`` puts the
 model into evaluation mode, and ``p.run(tokens, hooks, stop=layer)`` is one forward pass. Everything is undone at the
-end of the block, whatever ended it: an exception, Ctrl-C, a loop that was left early.
+end of the block, however it ends: with an exception, Ctrl-C, or a loop that is left early.
 
-A hook of the user's may run the model within a pass. That inner pass is the user's alone: hooks, stops and skipped
-modules of this file act on the outermost pass of a block.
+A user's hook may run the model within a pass. That inner pass belongs to the user: hooks, stops and skipped modules of
+this file act only on the outermost pass of a block.
 
-One thread uses a model at a time. Another thread that runs it meanwhile gets an error.
+Only one thread may use a model at a time. If another thread runs it meanwhile, an error is raised.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
 from tl_posdisent.utils.restoring import restoring, without_gradients
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
-"""What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
+"""An entry of ``model.hooks(fwd_hooks=[...])``: a name or a filter of names, and a function of ``(tensor, hook)``."""
 
 
 UNSUPPORTED = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
-"""What a model may raise in a pass that leaves out a part of it, or with an argument that it does not take."""
+"""Exceptions that a model may raise in a pass that skips a part of it, or given an argument that it does not accept."""
 
 
 class Ended(BaseException):
-    """Unwinds a forward pass of which nothing more is needed."""
+    """Raised to end a forward pass once nothing more of it is needed."""
 
 
 @contextlib.contextmanager
 def running(model: Any, *, bare: bool = False) -> Iterator[Pass]:
-    """Put a model into the state in which it is run, and restore it at the end of the block.
+    """Prepare a model for forward passes, and restore it at the end of the block.
 
     Dropout is off, and neither attention patterns nor keys and values are kept. Blocks may be nested.
 
     Args:
         model: the model to run.
-        bare: leave out the user's hooks, but for permanent ones, and restore buffers and numbers of modules too.
+        bare: disable the user's hooks, except permanent ones, and also restore buffers and numbers of modules.
 
     Raises:
         ValueError: another thread is in such a block of this model.
     """
-    # A function, not the methods __enter__ and __exit__ of an object: Ctrl-C at the start of __exit__ would leave the
-    # model changed, while a generator that is dropped runs its own end.
+    # A generator function rather than an object with __enter__ and __exit__: Ctrl-C at the start of __exit__ would
+    # leave the model changed, whereas a dropped generator still runs its cleanup.
     forward, p = vars(model).get("forward"), Pass(model)
     outer = forward.owner if isinstance(forward, _Forward) else None
     if outer is not None:
@@ -77,7 +77,7 @@ class Pass:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.depth = 0  # passes of the model that are running, one within another
+        self.depth = 0  # number of nested passes of the model that are running
         self._thread = get_ident()
 
     # --- one pass
@@ -119,7 +119,7 @@ class Pass:
                 handles.append(point.register_forward_hook(partial(self._call, function)))
 
     def _call(self, function: Callable[..., Any], point: Any, inputs: Any, x: Any) -> Any:
-        """Call a TransformerLens hook from a hook of torch's."""
+        """Call a TransformerLens hook from a torch hook."""
         self.check_thread()
         if self.depth != 1:
             return None
@@ -133,14 +133,14 @@ class Pass:
 
     @cached_property
     def points(self) -> dict[str, Any]:
-        """``model.hook_dict``, made once: a bridge makes it anew each time that it is asked for."""
+        """``model.hook_dict``, computed once: a bridge rebuilds it at each access."""
         return self.model.hook_dict  # type: ignore[no-any-return]
 
     # --- all passes of a block
 
     @contextlib.contextmanager
     def keeping(self, kept: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-        """Keep what some modules return in passes within the block, by module."""
+        """Store what some modules return in passes within the block, by module."""
         outputs: dict[Any, Any] = {}
 
         def keep(module: Any, inputs: Any, output: Any) -> None:
@@ -154,7 +154,7 @@ class Pass:
 
     @contextlib.contextmanager
     def skipping(self, skipped: Sequence[Any], output: Callable[[], Any]) -> Iterator[None]:
-        """Let modules return ``output()`` without computing anything, in passes within the block."""
+        """Make modules return ``output()`` without computing anything, in passes within the block."""
 
         def skip(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return output() if self.depth == 1 else own(*args, **kwargs)
@@ -164,7 +164,7 @@ class Pass:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count passes, also those that are run by ``run_with_hooks``, which calls ``forward`` itself."""
+        """Count running passes, including those of ``run_with_hooks``, which calls ``forward`` directly."""
 
         def count(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.check_thread()
@@ -178,7 +178,7 @@ class Pass:
             yield
 
     def check_thread(self, *_: Any) -> None:
-        """Refuse another thread than that of this block."""
+        """Refuse threads other than that of this block."""
         if get_ident() != self._thread:
             raise ArgumentError(
                 "model",
@@ -187,7 +187,7 @@ class Pass:
 
 
 def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
-    """Return the model's output; an error on texts beyond its context says what to do."""
+    """Return the model's output; if it fails on a text beyond its context, raise an error that says what to do."""
     try:
         return model(tokens, **more)
     except (RuntimeError, IndexError) as error:
@@ -209,7 +209,7 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Forward:
-    """What stands in for a module's ``forward``: ``call``, which gets the module's ``own`` and the arguments."""
+    """A replacement for a module's ``forward``: ``call`` receives the module's ``own`` forward and the arguments."""
 
     owner: Pass
     module: Any
@@ -246,12 +246,12 @@ def _replacing(forwards: dict[Any, _Forward]) -> Iterator[None]:
         yield
 
 
-# --- hooks of torch's and of TransformerLens's
+# --- hooks of torch and of TransformerLens
 
 
 @contextlib.contextmanager
 def removing() -> Iterator[list[RemovableHandle]]:
-    """Yield a list for handles of torch's hooks, which are removed at the end of the block."""
+    """Yield a list for handles of torch hooks, which are removed at the end of the block."""
     handles: list[RemovableHandle] = []
 
     def remove() -> None:
@@ -264,7 +264,7 @@ def removing() -> Iterator[list[RemovableHandle]]:
 
 @contextlib.contextmanager
 def installed(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Add hooks as ``model.hooks`` does, given hook points: a bridge lists all its points for each name."""
+    """Add hooks as ``model.hooks`` does, but at given hook points: a bridge searches all its points for each name."""
     added: list[tuple[Any, Any]] = []
 
     def remove() -> None:
@@ -279,7 +279,7 @@ def installed(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None
 
 
 def _install(point: Any, function: Callable[..., Any], added: list[tuple[Any, Any]]) -> None:
-    """Add a hook and note it, or, if Ctrl-C comes meanwhile, neither."""
+    """Add a hook and record it, or do neither if interrupted by Ctrl-C."""
     ids, handles = set(point._forward_hooks), list(point.fwd_hooks)
     try:
         point.add_hook(function)
@@ -296,7 +296,7 @@ def alter_arguments(
     alter: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
     handles: list[RemovableHandle],
 ) -> None:
-    """Call modules with other arguments, ``alter(module, args, kwargs)``, until the handles are removed."""
+    """Call modules with the arguments that ``alter(module, args, kwargs)`` returns, until the handles are removed."""
     for module in changed:
         handles.append(module.register_forward_pre_hook(alter, with_kwargs=True))
 
@@ -306,7 +306,7 @@ def alter_arguments(
 
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Switch dropout off, and keep neither attention patterns nor keys and values."""
+    """Switch off dropout, and keep neither attention patterns nor keys and values."""
     parts = modules(model)
     training = [part for part in parts if part.training]
 
@@ -321,8 +321,11 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
-    """Forget the pattern that bridges store of each layer if queries, keys and values are one projection (GPT-NeoX,
-    GPT-2, Falcon, Phi-3 …). Nothing reads it, and with 24 layers it takes more memory than the pass itself."""
+    """Discard the pattern that a bridge stores for each layer if queries, keys and values are one projection.
+
+    This concerns GPT-NeoX, GPT-2, Falcon, Phi-3 … Nothing reads the stored pattern, and with 24 layers it takes more
+    memory than the pass itself.
+    """
 
     def forget(part: torch.nn.Module, *_: Any) -> None:
         vars(part)["_pattern"] = None
@@ -337,9 +340,9 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cache(model: Any) -> Iterator[None]:
-    """Keep no keys and values unless a pass asks for them or is given a cache.
+    """Do not keep keys and values unless a pass asks for them or is given a cache.
 
-    Models of transformers keep them by default, for a next token that is not to come. Hybrids go on doing so, and OLMo
+    Hugging Face models keep them by default, for a next token that never comes. Hybrids continue to, and so does OLMo
     in half precision, whose bridge casts its keys only there.
     """
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
@@ -356,7 +359,7 @@ def _without_cache(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bare(p: Pass) -> Iterator[None]:
-    """Leave the user's hooks out, and do not warn of edits without effect."""
+    """Disable the user's hooks, except permanent ones, and suppress warnings about edits without effect."""
     points = list({id(point): point for point in p.points.values()}.values())
     before = [(point, point._forward_hooks) for point in points]
 
@@ -368,7 +371,7 @@ def _bare(p: Pass) -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*edit is discarded.*")
         for point, hooks in before:
             permanent = {handle.hook.id for handle in point.fwd_hooks if handle.is_permanent}
-            # The first refuses a pass of another thread that began before, and would go on without its hooks.
+            # The first refuses a pass of another thread that began earlier and would continue without its hooks.
             first: list[tuple[int, Any]] = [(-1, p.check_thread)]
             point._forward_hooks = OrderedDict([*first, *((key, hooks[key]) for key in hooks if key in permanent)])
         yield
@@ -378,9 +381,9 @@ def _bare(p: Pass) -> Iterator[None]:
 def restored(model: Any) -> Iterator[None]:
     """Restore every buffer and number of a model's modules on exit.
 
-    Buffers, and the numbers and tensors that modules keep beside (such as the longest text so far), are the objects
-    that they were, and vectors, such as frequencies, have the values that they had. Flags stay as they are: a bridge
-    notes in one that it has installed hooks of its own, which stay too.
+    Buffers, and other numbers and tensors that modules store (such as the longest text so far), are again the same
+    objects, and vectors, such as frequencies, have their previous values. Flags are not restored: a bridge sets one
+    when it installs its own hooks, which also remain.
     """
     plain = (int, float, Tensor, type(None))
     saved = []
