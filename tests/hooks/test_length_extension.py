@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance
 from tl_posdisent.hooks import applied
-from tl_posdisent.hooks import positions as windows
 
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.
 SHAPES = [(2, 4, 4), (2, 4, 3), (1, 4, 7), (2, 6, 2), (3, 2, 1), (0, 3, 3), (2, 12, 3), (2, 3, 12), (12, 1, 5)]
@@ -124,6 +124,6 @@ def test_packed_texts_have_sinks_of_their_own(name: str, shared_model: Any) -> N
 def test_bidirectional_models_are_refused(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared_model("bridge", "llama-gqa")
     spec = replace(read_attention(model, 0), causal=False)
-    monkeypatch.setattr(windows, "any_heads", lambda *_: [(spec, [0])])
+    monkeypatch.setattr(sys.modules["tl_posdisent.hooks.lambda_mask"], "any_heads", lambda *_: [(spec, [0])])
     with pytest.raises(ValueError, match="lambda_mask needs causal attention, but layer 0 of LlamaForCausalLM is not"):
         lambda_mask(model, 1, 4, 4)

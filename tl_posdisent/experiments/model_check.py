@@ -18,15 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.frequencies import limit_frequencies, phase_noise
+from tl_posdisent.hooks.frequencies import limit_frequencies
+from tl_posdisent.hooks.lambda_mask import lambda_mask
 from tl_posdisent.hooks.patch import MovedComponent, patch_vectors
-from tl_posdisent.hooks.positions import (
-    dummy_distance,
-    lambda_mask,
-    position_interpolation,
-    remap_distance,
-    swap_positions,
-)
+from tl_posdisent.hooks.phase_noise import phase_noise
+from tl_posdisent.hooks.positions import dummy_distance, position_interpolation, remap_distance, swap_positions
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive, substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores

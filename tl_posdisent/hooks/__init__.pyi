@@ -1,10 +1,10 @@
 from .ablate import ablate_heads as ablate_heads
 from .applied import applied as applied
 from .frequencies import limit_frequencies as limit_frequencies
-from .frequencies import phase_noise as phase_noise
+from .lambda_mask import lambda_mask as lambda_mask
 from .patch import patch_vectors as patch_vectors
+from .phase_noise import phase_noise as phase_noise
 from .positions import dummy_distance as dummy_distance
-from .positions import lambda_mask as lambda_mask
 from .positions import position_interpolation as position_interpolation
 from .positions import remap_distance as remap_distance
 from .positions import swap_positions as swap_positions

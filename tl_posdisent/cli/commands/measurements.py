@@ -269,7 +269,8 @@ def length(
     import pandas as pd
 
     from tl_posdisent.experiments.robustness.length_generalization import length_generalization
-    from tl_posdisent.hooks.positions import lambda_mask, position_interpolation
+    from tl_posdisent.hooks.lambda_mask import lambda_mask
+    from tl_posdisent.hooks.positions import position_interpolation
     from tl_posdisent.sweeps.sources import cut
 
     model = given.load()

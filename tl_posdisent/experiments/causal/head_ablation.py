@@ -13,7 +13,7 @@ from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, der
 from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
-from tl_posdisent.hooks.positions import hiding
+from tl_posdisent.hooks.lambda_mask import hiding
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
