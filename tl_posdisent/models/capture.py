@@ -1,8 +1,8 @@
 """Capture queries, keys and scores of a forward pass, one layer at a time.
 
-``capture``, ``for_each_layer`` and ``for_each_scores`` call a function from within the pass, once a layer, so a look at
-all layers costs one pass and holds one layer. ``listen_vectors`` and ``listen_scores`` are hooks for runs under
-interventions, which may have replaced the table by which the model rotates.
+``capture``, ``for_each_layer`` and ``for_each_scores`` call a function within the pass, once per layer, so all layers
+take one pass and only one is in memory at a time. ``listen_vectors`` and ``listen_scores`` make hooks for runs under
+interventions, which may have replaced the rotation tables.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, repr=False)
 class Captured:
-    """Queries, keys and scores of one layer. Tensors are the model's own, in its dtype: read them, do not write.
+    """Queries, keys and scores of one layer. The tensors are the model's own, in its dtype: do not write to them.
 
     Attributes:
-        layer: its number.
-        spec: what the layer does in this text: of models that rotate long texts by other frequencies, ``spec.rotary``
-            has those of this one.
+        layer: index of the layer.
+        spec: what the layer does in this text: if the model rotates long texts by other frequencies, ``spec.rotary``
+            has those of this text.
         q: ``[batch, pos, head, d_head]``, queries before rotation, after any QK-norm.
         k: ``[batch, pos, kv_head, d_head]``, keys likewise.
-        q_rot, k_rot: the same after rotation.
-        own_scores: the model's scores, if they were asked for and it shows them.
+        q_rot, k_rot: queries and keys after rotation.
+        own_scores: the model's scores, if they were requested and the model shows them.
         scores: ``[batch, head, query, key]``, logits before the softmax, scale and soft cap included: the model's own,
-            else computed from ``q_rot`` and ``k_rot`` when first used. Outside the mask (``spec.mask(length)``) they
-            may hold anything.
+            otherwise computed from ``q_rot`` and ``k_rot`` at first use. Values outside the mask
+            (``spec.mask(length)``) are arbitrary.
     """
 
     layer: int
@@ -95,26 +95,26 @@ def capture(
 ) -> list[Any]:
     """Run the model once and return each layer's queries, keys and scores, or what a function makes of them.
 
-    Every layer is checked as it comes: scores recomputed from queries, keys and the rotation that was read must equal
-    the model's own, and be masked where the mask says so. Hooks and autocast of the caller act on the pass.
+    Every layer is checked during the pass: scores recomputed from queries, keys and the rotation that was read must
+    equal the model's own, and the same cells must be masked. The caller's hooks and autocast act on the pass.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text or texts if the model has a tokenizer; texts of equal length.
-        function: called with each layer's ``Captured`` within the pass, which holds one layer at a time. By default
-            the layers themselves are returned, all of them in memory. The function may run the model; what it raises
-            ends the pass.
-        layers: which layers, in the model's order; default all that have attention. Layers after the last are not run.
-        scores: False leaves the score matrices out (and their memory).
-        attention_mask: where ids are padded, True at tokens. The padding is cut off before the run.
+        function: called with each layer's ``Captured`` within the pass, so that only one layer is in memory at a time.
+            By default the ``Captured`` of all layers are returned, all of them in memory. The function may run the
+            model; an exception that it raises ends the pass.
+        layers: layers to capture; default all with attention. Layers after the last of them are not run.
+        scores: False omits the score matrices (and saves their memory).
+        attention_mask: for padded ids, True at tokens. The padding is removed before the run.
 
     Returns:
-        A list with one entry for each layer: what ``function`` returned, or the ``Captured``.
+        A list with one entry for each layer, in the model's order: what ``function`` returned, or the ``Captured``.
 
     Raises:
-        ValueError: unusable tokens or layers; texts of unequal length; a layer whose scores cannot be recomputed from
+        ValueError: invalid tokens or layers; texts of unequal length; a layer whose scores cannot be recomputed from
             queries and keys (``additivity`` still fits those); scores that differ from the recomputed ones.
-        MemoryError: score matrices of all layers that do not fit into memory: give a function.
+        MemoryError: the score matrices of all layers do not fit into memory: give a function.
 
     Example:
         >>> from tl_posdisent import capture, demo_tokens, fit_additive, load_demo_model
@@ -146,7 +146,7 @@ def for_each_layer(
     *,
     scores: bool = True,
 ) -> None:
-    """Run the model once and call ``function`` with each of these layers, in the model's order, as ``capture``."""
+    """Run the model once and call ``function`` with each of these layers, in the model's order, as in ``capture``."""
     _called_back(model, tokens, [_vectors(spec, scores) for spec in specs], function)
 
 
@@ -158,15 +158,15 @@ def for_each_scores(
 ) -> None:
     """Run the model once and call ``function`` with each layer's spec and scores ``[batch, head, query, key]``.
 
-    The scores come as they are, whatever hooks of the user's made them, also in layers where they cannot be recomputed
-    from queries and keys; only their mask is checked.
+    The scores are passed on as they are, including changes by the user's hooks, also in layers where they cannot be
+    recomputed from queries and keys; only their mask is checked.
     """
     _called_back(model, tokens, [_scores(spec) for spec in specs], lambda item: function(*item))
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is collected of one layer: the hooks in firing order, and what is made of their tensors."""
+    """What to collect from one layer: hooks in firing order, and a function of their tensors."""
 
     layer: int
     names: list[str]
@@ -205,7 +205,7 @@ def _called_back(
     def hand_over(item: Any) -> None:
         try:
             function(item)
-        except Exception as error:  # of the function: must not be taken for an error of the model
+        except Exception as error:  # raised by the function: must not be mistaken for an error of the model
             failed.append(error)
             raise Ended from error
         delivered.append(1)
@@ -219,7 +219,7 @@ def _called_back(
 
 
 def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> list[Hook]:
-    """Make hooks that collect a layer's tensors, and hand over what is made of them when the last has come."""
+    """Make hooks that collect a layer's tensors and, when its last hook fires, pass the result to ``hand_over``."""
     held: dict[str, Tensor] = {}
 
     def listen(w: _Wanted, name: str, x: Tensor, hook: Any) -> None:
@@ -254,13 +254,16 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
 
 
 def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
-    """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
+    """Choose evenly spaced rows of a matrix with n rows, first and last included.
+
+    Computed in float64, which represents the indices of long texts exactly.
+    """
     rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64, device="cpu").round().long()
     return rows.to(device)
 
 
 def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None, pattern: Tensor | None) -> None:
-    """Recompute some rows of the scores (of the pattern, where the model shows only that) and compare."""
+    """Recompute some rows of the scores (of the pattern, if the model shows only that) and compare them."""
     end = scores if scores is not None else pattern
     assert end is not None
     rows, positions = spread_rows(end.shape[-2], _ROWS_CHECKED, end.device), torch.arange(q.shape[1], device=q.device)
@@ -269,7 +272,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     ours = spec.score(spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions))
     if scores is not None:
         inside = spec.check_mask(theirs, rows)
-    else:  # of a pattern that is 0 inside the mask it cannot be said whether it was masked
+    else:  # where a pattern is 0 inside the mask, one cannot tell whether the cell was masked
         inside = spec.sees(rows[:, None] - positions)
         if bool((theirs[..., ~inside] != 0).any()):
             raise ValueError(spec.other_mask())
@@ -278,7 +281,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     theirs = theirs.to(wide)
     error = torch.where(inside, ours - theirs, 0.0).abs().amax()
     allowed = score_tolerance(end.dtype, q.dtype) * torch.where(inside, theirs, 0.0).abs().amax()
-    if scores is None:  # what rounding of large scores does to a pattern
+    if scores is None:  # the effect that rounding of large scores has on a pattern
         allowed = allowed + 8 * torch.finfo(q.dtype).eps * largest
     if not bool(error <= allowed):
         spec.check_length(q.shape[1], "capture")
@@ -291,9 +294,9 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
 
 
 def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
-    """Hooks that keep a layer's rotated vectors in ``held``, under ``"q"`` and ``"k"``.
+    """Return hooks that store a layer's rotated vectors in ``held``, under ``"q"`` and ``"k"``.
 
-    ``positions`` are those that ``swap_positions`` gives all heads in this run, None for 0, 1, 2 …
+    ``positions`` are those that ``swap_positions`` assigns to all heads in this run, or None for 0, 1, 2 …
     """
     plain = {"q": spec.q, "k": spec.k}
     rotary = None if spec.rotary is None and spec.q and spec.k else spec.require_rotary("patching")
@@ -326,7 +329,7 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
 
 
 def listen_scores(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
-    """Hooks that keep a layer's scores in ``held``, under ``"scores"``: its own, else those of its vectors."""
+    """Return hooks that store a layer's scores in ``held``, under ``"scores"``: its own, or computed from vectors."""
 
     def keep(x: Tensor, hook: Any) -> None:
         held["scores"] = x.detach().clone() if spec.scores else spec.score(held.pop("q"), held.pop("k"))

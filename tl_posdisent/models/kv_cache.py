@@ -1,8 +1,8 @@
-"""KV caches: how passes are given one, whether attention keeps keys in it, and an adapter for bridges that lose it.
+"""KV caches: pass one to a model, check that attention keeps keys in it, and adapt bridges that lose it.
 
 transformers 5.24 renamed the argument with which a decoder layer passes its cache to attention. The attention of a
-TransformerBridge (TransformerLens 3.4 to 4.3) looks for the former names, finds none, and attends to the new tokens
-alone, without an error: every cached pass then starts a new text.
+TransformerBridge (TransformerLens 3.4 to 4.3) looks for the old names, does not find them, and attends only to the new
+tokens, without an error: every cached pass then starts a new text.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tl_posdisent.utils.restoring import without_gradients
 
 WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
 
-_PROMPT, _TEXT = 4, 6  # tokens of the text with which a cache is tried: in its first pass, and in all
+_PROMPT, _TEXT = 4, 6  # number of tokens in the test of a cache: in the first pass, and in total
 
 
 def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
-    """An empty KV cache, as an argument of the model's forward pass."""
+    """Make an empty KV cache, as an argument of the model's forward pass."""
     if hasattr(model, "original_model"):
         from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
         cache = DynamicCache(config=model.original_model.config)
         if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            cache = DynamicCache()  # of all keys, also behind a sliding window; hybrids keep other states
+            cache = DynamicCache()  # keeps all keys, also outside a sliding window; hybrids keep other states
         return {"use_cache": True, "past_key_values": cache}
     if "past_kv_cache" in inspect.signature(model.forward).parameters:
         try:
@@ -47,15 +47,15 @@ def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
 
 
 def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
-    """Arguments of the pass over a part of a text without padding: HookedTransformer would ask a tokenizer for it."""
+    """Add a mask to a pass over an unpadded part of a text; without one, HookedTransformer would need a tokenizer."""
     return cache | {"attention_mask": torch.ones_like(part)} if "past_kv_cache" in cache else cache
 
 
 def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
-    """Keys and values of the beginning of texts, as an argument of a pass over the rest.
+    """Compute keys and values of the beginning of texts, as an argument of a pass over the rest.
 
     Raises:
-        ValueError: a model that takes no cache, or in which some layer keeps nothing in it.
+        ValueError: a model that does not accept a cache, or has a layer that keeps nothing in it.
     """
     cache = empty_cache(model, part)
     with without_gradients():
@@ -66,7 +66,7 @@ def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
 
 
 def of_rows(cache: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """A copy of such a cache for a batch of some of its texts; raises for other caches than those of transformers."""
+    """Copy such a cache for a batch of some of its texts; raise unless it is a transformers cache."""
     some = copy.deepcopy(cache)
     some["past_key_values"].batch_select_indices(rows)
     return some
@@ -80,7 +80,7 @@ def library_versions() -> str:
 
 
 def lost_keys(layer: int) -> str:
-    """Why a run with a KV cache is refused, and what to do."""
+    """Return the error message for a layer that loses its KV cache: the reason, and what to do."""
     return (
         f"the attention of layer {layer} does not keep its keys in the KV cache that this run asks for, so later "
         f"tokens would not see the earlier ones ({library_versions()}; TransformerLens up to 4.3 needs transformers "
@@ -90,7 +90,7 @@ def lost_keys(layer: int) -> str:
 
 
 def layers_without_keys(cache: dict[str, Any]) -> list[int]:
-    """Layers whose attention kept no keys in a cache of transformers in which passes were to keep them."""
+    """List the layers whose attention kept no keys in a transformers cache that a pass should have filled."""
     if "past_key_values" not in cache:  # HookedTransformer's own, which its attention fills itself
         return []
     held = dict(_key_layers(cache["past_key_values"]))
@@ -98,7 +98,7 @@ def layers_without_keys(cache: dict[str, Any]) -> list[int]:
 
 
 def _key_layers(cache: Any) -> Iterator[tuple[int, int]]:
-    """Number and tokens of each layer of a transformers cache that holds keys (not states of linear attention)."""
+    """Yield index and number of tokens of each layer of a transformers cache that holds keys (no linear attention)."""
     from transformers.cache_utils import DynamicLayer, StaticLayer
 
     for index, layer in enumerate(getattr(cache, "layers", ())):
@@ -109,8 +109,8 @@ def _key_layers(cache: Any) -> Iterator[tuple[int, int]]:
 def keep_cache(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> None:
     """Adapt a bridge whose attention loses its KV cache: pass the cache under the name that attention looks for.
 
-    Does nothing where attention keeps its keys. The adapter is a forward pre-hook of torch on the attention modules; it
-    is removed again if the logits with a cache are still not those without.
+    Do nothing if attention keeps its keys. The adapter is a torch forward pre-hook on the attention modules; it is
+    removed again if the logits with a cache still differ from those without.
     """
     text = tokens[:, :_TEXT]
     try:
@@ -118,7 +118,7 @@ def keep_cache(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> None:
             cache_of(bridge, text[:, :_PROMPT])
         return
     except UNSUPPORTED:
-        pass  # it takes no cache, or loses it
+        pass  # the bridge accepts no cache, or loses it
     attentions = [block.attn for block in bridge.blocks if hasattr(block, "attn")]
     with removing() as handles:
         alter_arguments(attentions, _renamed, handles)
@@ -131,13 +131,13 @@ def keep_cache(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> None:
 
 
 def _renamed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of attention with the cache of transformers 5.24 under its former name as well."""
+    """Return the arguments of attention with the cache of transformers 5.24 also under its old name."""
     cache = kwargs.get("cache")
     return args, kwargs if cache is None else {"past_key_values": cache, **kwargs}
 
 
 def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
-    """Whether a text in parts, with a KV cache, has the logits of the text in one pass."""
+    """Say whether a text run in parts with a KV cache has the same logits as in one pass."""
     with without_gradients(), running(model):
         cache = empty_cache(model, text)
         parts = [text[:, :_PROMPT], *text[:, _PROMPT:].split(1, 1)]
@@ -149,10 +149,10 @@ def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
 
 
 def running_cache() -> tuple[Any | None, bool]:
-    """The KV cache of the running pass of a transformers model, and whether the caller asked for one.
+    """Return the KV cache of the running pass of a transformers model, and whether the caller asked for one.
 
-    A hook function receives a tensor and a hook point, but not the arguments of the pass; they are read from the call
-    stack. transformers makes a cache in every pass; it is asked for if the caller passes one or ``use_cache=True``.
+    A hook function receives a tensor and a hook point, but not the arguments of the pass, so these are read from the
+    call stack. transformers makes a cache in every pass; the caller asked for it by passing one or ``use_cache=True``.
     """
     from transformers import Cache, PreTrainedModel
 
@@ -165,14 +165,14 @@ def running_cache() -> tuple[Any | None, bool]:
             caches = [x for x in values if isinstance(x, Cache)]
             if cache is None and caches:
                 cache = caches[0]
-            if isinstance(given.get("self"), PreTrainedModel):  # in the end the outermost of them
+            if isinstance(given.get("self"), PreTrainedModel):  # the outermost one is seen last
                 asked = bool(caches) or given.get("use_cache") is True
         frame = frame.f_back
     return cache, asked
 
 
 def fills_cache() -> bool:
-    """Whether the running pass, of a model of either of TransformerLens's classes, was asked for a KV cache."""
+    """Say whether the running pass, of a HookedTransformer or a bridge, was asked for a KV cache."""
     _, asked = running_cache()
     frame = None if asked else inspect.currentframe()
     while frame is not None and not asked:
@@ -182,24 +182,26 @@ def fills_cache() -> bool:
 
 
 def tokens_before(layer: int) -> int | None:
-    """Tokens in the cache of the running pass, before this layer's attention adds its own; None if none is found."""
+    """Return the number of cached tokens before this layer's attention adds its own; None if no cache is found."""
     cache, _ = running_cache()
     return None if cache is None else int(cache.get_seq_length(layer))
 
 
 def check_cache_is_kept(layer: int, n_query: int, n_key: int | None = None, window: int | None = None) -> None:
-    """Raise ValueError if the running pass was asked for a KV cache which a layer's attention loses.
+    """Raise ValueError if the running pass was asked for a KV cache that a layer's attention loses.
+
+    Call this at a hook of the layer's attention, after it has put its keys into the cache.
 
     Args:
-        layer: to be called at a hook of this layer's attention, after it has put its keys into the cache.
-        n_query, n_key: queries of this pass, and keys that they see, if known.
-        window: of sliding attention, which forgets earlier keys.
+        layer: index of that layer.
+        n_query, n_key: number of queries of this pass, and of keys that they see, if known.
+        window: size of the window of sliding attention, which drops earlier keys.
     """
     cache, asked = running_cache()
     if cache is None or not asked:
         return
     held = dict(_key_layers(cache))
-    n_tokens = max(held.values(), default=0)  # of the text so far, with those of this pass
+    n_tokens = max(held.values(), default=0)  # length of the text so far, including this pass
     continued = n_tokens > n_query
     least = n_tokens if window is None else min(n_tokens, n_query + window - 1)
     lost = [index for index, n in held.items() if continued and n == 0]

@@ -22,22 +22,22 @@ from tl_posdisent.utils.validation import check_integer
 def longer_context(model: Any, length: int) -> Iterator[Any]:
     """Extend the position tables of a rotary model to ``length`` tokens within a block.
 
-    Some models keep their rotation as a table with a row for each position of their context (HookedTransformer,
-    GPT-J) and fail on longer texts. The table is extended by the model's own formula if it has one, otherwise by the
-    frequencies and the factor that were read from it, and only if that reproduces the existing rows, which are kept to
-    the last bit. Models that compute their rotation for any length are left unchanged. On exit every buffer and number
-    of the model's modules is again the same object as before.
+    Some models store their rotation as a table with a row for each position of their context (HookedTransformer, GPT-J)
+    and fail on longer texts. The table is extended with the model's own formula if it has one, otherwise with the
+    frequencies and the factor that were read from it, and only if the formula reproduces the existing rows, which are
+    kept bit for bit. Models that compute their rotation for any length are left unchanged. On exit every buffer and
+    number of the model's modules is again the same object as before.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
-        length: in tokens. Up to the model's context there is nothing to do.
+        length: in tokens. Lengths up to the model's context change nothing.
 
     Yields:
         The model itself.
 
     Raises:
-        ValueError: a length that is no positive integer; a table that neither formula reproduces; a model that fails
-            beyond its context all the same, as one with learned (absolute) positions must: there are no more of them.
+        ValueError: a length that is not a positive integer; a table that neither formula reproduces; a model that
+            still fails beyond its context, as every model with learned (absolute) positions does.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
         if table.shape != (length, *slot.table.shape[1:]):
             continue
         error = (table[:n].double() - slot.table.double()).abs()
-        # Angles are rounded in float32: the further, the more.
+        # Angles are rounded in float32, so the error grows with the position.
         allowed = 4 * (n * torch.finfo(torch.float32).eps + torch.finfo(slot.table.dtype).eps)
         if not error.numel() or float(error.max()) <= allowed:
             return torch.cat([slot.table, table[n:]])
@@ -83,15 +83,15 @@ def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
     )
 
 
-_MOST_BYTES = 2**30  # of the scores of one layer
-_FEW = 8  # tokens
+_MOST_BYTES = 2**30  # limit for the scores of one layer
+_FEW = 8  # number of tokens to run at the last positions
 
 
 def _check_that_it_runs(model: Any, length: int) -> None:
     """Run one layer on one token more than the context, so that a model that fails does so on entry.
 
-    A long context has too many scores for that: then a few tokens are run at the last positions, of which a table of
-    learned ones lacks the last. A HookedTransformer takes no positions; its configuration says what it has.
+    If the context is too long for this, run a few tokens at the last positions instead: a table of learned positions
+    lacks the last one. HookedTransformer takes no positions, so its configuration is read.
     """
     context = getattr(model.cfg, "n_ctx", None)
     if not isinstance(context, int) or length <= context:

@@ -1,8 +1,8 @@
 """Forward passes that reuse outputs of an unmodified run.
 
-The model still runs itself: its embedding, masks and rotation tables are its own. Only modules whose output is known
-return it without computing it again. This works for any model that calls its blocks one after the other; callers check
-that the output is the same.
+The model still runs its own forward pass, with its own embedding, masks and rotation tables. Only modules whose output
+is known return it without recomputing it. This works for any model that calls its blocks one after the other; callers
+check that the output is the same.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Clean:
-    """One untouched run."""
+    """Stored outputs of one unmodified run."""
 
     output: Any
-    after: dict[int, Any]  # what some blocks returned
-    last: Any  # what the last block returned
+    after: dict[int, Any]  # outputs of some blocks
+    last: Any  # output of the last block
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
-    """Run the model, with the hooks that it has, and keep the inputs of these layers and the input and output of the
-    last."""
+    """Run the model with its present hooks; store the inputs of these layers and the input and output of the last."""
     n = len(model.blocks)
     numbers = {x - 1 for x in (*layers, n - 1, n) if x > 0}
     with running(model) as p, p.keeping([model.blocks[x] for x in numbers]) as kept:
@@ -41,40 +40,40 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
 
 
 def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: list[Hook], **more: Any) -> Any:
-    """Run the model from a layer on, given what the block before returned, and return what a module returns."""
+    """Run the model from a layer on, given the output of the block before, and return the output of a module."""
     with running(model) as p, p.skipping(model.blocks[:layer], lambda: before), p.keeping([module]) as kept:
         p.run(tokens, hooks, stop=module, **more)
     return kept[module]
 
 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
-    """Run what follows the last block (norm, unembedding, caps), given what that block returned."""
+    """Run what follows the last block (norm, unembedding, caps), given the output of that block."""
     with running(model) as p, p.skipping(model.blocks, lambda: last):
         return p.run(tokens, hooks)
 
 
 def attempted(shortcut: Callable[[], _Result]) -> _Result | None:
-    """Return what a shortcut returns, or None if the model does not support it."""
+    """Call a shortcut and return its result, or None if the model does not support it."""
     try:
         return shortcut()
     except torch.OutOfMemoryError:
         raise
-    except UNSUPPORTED:  # a full pass says whether the model is to blame
+    except UNSUPPORTED:  # a full pass shows whether the model itself fails
         return None
 
 
 def has_hooks(model: Any) -> bool:
-    """Whether the model has hooks of the user's, which may count on every block to run."""
+    """Say whether the model has hooks of the user, which may rely on every block to run."""
     return any(not handle.is_permanent for point in model.hook_dict.values() for handle in point.fwd_hooks)
 
 
 def of_texts(output: Any, texts: Any) -> Any:
-    """A block's output, which is a tensor or a tuple or list that begins with it, for a batch of some of its texts."""
+    """Select some texts of a block's output, which is a tensor, or a tuple or list that begins with one."""
     if isinstance(output, (tuple, list)):
         return type(output)((output[0][texts], *output[1:]))
     return output[texts]
 
 
 def hidden(output: Any) -> Any:
-    """The residual stream in a block's output."""
+    """Return the residual stream from a block's output."""
     return output[0] if isinstance(output, (tuple, list)) else output

@@ -1,4 +1,4 @@
-"""How many numbers a model has learned."""
+"""The number of parameters of a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 
 def count_parameters(model: Any) -> int:
-    """Count the parameters of a model; embeddings that are tied count once, also where they are copied.
+    """Count the parameters of a model; tied embeddings count once, even if they are copied.
 
-    Of a ``TransformerBridge`` they are those of the Hugging Face model that it wraps, as its class makes them of its
-    configuration: a bridge may have more, such as copies of joint projections to queries, keys and values, and a bias
-    behind the unembedding. Of a ``HookedTransformer`` they are its own, with the biases of 0 that it adds and without
-    norms that are folded.
+    For a ``TransformerBridge``, count those of the Hugging Face model that it wraps, as its class creates them from the
+    configuration: a bridge may have more, such as copies of joint query-key-value projections and a bias after the
+    unembedding. For a ``HookedTransformer``, count its own, including zero biases that it adds, but not folded norms.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -30,7 +29,7 @@ def count_parameters(model: Any) -> int:
 
 
 def _made_anew(model: Any) -> torch.nn.Module | None:
-    """The Hugging Face model that a bridge wraps and has changed, without values; None where there is none."""
+    """Rebuild, without values, the Hugging Face model that a bridge wraps and has changed; None if there is none."""
     original: Any = getattr(model, "original_model", None)
     config = getattr(original, "config", None)
     if config is None:
@@ -39,5 +38,5 @@ def _made_anew(model: Any) -> torch.nn.Module | None:
         with torch.device("meta"):
             made: torch.nn.Module = type(original)(copy.deepcopy(config))
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError):
-        return None  # a class that is not made of a configuration alone, or not without values
+        return None  # the class needs more than a configuration, or cannot be made without values
     return made

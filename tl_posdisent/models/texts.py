@@ -1,7 +1,7 @@
 """Batches of padded texts, split into groups of texts of equal length that need no padding.
 
-An experiment runs every group without its padding and puts the results together, so that each number of a text in a
-padded batch is that of the text alone.
+An experiment runs every group without its padding and combines the results, so that every result for a text in a padded
+batch equals that for the text alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class TextGroup:
     """Texts of equal length from a batch, without their padding.
 
     Attributes:
-        rows, starts: the row of each in the batch, and the column in which it begins.
+        rows, starts: for each text, its row in the batch and the column in which it begins.
+        tokens: ids ``[text, pos]``.
     """
 
     rows: Int[Tensor, "text"]
@@ -37,17 +38,18 @@ class TextGroup:
     starts: Int[Tensor, "text"]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Take these texts out of something laid out like the batch, ``[batch, pos, ...]``: ``[text, pos, ...]``."""
+        """Select these texts, ``[text, pos, ...]``, from a tensor laid out like the batch, ``[batch, pos, ...]``."""
         rows, starts = self.rows.to(x.device), self.starts.to(x.device)
         return x[rows[:, None], starts[:, None] + torch.arange(self.tokens.shape[1], device=x.device)]
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """A batch of texts and where its padding is.
+    """A batch of texts and the places of its padding.
 
     Attributes:
-        tokens, real: with padding, and True where a token belongs to a text.
+        tokens: ids ``[batch, pos]``, with padding.
+        real: True where a token belongs to a text.
         groups: the texts by length, in the order of the first text of each length.
     """
 
@@ -64,11 +66,11 @@ class Texts:
         return max(group.tokens.shape[1] for group in self.groups)
 
     def unpadded(self) -> list[Int[Tensor, "_pos"]]:
-        """Each text's own tokens."""
+        """Return the tokens of each text, without padding."""
         return [row[real] for row, real in zip(self.tokens, self.real, strict=True)]
 
     def one_group(self, tool: str) -> Int[Tensor, "batch pos"]:
-        """The tokens without padding; refuses texts of unequal length, for a tool that needs them equal."""
+        """Return the tokens without padding; raise for texts of unequal length, which ``tool`` does not support."""
         if len(self.groups) > 1:
             few = sorted(set(self.lengths))
             listed = ", ".join(map(str, few)) if len(few) <= 8 else f"{few[0]} to {few[-1]}"
@@ -80,7 +82,7 @@ class Texts:
         return self.groups[0].tokens
 
     def require_two(self, tool: str) -> None:
-        """Refuse a position that only one text reaches: a mean over the texts would be that text."""
+        """Refuse positions that only one text reaches: the mean over texts would be that text itself."""
         second = sorted(self.lengths)[-2] if len(self.lengths) > 1 else 0
         if second < self.longest:
             raise ArgumentError(
@@ -91,15 +93,20 @@ class Texts:
             )
 
     def from_the_start(self, parts: Sequence[Tensor], fill: float | int = 0) -> Tensor:
-        """What was computed group by group, ``[text, pos, ...]``, in the order of the batch and without its padding:
-        ``[batch, longest, ...]``, each text from column 0 on, with ``fill`` behind it."""
+        """Combine results ``[text, pos, ...]`` of the groups in the order of the batch, without its padding.
+
+        Returns ``[batch, longest, ...]``, with each text starting in column 0 and followed by ``fill``.
+        """
         texts = [text for part in parts for text in part]
         order = torch.cat([group.rows for group in self.groups]).argsort().tolist()
         return pad_sequence([texts[at] for at in order], True, fill)
 
     def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
-        """What was computed group by group, laid out like the batch: ``[text, pos, ...]`` of three axes or more with
-        ``fill`` at the padding; ``[text, ...]`` in order."""
+        """Combine results of the groups in the layout of the batch.
+
+        Results ``[text, pos, ...]`` with three or more axes get ``fill`` at the padding; others, ``[text, ...]``, are
+        put into the order of the batch.
+        """
         if len(parts) == 1 and (parts[0].ndim < 3 or parts[0].shape[:2] == self.tokens.shape):
             return parts[0]
         whole = None
@@ -120,13 +127,13 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
 
     Args:
         tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths, which are padded on the
-            side of the model's tokenizer. ``Texts`` that were read are returned as they are.
-        attention_mask: for ids, in their shape: True or 1 at tokens, False or 0 at padding, which is at the beginning
-            or at the end of a text. None for ids without padding, and for text.
+            side that the model's tokenizer uses. ``Texts`` that were already read are returned unchanged.
+        attention_mask: for ids, of the same shape: True or 1 at tokens, False or 0 at padding, which must be at the
+            beginning or at the end of a text. None for ids without padding, and for text.
 
     Raises:
-        ValueError: what ``check_tokens`` refuses; a mask of another shape or of other values, with a gap, with padding
-            on both sides of a text or with fewer than two tokens in one; a mask together with text.
+        ValueError: what ``check_tokens`` refuses; a mask of another shape or with other values, with a gap, with
+            padding on both sides of a text, or with fewer than two tokens in a text; a mask together with text.
     """
     if isinstance(tokens, Texts):
         return tokens
@@ -158,7 +165,7 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
 
 
 def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-    """An attention mask as booleans on the device of the tokens, or raise (see ``read_texts``)."""
+    """Validate an attention mask and return it as booleans on the device of the tokens (see ``read_texts``)."""
     if not isinstance(attention_mask, Tensor):
         raise ArgumentError("attention_mask", f"must be a tensor like tokens, got {type(attention_mask).__name__}")
     check_values("attention_mask", attention_mask)

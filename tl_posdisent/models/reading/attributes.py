@@ -60,7 +60,7 @@ def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) ->
     if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
         if own.w.numel() == attn.cfg.d_head:
             norm = partial(attn._apply_qk_norm, norm_module=own)
-        else:  # OLMo 2 normalizes all heads together
+        else:  # OLMo 2 normalises all heads together
             norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
     return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
 

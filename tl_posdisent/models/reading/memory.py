@@ -1,4 +1,4 @@
-"""Bytes that a model takes and bytes that are free."""
+"""Memory that a model takes and memory that is free, in bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tl_posdisent.models.reading.model_parts import modules
 
 
 def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:
-    """Bytes that are free on the fullest of these devices; None for devices other than CPUs and CUDA's.
+    """Return the free bytes on the fullest of these devices; None for devices other than CPU and CUDA.
 
-    On the host no more than its control group leaves; on a GPU with what torch has reserved and not used.
+    On the host, at most what its control group leaves; on a GPU, including what torch has reserved but does not use.
     """
     found = []
     for device in map(torch.device, devices):
@@ -29,7 +29,7 @@ def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:
 
 
 def _left_by_group(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes that the control group (version 2) of a container leaves; file cache can be given back."""
+    """Return the bytes that a container's control group (version 2) leaves; inactive file cache counts as free."""
     try:
         limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -39,12 +39,12 @@ def _left_by_group(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
 
 
 def model_devices(model: Any) -> list[torch.device]:
-    """Where a model's tensors are, each device once."""
+    """List the devices of a model's tensors, each once."""
     return list(dict.fromkeys(x.device for x in _tensors(model)))
 
 
 def model_bytes(model: Any) -> int:
-    """Bytes of parameters and buffers, each storage once."""
+    """Return the bytes of a model's parameters and buffers, counting each storage once."""
     storages = [x.untyped_storage() for x in _tensors(model)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -64,8 +64,8 @@ def require_room(
 ) -> None:
     """Raise MemoryError for a text whose score matrices, by default of one layer, exceed free memory.
 
-    The forward pass holds those of a layer at least twice, as scores and as pattern: what is refused would not have
-    run.
+    The forward pass holds the matrices of a layer at least twice, as scores and as pattern: a text that is refused
+    would not have run.
     """
     size = min((x.element_size() for x in model.parameters() if x.is_floating_point()), default=4)
     scores = n_matrices * length**2 * size
@@ -78,5 +78,5 @@ def require_room(
 
 
 def gigabytes(n: int | float) -> str:
-    """Bytes in GB of 10⁹, for people."""
+    """Format bytes in GB (10⁹ bytes)."""
     return f"{n / 1e9:.3g} GB" if n < 1e12 else f"{n / 1e9:,.0f} GB"

@@ -1,4 +1,4 @@
-"""Read a model's attention once, keep what was read with the model, and notice when the model changes."""
+"""Read a model's attention once, keep the result with the model, and detect changes of the model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tl_posdisent.utils.validation import check_flag, check_float64, check_heads
 
 @dataclass(frozen=True, eq=False)
 class ModelReading:
-    """What the attention layers of one model do; every function that takes a model takes it instead.
+    """What the attention layers of one model do; every function that takes a model accepts a reading instead.
 
-    Layers are read when they are first asked for. "All layers" are all of the model, whichever were read before.
+    Layers are read when they are first needed. "All layers" means all layers of the model, whichever have been read.
 
     Attributes:
         model: the model that was read.
-        n_layers: layers of the model.
-        without_attention: layers that do not attend (of models that mix attention with other layers). Tables over
+        n_layers: number of layers of the model.
+        without_attention: layers without attention (in models that mix attention with other layers). Tables over
             layers name them in ``table.attrs["layers_without_attention"]``.
     """
 
@@ -35,11 +35,11 @@ class ModelReading:
     n_layers: int
     without_attention: tuple[int, ...]
     read: dict[int, AttentionSpec] = field(repr=False)
-    no_results: dict[int, str] = field(repr=False)  # why heads of a layer cannot be ablated; empty if they can
+    no_results: dict[int, str] = field(repr=False)  # by layer, why its heads cannot be ablated; "" if they can
     state: dict[str, Any] = field(repr=False, compare=False)  # addresses and counts, for this process alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelReading:
-        """Itself: it is of this one model."""
+        """Return itself: a reading belongs to one model."""
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -50,11 +50,11 @@ class ModelReading:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """One ``AttentionSpec`` for each layer that has attention."""
+        """An ``AttentionSpec`` for each layer with attention."""
         return tuple(self.specs())
 
     def specs(self, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
-        """The layers asked for, in that order; by default all that have attention. Raises as ``read_model``."""
+        """Return the specs of these layers in the order given (default all with attention); raise as ``read_model``."""
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
         picked = attending if layers is None else check_indices("layers", layers, self.n_layers)
         self._refuse_without_attention(picked)
@@ -62,12 +62,12 @@ class ModelReading:
         if missing:
             _check_unchanged(self)
             for spec in probe(self.model, missing):
-                if str(self.read.get(spec.layer)) != str(spec):  # hooks of one reading go together
+                if str(self.read.get(spec.layer)) != str(spec):  # hooks compose only if they share specs
                     self.read[spec.layer] = spec
         return [self.read[layer] for layer in picked]
 
     def rotary(self, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-        """The layers asked for, by default all that rotate; refuses one whose rotation ``tool`` cannot change."""
+        """Return the specs of these layers, by default all with RoPE; raise if ``tool`` cannot change a rotation."""
         specs = self.specs(layers)
         if layers is None:
             specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
@@ -76,9 +76,9 @@ class ModelReading:
         return specs
 
     def heads(self, layers: Any = None, heads: Any = None) -> dict[int, list[int]]:
-        """Chosen heads of each chosen layer, layers ascending.
+        """Return the chosen heads of each chosen layer, in ascending order of layers.
 
-        ``heads`` are None for all heads of these layers; an integer or a list of integers, the same in each of them; or
+        ``heads`` is None for all heads of these layers; an integer or a list of integers for the same heads in each; or
         labels such as ``"L16H0"`` or pairs ``(layer, head)``. Negative indices count from the end.
         """
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
@@ -89,7 +89,7 @@ class ModelReading:
         return chosen
 
     def note(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Name the layers without attention, if there are any, in the ``attrs`` of a table over layers."""
+        """Record the layers without attention, if any, in the ``attrs`` of a table over layers."""
         if self.without_attention:
             table.attrs["layers_without_attention"] = list(self.without_attention)
         return table
@@ -104,29 +104,29 @@ class ModelReading:
 
 
 _READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec], dict[int, str]]] = WeakKeyDictionary()
-"""State and findings of each model that was read; it goes with the model. Specs refer to parts of the model at most."""
+"""State and findings for each model that was read, dropped with the model: specs never refer to the model itself."""
 
 
 def read_model(model: Any, layers: int | Iterable[int] | None = None, *, fresh: bool = False) -> ModelReading:
     """Read the attention of a model; the reading is kept with the model until the model changes.
 
-    Nothing is taken from a list of architectures. The model runs three or four times on some ten tokens; rotation,
-    scale, mask, grouping and working hooks are what explains its own scores. Dropout and hooks of yours are off
-    meanwhile (permanent hooks are not), and the model is left as it was.
+    There is no list of architectures. The model runs three or four times on about ten tokens; the rotation, scale,
+    mask, grouping and working hooks reported are those that reproduce its own scores. Dropout and your hooks are off
+    meanwhile (except permanent hooks), and the model is restored afterwards.
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
             ``ModelReading``, which is returned after a check that it still describes its model.
-        layers: what to read now: None for all that have attention, an integer, or integers; negative ones count from
-            the end. Others are read when they are needed.
-        fresh: read the model again, whatever was kept. A change of modules, rotary tables, dtype, device, settings,
-            attention implementation, grouping of keys or permanent hooks is noticed without it. Other weights need no
-            new reading, which holds what the architecture does; ``fresh`` is for changes that none of these shows,
-            such as a function of a module that was replaced.
+        layers: layers to read now: None for all with attention, an integer, or integers; negative ones count from the
+            end. The others are read when they are needed.
+        fresh: read the model again even if a reading is kept. A change of modules, rotary tables, dtype, device,
+            settings, attention implementation, grouping of keys or permanent hooks is detected without it. Changed
+            weights need no new reading, since a reading describes what the architecture does; use ``fresh`` for changes
+            that none of these shows, such as a replaced function of a module.
 
     Returns:
-        A ``ModelReading``. What could not be explained is no error here: ``problem`` and ``no_rotation`` of a layer's
-        ``AttentionSpec`` say it.
+        A ``ModelReading``. A layer that cannot be explained raises no error here: ``problem`` and ``no_rotation`` of
+        its ``AttentionSpec`` give the reason.
 
     Raises:
         ValueError: layers out of range, repeated, without attention, or with scores that are NaN or infinite; a model
@@ -166,7 +166,7 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None, *, fresh: 
 
 
 def model_of(model: Any) -> Any:
-    """The model itself, given it or its reading; a reading that no longer describes its model is refused."""
+    """Return the model, given the model or its reading; raise if the reading no longer describes the model."""
     if isinstance(model, ModelReading):
         _check_unchanged(model)
         return model.model
@@ -175,8 +175,11 @@ def model_of(model: Any) -> Any:
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """What a reading depends on and a user may change. Of buffers only HookedTransformer's rotary tables are in it:
-    other models write some of them over for each text, and whoever acts on a running text compares its tables."""
+    """Collect what a reading depends on and a user may change.
+
+    Of the buffers, it includes only HookedTransformer's rotary tables: other models overwrite some of theirs for each
+    text, and hooks that act on a running text check its tables.
+    """
     parts = modules(model)
     _check_compiled_parts(parts)
     parameters = [p for part in parts for p in part._parameters.values() if p is not None]
@@ -199,7 +202,7 @@ def _state(model: Any) -> dict[str, Any]:
 
 
 def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
-    """Refuse parts that torch has compiled: hooks that are added after their first run do not act in them."""
+    """Refuse parts compiled by torch: hooks that are added after their first run have no effect in them."""
     for part in parts:
         inside = "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
         if inside or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
@@ -212,14 +215,14 @@ def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
 
 
 def _implementations(model: Any) -> set[Any]:
-    """What transformers calls eager, sdpa …, of all attention layers; empty for a model of another kind."""
+    """Collect the attention implementations (eager, sdpa …) of all layers; empty if not a Hugging Face model."""
     originals = [getattr(getattr(block, "attn", None), "original_component", None) for block in model.blocks]
     configs = [getattr(original, "config", None) for original in originals]
     return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
 
 
 def _settings(model: Any) -> list[Any]:
-    """Numbers, flags and words in the model's configurations and attention layers: scales, windows, soft caps …"""
+    """Collect numbers, flags and strings of the model's configs and attention layers: scales, windows, soft caps …"""
     config = getattr(getattr(model, "original_model", None), "config", None)
     holders = [model.cfg, config, getattr(config, "text_config", None)]
     for block in model.blocks:
@@ -230,7 +233,7 @@ def _settings(model: Any) -> list[Any]:
             name: x if isinstance(x, (bool, int, float, str)) else repr(x)
             for name, x in vars(each).items()
             if (isinstance(x, (bool, int, float, str)) or name == "rope_parameters")
-            and name[0] != "_"  # what modules note for themselves
+            and name[0] != "_"  # modules' private state
             and name not in ("training", "use_cache")
         }
         for each in holders
@@ -239,10 +242,10 @@ def _settings(model: Any) -> list[Any]:
 
 
 def _rotary_tables(parts: Sequence[torch.nn.Module]) -> list[bytes]:
-    """Two rows of each of HookedTransformer's tables, which hold all its frequencies; longer tables begin alike."""
+    """Return two rows of each table of HookedTransformer, which determine its frequencies whatever its length."""
     names = ("rotary_sin", "rotary_cos")
     tables = [part._buffers[name] for part in parts for name in names if part._buffers.get(name) is not None]
-    by_device: dict[torch.device, list[torch.Tensor]] = {}  # each is waited for once
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # synchronize once per device
     for table in tables:
         if table is not None and not table.is_meta:
             by_device.setdefault(table.device, []).append(table[1:3].detach().flatten().double())

@@ -1,8 +1,8 @@
-"""Find out what each attention layer does, by a few short forward passes.
+"""Find out what each attention layer does, with a few short forward passes.
 
-First listen: which hooks fire and what they carry. Of all combinations of rotation, scale and soft cap that the
-model's attributes suggest, the one that reproduces the layer's own scores is the answer; if none does, that is said.
-Then the same at far positions: up to which length does that hold? Then disturb what was found: which edits take effect?
+First record which hooks fire and what they carry. Of all combinations of rotation, scale and soft cap that the model's
+attributes suggest, choose the one that reproduces the layer's own scores; if none does, report it. Then repeat this at
+far positions, to find the length up to which it holds, and perturb the tensors, to find which edits take effect.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
 
-FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
+FIRST_HOOK = "hook_embed"  # the first hook of a forward pass, in all model classes
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
-    """An ``AttentionSpec`` for each of these layers."""
+    """Measure an ``AttentionSpec`` for each of these layers by running the model."""
     tokens = check_tokens(model, probe_tokens(model))
     with running(model, bare=True) as p, without_gradients():
-        # A HookedTransformer, and a bridge that imitates one, attends to nothing where its pattern is NaN.
+        # HookedTransformer, and a bridge in compatibility mode, replace NaN in the pattern by 0.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
         seen = listen(p, tokens, range(n_layers(model)) if hides_nan else layers)
         for layer, tensors in seen.items():
@@ -44,10 +44,10 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
                     f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: look at the "
                     "weights, or whether its dtype holds numbers so large"
                 )
-        own = facts.own_numbers(model)  # after the pass, which may write them over
+        own = facts.own_numbers(model)  # after the pass, which may overwrite them
         specs = [_explain(p, layer, seen[layer], own) for layer in layers]
 
-        # A pattern alone shows little of scores that are very large or all but equal.
+        # A pattern alone says little about scores that are very large or almost equal.
         def to_unit_size(x: Tensor, hook: Any) -> Tensor:
             return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
 
@@ -67,11 +67,11 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
 
 
 def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
-    """Two random texts of some ten tokens, or of another length, without special tokens."""
+    """Draw two random texts of about ten tokens, or of another length, without special tokens."""
     cfg = model.cfg
     if length is None:
         heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
-        length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no axis can be taken for another
+        length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no two axes can be confused
         length = min(length, getattr(cfg, "n_ctx", None) or length)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = getattr(model, "tokenizer", None)
@@ -131,12 +131,12 @@ def _explain(p: Pass, layer: int, seen: Seen, own: facts.OwnNumbers) -> Attentio
 def _explain_scores(
     spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, explanations: Iterable[Any]
 ) -> AttentionSpec:
-    """The rotation, scale and soft cap, the most specific first, under which queries and keys give the scores."""
+    """Find the rotation, scale and soft cap (the most specific first) under which queries and keys give the scores."""
     fits = q.read(seen[short_name(q)]), k.read(seen[short_name(k)])
     if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
         return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
     certain = all(bool(x.any()) for x in fits)
-    # As many keys as the hooks show: TransformerLens may ungroup them.
+    # Take the number of key heads from the hooks: TransformerLens may ungroup keys.
     spec = replace(spec, n_kv_heads=fits[1].shape[2], certain=certain)
     k = replace(k, n_heads=spec.n_kv_heads)
     positions = torch.arange(len(visible), device=visible.device)
@@ -145,7 +145,7 @@ def _explain_scores(
         candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap)
         turned = candidate.rotated(fits[0].double(), positions), candidate.rotated(fits[1].double(), positions)
         tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
-        if tried[-1][0] < 0.02:  # of what is taken for rounding: no other candidate can be right
+        if tried[-1][0] < 0.02:  # 2 % of the rounding tolerance: no other candidate can be right
             break
     best = min(error for error, *_ in tried)
     if best > 1:
@@ -154,7 +154,7 @@ def _explain_scores(
             problem="its scores are not scale * <q, k> under any rotation, scale and soft cap found in the model "
             "(an additive bias such as ALiBi, or an unknown rotation)",
         )
-    # Of those that fit equally well (a high soft cap leaves no trace in 16 bits) the first is the most specific.
+    # Among those that fit equally well (a high soft cap leaves no trace in 16 bits), the first is the most specific.
     _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
     return _with_taps(chosen, q, k, turned, seen)
 
@@ -166,7 +166,7 @@ _ROTATED_EARLIER = (
 
 
 def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
-    """Names completed, and the candidates for turning vectors: the rotated ones if they fire, else the unrotated."""
+    """Add the hooks to a spec; vectors may be turned at the hooks after rotation if they fire, otherwise before it."""
     layer = spec.layer
 
     def fires(name: str, x: Tensor) -> bool:
@@ -193,7 +193,7 @@ def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], se
     )
 
 
-# --- what fires in a pass, and how well an explanation fits it
+# --- what fires in a pass, and how well a candidate fits it
 
 _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
@@ -201,11 +201,11 @@ _LISTEN = (
 )
 
 Seen = dict[str, Tensor]
-"""What fired in one layer during one pass, by short hook name."""
+"""Tensors recorded in one layer during one pass, by short hook name."""
 
 
 def listen(p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any) -> dict[int, Seen]:
-    """One forward pass under edits: what fired in each of the layers, after them; ``more`` are its arguments."""
+    """Run one pass under edits and return what fired in each layer, after the edits; ``more`` are its arguments."""
 
     def record(seen: Seen, short: str, x: Any, hook: Any) -> None:
         if isinstance(x, Tensor):
@@ -223,15 +223,15 @@ def listen(p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook]
 
 
 def shows_scores(seen: Seen) -> bool:
-    """Whether the hook of the scores carries them: in some classes it carries the pattern."""
+    """Say whether the hook of the scores carries scores: in some classes it carries the pattern."""
     scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
     return scores is not None and not (pattern is not None and torch.equal(scores, pattern))
 
 
 def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
-    """Cells that any head of any text attends to: the probe's own look at the mask, never used for a fit.
+    """Find the cells that any head of any text attends to. The result shows the probe's mask and is not used for fits.
 
-    From the scores where they are shown, since a sharp softmax leaves zeros that no mask made.
+    It is read from the scores if they are shown, since a sharp softmax leaves zeros without any mask.
     """
     scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
     attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
@@ -240,23 +240,23 @@ def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
     visible = (scores > masked_score(seen)).flatten(0, -3).any(0)
     if pattern is None or attended is None or torch.equal(visible, attended):
         return visible
-    return visible if is_softmax(pattern, scores, visible) else attended  # some show scores without their mask
+    return visible if is_softmax(pattern, scores, visible) else attended  # some models show unmasked scores
 
 
 def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
-    """Whether the pattern is the softmax of these scores, up to what attention sinks take of a row."""
+    """Say whether the pattern is the softmax of these scores, up to the share of a row that attention sinks take."""
     wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)
     shared = pattern.double() / pattern.double().sum(-1, keepdim=True)
     return mismatch(shared.to(pattern.dtype), wanted) <= 1
 
 
 def masked_score(seen: Seen) -> float:
-    """The score at or below which a cell of this pass holds none."""
+    """Return the value at or below which a cell of this pass is masked."""
     return masked_below(*(seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen))
 
 
 def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
-    """Whether these visible cells are what such a mask leaves."""
+    """Say whether the visible cells are those of a causal or full mask with this window."""
     if visible is None:
         return True
     layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
@@ -264,9 +264,11 @@ def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
 
 
 def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
-    """Largest error of the scores (or the pattern, if that is all that fires) that rotated vectors predict, in units of
-    what rounding explains: an explanation is acceptable up to 1."""
-    predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may be wider than what they are made of
+    """Return the largest error of the scores predicted from rotated vectors, in units of the rounding error.
+
+    A spec is acceptable up to 1. If only the pattern fires, it is compared instead.
+    """
+    predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may have a wider dtype than q and k
     if spec.scores is not None:
         observed = seen["hook_attn_scores"]
         if predicted.shape == observed.shape:
@@ -277,18 +279,18 @@ def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visibl
 
 
 def short_name(tap: Tap) -> str:
-    """The hook's name without layer: ``"hook_q"``."""
+    """Return the hook's name without the layer: ``"hook_q"``."""
     return tap.name.rsplit(".", 1)[-1]
 
 
 # --- the length of text up to which rotation and scale hold
 #
 # Some models rotate by other frequencies beyond a length (longrope of Phi-3 and Phi-4, dynamic NTK), or scale scores by
-# the position (Llama 4). Ten tokens placed at the end of a long text show that without running one.
+# the position (Llama 4). Ten tokens at the positions of the end of a long text show this without running a long text.
 
 
 def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
-    """Set ``holds_to`` where rotation or scale change with the length; after these first edits."""
+    """Set ``holds_to`` in layers whose rotation or scale changes with the length, under the edits ``first``."""
     explained = [spec for spec in specs if spec.problem is None and spec.q and spec.k]
     noted, farthest = facts.lengths_of_note(p.model)
     n = tokens.shape[1]
@@ -297,12 +299,12 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
 
     @cache
     def held(length: int) -> dict[int, tuple[bool, bool]]:
-        """Of each layer, whether its scores are those that were read, and whether its tables of that text say so."""
+        """Say for each layer whether its scores are as read, and whether they agree with its tables at that length."""
         try:
             positions = torch.arange(length - n, length, device=tokens.device)
             more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
             seen = listen(p, tokens, [spec.layer for spec in explained], first, **more)
-        except (TypeError, IndexError):  # it takes no positions, or looks them up in a table that ends before
+        except (TypeError, IndexError):  # the model takes no positions, or its table of them is shorter
             return {spec.layer: (True, True) for spec in explained}
         return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
 
@@ -310,7 +312,7 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
         if held(farthest)[layer][0]:
             return None
         low, high = n, farthest
-        for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # where models change, if they do
+        for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # the likely lengths of a change
             if low < length < high:
                 low, high = (length, high) if held(length)[layer][0] else (low, length)
         while high - low > 1:
@@ -324,15 +326,17 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
 
 
 def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bool]:
-    """Whether the layer's scores at these positions are those that were read at the beginning of a text, and whether
-    they are those of the tables that it has here."""
+    """Say whether the layer's scores at these positions are as read at the beginning of a text.
+
+    The second value says whether they agree with the layer's tables at these positions.
+    """
     assert spec.q
     assert spec.k
     visible = visible_cells(seen)
     q, k = (tap.read(seen[short_name(tap)]).double() for tap in (spec.q, spec.k))
     if visible is None:
         return True, True
-    for places in (positions, positions - positions[0]):  # the latter of a model that does not heed them
+    for places in (positions, positions - positions[0]):  # the latter if the model ignores position_ids
         if misfit(spec, spec.rotated(q, places), spec.rotated(k, places), seen, visible) <= 1:
             return True, True
     if spec.rotary is None or "hook_cos" not in seen or "hook_sin" not in seen:
@@ -343,16 +347,16 @@ def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bo
 
 # --- edits that take effect
 #
-# Vectors are disturbed by additive noise, not by factors, which a norm after the hook would undo. Scores are replaced
-# by some of ordinary size: to a sharp softmax a little noise makes no difference.
+# Vectors are perturbed by additive noise, not by factors, which a norm after the hook would undo. Scores are replaced
+# by random ones of ordinary size: a little noise would not change a sharp softmax.
 
 
 def check_turns(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
-    """Drop hooks of turned vectors at which an edit, after these first ones, does not reach the scores."""
+    """Drop the hooks of turned vectors at which an edit (after the edits ``first``) does not reach the scores."""
     generator = torch.Generator().manual_seed(1)
 
     def disturb(x: Tensor, hook: Any) -> Tensor:
-        size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)  # less would be lost in large vectors
+        size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)  # smaller noise is lost in large vectors
         noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device)
         return x + (noise * size).to(x.dtype)
 
@@ -370,7 +374,7 @@ def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
     taps, visible = (spec.turn_q, spec.turn_k), visible_cells(now)
     q, k = (tap.read(now[short_name(tap)]).double() for tap in taps)
     places = torch.arange(q.shape[1], device=q.device)
-    q, k = (  # a hook lies behind the rotation or before it
+    q, k = (  # a hook comes after the rotation or before it
         x if short_name(tap).startswith("hook_rot") else spec.rotated(x, places)
         for x, tap in zip((q, k), taps, strict=True)
     )
@@ -383,7 +387,7 @@ def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
 def check_tables_and_scores(
     p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]
 ) -> list[AttentionSpec]:
-    """Which layers use edited rotation tables and edited scores, after these first edits."""
+    """Test which layers use edited rotation tables and edited scores, under the edits ``first``."""
     generator = torch.Generator().manual_seed(2)
     edits: list[Hook] = [*first]
     positions = (torch.arange(tokens.shape[1], device=tokens.device) * 2 + 3).flip(0) ** 1.5

@@ -1,7 +1,7 @@
 """Describe one attention layer: rotation, scale, mask, grouping of heads, and the hooks that work.
 
-``read_model`` (reading.py) measures these by running the model. Nothing above this folder knows which of
-TransformerLens's classes a model has, or which architecture.
+``read_model`` (``model_reading.py``) measures these by running the model, so that other code need not depend on the
+model's class or architecture.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Layout = Literal["pos head", "head pos", "flat"]
 
 @dataclass(frozen=True)
 class Tap:
-    """A hook at which queries or keys can be read, and how they lie there.
+    """A hook at which queries, keys or values can be read, and the layout of its tensor.
 
     Attributes:
+        name: the hook's full name.
         layout: ``[batch, pos, head, d_head]``, ``[batch, head, pos, d_head]`` or ``[batch, pos, head * d_head]``.
-        n_heads: heads at this hook (key heads for keys).
+        n_heads: number of heads at this hook (key heads for keys).
         norm: the QK-norm that the model applies between this hook and the rotation, if any.
     """
 
@@ -40,11 +41,11 @@ class Tap:
     norm: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: the norm is the model's."""
+        """Return the state for pickle, without the norm, which belongs to the model."""
         return vars(self) | {"norm": None if self.norm is None else _lost_norm}
 
     def read(self, x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
-        """The hook's tensor as vectors, QK-norm applied."""
+        """Convert the hook's tensor to vectors, with QK-norm applied."""
         if self.layout == "flat":
             x = rearrange(x, "... (head d_head) -> ... head d_head", head=self.n_heads)
         elif self.layout == "head pos":
@@ -52,7 +53,7 @@ class Tap:
         return x if self.norm is None else self.norm(x)
 
     def write(self, x: Float[Tensor, "batch pos head d_head"]) -> Tensor:
-        """Vectors as the hook's tensor; only where no norm lies between."""
+        """Convert vectors to the hook's tensor; valid only if no norm follows the hook."""
         if self.layout == "flat":
             return x.flatten(-2)
         return x.transpose(1, 2) if self.layout == "head pos" else x
@@ -69,30 +70,30 @@ class AttentionSpec:
     """Properties of one layer's attention, as measured on the running model.
 
     Attributes:
-        layer: its number.
+        layer: index of the layer.
         architecture: the model's architecture, for messages.
-        n_heads, n_kv_heads, d_head: query heads, key/value heads, size; query head h reads key head
-            ``h // (n_heads // n_kv_heads)``.
+        n_heads, n_kv_heads, d_head: number of query heads, number of key/value heads, head size; query head h reads key
+            head ``h // (n_heads // n_kv_heads)``.
         causal: whether keys after the query are hidden.
-        window: number of keys that a query sees, itself included; None for all.
+        window: number of keys that a query sees, including its own; None for all.
         rotary: frequencies and pairing as the layer uses them; None if it does not rotate.
-        scale: scores are ``scale * ⟨q, k⟩`` of the rotated vectors, before the soft cap. None if they are not.
-        soft_cap: ``c`` in ``c * tanh(scores / c)``; None without.
-        q, k: where vectors before rotation and after any QK-norm are read; None where nothing fires.
-        turn_q, turn_k: where a turned vector takes effect; None where no such edit does.
-        cos, sin: hooks of the rotation tables in which an edit takes effect; None without.
+        scale: scores are ``scale * ⟨q, k⟩`` of the rotated vectors, before the soft cap; None if they are not.
+        soft_cap: ``c`` in ``c * tanh(scores / c)``; None if there is none.
+        q, k: hooks of the vectors before rotation and after any QK-norm; None if none fires.
+        turn_q, turn_k: hooks at which turned vectors take effect; None if there are none.
+        cos, sin: hooks of the rotation tables at which an edit takes effect; None if there are none.
         scores: the hook of the scores; None if it does not fire or does not carry scores.
         scores_editable: whether an edit at ``scores`` reaches the output.
-        pattern, z, v: the hooks that fire, else None.
-        holds_to: ``rotary`` and ``scale`` are those of texts of up to this many tokens (None for any); longer ones are
+        pattern, z, v: the hooks of pattern, output and values; None if they do not fire.
+        holds_to: ``rotary`` and ``scale`` hold for texts of up to this many tokens (None for any); longer texts are
             rotated by other tables (longrope, dynamic NTK) or scaled by position.
-        scaled: whether scores at positions from ``holds_to`` on are scaled by them, whatever the tables.
-        masked_below: scores at or below hold no score (see ``is_masked``).
+        scaled: whether scores at positions from ``holds_to`` on are scaled by position, whatever the tables.
+        masked_below: cells at or below this value are masked (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
-        certain: False if all its queries or keys were 0, which every rotation and scale explains: the layer is read
-            again each time that it is used.
-        points: this model's hook points, held weakly, with the names above, and the first of a pass.
+        certain: False if all its queries or keys were 0, which fits every rotation and scale: the layer is then read
+            again at each use.
+        points: the model's hook points, held weakly, with the names above, and the first hook of a pass.
     """
 
     layer: int
@@ -125,32 +126,32 @@ class AttentionSpec:
     points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionSpec:
-        """Of the same model: hook points and norms are the model's own."""
+        """Return a shallow copy: hook points and norms remain those of the model."""
         fresh = replace(self)
         memo[id(self)] = fresh
         return fresh
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: without the hook points, which are those of a model in this process."""
+        """Return the state for pickle, without the hook points, which belong to a model in this process."""
         return vars(self) | {"points": {}}
 
     def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
-        """Whether the layer's mask leaves a query and a key at this distance."""
+        """Say whether the layer's mask lets a query see a key at this distance."""
         near = distance.abs() < (self.window or torch.iinfo(torch.int64).max)
         return near & (distance >= 0) if self.causal else near
 
     def mask(self, length: int, device: torch.device | str = "cpu") -> Bool[Tensor, "query key"]:
-        """The layer's mask for a text without padding: True where a query sees a key."""
+        """Return the layer's mask for a text without padding: True where a query sees a key."""
         return self.sees(cell_distances(length, length, device))
 
     def is_masked(self, scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
-        """Cells that hold no score in a run of this model, whatever masked them (padding too)."""
+        """Find the cells that are masked in a run of this model, for any reason (including padding)."""
         return scores <= self.masked_below
 
     def check_mask(self, scores: Float[Tensor, "batch head row key"], rows: Tensor) -> Bool[Tensor, "row key"]:
-        """The cells inside the layer's mask in some rows; refuses a model that masks others."""
+        """Return the cells inside the layer's mask in some rows; raise if the model masks other cells."""
         inside = self.sees(rows[:, None] - torch.arange(scores.shape[-1], device=rows.device))
-        # A score of float16 may be as large as what masks others; only a number beyond all scores is surely none.
+        # In float16 a score may be as large as a mask value; only a number beyond all scores is certainly masked.
         half = torch.finfo(torch.float16).min
         hidden = scores <= (half if self.masked_below > half else self.masked_below)
         if bool((hidden & inside).any() | (~self.is_masked(scores) & ~inside).any()):
@@ -158,7 +159,7 @@ class AttentionSpec:
         return inside
 
     def other_mask(self) -> str:
-        """For errors."""
+        """Return the error message for a mask other than the one read."""
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if self.causal else 'full'}, window {self.window}); padded or packed texts are not supported: "
@@ -166,40 +167,43 @@ class AttentionSpec:
         )
 
     def key_head(self, head: int) -> int:
-        """The key head that a query head reads."""
+        """Return the key head that a query head reads."""
         return head // (self.n_heads // self.n_kv_heads)
 
     def per_query_head(self, x: Float[Tensor, "batch pos kv d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-        """Keys or values, one for each query head (a view where there is nothing to repeat)."""
+        """Repeat keys or values so that each query head has its own (a view if there is nothing to repeat)."""
         repeats = self.n_heads // x.shape[2]
         return x if repeats == 1 else repeat(x, "batch pos kv d -> batch pos (kv group) d", group=repeats)
 
     def rotated(self, x: Float[Tensor, "batch pos h d_head"], positions: Tensor) -> Tensor:
-        """Queries or keys as the model turns them to these positions (as they are, if it does not)."""
+        """Rotate queries or keys to these positions as the model does (unchanged in a layer without rotation)."""
         return x if self.rotary is None else rotate(x, positions, self.rotary)
 
     @no_autocast()
     def score(
         self, q_rot: Float[Tensor, "batch query head d_head"], k_rot: Float[Tensor, "batch key kv d_head"]
     ) -> Float[Tensor, "batch head query key"]:
-        """Scores of rotated queries and keys (of some heads too, with a key head each); soft cap applied, mask not."""
-        # query heads beside the key head that they share
+        """Compute scores of rotated queries and keys, soft cap applied, mask not.
+
+        Also accepts some heads only, with one key head each.
+        """
+        # group query heads with the key head that they share
         grouped = rearrange(q_rot, "batch query (kv group) d -> batch query kv group d", kv=k_rot.shape[2])
         scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).flatten(1, 2)
         return self.capped(scores * self.require_scale())
 
     def capped(self, scores: Tensor) -> Tensor:
-        """The soft cap, if the layer has one."""
+        """Apply the soft cap, if the layer has one."""
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
 
     def require_scale(self) -> float:
-        """The scale, or a clear error."""
+        """Return the scale, or raise a ``ValueError`` that says why there is none."""
         if self.problem is not None or self.scale is None:
             raise ValueError(f"layer {self.layer} of {self.architecture}: {self.problem}")
         return self.scale
 
     def check_length(self, length: int, tool: str) -> None:
-        """Refuse a running text whose rotation or scale are not those that were read."""
+        """Refuse a running text so long that rotation or scale differ from those that were read."""
         if self.holds_to is not None and length > self.holds_to:
             raise ArgumentError(
                 "tokens",
@@ -208,7 +212,7 @@ class AttentionSpec:
             )
 
     def require_rotary(self, tool: str) -> Rotary:
-        """The rotary of a layer in which rotations can be changed, or a ``ValueError`` that says what is missing."""
+        """Return the rotary of a layer whose rotation can be changed, or raise an error that says what is missing."""
         if self.rotary is None or self.no_rotation is not None:
             missing = "has no rotary position embedding" + (f": {self.problem}" if self.problem else "")
             raise ValueError(
@@ -219,16 +223,16 @@ class AttentionSpec:
 
 
 def masked_below(*dtypes: torch.dtype) -> float:
-    """The score at or below which a cell holds none, in a model that computes its scores in these dtypes.
+    """Return the value at or below which a cell is masked, in a model that computes its scores in these dtypes.
 
     Models mask with -inf or add the most negative number (or half of it) of their dtype to the score, which in 16 bits
-    leaves something a little above that number.
+    gives a value slightly above that number.
     """
     return max([-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes if dtype.is_floating_point)])
 
 
 def n_layers(model: Any) -> int:
-    """Number of attention layers, or a clear error if this is no TransformerLens model."""
+    """Return the number of layers, or raise an ``ArgumentError`` if this is not a TransformerLens model."""
     n = getattr(getattr(model, "cfg", None), "n_layers", None)
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ArgumentError(
@@ -236,7 +240,7 @@ def n_layers(model: Any) -> int:
             "must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
             "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)",
         )
-    # Statically first: a bridge makes the list of its hook points anew each time that it is asked for.
+    # Look up statically first: a bridge rebuilds the list of its hook points at each access.
     has_hooks = inspect.getattr_static(model, "hook_dict", None) is not None or hasattr(model, "hook_dict")
     if not isinstance(n, int) or not has_hooks:
         raise ArgumentError(

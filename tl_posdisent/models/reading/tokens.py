@@ -1,4 +1,4 @@
-"""Token ids and texts as a model takes them: checks, padding, special tokens, words."""
+"""Token ids and texts as input to a model: checks, padding, special tokens, token strings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tl_posdisent.utils.errors import ArgumentError
 
 
 def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
-    """Token ids on the device of a model that was read, from ids or from text; ValueError for what is neither.
+    """Validate token ids or text and return ids on the model's device; raise ValueError for anything else.
 
-    Unless ``padded`` says that an attention mask tells where padding is, texts must not begin or end with padding. A
-    padding id that is also that of the beginning (or end) of a text is padding where two or more of them stand.
+    Unless ``padded`` says that an attention mask marks padding, texts must not begin or end with padding. A padding id
+    that is also the id of the beginning (or end) of a text counts as padding if it occurs two or more times in a row.
     """
     if isinstance(tokens, list) and not tokens:
         raise ArgumentError("tokens", "must hold at least one text, got an empty list")
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
         rows, padded = encode(model, [tokens] if isinstance(tokens, str) else tokens), True
-        if len({row.shape[1] for row in rows}) != 1:  # padding is no text
+        if len({row.shape[1] for row in rows}) != 1:  # padding is not text
             lengths = [row.shape[1] for row in rows]
             raise ArgumentError(
                 "tokens", f"were given as texts of unequal length ({lengths} tokens): pass them one by one"
@@ -57,7 +57,7 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
 
 
 def special_id(model: Any, which: Literal["pad", "bos", "eos"]) -> int | None:
-    """The id with which the model's tokenizer, or else its Hugging Face config, pads, begins or ends texts."""
+    """Return the id with which the model's tokenizer, or else its Hugging Face config, pads, begins or ends texts."""
     source = getattr(model, "tokenizer", None) or getattr(getattr(model, "original_model", None), "config", None)
     found = getattr(source, f"{which}_token_id", None)
     return found if isinstance(found, int) else None
@@ -67,13 +67,13 @@ _MASK = "pass attention_mask= (1 at tokens, 0 at padding; all ones if these are 
 
 
 def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "tokens", advice: str = _MASK) -> None:
-    """Refuse texts that begin or end with padding; ``name`` and ``advice`` are for the message."""
+    """Refuse texts that begin or end with padding; ``name`` and ``advice`` go into the message."""
     if where := padding_in(model, ids):
         raise ArgumentError(name, f"must be without padding, got {where}: {advice}")
 
 
 def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
-    """Which texts begin or end with padding, for messages; None if none does."""
+    """Describe which texts begin or end with padding, for messages, or return None if none does."""
     pad = special_id(model, "pad")
     if pad is None:
         return None
@@ -89,15 +89,15 @@ def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
 
 
 def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
-    """The tokens of a text, or their numbers where the model cannot say."""
+    """Return the tokens of a text as strings, or their ids if the model has no tokenizer."""
     if getattr(model, "tokenizer", None) is None:
         return [str(i) for i in ids.tolist()]
-    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
+    # One by one: TransformerLens 2 with transformers 5 joins several tokens into one string.
     return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]
 
 
 def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
-    """The token ids of each text, by the model's tokenizer, not truncated."""
+    """Encode each text with the model's tokenizer, without truncation."""
     if getattr(model, "tokenizer", None) is None:
         raise ArgumentError("tokens", "were given as text, but the model has no tokenizer: pass token ids")
     for text in texts:
