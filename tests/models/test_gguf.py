@@ -223,7 +223,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(content.replace(b"llama", b"grok1"))
     with pytest.raises(ValueError, match=r"general.architecture must be one of bloom, .*, and is 'grok1'; load"):
         load_model(path)
-    with pytest.raises(ValueError, match=r"name_or_dir must be .* a GGUF file.* but .*none.gguf is no folder"):
+    with pytest.raises(ValueError, match=r"name_or_dir must be .* a GGUF file.* but .*none.gguf is neither a folder"):
         load_model(tmp_path / "none.gguf")
 
     def none_of_it(name: str) -> None:

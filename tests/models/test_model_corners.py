@@ -74,7 +74,7 @@ def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_half_a_surrogate_pair_is_no_text() -> None:
     model = tp.load_demo_model(backend="bridge")
-    with pytest.raises(ValueError, match="text that is no UTF-8"):
+    with pytest.raises(ValueError, match="text that is not valid UTF-8"):
         check_tokens(model, "broken \ud800 text")
     with pytest.raises(ValueError, match="parameters are meta tensors"):
         check_tokens(model.to("meta"), torch.tensor([1, 2]))

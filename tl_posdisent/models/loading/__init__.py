@@ -1,1 +1,1 @@
-"""From a directory, a name or a Hugging Face model to a TransformerLens model."""
+"""Load a TransformerLens model from a directory, a name or a Hugging Face model."""

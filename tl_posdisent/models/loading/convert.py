@@ -1,7 +1,7 @@
-"""Hugging Face weights into a HookedTransformer, and the proof that the two compute the same.
+"""Convert Hugging Face weights to a HookedTransformer, and check that the two compute the same logits.
 
-Needs TransformerLens 2 or 3; nothing of it is imported before it is used, so that the rest of the package runs
-where HookedTransformer no longer exists.
+Needs TransformerLens 2 or 3, which is imported only when used, so that the rest of the package runs with versions that
+no longer have HookedTransformer.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from tl_posdisent.utils.validation import check_float64, printable
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
-else:  # what a run-time type checker can know of them
+else:  # for run-time type checkers
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
-_MOST_LOGITS = 2**25  # of a comparison: 128 MB in float32
-_LONGEST_LINE = 600  # characters of an error that may quote a file
-_COMPARED_AT_ONCE = 2**20  # logits in double precision; a large vocabulary's of all tokens take as much as a layer
+_MOST_LOGITS = 2**25  # limit for one comparison: 128 MB in float32
+_LONGEST_LINE = 600  # limit in characters for an error that may quote a file
+_COMPARED_AT_ONCE = 2**20  # logits in float64; with a large vocabulary, those of all tokens take as much as a layer
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without the lists that transformers and torch append to it, and fit for a terminal."""
+    """Return the first line of an error's message, printable, without the lists that transformers and torch append."""
     line = printable((str(error).strip() or type(error).__name__).splitlines()[0])
     return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
 
 
 def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
-    """Seeded random token ids to compare models on: 128, or a little more than a short sliding window."""
+    """Draw seeded random token ids on which to compare models: 128, or slightly more than a short sliding window."""
     config = hf_model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or 128
     window = getattr(config, "sliding_window", None) or 0
@@ -58,9 +58,9 @@ def _different(what: str, how: str) -> ValueError:
 
 @contextmanager
 def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Iterator[None]:
-    """Let the model, and a bridge around it, compute logits at every n-th position if those of all take hundreds of MB.
+    """Make a model, and a bridge around it, compute logits at every n-th position if all would take hundreds of MB.
 
-    A long sliding window needs many tokens to compare models on, and a large vocabulary has many logits for each.
+    A long sliding window needs many tokens for a comparison, and a large vocabulary has many logits for each.
     """
     head = hf_model.get_output_embeddings()
     step = -(-tokens.numel() * hf_model.config.get_text_config().vocab_size // _MOST_LOGITS)
@@ -99,12 +99,12 @@ def check_same_logits(
     error, size = (float(norm(torch.stack(x))) for x in (errors, sizes))
     factor, n = (1e-3, 1.0) if precise else (0.1, expected.numel() ** 0.5)
     error, allowed = error / n, factor * size / n
-    if not error <= allowed:  # written so that NaN is refused too
+    if not error <= allowed:  # also true for NaN
         raise _different(what, f"logits differ by {error:.3g} (allowed {allowed:.3g})")
 
 
 def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, Any]:
-    """Configuration fields that TransformerLens's own reading of a Llama ignores: head size and scaled frequencies."""
+    """Return configuration fields that TransformerLens ignores in a Llama: head size and scaled frequencies."""
     config, kind = hf_model.config, rope.get("rope_type", "default")
     d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields = {"d_head": d_head, "rotary_dim": d_head, "attn_scale": d_head**0.5}
@@ -119,7 +119,7 @@ def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, 
             "NTK_original_ctx_len": rope["original_max_position_embeddings"],
         }
     elif kind == "yarn":
-        # The factor that multiplies cos and sin is often implied; the model knows what it works with.
+        # The factor that multiplies cos and sin is often not in the configuration; read it from the model.
         scaling = next((m.attention_scaling for m in hf_model.modules() if hasattr(m, "attention_scaling")), 1.0)
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         fields |= {
@@ -135,23 +135,23 @@ def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, 
 
 
 def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict[str, Tensor]]:
-    """Configuration and state dict for any architecture that TransformerLens converts."""
+    """Make the configuration and state dict for any architecture that TransformerLens converts."""
     from transformer_lens import loading_from_pretrained as loading
 
     name, parameter = type(hf_model).__name__, next(hf_model.parameters())
-    # TransformerLens reads the architecture from a directory (the configuration is enough), unless the path
-    # contains one of two words, which it takes for the name of the model.
+    # TransformerLens reads the architecture from a directory (the configuration is enough), unless the path contains
+    # one of two words, which it mistakes for the name of the model.
     with tempfile.TemporaryDirectory(prefix="posdisent-") as folder:
         if any(word in folder.lower() for word in ("llama", "gemma")):
             raise ValueError(f"the path of the temporary directory must not name a model: {folder}")
         hf_config = copy.deepcopy(hf_model.config).to_dict() | {"architectures": [name]}
-        if "n_positions" in hf_config:  # of GPT-2, where TransformerLens looks for the older name
+        if "n_positions" in hf_config:  # GPT-2: TransformerLens looks for the older name
             hf_config.setdefault("n_ctx", hf_config["n_positions"])
         (Path(folder) / "config.json").write_text(json.dumps(hf_config, default=str))
         config = loading.get_pretrained_model_config(
             folder, hf_cfg=hf_config, fold_ln=False, device=str(parameter.device), dtype=parameter.dtype
         )
-        config.tokenizer_name, config.model_name = None, "custom"  # not the name of the temporary directory
+        config.tokenizer_name, config.model_name = None, "custom"  # instead of the name of the temporary directory
         rope = getattr(hf_model.config, "rope_parameters", None) or {}  # nested where layers differ
         if config.positional_embedding_type == "rotary" and "rope_theta" in rope:
             config.rotary_base = rope["rope_theta"]  # not read for every architecture
@@ -161,11 +161,11 @@ def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict
 
 
 def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:
-    """Compare the rotation angles over the whole context: a short text cannot tell slow frequencies apart."""
+    """Compare the rotation angles over the whole context: slow frequencies do not differ visibly in a short text."""
     modules = [m for m in hf_model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
     attention: Any = model.blocks[0].attn
     if len(modules) != 1 or not hasattr(attention, "rotary_cos"):
-        return  # none, or several kinds of layer: the logits have to do
+        return  # no rotation, or several kinds of layers: only logits are compared
     frequency: Any = modules[0].inv_freq
     cos = attention.rotary_cos.float()
     half = cos.shape[-1] // 2
@@ -181,7 +181,7 @@ def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *,
 
 
 def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:
-    """Refuse what no short text shows: sliding windows longer than it, and rotations that change with the length."""
+    """Refuse differences that short texts do not show: long sliding windows, and rotations that change with length."""
     named = [getattr(module, "rope_type", None) for module in hf_model.modules()]
     kinds = {kind for x in named for kind in (x.values() if isinstance(x, dict) else [x]) if isinstance(kind, str)}
     if changing := sorted(kinds - {"default", "linear", "llama3", "yarn"}):
@@ -202,17 +202,17 @@ def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what:
 
 
 def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
-    """Convert and compare, see ``hooked_from_hf``."""
+    """Convert a model and compare it with the original (see ``hooked_from_hf``)."""
     from transformer_lens import HookedTransformer
 
     name = type(hf_model).__name__
     tokens = probe_tokens(hf_model)
     try:
         config, state = _converted(hf_model)
-        with warnings.catch_warnings():  # the one notice that the class is deprecated
+        with warnings.catch_warnings():  # ignore the notice that the class is deprecated
             warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
             model = HookedTransformer(config)
-        # Not load_and_process_state_dict: with all processing off it goes through the model once for every weight.
+        # Not load_and_process_state_dict: even with all processing off, it traverses the model once per weight.
         model.load_state_dict(model.fill_missing_keys(state), strict=False)
         model.eval()
         with without_gradients():

@@ -1,7 +1,7 @@
-"""GGUF files of weights, configuration and tokenizer as models of transformers.
+"""Load GGUF files (weights, configuration and tokenizer) as Hugging Face models.
 
-What a file states is read by this package, not by transformers, which fills in or leaves out what it does not know of
-an architecture: every key and tensor is used, known to be harmless, or refused by name.
+The file is read by this package, not by transformers, which fills in or omits what it does not know about an
+architecture: here every key and tensor is used, known to be harmless, or refused by name.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tl_posdisent.models.loading.gguf_tokenizer import special_tokens, tokenizer
 from tl_posdisent.models.loading.gguf_weights import state_dict
 from tl_posdisent.utils.validation import printable
 
-# Standard deviations of initial weights that a model's authors publish in its config.json; by basename and size label.
+# Standard deviations of initial weights published in a model's config.json, by basename and size label.
 _PUBLISHED_SCALES = {
     ("smollm2", "135M"): 1 / 24,  # HuggingFaceTB/SmolLM2-135M
     ("gemma-3", "270M"): 0.02,  # google/gemma-3-270m
 }
-_BUILDING = threading.Lock()  # from_pretrained sets torch's default dtype, which is that of all threads
+_BUILDING = threading.Lock()  # from_pretrained sets torch's default dtype, which all threads share
 
 
 def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model of a GGUF file, dequantised to ``dtype``, and its tokenizer.
+    """Load the model of a GGUF file, dequantised to ``dtype``, and its tokenizer.
 
     Raises:
-        ValueError: the package gguf is not installed; a file that is not whole; an architecture, a key or a tensor
-            that is not read; a key or a tensor that is missing; shapes that contradict what is stated.
+        ValueError: the package gguf is not installed; an incomplete file; an architecture, a key or a tensor that is
+            not supported; a key or a tensor that is missing; shapes that contradict the metadata.
     """
     shown_path = printable(str(path))
     try:
@@ -61,12 +61,12 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
             f"cannot load {shown_path} with transformers {transformers.__version__}: "
             f"{first_line(error).rstrip('.')}; load a folder with config.json and safetensors instead"
         ) from error
-    tokenizer.name_or_path = path.stem  # which a report calls the model
+    tokenizer.name_or_path = path.stem  # the model's name in reports
     return model, tokenizer
 
 
 def _model(architecture: str, kind: Any, config: Any, file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with the file's weights; nothing is allocated before the tensors are known to have its shapes."""
+    """Build the model with the file's weights; nothing is allocated before the tensors' shapes are checked."""
     with torch.device("meta"):
         skeleton = kind(config)
     tied = config.tie_word_embeddings
@@ -83,7 +83,7 @@ def _model(architecture: str, kind: Any, config: Any, file: GgufFile, dtype: tor
 
 
 def _set_scale(config: Any, metadata: Mapping[str, Any]) -> None:
-    """Set the scale of initial weights, which no file states, if it is published; else mark the default as assumed."""
+    """Set the scale of initial weights, which no file states, if it is published; otherwise mark it as assumed."""
     basename, size = (str(metadata.get(f"general.{key}", "")) for key in ("basename", "size_label"))
     published = _PUBLISHED_SCALES.get((basename.lower(), size.upper()))
     if published is None:

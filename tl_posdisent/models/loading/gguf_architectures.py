@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: the configuration of transformers that states what a file's metadata does."""
+"""Architectures of GGUF files: translate a file's metadata to a transformers configuration."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tl_posdisent.models.loading.gguf_file import GgufFile, StoredTensor
 from tl_posdisent.models.loading.gguf_metadata import Stated
 from tl_posdisent.utils.validation import printable, shown
 
-DIVISORS = "rope_freqs.weight"  # of rotary frequencies; Llama 3 files hold these in place of four parameters
+DIVISORS = "rope_freqs.weight"  # divisors of rotary frequencies; Llama 3 files store these instead of four parameters
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_DEFAULT_BASE = 10000.0  # of a file that states none: llama.cpp's, and that of transformers' configurations
+_DEFAULT_BASE = 10000.0  # if a file states none: the default of llama.cpp and of transformers' configurations
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A class of transformers, that of its configuration, and the configuration's arguments."""
+    """Names of a transformers model class and of its configuration class, and the configuration's arguments."""
 
     model: str
     config: str
@@ -34,7 +34,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What all architectures state, compared with the shapes of the file's tensors."""
+    """Sizes that all architectures state, checked against the shapes of the file's tensors."""
 
     layers: int
     hidden: int
@@ -80,14 +80,14 @@ def _sizes(stated: Stated, tensors: Mapping[str, StoredTensor]) -> _Sizes:
         if name.endswith(".weight") and n is not None and held.shape[0] != n * head:
             given = {"head_count": heads, "head_count_kv": kv_heads, "key_length": head}
             listed = ", ".join(f"{stated.named(f'attention.{key}')} {value}" for key, value in given.items())
-            raise ValueError(f"{listed} do not go with the {held.shape[0]} rows of {printable(name)}")
+            raise ValueError(f"{listed} do not match the {held.shape[0]} rows of {printable(name)}")
     stated.must_be("attention.value_length", head, "the size of heads of queries and keys")
     context = stated.integer("context_length")
     return _Sizes(layers, hidden, heads, kv_heads, head, context, vocabulary, attending, tensors)
 
 
 def _width(stated: Stated, sizes: _Sizes, down: str = "ffn_down", key: str = "feed_forward_length") -> int:
-    """The width of the MLP, as stated, compared with a tensor."""
+    """Return the stated width of the MLP, checked against a tensor."""
     held = sizes.tensors.get(f"blk.0.{down}.weight")
     width: int = stated.integer(key)
     if held is not None and held.shape[-1] != width:
@@ -110,12 +110,12 @@ def _usual_scale(stated: Stated, sizes: _Sizes) -> None:
 def _rope(
     stated: Stated, sizes: _Sizes, *, part: bool = False, base: float | None = None, linear: bool = True
 ) -> dict[str, Any]:
-    """``rope_parameters``.
+    """Return the configuration's ``rope_parameters``.
 
     Args:
-        part: heads may be rotated in part.
-        base: of files that never state one.
-        linear: transformers scales the frequencies of this architecture.
+        part: whether only a part of each head may be rotated.
+        base: rotary base for architectures whose files never state one.
+        linear: whether transformers supports linear scaling of the frequencies for this architecture.
     """
     theta = stated.number("rope.freq_base", base)
     if theta is None:
@@ -140,7 +140,7 @@ def _rope(
 
 
 def _scaling(stated: Stated, sizes: _Sizes, linear: bool) -> dict[str, Any]:
-    """Of all rotary frequencies by one factor (linear), by a tensor of divisors (Llama 3), or not at all."""
+    """Return the scaling of rotary frequencies: by one factor (linear), by a tensor of divisors (Llama 3), or none."""
     kind = stated.text("rope.scaling.type", None)
     factor, older = stated.number("rope.scaling.factor", None), stated.number("rope.scale_linear", None)
     if older is not None and factor is not None and older != factor:
@@ -171,7 +171,7 @@ def _scaling(stated: Stated, sizes: _Sizes, linear: bool) -> dict[str, Any]:
 
 
 def _common(stated: Stated, sizes: _Sizes, width: int) -> dict[str, Any]:
-    """Arguments that most configurations share."""
+    """Return the arguments that most configurations share."""
     return {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.hidden,
@@ -184,7 +184,7 @@ def _common(stated: Stated, sizes: _Sizes, width: int) -> dict[str, Any]:
 
 
 def _modern(stated: Stated, sizes: _Sizes, **rope: Any) -> dict[str, Any]:
-    """Llama and those who took its names: norms by the root mean square, rotation, heads of any size."""
+    """Return the arguments of Llama and of models with the same names: RMSNorm, rotation, heads of any size."""
     _usual_scale(stated, sizes)
     return _common(stated, sizes, _width(stated, sizes)) | {
         "rms_norm_eps": stated.number("attention.layer_norm_rms_epsilon"),
@@ -194,7 +194,7 @@ def _modern(stated: Stated, sizes: _Sizes, **rope: Any) -> dict[str, Any]:
 
 
 def _llama(stated: Stated, sizes: _Sizes) -> Plan:
-    """Mistral's files are of this architecture too; with a sliding window, transformers calls them so."""
+    """Plan a Llama, or a Mistral: its files state this architecture too, and a sliding window tells them apart."""
     arguments, window = _modern(stated, sizes), stated.window(None)
     if window is not None:
         return Plan("MistralForCausalLM", "MistralConfig", arguments | {"sliding_window": window})
@@ -204,7 +204,7 @@ def _llama(stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _windows(stated: Stated, sizes: _Sizes) -> dict[str, Any]:
-    """Of Qwen: in all layers, if the file states one, unless it states a pattern."""
+    """Return the sliding windows of Qwen: if the file states one, it is in all layers, unless it states a pattern."""
     window = stated.window(None)
     if window is None:
         return {"use_sliding_window": False, "sliding_window": None}
@@ -221,7 +221,7 @@ def _qwen(name: str, stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _qwen_moe(name: str, stated: Stated, sizes: _Sizes) -> Plan:
-    """All layers have experts; only those of Qwen 2 share one, and only those of Qwen 3 renormalise the chosen."""
+    """Plan a Qwen with experts in all layers; only Qwen 2 has a shared one, only Qwen 3 renormalises their weights."""
     n = stated.integer("expert_count")
     if (held := _tensor(sizes.tensors, "blk.0.ffn_down_exps.weight", 3).shape[0]) != n:
         raise stated.wrong("expert_count", n, f"{held}, as blk.0.ffn_down_exps.weight has")
@@ -245,7 +245,7 @@ def _phi3(stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _gemma(stated: Stated, sizes: _Sizes, period: int) -> dict[str, Any]:
-    """Of Gemma 2 and 3. A file states the divisor of scores only if it is not that of the smaller models."""
+    """Return the arguments of Gemma 2 and 3. Files state the scale of scores only if it is not that of small models."""
     scale = stated.number("attention.scale", None)
     if scale is None and sizes.head != 256:
         raise ValueError(
@@ -280,8 +280,10 @@ def _gemma3(stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _stablelm(stated: Stated, sizes: _Sizes) -> Plan:
-    """With a second norm, MLP and attention follow each other, whatever the file states: converters write True for
-    models that do not say."""
+    """Plan a StableLM. With a second norm, the MLP follows attention, whatever the file states about parallel blocks.
+
+    Converters write True for models that do not state it.
+    """
     _plain_head(stated, sizes)
     _usual_scale(stated, sizes)
     parallel = not sizes.has("blk.0.ffn_norm.weight")
@@ -324,7 +326,7 @@ def _nemotron(stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _falcon(stated: Stated, sizes: _Sizes) -> Plan:
-    """Falcon 7B (one head of keys), and 11B and 40B (several)."""
+    """Plan Falcon 7B (one key head), or 11B and 40B (several)."""
     _plain_head(stated, sizes)
     _usual_scale(stated, sizes)
     stated.must_be("use_parallel_residual", True, "as this architecture has it")
@@ -346,7 +348,7 @@ def _falcon(stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _lfm2(stated: Stated, sizes: _Sizes) -> Plan:
-    """A hybrid: layers without heads of keys are short convolutions."""
+    """Plan an LFM 2, a hybrid: layers without key heads are short convolutions."""
     _plain_head(stated, sizes)
     _usual_scale(stated, sizes)
     if sizes.attending is None or len(sizes.attending) != sizes.layers:
@@ -368,7 +370,7 @@ def _lfm2(stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _learned(stated: Stated, sizes: _Sizes) -> dict[str, Any]:
-    """Arguments of architectures without rotation and without groups of heads."""
+    """Return the arguments of architectures without rotation and without grouped heads."""
     _plain_head(stated, sizes)
     _usual_scale(stated, sizes)
     if sizes.kv_heads != sizes.heads:
@@ -413,10 +415,10 @@ ARCHITECTURES: dict[str, Callable[[Stated, _Sizes], Plan]] = {
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> str:
-    """The architecture that a file states.
+    """Return the architecture that a file states.
 
     Raises:
-        ValueError: one that is not read, a part of a file, or a file of no language model.
+        ValueError: an unsupported architecture, a part of a split file, or a file that is not a language model.
     """
     found = metadata.get("general.architecture")
     if not isinstance(found, str) or found not in ARCHITECTURES:
@@ -431,10 +433,10 @@ def architecture_of(metadata: Mapping[str, Any]) -> str:
 
 
 def plan_of(file: GgufFile) -> Plan:
-    """The model that a file states: every key of its architecture is taken, or refused by name.
+    """Plan the model that a file describes: every key of its architecture is used, or refused by name.
 
     Raises:
-        ValueError: an architecture that is not read; a key that is missing, is not known, or states something that the
+        ValueError: an unsupported architecture; a key that is missing or unknown, or that states something that the
             class in transformers does not compute, or that the shapes of the tensors contradict.
     """
     architecture = architecture_of(file.metadata)

@@ -1,6 +1,6 @@
-"""Reading GGUF files: metadata and tensors, every length and offset checked against the file's size.
+"""Read GGUF files: metadata and tensors, with every length and offset checked against the file's size.
 
-A file's numbers are not trusted: nothing is allocated or repeated by a number that the rest of the file cannot hold.
+Numbers in a file are not trusted: none may cause an allocation or a loop larger than the rest of the file could hold.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 
 from tl_posdisent.utils.validation import shown
 
-_NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")  # by the number that a file states for a type
+_NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")  # by the type number in a file
 _TYPES = dict(enumerate(_NUMBERS)) | {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
-_LEAST_ENTRY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of the shortest entry of metadata, and of a tensor's
+_LEAST_ENTRY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of the shortest entries of metadata and tensors
 _MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the file holds it.
+    """A tensor as stored in the file.
 
-    ``shape`` is as in torch, the last dimension contiguous; ``kind`` is a ``gguf.GGMLQuantizationType``; ``data`` are
-    its bytes, a view of the file of shape ``(*shape[:-1], bytes per row)``, not yet read.
+    ``shape`` is as in torch, with the last dimension contiguous; ``kind`` is a ``gguf.GGMLQuantizationType``; ``data``
+    holds its bytes, a view of the file of shape ``(*shape[:-1], bytes per row)``, not yet read.
     """
 
     name: str
@@ -37,7 +37,7 @@ class StoredTensor:
     data: np.ndarray
 
     def numbers(self) -> np.ndarray:
-        """The tensor's numbers in float32, dequantised by the package gguf.
+        """Dequantise the tensor's numbers to float32 with the package gguf.
 
         Raises:
             ValueError: a type that the package does not dequantise.
@@ -55,14 +55,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file holds: ``metadata`` by key, numeric arrays as numpy's, and ``tensors`` by name, in its order."""
+    """Contents of a file: ``metadata`` by key (with numpy arrays), and ``tensors`` by name, in the file's order."""
 
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
 
 class _Cursor:
-    """A position in the bytes of a file, that never goes beyond their end."""
+    """A position in the bytes of a file that never moves beyond their end."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at = data, 0
@@ -87,7 +87,7 @@ class _Cursor:
             raise ValueError(f"{what} is not UTF-8") from error
 
     def strings(self, count: int, what: str) -> list[str]:
-        """As ``string``, in a third of the time for a vocabulary."""
+        """Read ``count`` strings, in a third of the time that ``string`` takes for a vocabulary."""
         whole, at, found = memoryview(self.data), self.at, []  # type: ignore[arg-type]
         try:
             for _ in range(count):
@@ -126,10 +126,10 @@ class _Cursor:
 
 
 def read_gguf_file(path: Path) -> GgufFile:
-    """Read the metadata of a GGUF file, and where its tensors are; their numbers stay on the disk.
+    """Read the metadata of a GGUF file and the places of its tensors, whose numbers stay on disk.
 
     Raises:
-        ValueError: no GGUF file of version 2 or 3, cut short, or with a number that does not go with the file's size.
+        ValueError: not a GGUF file of version 2 or 3; a truncated file; a number that contradicts the file's size.
         OSError: a file that cannot be opened.
     """
     if not path.stat().st_size:
@@ -174,7 +174,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, StoredTen
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], Any, int, int]:
-    """Name, shape, type, bytes of a row and offset of the next tensor in the header."""
+    """Read name, shape, type, bytes per row and offset of the next tensor in the header."""
     import gguf
 
     name = cursor.string("a string, the name of a tensor,")

@@ -1,4 +1,4 @@
-"""What a GGUF file states about a model's architecture: each key is taken by what it means, or refused by its name."""
+"""Metadata of a GGUF file about a model's architecture: each key is used for what it means, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from tl_posdisent.utils.validation import is_integer, is_number, printable, shown
 
 _NEEDED: Any = object()
-_LARGEST = 2**31 - 1  # of a size; llama.cpp's are 32 bits too
+_LARGEST = 2**31 - 1  # limit for sizes, which also have 32 bits in llama.cpp
 
-# Keys that describe what no computation depends on.
+# Keys on which no computation depends.
 _HARMLESS = frozenset(
     (
-        "pooling_type",  # of embeddings, which are not asked for
+        "pooling_type",  # for embedding models only
         "rope.scaling.finetuned",
-        "rope.scaling.original_context_length",  # of yarn and longrope alone, which are refused
+        "rope.scaling.original_context_length",  # for yarn and longrope only, which are refused
         "tensor_data_layout",
     )
 )
-# Keys with a value that changes nothing. Any other is refused, unless an architecture takes the key.
+# Keys with the value that changes nothing. Any other value is refused, unless an architecture uses the key.
 _NEUTRAL: Mapping[str, float | bool] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
@@ -40,9 +40,9 @@ _NEUTRAL: Mapping[str, float | bool] = {
 
 
 class Stated:
-    """The metadata of a file's architecture; ``finish`` refuses what no call has taken.
+    """The metadata of a file's architecture; ``finish`` refuses keys that no call has used.
 
-    Every method raises ValueError with the key's name if the value has another type or is out of range.
+    Every method raises ValueError with the key's name if the value has the wrong type or is out of range.
     """
 
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Stated:
         return self._left.pop(key, default)
 
     def integer(self, key: str, default: Any = _NEEDED, *, least: int = 1, most: int = _LARGEST) -> Any:
-        """An integer, or an array of equal ones, as where layers may differ."""
+        """Return an integer; an array of equal integers (one per layer) counts as one."""
         found = self._take(key, default)
         if isinstance(found, np.ndarray) and found.size and (found == found[0]).all():
             found = found[0].item()
@@ -73,7 +73,7 @@ class Stated:
         return found
 
     def number(self, key: str, default: Any = _NEEDED) -> Any:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         found = self._take(key, default)
         if found is default and found is not _NEEDED:
             return found
@@ -82,7 +82,7 @@ class Stated:
         return float(found)
 
     def cap(self, key: str, default: Any = _NEEDED) -> float | None:
-        """A bound of logits, None where it is 0."""
+        """Return a soft cap of logits, or None if it is 0."""
         if not isinstance(self._left.get(key), np.ndarray) and self._left.get(key) == 0:
             return self._left.pop(key) or None
         found: float | None = self.number(key, default)
@@ -95,14 +95,14 @@ class Stated:
         return found
 
     def window(self, default: Any = _NEEDED) -> int | None:
-        """The sliding window in tokens, None where the file states 0."""
+        """Return the sliding window in tokens, or None if the file states 0."""
         found: int | None = self.integer("attention.sliding_window", default, least=0)
         return found or None
 
     def sliding_layers(self, n_layers: int, period: int) -> list[bool]:
-        """Which layers have a sliding window: all but each ``period``-th, unless the file states another pattern.
+        """Say which layers have a sliding window: all but every ``period``-th, unless the file states another pattern.
 
-        A file states it as a number, the period (0: all layers), or as an array with a truth value for each layer.
+        A file states the pattern as a number, the period (0: all layers), or as an array with a truth value per layer.
         """
         key = "attention.sliding_window_pattern"
         found = self._take(key, period)
@@ -115,7 +115,7 @@ class Stated:
         return [found == 0 or n % found < found - 1 for n in range(n_layers)]
 
     def attending(self) -> list[bool] | None:
-        """Which layers attend, of a hybrid: those with heads of keys, as many in all of them; None if not stated so."""
+        """Say which layers of a hybrid have attention: those with key heads. Return None if the key is not an array."""
         key = "attention.head_count_kv"
         found = self._left.get(key)
         if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or not found.any():
@@ -124,7 +124,7 @@ class Stated:
         return [bool(x) for x in found]
 
     def must_be(self, key: str, value: Any, why: str) -> None:
-        """Refuse the key's value, if it is stated, unless it is this one."""
+        """Refuse the key if the file states it with a value other than this one."""
         found = self._left.pop(key, value)
         if isinstance(found, np.ndarray) and found.size and (found == found[0]).all():
             found = found[0].item()
@@ -136,13 +136,13 @@ class Stated:
             raise self.wrong(key, found, f"{shown(value)}, {why}")
 
     def leave_out(self, key: str) -> None:
-        """Take a truth value that changes nothing for this architecture."""
+        """Discard a truth value that changes nothing for this architecture."""
         found = self._left.pop(key, True)
         if found is not True and found is not False:
             raise self.wrong(key, found, "a truth value")
 
     def finish(self) -> None:
-        """Refuse by name what is left: it may change what a model computes."""
+        """Refuse by name the keys that are left: they may change what the model computes."""
         for key, value in _NEUTRAL.items():
             self.must_be(key, value, "as nothing else is computed for this architecture")
         if left := [key for key in self._left if key not in _HARMLESS]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tl_posdisent.utils.validation import is_integer, shown
 
 _PREFIX = "tokenizer.ggml."
-# What transformers' conversion calls the keys of a file.
+# Keys of a file, and their names in transformers' conversion.
 _NAMES = {
     "model": "tokenizer_type",
     "pre": "pre_tokenizer_type",
@@ -26,15 +26,16 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def tokenizer_of(architecture: str, model_type: str, metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer that the metadata describe, built by transformers.
+    """Build the tokenizer that the metadata describes, with transformers.
 
     Args:
         architecture: as the file states it.
-        model_type: transformers' name of it, by which versions before 5.2x choose the kind of tokenizer.
-        metadata: of the file.
+        model_type: its name in transformers, by which versions before 5.2x choose the kind of tokenizer.
+        metadata: the file's metadata.
 
     Raises:
-        ValueError: metadata of another type or length, tokens that there are not, a kind of tokenizer that is not read.
+        ValueError: metadata of the wrong type or length, ids of tokens that do not exist, an unsupported kind of
+            tokenizer.
     """
     given = {name: metadata[_PREFIX + key] for key, name in _NAMES.items() if _PREFIX + key in metadata}
     lists = {key: _list(key, metadata[_PREFIX + key]) for key in _LISTS if _PREFIX + key in metadata}
@@ -61,12 +62,12 @@ def tokenizer_of(architecture: str, model_type: str, metadata: Mapping[str, Any]
         convert, named = _conversion(architecture, model_type)
         backend, more = convert(named, given | lists)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **(options | more))
-    except Exception as error:  # of many kinds: a merge of what are no tokens, a kind that is not known
+    except Exception as error:  # many kinds: a merge of strings that are not tokens, an unknown kind of tokenizer
         raise ValueError(f"transformers cannot build its tokenizer ({type(error).__name__}): {error}") from error
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, int | None]:
-    """The ids of the tokens bos, eos, unk and pad; None for those that the file does not state.
+    """Return the ids of the tokens bos, eos, unk and pad; None for those that the file does not state.
 
     Raises:
         ValueError: ids of tokens that the file does not have.
@@ -91,7 +92,7 @@ def _list(key: str, found: Any) -> list[Any]:
 
 
 def _conversion(architecture: str, model_type: str) -> tuple[Callable[[str, Any], tuple[Any, dict[str, Any]]], str]:
-    """transformers' function, and what it calls the architecture."""
+    """Return the conversion function of transformers, and its name for the architecture."""
     try:
         from transformers.integrations.gguf import convert_gguf_tokenizer
 

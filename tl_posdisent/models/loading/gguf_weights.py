@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file as a state dict of transformers: every parameter from the file, and every tensor used."""
+"""Convert the tensors of a GGUF file to a transformers state dict: every parameter is filled, every tensor used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Numbers = np.ndarray
 
 
 def sources(architecture: str, config: Any, names: list[str]) -> dict[str, list[str]]:
-    """For each name of a state dict, the names of the tensors that it is made of, in order."""
+    """Map each name of a state dict to the names of the tensors that make it up, in order."""
     import gguf
 
     number = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -43,16 +43,16 @@ def sources(architecture: str, config: Any, names: list[str]) -> dict[str, list[
 def state_dict(
     architecture: str, config: Any, shapes: Mapping[str, torch.Size], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
-    """The file's tensors in float32, by the names and in the shapes of the model.
+    """Convert the file's tensors to float32, with the names and shapes of the model's parameters.
 
     Args:
         architecture: as the file states it.
         config: the model's configuration in transformers.
-        shapes: of the model's parameters, by name; of tied parameters the first.
-        tensors: of the file.
+        shapes: shapes of the model's parameters, by name; of tied parameters, only the first.
+        tensors: the file's tensors.
 
     Raises:
-        ValueError: a tensor that is missing, is not used, or has another shape or a type that is not dequantised.
+        ValueError: a tensor that is missing, is not used, has the wrong shape, or has a type that is not dequantised.
     """
     needed = sources(architecture, config, list(shapes))
     used = {source for group in needed.values() for source in group}
@@ -66,7 +66,7 @@ def state_dict(
         held = sum(math.prod(tensors[source].shape) for source in group)
         if held != math.prod(shapes[name]):
             listed = ", ".join(f"{source} {tensors[source].shape}" for source in group)
-            raise ValueError(f"its tensors {listed} do not go with {name} of shape {tuple(shapes[name])}")
+            raise ValueError(f"its tensors {listed} do not match {name} of shape {tuple(shapes[name])}")
     return {name: _tensor(architecture, config, shapes[name], needed[name], tensors) for name in shapes}
 
 
@@ -83,11 +83,11 @@ def _tensor(
     return torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
 
 
-# --- what converters change of some architectures' tensors, undone ------------------------------------------------
+# --- undo the changes that converters make to tensors of some architectures ---------------------------------------
 
 
 def _halves(x: Numbers, name: str, config: Any) -> Numbers:
-    """Llama's queries and keys: pairs (i, i + half) lie beside each other in every head of the file."""
+    """Reorder Llama's queries and keys: in the file, coordinates i and i + half of each head are adjacent."""
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
     n = next((n for part, n in heads.items() if part in name), None)
     if n is None:
@@ -101,7 +101,7 @@ def _transposed(x: Numbers, name: str, config: Any) -> Numbers:
 
 
 def _less_one(x: Numbers, name: str, config: Any) -> Numbers:
-    """Norms of models that add 1 to the gains that they hold."""
+    """Subtract 1 from norms, in models that add 1 to the gains that they store."""
     return x - np.float32(1.0) if name.endswith("norm.weight") else x
 
 
@@ -114,14 +114,14 @@ def _one_channel(x: Numbers, name: str, config: Any) -> Numbers:
 
 
 def _by_head(x: Numbers, name: str, config: Any) -> Numbers:
-    """Bloom's queries, keys and values, which the model holds head by head."""
+    """Reorder Bloom's queries, keys and values, which the model stores head by head."""
     if "attn_qkv" not in name:
         return x
     return x.reshape(3, config.n_head, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def _by_group(x: Numbers, name: str, config: Any) -> Numbers:
-    """Falcon's queries, keys and values, which the model holds by groups: the queries of a key, that key, its value."""
+    """Reorder Falcon's queries, keys and values by group, as the model stores them: queries of a key, key, value."""
     if "attn_qkv" not in name:
         return x
     heads, keys = config.num_attention_heads, config.num_kv_heads

@@ -1,7 +1,7 @@
-"""From a Hugging Face model, a directory or a name to a TransformerLens model with the original's logits.
+"""Load a Hugging Face model, a directory or a name as a TransformerLens model with the original's logits.
 
-A converter that does not read a head size, a rotary base or a frequency scaling makes a model with wrong outputs, so
-every conversion is compared with the original.
+A converter that overlooks a head size, a rotary base or a frequency scaling makes a model with wrong outputs, so every
+conversion is compared with the original.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
     TransformerLensModel: TypeAlias = HookedTransformer | TransformerBridge
-else:  # what a run-time type checker can know: importing them costs seconds, and 4.x lacks the first
+else:  # for run-time type checkers: importing the classes takes seconds, and 4.x lacks the first
     HookedTransformer = TransformerBridge = TransformerLensModel = torch.nn.Module
 
-# A private module, but the only function that takes a model without downloading a tokenizer.
+# A private module, but it has the only function that accepts a model without downloading a tokenizer.
 _BRIDGE = "transformer_lens.model_bridge.sources._bridge_builder.build_bridge_from_module"
 _OFFICIAL_NAME = [
     f"transformer_lens.{m}.get_official_model_name" for m in ("supported_models", "loading_from_pretrained")
 ]
-_LONGEST_NAME = 255  # characters; of a file in most file systems, and more than a repository's may have
+_LONGEST_NAME = 255  # characters: the limit for files in most file systems, and above that for repositories
 
 Backend = Literal["auto", "hooked", "bridge"]
-"""HookedTransformer, TransformerBridge, or the first of the two that is there and right."""
+"""HookedTransformer, TransformerBridge, or the first of the two that is installed and correct."""
 
 
 def _lens(*places: str) -> Any:
-    """The first of these modules and names that the installed TransformerLens has, or None."""
+    """Return the first of these modules and names that the installed TransformerLens has, or None."""
     for place in places:
         with contextlib.suppress(ImportError, AttributeError):  # even hasattr raises ImportError in TransformerLens 4
             return resolve_name(place)
@@ -61,17 +61,17 @@ def _lens(*places: str) -> Any:
 
 
 def has_hooked() -> bool:
-    """Whether the installed TransformerLens has HookedTransformer (2.x and 3.x have it, 4.x has not)."""
+    """Say whether the installed TransformerLens has HookedTransformer (2.x and 3.x do, 4.x does not)."""
     return _lens("transformer_lens.HookedTransformer") is not None
 
 
 def has_bridge() -> bool:
-    """Whether the installed TransformerLens has a TransformerBridge for models in memory (from 3.4 on)."""
+    """Say whether the installed TransformerLens has a TransformerBridge for models in memory (since 3.4)."""
     return _lens(_BRIDGE) is not None
 
 
 def check_device(device: str | torch.device | None) -> torch.device | None:
-    """The device; None where the caller has a default. Refuses what torch does not know and what is not there."""
+    """Return the device, or None for the caller's default; raise if torch does not know it or it does not exist."""
     if device is None:
         return None
     try:
@@ -79,7 +79,7 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         raise ArgumentError("device", f'must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
     try:
-        torch.zeros(1, device=chosen).item()  # which meta has no value for
+        torch.zeros(1, device=chosen).item()  # fails on meta, which has no values
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         seen = f"torch sees {torch.cuda.device_count() or 'no'} CUDA devices here"
         why = seen if chosen.type == "cuda" else first_line(error).split(". ")[0]
@@ -90,7 +90,7 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend)) -> None:
-    """Raise ValueError unless ``backend`` is an allowed one and the installed TransformerLens has it."""
+    """Raise ValueError unless ``backend`` is allowed and the installed TransformerLens has it."""
     if backend not in allowed:
         raise ArgumentError("backend", f"must be one of {allowed}, got {backend!r}")
     if backend == "hooked" and not has_hooked():
@@ -103,13 +103,13 @@ def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend))
 
 
 def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """A copy that TransformerLens may change, and need not reload from a name or path that does not exist."""
+    """Copy a tokenizer so that TransformerLens may change it and does not reload it from a name that does not exist."""
     if tokenizer is None:
         return None
     tokenizer = copy.deepcopy(tokenizer)
     if not tokenizer.init_kwargs.get("name_or_path"):
-        # TransformerLens reloads a tokenizer by name unless this flag says that it adds the token by itself;
-        # whether it really does is found out by encoding something, so the flag decides nothing else.
+        # TransformerLens reloads a tokenizer by name unless this flag says that it adds the token by itself. Whether it
+        # does is tested by encoding something, so the flag has no other effect.
         tokenizer.init_kwargs |= {"name_or_path": "in-memory", "add_bos_token": True}
     return tokenizer
 
@@ -133,12 +133,12 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     """Convert ``hf_model`` to a HookedTransformer with unprocessed weights (nothing folded, nothing centred).
 
     Args:
-        hf_model: a causal language model; it is read, not changed. Its device and dtype are kept.
-        tokenizer: given to the model (as a copy), so that ``to_tokens`` works without a network.
+        hf_model: a causal language model, which is not changed. Its device and dtype are kept.
+        tokenizer: a copy of it is attached to the model, so that ``to_tokens`` works without a network.
 
     Raises:
-        ValueError: no model of transformers; the installed TransformerLens has no HookedTransformer, does not know the
-            architecture, or converts it to a model that computes something else (``check_same_logits``, rotary tables).
+        ValueError: not a Hugging Face model; the installed TransformerLens has no HookedTransformer, does not know the
+            architecture, or converts it to a model with different outputs (``check_same_logits``, rotary tables).
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_hooked() or hooked_from_hf(demo_hf_model()).cfg.n_key_value_heads == 4
@@ -163,14 +163,14 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     """Wrap ``hf_model`` in a TransformerBridge, with eager attention so that every hook can fire.
 
     Args:
-        hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced by hooked ones
-            in place (it still computes the same), and it is put in evaluation mode. If its attention does not find
-            the KV cache that this version of transformers passes, it is adapted by a forward pre-hook of torch.
+        hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced in place by hooked ones
+            (its outputs stay the same), and it is put in evaluation mode. If its attention does not find the KV cache
+            that this version of transformers passes, it is adapted by a torch forward pre-hook.
         tokenizer: as in ``hooked_from_hf``.
 
     Raises:
-        ValueError: no model of transformers; TransformerLens is older than 3.4 or does not know the architecture; the
-            bridge computes something else than the model did before it was wrapped.
+        ValueError: not a Hugging Face model; TransformerLens is older than 3.4 or does not know the architecture; the
+            bridge's outputs differ from those of the model before it was wrapped.
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_bridge() or bridge_from_hf(demo_hf_model())(torch.tensor([[1, 2]])).shape == (1, 2, 1024)
@@ -178,7 +178,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     check_backend("bridge")
     _check_hf_model(hf_model)
     hf_model.eval()
-    numbers = not any(p.is_meta for p in hf_model.parameters())  # else there are shapes alone, and nothing to compare
+    numbers = not any(p.is_meta for p in hf_model.parameters())  # meta tensors have no values to compare
     tokens = probe_tokens(hf_model)
     name = type(hf_model).__name__
     with logits_at_some_positions(hf_model, tokens):
@@ -203,7 +203,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 def as_backend(
     hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, backend: Backend
 ) -> TransformerLensModel:
-    """The class that ``backend`` names; for ``"auto"`` the bridge where a HookedTransformer computes something else."""
+    """Convert to the class that ``backend`` names; ``"auto"`` uses the bridge if HookedTransformer's logits differ."""
     if backend == "hooked" or (backend == "auto" and has_hooked()):
         try:
             return hooked_from_hf(hf_model, tokenizer=tokenizer)
@@ -216,7 +216,7 @@ def as_backend(
 
 
 def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """The model and tokenizer (if it has one) of a directory, a GGUF file or a name. Never runs code from there."""
+    """Load model and tokenizer (if any) from a directory, a GGUF file or a name, without running code from there."""
     if source in PACKAGED:
         with packaged_file(str(source)) as path:
             return read_gguf(path, dtype=dtype)
@@ -238,12 +238,12 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
 
 
 def _source(name_or_dir: Any) -> str | Path:
-    """An existing folder or GGUF file, or a possible model name. Names that look like paths never use a network."""
+    """Return an existing folder or GGUF file, or a possible model name. Names that look like paths use no network."""
     needed = "must be the folder of a model, a GGUF file, or a model's name"
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
         raise ArgumentError("name_or_dir", f"{needed}, got {what}")
-    if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # also beside a folder of this name
+    if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
         return name_or_dir
     path, there = Path(name_or_dir), found_at(name_or_dir)
     if there == "folder" or (there == "file" and path.suffix == ".gguf"):
@@ -254,7 +254,7 @@ def _source(name_or_dir: Any) -> str | Path:
         )
     a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or there is not None
     if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
-        raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is no folder and no .gguf file")
+        raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is neither a folder nor a .gguf file")
     return str(name_or_dir)
 
 
@@ -268,22 +268,22 @@ def load_model(
     """Load a model from a directory (of `save_pretrained`), a GGUF file or, by name, the hub or its cache.
 
     Args:
-        name_or_dir: an existing directory or ``.gguf`` file (needs the package gguf), which is read without any
-            network; ``"smollm2"`` or ``"gemma3-270m"``, whose files Python packages carry (a folder of that name is
-            ``"./smollm2"``); or a model's name: of a repository, or one that TransformerLens has for it.
-        backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer where the installed
-            TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
-        device: where the model goes; by default the CPU for a directory or file, TransformerLens' choice for a name.
-        dtype: of the weights, to which those of a GGUF file are dequantised; float32 by default.
+        name_or_dir: an existing directory or ``.gguf`` file (needs the package gguf), which is read without a network;
+            ``"smollm2"`` or ``"gemma3-270m"``, whose files come in Python packages (for a folder of that name, write
+            ``"./smollm2"``); or a model's name: a repository, or TransformerLens's name for it.
+        backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer if the installed TransformerLens has it
+            and converts this model correctly, otherwise TransformerBridge.
+        device: the model's device; by default the CPU for a directory or file, TransformerLens's choice for a name.
+        dtype: dtype of the weights, to which a GGUF file is dequantised; default float32.
 
     Returns:
         The model with its tokenizer, if it has one. Code shipped with a model is never run, and weights in pickles are
         never read.
 
     Raises:
-        ValueError: unknown backend, device or dtype; no such path; no whole model in safetensors format; a GGUF file
-            that is damaged, or has a key or a tensor that the model would not compute with, or lacks one; a package
-            that is not installed; a model that the backend cannot represent.
+        ValueError: unknown backend, device or dtype; no such path; not a complete model in safetensors format; a GGUF
+            file that is damaged, lacks a key or a tensor, or has one that the model would ignore; a package that is not
+            installed; a model that the backend cannot represent.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
@@ -300,7 +300,7 @@ def load_model(
     if isinstance(source, str) and source not in PACKAGED:
         if device is None:
             device = _lens("transformer_lens.utilities.devices.get_device", "transformer_lens.utils.get_device")()
-        with contextlib.suppress(ValueError):  # which a name that is a repository's own raises
+        with contextlib.suppress(ValueError):  # raised if the name is already a repository
             source = str(_lens(*_OFFICIAL_NAME)(source))
     hf_model, tokenizer = _read(source, dtype or torch.float32)
     if device is not None:

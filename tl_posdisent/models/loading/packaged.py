@@ -1,4 +1,4 @@
-"""Language models whose weights Python packages carry, as GGUF files, whole or in pieces."""
+"""Language models whose weights come in Python packages, as GGUF files, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tl_posdisent.utils.errors import ArgumentError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """Where a model's GGUF file is.
+    """The Python packages that hold a model's GGUF file.
 
-    ``pieces`` are pairs of a package and a file in it, in order; ``terms`` is a package that carries the model's terms
-    of use, and what they are called. ``architecture`` is the class in transformers, ``sha256`` the sum of the whole.
+    ``pieces`` are pairs of a package and a file in it, in order; ``terms`` is a package that contains the model's terms
+    of use, and their name. ``architecture`` is the class in transformers, ``sha256`` the checksum of the whole file.
     """
 
     architecture: str
@@ -50,14 +50,14 @@ PACKAGED = {
         (_GEMMA, "the Gemma terms of use"),
     ),
 }
-"""Models by the name that ``load_model`` takes: SmolLM2-135M-Instruct (Q4_1) and Gemma 3 270M, base (Q4_K_M)."""
+"""Models by their name in ``load_model``: SmolLM2-135M-Instruct (Q4_1) and Gemma 3 270M, base (Q4_K_M)."""
 
 
 @contextmanager
 def packaged_file(name: str) -> Iterator[Path]:
-    """The GGUF file of a model in ``PACKAGED``; joined pieces are a temporary file, which is removed afterwards.
+    """Yield the GGUF file of a model in ``PACKAGED``; pieces are joined in a temporary file, removed afterwards.
 
-    The packages are not imported. Raises ValueError if one is not installed or the file is not the one expected.
+    The packages are not imported. Raises ValueError if one is not installed or the file is not the expected one.
     """
     model = PACKAGED[name]
     paths = [_installed(name, package, file) for package, file in model.pieces]

@@ -1,4 +1,4 @@
-"""Random-weights baselines: copies of a model with new, shuffled or partly new weights."""
+"""Random-weights baselines: copies of a model with random, shuffled or partly random weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
-"""Which weights of a copy are random: all of them, all in another order, or those of queries and keys alone."""
+"""Which weights of a copy are random: all of them, all of them shuffled, or only those of queries and keys."""
 
 Scale: TypeAlias = float | Literal["config"]
-"""A standard deviation of random weights, or the one that the model's configuration states."""
+"""The standard deviation of random weights, or ``"config"`` for the one that the model's configuration states."""
 
 USUAL_STD = 0.02  # the default of transformers' configurations
-_SCALES = ("initializer_range", "init_std")  # what configurations call it; OPT's is the second
-_OF_QK = ("W_Q", "W_K", "b_Q", "b_K")  # HookedTransformer's; grouped keys have `_W_K`
-_DRAWING = threading.Lock()  # torch's random state and default dtype are those of all threads
+_SCALES = ("initializer_range", "init_std")  # its name in configurations; OPT uses the second
+_OF_QK = ("W_Q", "W_K", "b_Q", "b_K")  # HookedTransformer's names; grouped keys have `_W_K`
+_DRAWING = threading.Lock()  # all threads share torch's random state and default dtype
 _OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks", "ctx")
 
 
@@ -43,39 +43,39 @@ def random_control(
 ) -> Iterator[Any]:
     """Yield random-weights baselines: copies of a model with other weights, one in memory at a time.
 
-    Compare every number of a trained model with this baseline. ``weights`` says what is random, and so which question
+    Compare every number of a trained model with this baseline. ``weights`` says what is random, and thus which question
     the comparison answers:
 
-    * ``"random"`` (default): all weights are drawn anew, as before training. What did training change? A
-      TransformerBridge is initialised as its Hugging Face class is; in a HookedTransformer, weights are drawn from
-      N(0, std²), gains of norms are 1 and biases 0.
+    * ``"random"`` (default): all weights are redrawn, as before training. What did training change? A TransformerBridge
+      is initialised like its Hugging Face class; in a HookedTransformer, weights are drawn from N(0, std²), gains of
+      norms are 1 and biases 0.
     * ``"shuffled"``: the entries of each weight matrix and vector are permuted. Is the scale of the trained weights
       enough, without their structure?
-    * ``"random_qk"``: the projections to queries and keys are drawn anew, their biases are 0, and everything else stays
-      trained, norms of queries and keys included. Do the learned projections matter, or does the residual stream that
+    * ``"random_qk"``: the projections to queries and keys are redrawn, their biases are 0, and everything else stays
+      trained, including norms of queries and keys. Do the learned projections matter, or does the residual stream that
       they read suffice?
 
     How additive the scores of random weights are depends on ``std``: in SmolLM2-135M the mean *r* of one text is .88 at
     0.02 and .52 at its own 1/24.
 
     Args:
-        model: HookedTransformer, TransformerBridge or a similar model; read, not changed.
-        seeds: how many copies (seeds 0, 1 …), or a list of seeds; the global random state is left as it was.
+        model: HookedTransformer, TransformerBridge or a similar model, which is not changed.
+        seeds: number of copies (seeds 0, 1 …), or a list of seeds; the global random state is restored.
         weights: ``"random"``, ``"shuffled"`` or ``"random_qk"``.
         std: standard deviation of the weights that are drawn: a number; ``"config"`` for ``initializer_range`` of the
-            model's configuration; or several, of each of which there are copies of all seeds. GGUF files state none:
-            for those of models whose range is published (SmolLM2-135M, Gemma 3) ``load_model`` completes it, for others
-            0.02 is taken, with a warning.
+            model's configuration; or several, each with copies for all seeds. GGUF files do not state it:
+            ``load_model`` fills it in for models whose range is published (SmolLM2-135M, Gemma 3); for others 0.02 is
+            used, with a warning.
 
     Yields:
         A model of the same class, device and dtype, in evaluation mode, without the hooks of ``model``; for each
-        ``std``, one per seed. ``copy.cfg.initializer_range`` is the standard deviation. Made within ``longer_context``,
-        copies read as long texts.
+        ``std``, one per seed. ``copy.cfg.initializer_range`` is the standard deviation. Copies made within
+        ``longer_context`` accept equally long texts.
 
     Raises:
-        ValueError: seeds that are not integers, repeated, or none; unknown ``weights``; a std that is not above 0, or
-            for ``"shuffled"``, which has none; ``"random_qk"`` of a model whose queries and keys are not made by a
-            projection of each (as with latent attention); a model that is not TransformerLens's.
+        ValueError: seeds that are not integers, repeated or missing; unknown ``weights``; a std that is not above 0, or
+            given for ``"shuffled"``, which uses none; ``"random_qk"`` for a model that does not have one projection to
+            queries and one to keys (as with latent attention); not a TransformerLens model.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, random_control
@@ -103,7 +103,7 @@ def random_control(
 
 
 def initial_scales(model: Any, std: Scale | Iterable[Scale]) -> list[float]:
-    """The standard deviations that ``random_control`` draws with; warn where the model's configuration states none."""
+    """Return the standard deviations that ``random_control`` uses; warn if the model's configuration states none."""
     several = [std] if isinstance(std, str) or not isinstance(std, Iterable) else list(std)
     if not several:
         raise ArgumentError("std", 'must be a number, "config", or some of these, got none')
@@ -114,7 +114,7 @@ def initial_scales(model: Any, std: Scale | Iterable[Scale]) -> list[float]:
 
 
 def initial_scale(model: Any, std: Scale) -> float:
-    """The one standard deviation that copies are drawn with."""
+    """Return the single standard deviation with which copies are drawn."""
     scales = initial_scales(model, std)
     if len(scales) > 1:
         raise ArgumentError("std", f'must be one number or "config" here, got {shown(scales)}')
@@ -122,7 +122,7 @@ def initial_scale(model: Any, std: Scale) -> float:
 
 
 def described_copies(weights: Baseline, scales: Sequence[float], seeds: Sequence[int]) -> str:
-    """What a table was compared with, in words.
+    """Describe in words the copies with which a table was compared.
 
     >>> described_copies("random", [0.02], [0, 1]), described_copies("shuffled", [], [3])
     ('random weights, standard deviation 0.02, seeds 0, 1', 'shuffled weights, seed 3')
@@ -139,7 +139,7 @@ def _number(x: Any) -> float:
 
 
 def _configuration(model: Any) -> Any:
-    """The Hugging Face configuration that a bridge's weights are drawn by; else TransformerLens's."""
+    """Return the Hugging Face configuration by which a bridge's weights are drawn, or else TransformerLens's."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     return model.cfg if config is None else config.get_text_config()
 
@@ -158,7 +158,7 @@ def _stated(model: Any) -> float:
 
 
 def _is_default(model: Any, config: Any, stated: float) -> bool:
-    """Whether the number is no statement about this model: a library's default, or a gain of another initialisation."""
+    """Say whether the number is not specific to this model: a library's default, or the gain of another scheme."""
     if any(getattr(x, "initializer_range_assumed", False) for x in (model, config)):
         return True
     if getattr(config, "init_mode", "gpt2") != "gpt2":
@@ -168,7 +168,7 @@ def _is_default(model: Any, config: Any, stated: float) -> bool:
 
 
 def _copied(model: Any) -> Any:
-    """A copy without hooks and without tensors that a pass left behind, which may hold what cannot be copied."""
+    """Copy a model without hooks, and without tensors left by a pass, which may be impossible to copy."""
     attributes = [(module, name, x) for module in model.modules() for name, x in vars(module).items()]
     hooks = [x for module, name, x in attributes if name in _OF_HOOKS and x and isinstance(module, HookPoint)]
     left = [x for _, _, x in attributes if isinstance(x, Tensor) and not x.is_leaf]  # a bridge's last pattern
@@ -212,14 +212,14 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
         state, default = torch.random.get_rng_state(), torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32)  # in which the weights are drawn
-            torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed is of all GPUs too
+            torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
             fresh = type(model.original_model)(config)
             fresh = fresh.to(device_of(model), dtype_of(model.original_model))
             bridge = bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
         finally:
             torch.set_default_dtype(default)
             torch.random.set_rng_state(state)
-    for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: as long texts
+    for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: longer tables
         if hasattr(block, "attn"):
             for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
                 setattr(slot.owner, slot.name, longer.table.clone())
@@ -245,7 +245,7 @@ def _with_random_qk(model: Any, std: float, seed: int) -> Any:
 
 
 def _projections(model: Any, layer: int) -> list[tuple[str, Tensor]]:
-    """Names and parameters of a layer's projections to queries and keys."""
+    """Return names and parameters of a layer's projections to queries and keys."""
     attention = getattr(model.blocks[layer], "attn", None)
     if attention is None:  # a layer without attention has none
         return []

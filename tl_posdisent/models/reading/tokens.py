@@ -104,5 +104,5 @@ def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
-            raise ArgumentError("tokens", f"were given as text that is no UTF-8: {error}") from error
+            raise ArgumentError("tokens", f"were given as text that is not valid UTF-8: {error}") from error
     return [model.to_tokens(text, truncate=False) for text in texts]
