@@ -21,7 +21,8 @@ import tl_posdisent as tp
 from tl_posdisent import ablate_heads, dummy_distance, read_model
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.hook_list import Hooks
-from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

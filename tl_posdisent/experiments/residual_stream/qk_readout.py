@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import hook_name
-from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 

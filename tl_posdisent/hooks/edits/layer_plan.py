@@ -20,7 +20,8 @@ from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation, PositionMap, RotationEdit, compose
 from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit, score_conflict
 from tl_posdisent.models.reading.model_parts import hook_name
-from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import head_label
 
 Placed = tuple[Edit, tuple[int, ...]]

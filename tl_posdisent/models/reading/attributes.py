@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_parts import hook_name, modules
-from tl_posdisent.models.reading.spec import Tap
+from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table, table_like
 from tl_posdisent.utils.validation import is_number
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from tl_posdisent.models.reading import attributes as facts
 from tl_posdisent.models.reading.forward_pass import Hook, Pass, running
 from tl_posdisent.models.reading.model_parts import device_of, hook_name
-from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec, masked_below, n_layers
 from tl_posdisent.models.reading.tokens import check_tokens, special_id
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
 from tl_posdisent.utils.precision import mismatch
