@@ -1,4 +1,4 @@
-"""The atlas of a report: all heads in one map and one table, with what the other sections measured of each."""
+"""The atlas of a report: one map and one table of all heads, with the measurements of the other sections."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def looks_at(heads: pd.DataFrame) -> pd.Series:
-    """``"where"``, ``"what"`` or ``"neither"``: the largest of three shares of the variance of a head's scores.
+    """Classify each head as ``"where"``, ``"what"`` or ``"neither"``, by the largest of three shares of its variance.
 
-    That which the distance explains alone, the key alone, or no sum of components. The query's share is left out: the
-    softmax ignores it.
+    These are the shares of the scores' variance that the distance explains alone, that the key explains alone, and that
+    no sum of components explains. The query's share is left out, because the softmax ignores it.
     """
     shares = {"where": heads["share_distance"], "what": heads["share_key"], "neither": 1 - heads["r"] ** 2}
     return pd.DataFrame(shares).fillna(-1.0).idxmax(axis=1).where(heads["r"].notna(), MISSING)
 
 
 def atlas(found: Mapping[SectionName, Found]) -> Markup:
-    """The section; empty without the additivity of each head, which colours the map."""
+    """The section as HTML; empty without the section ``additivity``, whose shares colour the map."""
     if "additivity" not in found or found["additivity"].refused:
         return Markup()
     heads = atlas_table(found)
@@ -41,7 +41,7 @@ def atlas(found: Mapping[SectionName, Found]) -> Markup:
     grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told")
     drawn.update_traces(customdata=grid.fillna("").to_numpy(), hovertemplate="%{customdata}")
     ranked = heads.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
-    rows = heads if len(heads) <= ROWS else ranked  # of many heads those that are linked to
+    rows = heads if len(heads) <= ROWS else ranked  # if there are many heads, those that other sections link to
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at"}
     shown = rows.drop(columns=["r"] if "r_held_out" in rows else []).fillna(
@@ -86,13 +86,13 @@ def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
 
 
 def label_words(labels: pd.DataFrame) -> pd.DataFrame:
-    """The same with each ``label`` in words, and None where a head has none."""
+    """Return the table with each ``label`` in words, or None for a head without one."""
     words = labels["label"].str.replace("_", " ").str.replace("+", " + ", regex=False)
     return labels.assign(label=words.where(words != "", None))
 
 
 def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]:
-    """What the map says of each head."""
+    """The hover text of each head in the map."""
     ladder = found.get("ladder")
     climbed: dict[tuple[int, int], str] = {}
     if ladder is not None and not ladder.refused:

@@ -1,4 +1,4 @@
-"""``report``: measure a model on a text, and write what came out as one HTML file that admits nothing from outside."""
+"""``report``: measure a model on a text, and write the results as one HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ def report(
 ) -> Path:
     """Measure which positions and tokens the heads of a model attend to in a text, and write one HTML file.
 
-    The file has plotly figures and circuitsvis widgets, loads nothing from a network, and is the same, byte for byte,
-    when made again. Its numbers are those of the experiments called alone; random initialisations read the same text.
+    The file has plotly figures and circuitsvis widgets and loads nothing from a network. The same call writes the same
+    file, byte for byte. Its numbers are those of the experiments called alone, and random initialisations read the same
+    text.
 
     Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether; a string of more
-    than 512 tokens is cut into equal stretches. Sections that cost a forward pass for each run read less, and of a
-    large model measure a sample of the heads; each says what it read.
+    than 512 tokens is cut into equal stretches. Sections that need a forward pass for each run read less, and
+    measure a sample of the heads of a large model; each section states what it read.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all that is
-            measured of it, and not on random initialisations. It is read once.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all of its
+            measurements, but not on random initialisations. It is read once.
         text: ids ``[batch, pos]``, or text if the model has a tokenizer: a string, or a list of strings of any lengths.
-        path: the HTML file; its folder is made if need be.
+        path: the HTML file; its folder is created if necessary.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
-        std: standard deviation of their weights, one, as in ``random_control``.
+        std: standard deviation of their weights, a single one, as in ``random_control``.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"labels"``,
-            ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Those that cannot be made give
-            the reason.
-        title: of the page; default names the model.
-        seed: of random initialisations, perturbations and samples of heads.
+            ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. A section that cannot be
+            measured states the reason.
+        title: title of the page; the default names the model.
+        seed: seed of random initialisations, perturbations and samples of heads.
         command: the command line to print under "How to reproduce"; default this call.
         progress: show one bar.
 
@@ -132,7 +133,7 @@ def report(
 
 
 def page(title: str, sections: Sequence[Markup], contents: Mapping[str, str], widgets: Sequence[str]) -> str:
-    """The whole HTML document: sections in HTML, titles in ``contents`` by id, scripts of the widgets."""
+    """Assemble the HTML document from the sections, their titles by id (``contents``) and the widgets' scripts."""
     scripts = [get_plotlyjs(), read("page.js")] if any('<div class="plot"' in one for one in sections) else []
     scripts += [library(), *widgets] if widgets else []
     values = {"title": title, "sections": sections, "contents": contents, "scripts": scripts}

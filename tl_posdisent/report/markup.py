@@ -1,6 +1,6 @@
 """Tables, figures and pages of a report, from the templates in ``templates/``.
 
-Templates escape whatever is not ``Markup``. What comes from a model, a text or an error is never ``Markup``.
+Templates escape everything that is not ``Markup``. Strings from a model, a text or an error are never ``Markup``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 512
 
 
 def printable_lines(text: Any) -> str:
-    """Text in which invisible characters other than spaces and line breaks are written as escape sequences."""
+    """Escape invisible characters other than spaces and line breaks."""
     return "\n".join(map(printable, str(text).split("\n")))
 
 
@@ -40,23 +40,23 @@ _TEMPLATES.filters["printable"] = printable_lines
 
 
 def render(name: str, **values: Any) -> Markup:
-    """The template ``name`` with these values."""
+    """Render the template ``name`` with these values."""
     return Markup(_TEMPLATES.get_template(f"{name}.html").render(values))
 
 
 def part(name: str, *values: Any) -> Markup:
-    """A name that ``parts.html`` gives, or a macro with these arguments."""
+    """Return a variable of ``parts.html``, or call one of its macros with these arguments."""
     found = getattr(_TEMPLATES.get_template("parts.html").module, name)
     return Markup(found(*values) if values else found)
 
 
 def read(name: str) -> str:
-    """A file of this folder: the page's style or script."""
+    """Read a file of this folder: the page's style or script."""
     return (resources.files("tl_posdisent.report") / name).read_text(encoding="utf-8")
 
 
 def head_link(layer: Any, head: Any) -> Markup:
-    """The label of a head, as a link to its row in the table of all heads."""
+    """Return the label of a head as a link to its row in the table of all heads."""
     return Markup('<a href="#{0}">{0}</a>').format(head_label(int(layer), int(head)))
 
 
@@ -68,10 +68,10 @@ def table(
     digits: int | Mapping[str, int] = 3,
     heads: Literal["plain", "named"] = "plain",
 ) -> Markup:
-    """The first 512 rows of a table in a box that scrolls.
+    """Render the first 512 rows of a table in a box that scrolls.
 
-    The first column names the rows. In a table with ``layer`` and ``head`` these two do, as one label, which is the
-    target of links if ``heads="named"``.
+    The first column names the rows. If the table has ``layer`` and ``head``, these two columns become one label, which
+    is the target of links if ``heads="named"``.
     """
     if len(frame) > ROWS:
         caption = f"{caption}: the first {ROWS} of {len(frame)} rows"
@@ -90,9 +90,9 @@ def table(
 
 
 def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = False) -> Markup:
-    """A plotly figure with its caption, as data that the page's script draws.
+    """Render a plotly figure with its caption, as data that the page's script draws.
 
-    ``linked``: it is a map of heads, and a click on a cell leads to the row of its head.
+    ``linked`` is for maps of heads: a click on a cell leads to the row of its head.
     """
     drawn = go.Figure([legible for trace in drawn.data for legible in _legible(trace)], drawn.layout)
     drawn.update_layout(
@@ -103,8 +103,8 @@ def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = 
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         meta="linked" if linked else None,
     )
-    drawn.update_xaxes(ticks="outside")  # or a 0 lies over that of the other axis
-    # On a phone, numbers in cells need more room than there is: the figure scrolls.
+    drawn.update_xaxes(ticks="outside")  # otherwise the zeros of the two axes overlap
+    # On a phone, numbers in cells need more room than the screen has, so the figure scrolls.
     written = [trace for trace in drawn.data if getattr(trace, "texttemplate", None)]
     room = max([180 + (38 if ".2f" in trace.texttemplate else 48) * len(trace.x) for trace in written], default=0)
     data = Markup(drawn.to_json())  # plotly escapes <, > and /
@@ -112,7 +112,7 @@ def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = 
 
 
 def _legible(trace: Any) -> list[Any]:
-    """A map with numbers as two, of the cells with black and with white ones: plotly's choice lacks contrast."""
+    """Split a heat map with numbers into two, with black and with white text: plotly's own choice lacks contrast."""
     if not isinstance(trace, go.Heatmap) or trace.texttemplate is None:
         return [trace]
     z = np.array(trace.z, dtype=float)

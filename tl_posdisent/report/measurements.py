@@ -1,4 +1,4 @@
-"""What a report reads (a model and texts), and measurements: for each section, from a subject and a seed to a table."""
+"""The model and texts that a report reads, and one measurement per section, from a subject and a seed to a table."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
 
 POSITIONS = 1024
-"""The longest text that is measured: scores grow with its square."""
+"""The longest text that is measured: the size of scores grows with its square."""
 STRETCH = 512
-"""Longer strings are cut into stretches of at most so many tokens."""
+"""Longer strings are cut into stretches of at most this many tokens."""
 TOKENS = 4096
-"""All texts together."""
-_NAMELESS = ("", "custom", "external")  # what TransformerLens calls models that were not loaded by a name
+"""Maximum number of tokens of all texts together."""
+_NAMELESS = ("", "custom", "external")  # TransformerLens's names for models that were not loaded by a name
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and what of it and of a text is measured.
+    """A model, and the layers, heads and texts that are measured.
 
     Attributes:
-        tokens: ids of the texts that are measured, padded on the right, where ``real`` is False.
-        given: number of tokens that were given.
-        words: of the first text, one string per position.
-        asked: the layers asked for; None for all.
-        specs, heads: of these layers.
-        n_parameters: of the model (``count_parameters``).
-        sample: if the heads are a sample of those asked for, which one; ``sampled`` is how many those were, or 0.
+        tokens: ids of the measured texts, padded on the right (where ``real`` is False).
+        given: number of tokens passed by the caller.
+        words: the first text, one string per position.
+        asked: the requested layers; None for all.
+        specs, heads: specs and heads of these layers.
+        n_parameters: number of parameters of the model (``count_parameters``).
+        sample: a sentence on how the heads were sampled, or empty; ``sampled`` is the number of requested heads, or 0
+            without sampling.
     """
 
     reading: ModelReading
@@ -98,12 +99,12 @@ class Subject:
         return [(layer, head) for layer, some in self.heads.items() for head in some]
 
     def some(self, positions: int, tokens: int) -> Subject:
-        """The same with the beginnings of the first texts: at most so many positions, and tokens altogether."""
+        """Keep the beginnings of the first texts: at most ``positions`` of each, and ``tokens`` altogether."""
         rows = max(1, tokens // min(positions, self.tokens.shape[1]))
         return replace(self, tokens=self.tokens[:rows, :positions], real=self.real[:rows, :positions])
 
     def only(self, pairs: list[tuple[int, int]], sample: str) -> Subject:
-        """The same with a sample of its heads."""
+        """Keep a sample of the heads."""
         heads = {layer: [head for head in some if (layer, head) in pairs] for layer, some in self.heads.items()}
         heads = {layer: some for layer, some in heads.items() if some}
         specs = [spec for spec in self.specs if spec.layer in heads]
@@ -115,7 +116,7 @@ class Subject:
         return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
 
     def name(self) -> str:
-        """What the model is called, as far as it knows."""
+        """The model's name, or its architecture if it has no name."""
         tokenizer = getattr(self.model, "tokenizer", None)
         for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
             if isinstance(name, str) and name not in _NAMELESS:
@@ -139,7 +140,7 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
         raise ArgumentError("text", f"cannot be used: {error}") from error
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
     order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
-    tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding behind the texts
+    tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding moved to the right
     if isinstance(text, str) and tokens.shape[1] > min(STRETCH, context):
         tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
         real = torch.ones_like(tokens, dtype=torch.bool)
@@ -150,7 +151,7 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
 
 
 def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
-    """A long text as texts of equal length, each behind the token that begins texts, if the model has one."""
+    """Split a long text into texts of equal length, each after the model's BOS token, if it has one."""
     bare = model.to_tokens(text, truncate=False, prepend_bos=False)[0].to(ids.device)
     begin = len(ids) - len(bare)
     if begin < 0 or not torch.equal(ids[begin:], bare):
@@ -164,16 +165,16 @@ def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) 
 READ = {"labels": (512, 1024), "perturbation": (512, 1024), "ablation": (128, 512), "ladder": (128, 1024)}
 """Positions of each text, and tokens altogether, of sections that read less than the report."""
 PASSES = {"ablation": 0.53, "ladder": 5.0}
-"""Forward passes for each head, as measured on 30 layers of 9 heads."""
+"""Forward passes per head, measured on a model of 30 layers of 9 heads."""
 BUDGET = 3e12
-"""Multiplications in all forward passes of such a section: parameters × tokens × passes × heads. A minute or two on a
-processor; for models of a few million parameters that is more than all heads need."""
+"""Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. They take a
+minute or two on a CPU; models of a few million parameters need less for all heads."""
 LEAST = 12
-"""Heads that are always measured."""
+"""Minimum number of heads in a sample."""
 
 
 def narrowed(name: str, subject: Subject, seed: int) -> Subject:
-    """The texts that a section reads, and the heads that it measures: all, or a random sample within its budget."""
+    """Select the texts and heads that a section measures: all heads, or a random sample within its budget."""
     positions, tokens = READ.get(name, (POSITIONS, TOKENS))
     part = subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
     each = PASSES.get(name, 0) * subject.n_parameters * sum(part.lengths)
@@ -184,7 +185,7 @@ def narrowed(name: str, subject: Subject, seed: int) -> Subject:
     layers: dict[int, list[tuple[int, int]]] = {}
     for index in random.permutation(len(subject.pairs)):
         layers.setdefault(subject.pairs[index][0], []).append(subject.pairs[index])
-    # One after another from each layer, layers in random order.
+    # Take one head from each layer in turn, with the layers in random order.
     drawn = [pair for some in zip_longest(*layers.values()) for pair in some if pair is not None][:n]
     how = f"Measured on {n} of the {len(subject.pairs)} heads, drawn from all layers with seed {seed}."
     return part.only(drawn, how)
@@ -199,9 +200,9 @@ HEAD = ["layer", "head"]
 SHARES = ["share_distance", "share_query", "share_key"]
 FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
 PERTURBATIONS = 2
-_LEAST = 3  # keys below which none is left out
+_LEAST = 3  # texts of at most this many tokens keep their first key
 IDLE = ("not used", "no effect")
-"""Verdicts of heads without which, or whose attention, the predictions can do."""
+"""Verdicts of heads whose output or attention the predictions do not need."""
 
 LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
 _PROFILES = 12  # layers whose distance profiles are drawn
@@ -212,10 +213,10 @@ class Found:
     """The measurement of a section, or the reason for its absence.
 
     Attributes:
-        trained: a table; for the section ``heads`` an ``Exhibits``; None if refused.
+        trained: a table, or ``Exhibits`` for the section ``heads``; None if refused.
         random: the same table for all random initialisations, with a column ``seed``; None without.
         refused: why there is no measurement: the model does not support it, or (``failed``) there was an error.
-        note: what was left out of it, and why.
+        note: what was left out of the measurement, and why.
         read: the texts and heads that were measured.
     """
 
@@ -228,14 +229,14 @@ class Found:
 
     @property
     def sampled(self) -> str:
-        """How many heads were measured, in words, if not all."""
+        """The number of measured heads, in words; empty if all were measured."""
         if self.read is None or not self.read.sampled:
             return ""
         return f"{len(self.read.pairs)} of the {self.read.sampled} heads were measured"
 
 
 class Copies(NamedTuple):
-    """The random-weights baseline: how many copies, and the standard deviation of their weights."""
+    """The random-weights baseline: the number of copies, and the standard deviation of their weights."""
 
     n: int
     std: float
@@ -246,7 +247,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The most and the least additive head (layer, head), and fits and scores of the two's layers."""
+    """The most and the least additive head (layer, head), with the fits and scores of their layers."""
 
     most: tuple[int, int]
     least: tuple[int, int]
@@ -257,7 +258,7 @@ class Exhibits:
 def measure(
     subject: Subject, wanted: Sequence[SectionName], *, copies: Copies, seed: int, progress: bool
 ) -> dict[SectionName, Found]:
-    """Run the measurements of the sections wanted; raise if none of them can be made for this model."""
+    """Run the measurements of the requested sections; raise if this model supports none of them."""
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
     with progress_bar(total=len(needed) + copies.n, desc="report", disable=not progress) as bar:
@@ -289,12 +290,12 @@ def measure(
 
 
 def by_head(table: pd.DataFrame) -> pd.DataFrame:
-    """The mean over texts and seeds, one row for each layer and head."""
+    """Average over texts and seeds: one row for each layer and head."""
     return table.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
 
 
 def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int, copies: Copies) -> Found:
-    """A measurement, or why there is none: errors of the input (``ValueError``) and of the computation."""
+    """Run one measurement, or return why it failed: an unsuitable input (``ValueError``) or a failed computation."""
     part = narrowed(name, subject, seed)
     try:
         if name == "heads":
@@ -324,7 +325,7 @@ def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
-    """With ``r_without_first``, of the fit without the first key of each text, which often is an attention sink."""
+    """Measure additivity, with ``r_without_first`` for fits without the first key, which often is an attention sink."""
     table = additivity(**_common(subject))
     without = additivity(**_common(subject), sinks=1)["r"] if min(subject.lengths) > _LEAST else np.nan
     return _chosen(subject, table.assign(r_without_first=without))
@@ -335,7 +336,7 @@ def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: 
 
 
 def _labels(subject: Subject, seed: int, copies: Copies) -> pd.DataFrame:
-    """With the mean over the random copies beside each measure; these copies belong to the labels themselves."""
+    """Label heads, with the mean over random copies beside each measure; ``head_labels`` makes these copies itself."""
     options: dict[str, Any] = {"local": min(8, min(subject.lengths) - 1), "streaming": False, "seed": seed}
     return _chosen(subject, head_labels(**_common(subject), seeds=copies.seeds(seed), std=copies.std, **options))
 
@@ -350,13 +351,13 @@ def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
 
 
 def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
-    """Uniform attention and the mean output for every head, and the other rungs for those to which both matter.
+    """Measure uniform attention and the mean output for every head, and the other rungs for heads where both add loss.
 
-    Heads of which a run failed have no verdict, and so no rows.
+    Heads with a failed run have no verdict and therefore no rows.
     """
     tokens, real, order = subject.tokens, subject.real, np.argsort([-n for n in subject.lengths], kind="stable")
     texts: dict[str, Any] = {"tokens": tokens[order[::2]], "attention_mask": real[order[::2]]}
-    if len(order) > 1:  # every second text is held out, the longest is not; a single text is both
+    if len(order) > 1:  # hold out every second text, but not the longest; a single text serves as both
         texts |= {"heldout": tokens[order[1::2]], "heldout_mask": real[order[1::2]]}
     failures: dict[str, str] = {}
 
@@ -377,7 +378,7 @@ def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
 
 
 def _distance(subject: Subject, seed: int) -> pd.DataFrame:
-    """The distance component of each head over all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
+    """Fit each head's distance component to all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
     picked = np.unique(np.linspace(0, len(subject.specs) - 1, _PROFILES).round().astype(int))
     tables: list[pd.DataFrame] = []
     tokens = subject.tokens
@@ -420,5 +421,5 @@ _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "ablation": _ablation,
     "ladder": _ladder,
 }
-_COMPARED: tuple[SectionName, ...] = ("additivity", "shares", "subspaces")  # with random initialisations
+_COMPARED: tuple[SectionName, ...] = ("additivity", "shares", "subspaces")  # these have a random-weights baseline
 _FAILURES = (ValueError, RuntimeError, MemoryError)

@@ -1,4 +1,4 @@
-"""What a report is about and how it was made: model, text, versions, seed and command."""
+"""The provenance of a report: model, text, versions, seed and command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tl_posdisent.report.words import millions, numbers, plural
 
 
 def analysed(subject: Subject) -> Markup:
-    """The model, and the text that it read."""
+    """Render the description of the model and of the text."""
     model, spec, words = subject.model, subject.specs[0], subject.words
     rotary = [spec.layer for spec in subject.specs if spec.rotary is not None]
     nameless = words == [str(i) for i in subject.first[0].tolist()]  # a model without a tokenizer
@@ -37,7 +37,7 @@ def analysed(subject: Subject) -> Markup:
 
 
 def reproduce(subject: Subject, call: str, seed: int, copies: Copies) -> Markup:
-    """Versions, seed, command."""
+    """Render the versions, the seed and the command that reproduce the report."""
     ids = torch.where(subject.real, subject.tokens, -1)  # padding counts as -1
     digest = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
     packages = ("tl_posdisent", "transformer_lens", "circuitsvis")

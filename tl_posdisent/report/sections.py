@@ -1,4 +1,4 @@
-"""The measured sections of a report: for each, the figures and tables that its template places."""
+"""The figures and tables of each section of a report, as values for its template."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ TITLES: dict[SectionName, str] = {
 }
 _SHOWN = 24  # tokens on the axes of a chart
 _ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
-_BARS = 96  # heads with a bar each; of more, the means by layer
+_BARS = 96  # the most heads with one bar each; beyond this, means by layer
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
 
 
 def section(name: SectionName, subject: Subject, found: Found) -> tuple[Markup, list[str]]:
-    """One section, or the reason for its absence; and the scripts of its widgets."""
+    """Render one section, or the reason for its absence; return it with the scripts of its widgets."""
     scripts: list[str] = []
     content, read = Markup(), None if found.refused else found.read
     if name == "heads" and not found.refused:
@@ -67,7 +67,7 @@ def section(name: SectionName, subject: Subject, found: Found) -> tuple[Markup, 
 
 
 def _reads(subject: Subject, read: Subject) -> str:
-    """What was measured, of what the report reads."""
+    """State which of the report's texts and heads the section measured."""
     of = "" if read.lengths == subject.lengths else f", of {subject.sizes()}"
     return f"Read: {read.sizes()}{of}. {read.sample}".strip()
 
@@ -96,7 +96,7 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
     titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
     titles |= {"r_held_out": "held-out r", "r_held_out_random": "random held-out r", **_ALONE}
     ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
-    listed = trained if len(trained) <= ROWS else ranked  # of many heads the most positional
+    listed = trained if len(trained) <= ROWS else ranked  # if there are many heads, the most positional ones
     every = table("heads-r", "Every head, mean over texts", listed[columns], titles)
     layers = table("layers-r", "r by layer: mean, lowest and highest of its heads", by_layer)
     return {"maps": maps, "by_layer": layers, "every": every}
@@ -205,7 +205,7 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
 
 
 def _exhibits(subject: Subject, shown: Exhibits) -> tuple[Markup, list[str]]:
-    """The HTML of the widgets, with what to look for; and their scripts."""
+    """Render the widgets with their explanations; return the HTML and the scripts."""
     n, scripts = min(_SHOWN, subject.lengths[0]), list[str]()
 
     def place(widget: Widget) -> Markup:

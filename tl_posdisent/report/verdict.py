@@ -1,4 +1,4 @@
-"""The first sentences of a report: its verdict, and its correlations beside those of the papers."""
+"""The opening of a report: its verdict, and a table of its correlations and those of the papers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
 
 _MATTERS = 0.01  # nats per token
-_FEW = 0.05  # the share of tokens that [A] says may be out of place
+_FEW = 0.05  # the share of tokens that may be out of place according to [A]
 
 
 def verdict(found: Mapping[SectionName, Found]) -> Markup:
-    """The report in a few sentences, each computed from the data and linked to its section."""
+    """Summarise the report in a few sentences, each computed from the data and linked to its section."""
     measured = {name: one for name, one in found.items() if not one.refused}
     longest = max((sum(one.read.lengths) for one in measured.values() if one.read), default=0)
     sentences = []
@@ -46,7 +46,7 @@ def verdict(found: Mapping[SectionName, Found]) -> Markup:
 
 
 def link(section: SectionName) -> Markup:
-    """The name of a section in brackets, as a link to it."""
+    """Return a link to a section, its name in brackets."""
     return Markup('(<a href="#{0}">{0}</a>)').format(section)
 
 
@@ -73,7 +73,7 @@ def _additive_verdict(found: Found) -> list[Markup]:
 
 
 def _looks_of_random(found: Found) -> list[Markup]:
-    """How many heads of the random copies the same rule calls *where* and *what*: the baseline of those counts."""
+    """State how many heads of the random copies the same rule calls *where* and *what*, as a baseline."""
     if found.random is None or not set(SHARES) <= set(found.random):
         return []
     random = found.random.drop(columns="batch", errors="ignore").groupby(["seed", *HEAD], as_index=False).mean()
@@ -94,14 +94,14 @@ def copies_in(random: pd.DataFrame) -> str:
 
 
 def told_apart(table: pd.DataFrame) -> tuple[str, str]:
-    """The column of ``additivity`` that tells trained from random weights most clearly, and what it is of."""
+    """Return the column of ``additivity`` that best separates trained from random weights, and its model in words."""
     if "r_held_out" in table:
         return "r_held_out", "distance + query + key, with the distance component of the other texts,"
     return "r", "the three-axis fit"
 
 
 def _against_random(found: Found, column: str, model: str, section: SectionName) -> list[Markup]:
-    """The mean beside that of random weights, and which heads are not above these."""
+    """Compare the mean with that of random weights, and state how many heads exceed these."""
     if found.random is None or found.trained[column].isna().all():
         return []
     mean, chance = (_with_error(table, column) for table in (found.trained, found.random))
@@ -115,7 +115,7 @@ def _against_random(found: Found, column: str, model: str, section: SectionName)
 
 
 def _with_error(table: pd.DataFrame, column: str) -> str:
-    """The mean over heads, texts and copies, ± its standard error over texts and copies if there are several."""
+    """Format the mean over heads, texts and copies, ± its standard error if there are several texts or copies."""
     mean, error = number(by_head(table)[column].mean(), 2), error_over_draws(table, column, ["batch", "seed"])
     return f"{mean} ± {number(error, 2)}" if error else mean
 
@@ -196,7 +196,7 @@ _VERDICTS: dict[SectionName, Callable[[Found], list[Markup]]] = {
 
 
 def headline(subject: Subject, found: Mapping[SectionName, Found]) -> Markup:
-    """The correlations of this model beside those of the papers."""
+    """Render the correlations of this model beside those of the papers."""
     claims: dict[str, tuple[SectionName, str, str | Markup]] = {
         "r, two-axis model, at controlled distances": (
             "shares",

@@ -1,4 +1,4 @@
-"""Numbers and lists as words: what a report says in a sentence or in a cell of a table."""
+"""Format numbers and lists for the sentences and table cells of a report."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 
 MISSING = "–"
-"""Stands where there is no number."""
+"""The placeholder for a missing number."""
 
 
 def number(x: float | int, digits: int = 3) -> str:
-    """A number with ``digits`` digits behind the point and a true minus sign."""
+    """Format a number with ``digits`` decimals and a true minus sign."""
     if not math.isfinite(x):
         return MISSING
     return f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 def signed(x: float | int, digits: int = 3) -> str:
-    """A change, with its sign."""
+    """Format a change, with its sign."""
     text = number(x, digits)
     return f"+{text}" if x > 0 and text.strip("0.") else text
 
@@ -28,12 +28,12 @@ def plural(n: int, what: str) -> str:
 
 
 def numbers(values: Sequence[int]) -> str:
-    """Layers or heads in words: ``0 to 4``, or ``0, 3, 5``."""
+    """Format a list of layers or heads: ``0 to 4``, or ``0, 3, 5``."""
     if len(values) > 2 and list(values) == list(range(values[0], values[-1] + 1)):
         return f"{values[0]} to {values[-1]}"
     return ", ".join(map(str, values))
 
 
 def millions(n: int) -> str:
-    """A number of parameters: ``1.2 billion``, ``3.40 million``, ``5120``."""
+    """Format a number of parameters: ``1.2 billion``, ``3.40 million``, ``5120``."""
     return f"{n / 1e9:.1f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million" if n >= 1e5 else str(n)

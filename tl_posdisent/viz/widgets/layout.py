@@ -1,4 +1,4 @@
-"""Choice of what a widget shows (heads, text, positions), and its layout: title, colour scale, circuitsvis's charts."""
+"""Selection of heads, text and positions of a widget, and its layout: title, colour scale, circuitsvis's charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tl_posdisent.utils.validation import check_indices, check_integer, check_nu
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, axis_token, rounded, script_json
 
-# Draws every choice once, when it is first asked for, and keeps it: a chart is dear.
+# Draws each choice when it is first selected, and keeps it, because drawing a chart is expensive.
 _DRAW = """(circuitsvis, root) => {
   const data = %s;
   const stage = root.querySelector("[data-stage]"), select = root.querySelector("select"), drawn = [];
@@ -64,23 +64,23 @@ class Layout:
     causal: bool = False
 
     def common(self, tokens: Sequence[str]) -> dict[str, Any]:
-        """Properties that all charts of a widget have."""
+        """Return the properties that all charts of a widget share."""
         ends = {"maxValue": self.scale, "minValue": -self.scale}
         return {"tokens": list(tokens), **ends, "negativeColor": NEGATIVE, "positiveColor": POSITIVE}
 
     def widget(
         self, groups: Mapping[str, Sequence[str]], values: Iterable[Tensor], draw: str, data: Any, style: str = ""
     ) -> Widget:
-        """The widget of these data, drawn by this script: title, explanation, scale, and choices in groups."""
+        """Build the widget of these data, drawn by this script: title, explanation, scale, and choices in groups."""
         body = self._header(values) + _menu(groups) + f'<div data-stage="" style="{style}"></div>'
         return Widget(body, draw % script_json(data), title=self.title)
 
     def beyond(self, values: Iterable[Tensor]) -> bool:
-        """Whether a number is larger than the scale, and has the colour of its end."""
+        """Return whether a magnitude exceeds the scale, so that it has the colour of the scale's end."""
         return any(bool((x.abs() > self.scale).any()) for x in values)
 
     def _header(self, values: Iterable[Tensor]) -> str:
-        """Title, explanation, and the colours with their numbers: below 0 as well, if a value is."""
+        """Render the title, the explanation and the colour scale, with its negative half if a value is below 0."""
         values = list(values)
         negative, beyond = any(bool((x < 0).any()) for x in values), self.beyond(values)
         scale = f"{self.scale:.3g}"
@@ -101,8 +101,8 @@ class Layout:
 def head_selector(
     matrices: Float64[Tensor, "head query key"], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
-    """All heads small, and the selected one in full size: circuitsvis's ``AttentionHeads``."""
-    short = [name if name.startswith("L") else f"H{name}" for name in names]  # they cover the chart
+    """Draw all heads as thumbnails and the selected one in full size: circuitsvis's ``AttentionHeads``."""
+    short = [name if name.startswith("L") else f"H{name}" for name in names]  # longer names would cover the chart
     props = {"attention": rounded(matrices, layout.scale), "attentionHeadNames": short}
     common = layout.common(tokens) | {"maskUpperTri": layout.causal}
     data = {"component": "AttentionHeads", "common": common, "choices": [[props]], "captions": [""], **_ONE}
@@ -115,7 +115,7 @@ def matrices_beside(
     tokens: Sequence[str],
     layout: Layout,
 ) -> Widget:
-    """Several matrices of one head beside each other; a list of heads to choose from."""
+    """Draw several matrices of one head side by side, with a menu of heads."""
     charts = [rounded(x, layout.scale) for x in matrices.values()]
     width = 260 if len(matrices) % 3 == 0 else 320 if len(tokens) <= 16 else 440  # rows of three in a notebook
     data = {
@@ -124,7 +124,7 @@ def matrices_beside(
         "choices": [[{"attention": matrix} for matrix in heads] for heads in zip(*charts, strict=True)],
         "captions": list(matrices),
         "columns": f"repeat(auto-fill,minmax(min(100%,{width}px),1fr))",
-        "style": "padding:0 16px;max-width:640px",  # or circuitsvis's negative margins would cut the labels
+        "style": "padding:0 16px;max-width:640px",  # otherwise circuitsvis's negative margins cut the labels
     }
     return layout.widget({"": names}, matrices.values(), _DRAW, data)
 
@@ -132,7 +132,7 @@ def matrices_beside(
 def coloured_text(
     values: Mapping[str, Float64[Tensor, "head token"]], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
-    """A text whose tokens have the colours of their values; groups of heads to choose from."""
+    """Draw a text with tokens coloured by their values, with a menu of heads in groups."""
     data = {
         "component": "ColoredTokens",
         "common": layout.common(tokens) | {"paddingBottom": 60},  # room for a tooltip
@@ -147,7 +147,7 @@ _ONE = {"columns": "minmax(0,1fr)", "style": ""}
 
 
 def _menu(groups: Mapping[str, Sequence[str]]) -> str:
-    """The choices, grouped where there are several groups; none where there is nothing to choose."""
+    """Render the menu, with groups if there are several; empty if there is only one choice."""
     if sum(map(len, groups.values())) < 2:
         return ""
     options = ""
@@ -159,12 +159,12 @@ def _menu(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 CELLS = 200_000
-"""Cells that a browser draws in about 20 s."""
+"""The number of cells that a browser draws in about 20 s."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of all widgets of matrices, as users gave them; ``show_scores`` explains them."""
+    """The arguments that all widgets of matrices share, as given by the user; ``show_scores`` explains them."""
 
     heads: Iterable[int] | None
     text: int
@@ -176,7 +176,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is shown of ``[*batch, query, key]`` matrices; ``rows`` are the heads with all leading axes as one."""
+    """The shown part of ``[*batch, query, key]`` matrices; ``rows`` index the heads with all leading axes flattened."""
 
     options: Options
     heads: list[int]
@@ -187,30 +187,30 @@ class Choice:
 
     @property
     def names(self) -> list[str]:
-        """Of the heads."""
+        """The names of the heads."""
         return [str(head) if self.layer is None else head_label(self.layer, head) for head in self.heads]
 
     def titled(self, what: str) -> str:
-        """What is shown, behind the head or the layer that it is of, as far as there is one."""
+        """Prefix a title with the head or the layer that is shown, if there is a single one."""
         one, layer = len(self.heads) == 1, self.layer
         of = f"Head {self.heads[0]}" if one and layer is None else self.names[0] if one else f"Layer {layer}"
         return f"{of}: {what}" if one or layer is not None else what[0].upper() + what[1:]
 
     def of(self, x: Tensor) -> Float64[Tensor, "head query key"]:
-        """The chosen part of matrices ``[*batch, query, key]``."""
+        """Return the chosen part of matrices ``[*batch, query, key]``."""
         at = torch.tensor(self.positions, device=x.device)
         return pick(x, self.rows)[:, at][:, :, at].double()
 
     def layout(self, shown: Iterable[Tensor], title: str, note: str, *, causal: bool) -> Layout:
-        """The layout of a widget of these matrices, with this title and scale unless others were given."""
+        """Return the layout of a widget of these matrices; the user's title and scale take precedence."""
         scale = check_scale(self.options.scale, shown, first=self.positions[0] == 0)
         return Layout(scale, check_title(self.options.title, self.titled(title)), note, causal)
 
 
 def pick(x: Tensor, rows: Sequence[int], *, cell_axes: int = 2) -> Tensor:
-    """``[*batch, …]``, with ``cell_axes`` axes behind the batch's, as ``[row, …]``.
+    """Flatten the batch axes of ``[*batch, …]``, all but the last ``cell_axes``, and select rows: ``[row, …]``.
 
-    Pooled fits lack the axis of texts, which share what they have.
+    Components that pooled fits share between texts have no axis of texts; each text gets the same rows.
     """
     flat = x.reshape(-1, *x.shape[x.ndim - cell_axes :])
     return flat[torch.tensor(rows, device=x.device) % len(flat)]
@@ -225,9 +225,10 @@ def choose(
     more: int = 0,
     layers: Sequence[int] | None = None,
 ) -> Choice:
-    """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
+    """Check the options for matrices of shape ``[*batch, query, key]`` and select the part to show.
 
-    ``charts`` matrices are drawn for each head, and ``more`` besides. ``layers`` are those of an axis before the heads.
+    ``charts`` matrices are drawn for each head, and ``more`` in addition. ``layers`` are the layers of an axis before
+    the heads, if there is one.
     """
     *batch, n_query, n_key = shape
     layer, n_layers = options.layer, 1
@@ -253,7 +254,7 @@ def choose(
 
 
 def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int], list[int]]:
-    """Numbers of the heads of one text, and their rows if all leading axes were one."""
+    """Return the indices of the heads of one text, and their rows with all leading axes flattened."""
     if len(batch) > 2:
         raise ArgumentError(
             "scores",
@@ -299,10 +300,10 @@ def _check_cells(n_heads: int, length: int, charts: int, more: int) -> None:
 
 
 def check_scale(scale: float | None, shown: Iterable[Tensor], *, first: bool = True) -> float:
-    """The given scale, or one of what is shown (last axis keys) that an attention sink does not stretch.
+    """Return the given scale, or one from the shown values (last axis keys) that an attention sink does not stretch.
 
-    The largest magnitude apart from the first key (if it is there: ``first``) and from one cell in 200, and at least a
-    twentieth of the largest of all; never 0, which would be no scale.
+    The default is the largest magnitude without the first key (if it is shown: ``first``) and without one cell in 200,
+    and at least a twentieth of the largest of all. It is never 0.
     """
     if scale is not None:
         return check_number("scale", scale, above=0)

@@ -1,4 +1,4 @@
-"""circuitsvis without a network: the page contains its library, and data in the page are never run as code.
+"""circuitsvis without a network: the page contains its library, and data in the page never run as code.
 
 circuitsvis's own HTML contacts google.com at every display and allows a token of the text to become a script of the
 page, so the page is written here, and only the drawing code is circuitsvis's.
@@ -55,25 +55,25 @@ class Widget(RenderedHTML):  # type: ignore[misc]
 
     @property
     def local_src(self) -> str:
-        """HTML with the library inside: nothing is fetched."""
+        """The HTML with the library inside; nothing is fetched."""
         return f"<script>{library()}</script>\n{self.fragment()}"
 
     cdn_src = local_src
 
     def element_and_script(self, name: str | None = None) -> tuple[str, str]:
-        """HTML and the script that draws in it, for a page on which ``library()`` has run before.
+        """Return the HTML and the script that draws in it, for a page on which ``library()`` has run.
 
-        ``name`` is the id of the element, by default a new one each time, as one widget may be displayed twice.
+        ``name`` is the id of the element. By default it is new each time, because a widget may be displayed twice.
         """
         name = name or f"tl-posdisent-{uuid4().hex[:12]}"
-        # Left alone, circuitsvis's charts shrink when the window does, and never grow again.
+        # Without this style, circuitsvis's charts shrink with the window and never grow again.
         body = f"<style>#{name} div:has(> canvas) {{ width: 100% !important }}</style>{self._body}"
         # The attribute keeps JupyterLab's shortcuts from taking the arrow keys.
         element = f'<div id="{name}" style="{_STYLE}" data-lm-suppress-shortcuts="true">{body}</div>'
         return element, f'({self._draw})({_GLOBAL}, document.getElementById("{name}"));'
 
     def fragment(self) -> str:
-        """Both in one, with the script in a ``<script>``."""
+        """Return the HTML with the script in a ``<script>`` element."""
         element, script = self.element_and_script()
         return f"{element}\n<script>{script}</script>"
 
@@ -84,7 +84,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         return f"Widget({self.title!r})"
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write a page of its own, on which no other script may run, and from which nothing may be fetched."""
+        """Write a separate page, which may run no other script and may fetch nothing."""
         element, script = self.element_and_script()
         scripts = [library(), script]
         page = _HEAD.format(policy=policy(scripts), title=html.escape(self.title)) + element
@@ -100,14 +100,14 @@ _GLOBAL = "window.tlPosdisentCircuitsVis"
 
 @functools.cache
 def library() -> str:
-    """JavaScript that puts circuitsvis at one global name, unless it is there."""
+    """Return JavaScript that defines circuitsvis under one global name, unless it is already defined."""
     source = (resources.files("circuitsvis") / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
     source = source.split("//# sourceMappingURL=")[0].replace("</script", r"<\/script")
     return f"{_GLOBAL} = {_GLOBAL} || (() => {{\n{source}\nreturn CircuitsVis;\n}})();"
 
 
 def policy(scripts: Iterable[str]) -> str:
-    """The Content-Security-Policy of a page that runs these scripts, and fetches nothing."""
+    """Return the Content-Security-Policy of a page that runs only these scripts and fetches nothing."""
     digests = (hashlib.sha256(script.encode("utf-8")).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests) or "'none'"
     return (
@@ -117,13 +117,13 @@ def policy(scripts: Iterable[str]) -> str:
 
 
 def script_json(data: Any) -> str:
-    """JSON that may stand inside ``<script>``: ASCII, and no ``<``, which alone ends a script or begins a comment."""
+    """Encode JSON for ``<script>``: ASCII without ``<``, which is needed to end a script or begin a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", r"\u003c")
 
 
 def rounded(values: Float[Tensor, "*shape"], scale: float) -> Any:
-    """Numbers as lists, to the fourth digit of the scale: what a tooltip can say and a page should carry."""
+    """Return numbers as lists, rounded to the fourth digit of the scale, which is enough for a tooltip."""
     decimals = max(0, 3 - math.floor(math.log10(scale)))
     return values.detach().double().cpu().numpy().round(decimals).tolist()
 
@@ -134,17 +134,17 @@ _SEEN = {" ": "·", "\n": "↵"}
 
 
 def visible(token: str) -> str:
-    """A token with nothing invisible in it: spaces, line breaks, control characters, halves of characters."""
+    """Make a token's invisible parts visible: spaces, line breaks, control characters, halves of characters."""
     return "".join(_SEEN.get(c) or printable(c) for c in token) or "∅"
 
 
 def axis_token(token: str) -> str:
-    """A token for the axes of a chart, which show it as it is and have little room."""
+    """Format a token for the axes of a chart, which show it literally and have little room."""
     text = visible(token)
     return text if len(text) <= 24 else text[:23] + "…"
 
 
 def text_token(token: str) -> str:
-    """A token for running text, which circuitsvis reads as HTML: no ``<`` begins a tag, no ``&`` an entity."""
+    """Format a token for running text, which circuitsvis reads as HTML: ``<`` and ``&`` must not begin markup."""
     text = visible(token).replace("<", "<\u2060").replace("&", "&\u2060")  # a word joiner, of no width
     return text + "\n" if "\n" in token else text  # circuitsvis breaks the line there

@@ -1,4 +1,4 @@
-"""Matrices of heads as widgets: scores, components, patterns, before and after hooks. Only cells shown are made."""
+"""Widgets of scores, components and patterns, also before and after hooks. Only the shown cells are computed."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ def show_scores(
     scale: float | None = None,
     title: str | None = None,
 ) -> Widget:
-    """Show one component of the scores for all heads: small, and the selected head in full size.
+    """Show one component of the scores for all heads: each as a thumbnail, and the selected head in full size.
 
     All components of the same heads have the same colour scale, so that two calls can be compared. Cells outside the
-    fit's mask are 0, and grey after the query.
+    fit's mask are 0; cells after the query are grey.
 
     Args:
         fit: of scores ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``.
         tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``.
         component: ``"fitted"`` is the sum of ``"distance"``, ``"query"`` and ``"key"``; ``"scores"`` and ``"residual"``
-            (scores less fitted) need ``scores``.
+            (scores minus fitted) need ``scores``.
         scores: the fitted scores, which the fit does not store.
         heads: default all.
-        layer: of these heads, for their names; of a fit of several layers, which one to show.
-        text: which entry of the first axis, if the scores have four.
-        positions: which to show, as queries and as keys, ascending; default all.
+        layer: the layer in the heads' names; for a fit of several layers, the one to show.
+        text: index on the first axis, if the scores have four axes.
+        positions: positions to show as queries and as keys, ascending; default all.
         centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores.
-        scale: magnitude of the darkest colours, in units of the scores; default the largest in the chosen heads but
-            for one cell in 200 and those of the first key, which often is an attention sink; its colours are cut off.
-        title: default describes the content.
+        scale: magnitude of the darkest colours, in units of the scores; default the largest magnitude in the chosen
+            heads without one cell in 200 and without the first key, which often is an attention sink; larger values
+            have the colour of the scale's end.
+        title: the default describes the content.
 
     Raises:
-        ValueError: unusable arguments; more cells than a browser draws: the error names a choice that is not.
+        ValueError: unusable arguments; more cells than a browser can draw; the error suggests selections that fit.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_scores
@@ -105,11 +106,11 @@ def show_parts(
 ) -> Widget:
     """Show all components of one head's scores side by side, in one colour scale: distance + query + key = fitted.
 
-    With ``scores`` these and the residual are shown too: fitted + residual = scores.
+    With ``scores``, the scores and the residual are shown too: fitted + residual = scores.
 
     Args:
         fit, tokens, scores, layer, text, positions, centred, scale, title: as in ``show_scores``.
-        head: its number.
+        head: index of the head.
 
     Raises:
         ValueError: as in ``show_scores``.
@@ -156,10 +157,10 @@ def show_patterns(
 
     Args:
         fit, tokens, heads, layer, text, positions, scale, title: as in ``show_scores``.
-        pattern: the model's own, of the fit's shape, such as ``cache["pattern", 3]``.
+        pattern: the model's own pattern, in the fit's shape, such as ``cache["pattern", 3]``.
 
     Raises:
-        ValueError: as in ``show_scores``; a pattern of another shape, or of numbers that are no probabilities.
+        ValueError: as in ``show_scores``; a pattern of another shape, or whose numbers are not probabilities.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_patterns
@@ -187,7 +188,7 @@ def show_patterns(
 
 
 def check_fit(fit: Any) -> tuple[int, ...]:
-    """The shape of the scores that were fitted."""
+    """Check the type of a fit and return the shape of its scores."""
     if not isinstance(fit, AdditiveFit):
         raise ArgumentError("fit", f"must be an AdditiveFit, got {type(fit).__name__}")
     return (*fit.intercept.shape, fit.cells.n_query, fit.cells.n_key)
@@ -202,7 +203,7 @@ def _check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
 
 
 def _components(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
-    """All components of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
+    """Compute all components of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
     check_flag("centred", centred)
     if scores is not None:
         _check_alike(fit, "scores", scores)
@@ -216,18 +217,18 @@ def _components(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, cent
 
 
 def _additive_pattern(fit: AdditiveFit, choice: Choice) -> tuple[Matrices, Bool[Tensor, "head query key"]]:
-    """The softmax of the fitted scores over all keys, of the chosen cells; and which of these the mask leaves."""
+    """Compute the chosen cells of the softmax of the fitted scores, and which of them are inside the mask."""
     components, mean, inside = _cells(fit, choice, range(fit.cells.n_key))
     fitted = components["distance"] + components["query"] + components["key"] + mean
     pattern = fitted.masked_fill(~inside, -torch.inf).softmax(-1)[:, :, choice.positions]
     inside = inside[:, :, choice.positions]
-    return torch.where(inside, pattern, 0.0), inside  # a row of nothing has no softmax
+    return torch.where(inside, pattern, 0.0), inside  # a row without keys has no softmax
 
 
 def _cells(
     fit: AdditiveFit, choice: Choice, keys: Sequence[int]
 ) -> tuple[dict[str, Matrices], Float64[Tensor, "head 1 1"], Bool[Tensor, "head query key"]]:
-    """The three components at the chosen queries and these keys, the intercept, and the mask there."""
+    """Return the three components at the chosen queries and these keys, the intercept, and the mask."""
     cells, device = fit.cells, fit.query.device
     rows, columns = (torch.tensor(list(x), device=device) for x in (choice.positions, keys))
     block = cells.inside(slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1))
@@ -276,19 +277,19 @@ def show_interventions(
 ) -> Widget:
     """Show the attention of a layer's heads without and with an intervention, such as a dummy distance.
 
-    The model runs twice, without gradients. It is left unchanged, and a hook that does not fire is an error.
+    The model runs twice, without gradients, and is left unchanged. A hook that does not fire raises an error.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
-        hooks: of an intervention, or any ``fwd_hooks``.
-        layer: whose attention to show; the hooks may act anywhere.
-        what: ``"pattern"``, or ``"scores"`` where the model shows them.
+        hooks: hooks of an intervention, or any ``fwd_hooks``.
+        layer: the layer whose attention to show; the hooks may act anywhere.
+        what: ``"pattern"``, or ``"scores"`` if the model exposes them.
         heads, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
-        ValueError: unusable arguments; a layer that does not show its scores, or whose pattern would not show what
-            hooks at ``hook_z`` did to its scores; more cells than a browser draws.
+        ValueError: unusable arguments; a layer that does not expose its scores, or whose pattern would not reflect
+            an edit of its scores through ``hook_z``; more cells than a browser can draw.
         RuntimeError: a hook that never fired.
 
     Example:
@@ -301,7 +302,7 @@ def show_interventions(
     spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
     options = Options(heads, text, positions, scale, title, layer)
-    # What cannot be drawn is refused before the model runs.
+    # Refuse what cannot be drawn before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
     tap = spec.pattern if what == "pattern" else spec.scores
     if tap is None:

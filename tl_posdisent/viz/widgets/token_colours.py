@@ -37,10 +37,10 @@ def show_key_importance(
     """Show the text with tokens coloured by their key component: tokens with high scores for all queries.
 
     Red keys get more attention than the head's average from every query, blue ones less; 0.69 more doubles a key's
-    weight in the softmax. A list chooses the head; all have the same colour scale.
+    weight in the softmax. A menu selects the head; all heads have the same colour scale.
 
     Args:
-        fit: as in ``show_scores``; or one for each layer, ``{layer: fit}``.
+        fit: as in ``show_scores``, or one fit for each layer, ``{layer: fit}``.
         tokens, heads, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
@@ -87,8 +87,8 @@ def show_loss_change(
 
     Args:
         model, tokens: as in ``show_interventions``.
-        hooks: of an intervention, or any ``fwd_hooks``; a hook that does not fire is an error.
-        text: which of several.
+        hooks: hooks of an intervention, or any ``fwd_hooks``; a hook that does not fire raises an error.
+        text: index of the text to show.
         scale, title: as in ``show_scores``.
 
     Raises:
