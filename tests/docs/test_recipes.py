@@ -151,7 +151,7 @@ def a_mean_over_positions_ablates_what_depends_on_them(model: Any) -> None:
 CLAIMS: list[tuple[str, str, Callable[[Any], None]]] = [
     ("guides/which_head", "To test a head *without* positions, put all its pairs at distance 0", without_positions),
     ("guides/which_head", "A head can matter (`ablated`) without using positions", a_head_without_positions_can_matter),
-    ("frequencies", "dropped, it keeps only the coordinates that RoPE does not rotate", without_positions),
+    ("frequencies", 'with `mode="drop"` it keeps only the coordinates that RoPE does not rotate', without_positions),
     ("frequencies", "under a band and under the rest of the frequencies add up to the scores", bands_add_up),
     ("guides/where_or_what", "The softmax cancels a number that is added to all scores", the_softmax_cancels_the_query),
     ("patching", "The query component is left out: the softmax cancels it", the_softmax_cancels_the_query),
