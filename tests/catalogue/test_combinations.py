@@ -170,9 +170,9 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     (
         "limit_frequencies",
         {"low": 100},
-        "must leave a frequency, .* got 100 and inf, and there are .*, 1$",
+        "must enclose a frequency, .* got 100 and inf, and the layers have .*, 1$",
     ),
-    ("limit_frequencies", {"low": 0.5, "high": 0.6}, "low and high must leave a frequency, .* got 0.5 and 0.6"),
+    ("limit_frequencies", {"low": 0.5, "high": 0.6}, "low and high must enclose a frequency, .* got 0.5 and 0.6"),
     ("patch_vectors", {"q_rot": None, "k_rot": None}, "q_rot"),
     ("component_patching", {"source": None}, "exactly one of source or source_positions"),
     ("component_patching", {"source_positions": SHIFTED}, "exactly one of source or source_positions"),

@@ -105,7 +105,7 @@ def test_compiled_models(own: Any, model: Any) -> None:
     with pytest.raises(ValueError, match=r"compiled.*_orig_mod"):
         table(torch.compile(model))
     own.compile()
-    with pytest.raises(ValueError, match=r"compiled.*loaded anew"):
+    with pytest.raises(ValueError, match=r"compiled.*loaded again"):
         table(own)
 
 
@@ -130,7 +130,7 @@ def test_compiled_parts(compile_part: Callable[[Any], Any], own: Any) -> None:
     reading = tp.read_model(own)
     compile_part(own)
     for given in (own, reading):
-        with pytest.raises(ValueError, match=r"^model must not have compiled parts, got a compiled .* anew"):
+        with pytest.raises(ValueError, match=r"^model must not have compiled parts, got a compiled .* again"):
             table(given)
     with pytest.raises(ValueError, match=r"compiled parts"):
         tp.dummy_distance(own, 5)

@@ -272,7 +272,7 @@ def test_a_model_that_was_changed_since_is_noticed() -> None:
     model = zoo.load("hooked", "llama-gqa")
     hooks = dummy_distance(model, 3, heads=[1])
     model.set_ungroup_grouped_query_attention(True)
-    with pytest.raises(ValueError, match="make the hooks anew after changing the model"):
+    with pytest.raises(ValueError, match="make the hooks again after changing the model"):
         logits(model, hooks)
     logits(model, dummy_distance(model, 3, heads=[1]))
 

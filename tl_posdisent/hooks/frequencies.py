@@ -87,6 +87,6 @@ def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float
         return
     there = sorted({f"{x:.7g}" for rotary in rotaries for x in rotary.frequencies.tolist()}, key=float)
     raise ValueError(
-        f"low and high must leave a frequency, in radians per position, or high be 0; got {low:g} and {high:g}, "
-        f"and there are {', '.join(there)}"
+        f"low and high must enclose a frequency, in radians per position, or high must be 0; got {low:g} and {high:g}, "
+        f"and the layers have {', '.join(there)}"
     )

@@ -133,7 +133,7 @@ class Compiled:
         if not same or len(firsts) > 1:
             raise ValueError(
                 f"hooks of {interventions[0].spec.architecture} were made for different models, or some of them before "
-                "the model was changed: make them anew, for one model"
+                "the model was changed: make them again, for one model"
             )
         self.layers = {
             layer: plan_layer(spec, [(x.edit, x.heads) for x in interventions if x.spec is spec])
@@ -155,7 +155,7 @@ class Compiled:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             "hooks cannot be pickled: they act on the hook points of one model in this process. Pickle what they were "
-            "made of (arguments, or the edits of .interventions), and make them anew for the model"
+            "made of (arguments, or the edits of .interventions), and make them again for the model"
         )
 
     def __repr__(self) -> str:  # TransformerLens calls it for every hook

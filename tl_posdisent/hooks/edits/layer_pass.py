@@ -79,7 +79,7 @@ def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
         heads, size = vectors.shape[2:]
         raise ValueError(
             f"{tap.name} has {heads} heads of size {size}, and {n} of {state.spec.d_head} when the hooks were made: "
-            "make the hooks anew after changing the model"
+            "make the hooks again after changing the model"
         )
     return vectors
 
@@ -131,7 +131,7 @@ def _refuse_rotation(state: LayerState) -> NoReturn:
     raise ValueError(
         f"the rotation table of layer {state.spec.layer} is not that of positions 0, 1, 2 … nor of any others "
         "that this model is known to use: run it on a whole text, unpadded, without position_ids or KV cache, and "
-        "make the hooks anew if its tables have changed"
+        "make the hooks again if its tables have changed"
     )
 
 

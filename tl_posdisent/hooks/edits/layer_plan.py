@@ -208,7 +208,7 @@ def _check_conflicts(plan: LayerPlan) -> None:
         results = sorted(edit.tool for edit, heads in plan.result_edits if head in heads)
         problem = plan.rotations[head].conflict() or score_conflict(acting, plan.rotations[head])
         if not problem and len(results) > 1:
-            problem = f"{' and '.join(results)} replace what it gathers: replace it once"
+            problem = f"{' and '.join(results)} replace the head's output: replace it once"
         if problem:
             raise ValueError(f"{at_head(plan.spec.layer, head)}: {problem}")
 

@@ -194,7 +194,7 @@ def _state(model: Any) -> dict[str, Any]:
         "permanent hooks": {
             (part.name, handle.hook.id)
             for part in parts
-            if "fwd_hooks" in vars(part)  # a hook point; a bridge makes its hook_dict anew, which takes longer
+            if "fwd_hooks" in vars(part)  # a hook point; a bridge rebuilds its hook_dict, which takes longer
             for handle in vars(part)["fwd_hooks"]
             if handle.is_permanent
         },
@@ -210,7 +210,7 @@ def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
             raise ArgumentError(
                 "model",
                 f"must not have compiled parts, got a compiled {of}: hooks that are added after its first run "
-                "would not act in it. Load the model anew, and do not call torch.compile on its parts",
+                "would not act in it. Load the model again, and do not call torch.compile on its parts",
             )
 
 

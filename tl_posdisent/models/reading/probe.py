@@ -42,8 +42,8 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
             if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
                 raise ValueError(
-                    f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: look at the "
-                    "weights, or whether its dtype holds numbers so large"
+                    f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: check the "
+                    "weights, and whether numbers of this size fit its dtype"
                 )
         own = facts.own_numbers(model)  # after the pass, which may overwrite them
         specs = [_explain(p, layer, seen[layer], own) for layer in layers]

@@ -195,8 +195,8 @@ def n_layers(model: Any) -> int:
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ArgumentError(
             "model",
-            "must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
-            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)",
+            "must not be compiled: torch would recompile it for every set of hooks. Give the model that "
+            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded again)",
         )
     # Look up statically first: a bridge rebuilds the list of its hook points at each access.
     has_hooks = inspect.getattr_static(model, "hook_dict", None) is not None or hasattr(model, "hook_dict")
