@@ -62,7 +62,7 @@ def swap_positions(
     """
     layers, heads = listed(layers), listed(heads)
     edit = positions_edit("swap_positions", positions)
-    chosen = any_heads(model, layers, heads)  # with layers that do not rotate: some scale by the position instead
+    chosen = any_heads(model, layers, heads)  # includes layers without RoPE: some scale by the position
     unscaled = min((spec.holds_to for spec, _ in chosen if spec.scaled and spec.holds_to is not None), default=None)
     return rotation_hooks(model, layers, heads, replace(edit, unscaled=unscaled))
 
@@ -129,7 +129,7 @@ def remap_distance(
         >>> import torch
         >>> from tl_posdisent import demo_tokens, load_demo_model, remap_distance
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
-        >>> for most in (16, 48):  # nothing is further
+        >>> for most in (16, 48):  # no distance in the text exceeds 48
         ...     hooks = remap_distance(model, lambda d: d.clamp(max=most))
         ...     print(torch.allclose(model.run_with_hooks(tokens, fwd_hooks=hooks), model(tokens), atol=1e-3))
         False
@@ -148,7 +148,7 @@ def remap_distance(
         described = getattr(distances, "__name__", "a function")
         mapped(
             distances, torch.arange(64.0, dtype=torch.float64, device="cpu"), "distances", "real distances"
-        )  # now rather than in a pass
+        )  # fail now rather than during a pass
     else:
         raise ArgumentError("distances", f"must be a function or a tensor, got {type(distances).__name__}")
     return rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))

@@ -56,7 +56,7 @@ def rotated_scores(
         real = own[0][..., :, None] - own[1][..., None, :]
         low = 0 if spec.causal else int(real.min())
         values, index = edit.values(low, int(real.max()), q.device), (real - low).clamp_min(0)
-        index = index if index.ndim == 2 else index[:, None]  # texts with positions of their own
+        index = index if index.ndim == 2 else index[:, None]  # positions differ between texts
         pieces = straight_pieces(values, low)
         if pieces is not None:
             return _selected(spec, rotation, q, k, own, pieces, before if len(rotation.edits) == 1 else None)

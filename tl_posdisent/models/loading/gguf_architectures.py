@@ -240,7 +240,7 @@ def _qwen_moe(name: str, stated: Stated, sizes: _Sizes) -> Plan:
 
 
 def _phi3(stated: Stated, sizes: _Sizes) -> Plan:
-    window = {"sliding_window": stated.window()}  # 0 for none; older files of models with a window lack the key
+    window = {"sliding_window": stated.window()}  # 0 means none; older files of models with a window lack the key
     return Plan("Phi3ForCausalLM", "Phi3Config", _modern(stated, sizes, part=True, linear=False) | window)
 
 

@@ -211,7 +211,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
     with _DRAWING:
         state, default = torch.random.get_rng_state(), torch.get_default_dtype()
         try:
-            torch.set_default_dtype(torch.float32)  # in which the weights are drawn
+            torch.set_default_dtype(torch.float32)  # weights are drawn in float32
             torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
             fresh = type(model.original_model)(config)
             fresh = fresh.to(device_of(model), dtype_of(model.original_model))

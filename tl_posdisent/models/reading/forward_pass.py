@@ -242,7 +242,7 @@ def _replacing(forwards: dict[Any, _Forward]) -> Iterator[None]:
 
     with restoring(restore):
         for module, forward in forwards.items():
-            vars(module)["forward"] = forward  # past __setattr__, which a bridge passes on to what it wraps
+            vars(module)["forward"] = forward  # bypasses __setattr__, which a bridge forwards
         yield
 
 

@@ -36,7 +36,7 @@ class ModelReading:
     without_attention: tuple[int, ...]
     read: dict[int, AttentionSpec] = field(repr=False)
     no_results: dict[int, str] = field(repr=False)  # by layer, why its heads cannot be ablated; "" if they can
-    state: dict[str, Any] = field(repr=False, compare=False)  # addresses and counts, for this process alone
+    state: dict[str, Any] = field(repr=False, compare=False)  # addresses and counts, valid in this process only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelReading:
         """Return itself: a reading belongs to one model."""
@@ -245,7 +245,7 @@ def _rotary_tables(parts: Sequence[torch.nn.Module]) -> list[bytes]:
     """Return two rows of each table of HookedTransformer, which determine its frequencies whatever its length."""
     names = ("rotary_sin", "rotary_cos")
     tables = [part._buffers[name] for part in parts for name in names if part._buffers.get(name) is not None]
-    by_device: dict[torch.device, list[torch.Tensor]] = {}  # synchronize once per device
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # synchronise once per device
     for table in tables:
         if table is not None and not table.is_meta:
             by_device.setdefault(table.device, []).append(table[1:3].detach().flatten().double())

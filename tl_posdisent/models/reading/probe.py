@@ -295,7 +295,7 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
     explained = [spec for spec in specs if spec.problem is None and spec.q and spec.k]
     noted, farthest = facts.lengths_of_note(p.model)
     n = tokens.shape[1]
-    if not explained or farthest <= n or not hasattr(p.model, "original_model"):  # HookedTransformer: tables alone
+    if not explained or farthest <= n or not hasattr(p.model, "original_model"):  # HookedTransformer: fixed tables
         return specs
 
     @cache
