@@ -149,7 +149,7 @@ def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
 
 
 def running_cache() -> tuple[Any | None, bool]:
-    """Return the KV cache of the running pass of a transformers model, and whether the caller asked for one.
+    """Return the KV cache of the running pass, of transformers models alone, and whether the caller asked for one.
 
     A hook function receives a tensor and a hook point, but not the arguments of the pass, so these are read from the
     call stack. transformers makes a cache in every pass; the caller asked for it by passing one or ``use_cache=True``.
@@ -167,18 +167,9 @@ def running_cache() -> tuple[Any | None, bool]:
                 cache = caches[0]
             if isinstance(given.get("self"), PreTrainedModel):  # the outermost one is seen last
                 asked = bool(caches) or given.get("use_cache") is True
+            asked = asked or given.get("past_kv_cache") is not None  # a HookedTransformer's
         frame = frame.f_back
     return cache, asked
-
-
-def fills_cache() -> bool:
-    """Say whether the running pass, of a HookedTransformer or a bridge, was asked for a KV cache."""
-    _, asked = running_cache()
-    frame = None if asked else inspect.currentframe()
-    while frame is not None and not asked:
-        asked = frame.f_code.co_name == "forward" and frame.f_locals.get("past_kv_cache") is not None
-        frame = frame.f_back
-    return asked
 
 
 def tokens_before(layer: int) -> int | None:

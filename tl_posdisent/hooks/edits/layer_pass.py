@@ -89,7 +89,7 @@ def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
 
 def _cosines(state: LayerState, x: Tensor) -> Tensor | None:
     state.seen.cos = x
-    if state.plan.rotates or state.plan.reads_vectors:
+    if state.plan.needs_positions:
         rotary = state.spec.require_rotary("rotation edits")
         state.own = text.positions_from_table(x, rotary, state.expected, state.cached)
         _fall_back_elsewhere(state)
@@ -98,7 +98,7 @@ def _cosines(state: LayerState, x: Tensor) -> Tensor | None:
 
 def _sines(state: LayerState, x: Tensor) -> Tensor | None:
     cos, state.seen.cos = state.seen.cos, None
-    if state.own is None and (state.plan.rotates or state.plan.reads_vectors):
+    if state.own is None and state.plan.needs_positions:
         assert cos is not None
         _measure_rotation(state, cos, x)
     return _exchanged(state, x, "sin")
@@ -148,39 +148,28 @@ def _exchanged(state: LayerState, x: Tensor, which: Literal["cos", "sin"]) -> Te
 def _turn_queries(state: LayerState, x: Tensor) -> Tensor | None:
     tap, plain = state.spec.turn_q, state.spec.q
     assert tap is not None
-    moves = state.plan.rotates or state.plan.reads_vectors
-    if moves and not state.spec.cos and plain is not None and tap.name != plain.name:
+    if state.plan.needs_positions and not state.spec.cos and plain is not None and tap.name != plain.name:
         heads = sorted(state.plan.heads)  # other lists of hooks may have turned the others
         rotary = state.spec.require_rotary("rotation edits")
         before, after = (vectors[:, :, heads] for vectors in (state.queries, tap.read(x)))
         state.own = text.positions_from_vectors(before, after, rotary, state.expected, state.cached)
         if state.own is None:
             _refuse_rotation(state)
-    vectors = _turned(state, tap, x, "q", state.plan.turned_q)
-    if vectors is None:
-        return None
-    if plain is not None and tap.name == plain.name:
-        state.seen.given_q = vectors
-    return tap.write(vectors)
+    return _turned(state, x, tap, plain, "q", state.plan.turned_q)
 
 
 def _turn_keys(state: LayerState, x: Tensor) -> Tensor | None:
-    tap, plain = state.spec.turn_k, state.spec.k
-    assert tap is not None
-    vectors = _turned(state, tap, x, "k", state.plan.turned_k)
-    if vectors is None:
-        return None
-    if plain is not None and tap.name == plain.name:
-        state.seen.given_k = vectors
-    return tap.write(vectors)
+    return _turned(state, x, state.spec.turn_k, state.spec.k, "k", state.plan.turned_k)
 
 
-def _turned(state: LayerState, tap: Tap, x: Tensor, which: Side, turned: Grouped) -> Tensor | None:
+def _turned(
+    state: LayerState, x: Tensor, tap: Tap | None, plain: Tap | None, which: Side, turned: Grouped
+) -> Tensor | None:
     """Turn vectors of some heads at a hook before or after the model's rotation."""
+    assert tap is not None
     if not turned or state.fell_back:
         return None
-    vectors, plain = tap.read(x), state.spec.q if which == "q" else state.spec.k
-    behind = plain is not None and tap.name != plain.name
+    vectors, behind = tap.read(x), plain is not None and tap.name != plain.name
     own = state.expected if state.own is None else state.own
     if which == "k":
         own = before_and_now(own, vectors.shape[1], state.memory.places)
@@ -188,7 +177,12 @@ def _turned(state: LayerState, tap: Tap, x: Tensor, which: Side, turned: Grouped
         at = torch.tensor(heads, device=vectors.device)
         some = _turned_on(state, vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
         vectors = some if len(heads) == tap.n_heads else vectors.index_copy(2, at, some)
-    return vectors
+    if plain is not None and not behind:
+        if which == "q":
+            state.seen.given_q = vectors
+        else:
+            state.seen.given_k = vectors
+    return tap.write(vectors)
 
 
 def _turned_on(

@@ -109,6 +109,11 @@ class LayerPlan:
     def rotates(self) -> bool:
         return any(self.rotations)
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether the running text's positions must be read from its rotation."""
+        return self.rotates or self.reads_vectors
+
     @cached_property
     def reads_vectors(self) -> bool:
         """Whether queries and keys before rotation are needed."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, last_of, so_far
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
-from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, HeadRotation
-from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept, fills_cache
+from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
+from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept, running_cache
 from tl_posdisent.rope.rotary import Rotary
 
 
@@ -82,7 +82,7 @@ class LayerState:
 
     def part(self, n_key: int) -> tuple[int, int] | None:
         """Return the slots (padding included) of the first query and the first key if the text is run in parts."""
-        if n_key == self.n_query and not fills_cache():
+        if n_key == self.n_query and not running_cache()[1]:
             return None
         n_slots = self.n_query + (self.memory.seen if n_key > self.n_query else 0)
         return n_slots - self.n_query, n_slots - n_key
@@ -170,7 +170,7 @@ class LayerState:
         """Refuse a KV cache that the model loses, or that was not filled under the same interventions."""
         check_cache_is_kept(self.spec.layer, self.n_query, n_key, self.spec.window)
         cached = n_key - self.n_query if self.n_query else 0
-        slots = (e for r in self.plan.rotations for e in r.edits if e.slots and not isinstance(e, DistanceMap))
+        slots = (e for r in self.plan.rotations for e in r.edits if e.slots and e.by_position)
         if cached and (given := next(slots, None)):
             raise ValueError(
                 f"{given.tool} was given for each slot of a whole text, and layer {self.spec.layer} sees "

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -39,7 +39,8 @@ _NOISE_BLOCK = 64  # positions drawn at a time, so that those of a longer text b
 
 @dataclass(frozen=True, eq=False)
 class RotationEdit(Edit):
-    by_position = "a function of the position"  # what to give for parts of a text, instead of one value per slot
+    # What to give for parts of a text instead of values per slot; None if values per slot serve parts too.
+    by_position: ClassVar[str | None] = "a function of the position"
 
     @property
     def slots(self) -> bool:
@@ -96,6 +97,8 @@ class DistanceMap(RotationEdit):
     """New distances, which need not be differences of positions: a matrix over slots, or a function."""
 
     distances: Float[Tensor, "*lead query key"] | Callable[[Tensor], Tensor]
+
+    by_position = None
 
     @property
     def slots(self) -> bool:
