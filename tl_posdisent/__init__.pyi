@@ -26,6 +26,7 @@ from .experiments.causal.additive_substitution import additive_substitution as a
 from .experiments.causal.attention_ladder import attention_ladder as attention_ladder
 from .experiments.causal.attention_ladder import head_verdicts as head_verdicts
 from .experiments.causal.head_ablation import head_ablation as head_ablation
+from .experiments.causal.head_effects import head_effects as head_effects
 from .experiments.causal.metrics import logit_difference as logit_difference
 from .experiments.causal.patching import component_patching as component_patching
 from .experiments.causal.patching import head_patching as head_patching

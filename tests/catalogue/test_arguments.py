@@ -65,8 +65,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     ),
     "count or none": (
         [-1, 0.5, True, "a", NAN],
-        "control distance_ceiling first first_label max_count min_count min_gap min_side n_sink pad_id"
-        " rotary_heads sinks split_seed start until",
+        "audit control distance_ceiling draws exact first first_label max_count min_count min_gap min_side n_sink"
+        " pad_id rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
@@ -116,6 +116,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "wavelengths": ([[0.0], [NAN], "x"], "wavelengths"),
     "token": ([0.5, "a"], "position"),
     "hooks": ([3, [("x", print)]], "hooks"),
+    "interventions": ([3, {}, [], "x", {"x": 3}, {3: []}, {"x": [("x", print)]}], "interventions"),
     "bands": ([(4, 2), (0.5,), 3], "bands"),
     "limits": ([3, (1.0, 0.0), (NAN, 1.0)], "limits"),
     "title": ([3], "title"),

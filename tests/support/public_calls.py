@@ -72,6 +72,9 @@ GOOD: dict[str, Any] = {
     "noise": 0.1,
     "metric": lambda logits, tokens: logits[:, -1, 5],
     "hooks": [],
+    "interventions": {
+        "flat": [("blocks.0.attn.hook_pattern", lambda x, hook: (x > 0) / (x > 0).sum(-1, keepdim=True))]
+    },
     "component": "distance",
     "length": 12,
     "lengths": [0, 4, 12],

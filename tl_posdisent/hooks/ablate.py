@@ -166,12 +166,26 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
     """Raise if an edit of z in one of the layers has no effect on the output, or if its z is not laid out by heads."""
+    by_heads(model, layers, required=True)
+
+
+def by_heads(model: Any, layers: Sequence[int], *, required: bool) -> dict[int, bool]:
+    """Say for each layer whether its z is laid out by heads.
+
+    Raises:
+        ValueError: an edit of z in one of the layers has no effect on the output; ``required``, and z is not.
+    """
     reading = read_model(model, layers)
     if missing := [layer for layer in layers if layer not in reading.no_results]:
         reading.no_results.update(_without_results(reading.model, missing))
-    for layer in layers:
-        if problem := reading.no_results[layer]:
+    problems = {layer: reading.no_results[layer] for layer in layers}
+    for layer, problem in problems.items():
+        if problem and (required or not problem.startswith(_OTHER_LAYOUT)):
             raise ValueError(f"layer {layer}: {problem}")
+    return {layer: not problem for layer, problem in problems.items()}
+
+
+_OTHER_LAYOUT = "hook_z must carry"
 
 
 def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
@@ -194,11 +208,13 @@ def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
     found = dict.fromkeys(layers, "")
     for copy, layer in enumerate(layers):
         wanted = (*tokens.shape, model.cfg.n_heads)
-        if layer not in seen or seen[layer][:3] != wanted or len(seen[layer]) != 4:
-            found[layer] = (
-                f"hook_z must carry (batch, pos, head, d_head) = {(*wanted, 'd_head')} for heads to be ablated, got "
-                f"{seen.get(layer, 'nothing: it does not fire')}"
-            )
+        if layer not in seen:
+            found[layer] = "hook_z does not fire, so no head can be ablated"
         elif mismatch(output[copy], output[-1]) <= 1:
             found[layer] = "another z at hook_z does not change the output, so no head can be ablated"
+        elif seen[layer][:3] != wanted or len(seen[layer]) != 4:
+            found[layer] = (
+                f"{_OTHER_LAYOUT} (batch, pos, head, d_head) = {(*wanted, 'd_head')} for heads to be ablated, got "
+                f"{seen[layer]}"
+            )
     return found

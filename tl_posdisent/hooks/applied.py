@@ -43,11 +43,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         (True, True)
     """
     n_layers(model)
-    if isinstance(hooks, (str, bytes)) or not isinstance(hooks, Iterable):
-        raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hooks)}")
-    hooks, there = list(hooks), model.hook_dict
-    for hook in hooks:
-        _check_hook(hook, there)
+    hooks, there = check_hooks(model, hooks), model.hook_dict
     fired: list[dict[str, int]] = []
     counting: list[tuple[Any, Callable[..., Any]]] = []
 
@@ -77,6 +73,16 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
             + (f" and {len(idle) - 6} more" if len(idle) > 6 else "")
             + ("; was the model run inside the block?" if not any(n for x in fired for n in x.values()) else "")
         )
+
+
+def check_hooks(model: Any, hooks: Any) -> list[Hook]:
+    """Validate a list of hooks for ``fwd_hooks``, and the names in it."""
+    if isinstance(hooks, (str, bytes)) or not isinstance(hooks, Iterable):
+        raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hooks)}")
+    found, there = list(hooks), model.hook_dict
+    for hook in found:
+        _check_hook(hook, there)
+    return found
 
 
 def _check_hook(hook: Any, there: Collection[str]) -> None:

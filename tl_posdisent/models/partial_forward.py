@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
 
 _Result = TypeVar("_Result")
 
@@ -44,6 +45,16 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
     with running(model) as p, p.skipping(model.blocks[:layer], lambda: before), p.keeping([module]) as kept:
         p.run(tokens, hooks, stop=module, **more)
     return kept[module]
+
+
+def changed_results(
+    model: Any, tokens: Int[Tensor, "text pos"], layer: int, before: Any, hooks: Sequence[Hook]
+) -> Tensor | None:
+    """Return a layer's z (``hook_z``) under hooks, given the output of the block before; None if it does not fire."""
+    kept: list[Tensor] = []
+    listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
+    result_of(model.blocks[layer].attn, model, tokens, layer, before, [*hooks, listen])
+    return kept[-1] if kept else None
 
 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:

@@ -75,6 +75,11 @@ class LogitDifference:
             values.append(right - wrong)
         return torch.stack(values)
 
+    def of_text(self, row: int) -> LogitDifference:
+        """Return the metric of one text of the batch alone."""
+        own = [(_of_row(x, row),) for x in (self.answers, self.position)]
+        return LogitDifference(own[0], None if self.wrong is None else (_of_row(self.wrong, row),), own[1])
+
     def check_batch(self, batch: int) -> None:
         """Raise if the answers are for another number of texts."""
         named = {"answers": self.answers, "wrong": self.wrong, "position": self.position}

@@ -23,7 +23,16 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.kv_cache import cache_of, of_rows
-from tl_posdisent.models.partial_forward import attempted, has_hooks, hidden, of_texts, result_of, run_after, run_clean
+from tl_posdisent.models.partial_forward import (
+    attempted,
+    changed_results,
+    has_hooks,
+    hidden,
+    of_texts,
+    result_of,
+    run_after,
+    run_clean,
+)
 from tl_posdisent.models.reading.forward_pass import Hook, output_of, running
 from tl_posdisent.models.reading.model_parts import dtype_of, hook_name
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -198,16 +207,10 @@ class _Group:
 
     def _changed_z(self, layer: int, source: Source) -> Z | None:
         """z of a layer under hooks; None where that takes full passes, which then tell why."""
-        kept: list[Tensor] = []
-        listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
-
-        def read() -> None:
-            attention, hooks = self.model.blocks[layer].attn, [*(self.under + source()), listen]
-            result_of(attention, self.model, self.tokens, layer, self.clean.after.get(layer - 1), hooks)
-
-        attempted(read)
+        before, hooks = self.clean.after.get(layer - 1), [*self.under, *source()]
+        z = attempted(partial(changed_results, self.model, self.tokens, layer, before, hooks))
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
-        return kept[-1] if kept and kept[-1].ndim == 4 and kept[-1].shape[:3] == by_head else None
+        return z if z is not None and z.ndim == 4 and z.shape[:3] == by_head else None
 
     def _from_the_layer(self, layer: int, cases: Sequence[_Case], changed: dict[Source, Z]) -> list[Any] | None:
         """What the last block returns of texts in each case; None if not as before of a text unmodified."""

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tl_posdisent.models.reading.model_parts import dtype_of, modules
 from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
+from tl_posdisent.utils.precision import with_gradients
 from tl_posdisent.utils.restoring import restoring, without_gradients
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
@@ -88,21 +89,24 @@ class Pass:
         hooks: Sequence[Hook] = (),
         *,
         stop: int | torch.nn.Module | None = None,
+        gradients: bool = False,
         **more: Any,
     ) -> Any:
-        """Run the model once without gradients and return its output.
+        """Run the model once and return its output.
 
         Args:
             tokens: token ids.
             hooks: hooks for this pass. A filter that accepts several names of one hook point acts on it once.
             stop: end the pass after this many layers, or after a module, and return None. (A bridge's own
                 ``stop_at_layer`` still computes the unembedding, which may cost more than all layers.)
+            gradients: record gradients, even within the caller's ``no_grad``.
             more: arguments of the model's forward pass, such as a cache.
 
         Raises:
             ContextExceeded: the model fails on a text beyond its context.
         """
-        with without_gradients(), removing() as handles, contextlib.suppress(Ended):
+        recording = with_gradients(self.model) if gradients else without_gradients()
+        with recording, removing() as handles, contextlib.suppress(Ended):
             self._add(hooks, handles)
             if stop is not None:
                 end = self.model.blocks[stop - 1] if isinstance(stop, int) else stop

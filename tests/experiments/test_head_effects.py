@@ -1,0 +1,480 @@
+"""Effects of interventions on single heads: estimates against derivatives by brute force, exact ones against loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import spearmanr
+from support import zoo
+from support.small_models import small_model
+from support.untouched import state
+from torch import Tensor, nn
+
+from tl_posdisent import ablate_heads, dummy_distance, head_ablation, head_effects, logit_difference
+from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
+from tl_posdisent.hooks import applied, drop_component, substitute_attention
+
+TOKENS = zoo.random_tokens(length=9, batch=3)
+MECHANISMS = zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "opt")
+FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+
+
+def effects(model: Any, interventions: Any, *more: Any, tokens: Any = TOKENS, **options: Any) -> pd.DataFrame:
+    return head_effects(model, tokens, interventions, *more, **{"progress": False, "draws": 1} | options)
+
+
+def losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """One number for each text."""
+    flat = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return flat.view(len(tokens), -1).mean(1)
+
+
+def divergences(p: Tensor, q: Tensor) -> Tensor:
+    p, q = (x[:, :-1].double().log_softmax(-1) for x in (p, q))
+    return (p.exp() * (p - q)).sum(-1).mean(1)
+
+
+def scaled(by: float, layers: int = 2) -> list[Any]:
+    """A user's own hooks: the results of all heads times a number."""
+    return [(f"blocks.{layer}.attn.hook_z", lambda z, hook: z * by) for layer in range(layers)]
+
+
+def in_float64(kind: str, name: str) -> Any:
+    return zoo.load(kind, name).double()
+
+
+# --- exact effects --------------------------------------------------------------------------------------------
+
+
+def some_interventions(model: Any, heads: Any = None, layers: Any = None) -> dict[str, Any]:
+    found: dict[str, Callable[[], Any]] = {
+        "zero": lambda: ablate_heads(model, heads, layers=layers),
+        "uniform": lambda: substitute_attention(model, "uniform", layers=layers, heads=heads),
+        "additive": lambda: drop_component(model, "residual", layers=layers, heads=heads),
+        "distance": lambda: dummy_distance(model, 2, layers=layers, heads=heads),
+    }
+    rotary = model.cfg.positional_embedding_type == "rotary" if hasattr(model, "cfg") else True
+    return {name: make() for name, make in found.items() if name != "distance" or rotary}
+
+
+@pytest.mark.parametrize(("kind", "name"), MECHANISMS)
+def test_exact_effects_are_those_of_a_loop(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = effects(model, some_interventions(model), exact=1000).set_index(["intervention", "layer", "head"])
+    with torch.no_grad():
+        clean = model(TOKENS)
+    sizes = []
+    for (intervention, layer, head), row in table.iterrows():  # type: ignore[misc]
+        if head not in (1, 6):
+            continue
+        hooks = some_interventions(model, heads=[int(head)], layers=[int(layer)])[intervention]
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            changed = model(TOKENS)
+        effect, kl = losses(changed, TOKENS) - losses(clean, TOKENS), divergences(clean, changed)
+        assert row["exact"] == pytest.approx(effect.mean().item(), abs=2e-6)
+        assert row["exact_se"] == pytest.approx(effect.std().item() / 3**0.5, abs=2e-6)
+        assert row["kl"] == pytest.approx(kl.mean().item(), abs=2e-6)
+        sizes.append(abs(row["exact"]))
+    assert len(sizes) == 4 * table.index.get_level_values(0).nunique()
+    assert np.median(sizes) > 1e-3
+
+
+@FEW
+def test_zero_ablation_is_head_ablation(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = effects(model, {"zero": ablate_heads(model, None)}, exact=16)
+    ablated = head_ablation(model, TOKENS, progress=False)
+    assert table["exact"].tolist() == pytest.approx(ablated["effect"].tolist(), abs=1e-6)
+
+
+# --- first order ----------------------------------------------------------------------------------------------
+
+
+@FEW
+@pytest.mark.parametrize("metric", ["loss", "logit difference", "own"])
+def test_the_first_order_is_that_of_finite_differences(kind: str, name: str, metric: str) -> None:
+    model, step = in_float64(kind, name), 1e-2
+    chosen: Any = {
+        "loss": (),
+        "logit difference": (logit_difference([3, 5, 8], wrong=[9, 4, 2], position=[-1, 4, -3]),),
+        "own": (lambda logits, tokens: logits[:, -1].tanh().mean(),),  # one number for all texts
+    }[metric]
+    up, down = (effects(model, {"up": scaled(x)}, *chosen, exact=1000) for x in (1 + step, 1 - step))
+    slopes = (up["exact"] - down["exact"]) / 2
+    assert up["first"].tolist() == pytest.approx(slopes.tolist(), rel=2e-3, abs=1e-3 * slopes.abs().median())
+    assert slopes.abs().median() > 1e-3 * step
+    assert up["first"].tolist() == pytest.approx((-down["first"]).tolist(), rel=1e-9)
+
+
+def test_a_metric_by_text_and_its_mean_have_the_same_first_order(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    difference = logit_difference([3, 5, 8], wrong=[9, 4, 2])
+
+    def by_text(logits: Tensor, tokens: Tensor) -> Tensor:
+        return logits[[0, 1, 2], -1, [3, 5, 8]] - logits[[0, 1, 2], -1, [9, 4, 2]]
+
+    zero = {"zero": ablate_heads(model, None)}
+    tables = [
+        effects(model, zero, f, exact=0) for f in (difference, by_text, lambda x, tokens: by_text(x, tokens).mean())
+    ]
+    for table in tables:
+        assert table["first"].tolist() == pytest.approx(tables[0]["first"].tolist(), rel=1e-5, abs=1e-6)
+        assert table["first_se"].tolist() == pytest.approx(tables[0]["first_se"].tolist(), rel=1e-5, abs=1e-6)
+        assert table["estimate"].equals(table["first"])
+        assert table["curvature"].tolist() == pytest.approx(tables[0]["curvature"].tolist(), rel=1e-4)
+
+
+# --- curvature ------------------------------------------------------------------------------------------------
+
+
+def fisher_form(model: Any, tokens: Tensor, layer: int, head: int, delta: Callable[[Tensor], Tensor]) -> float:
+    """δᵀFδ of one head, all labels enumerated: log-probabilities differentiated along δ by differences."""
+    moved = []
+    for step in (3e-3, -3e-3):
+
+        def move(z: Tensor, hook: Any, step: float = step) -> Tensor:
+            z = z.clone()
+            z[:, :, head] += step * delta(z[:, :, head])
+            return z
+
+        with torch.no_grad(), model.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_z", move)]):
+            moved.append(model(tokens)[:, :-1].log_softmax(-1))
+    with torch.no_grad():
+        p = model(tokens)[:, :-1].softmax(-1)
+    return float((p * ((moved[0] - moved[1]) / 6e-3).square()).sum())
+
+
+@FEW
+def test_curvature_is_the_fisher_form_with_all_labels_enumerated(kind: str, name: str) -> None:
+    """A text of two tokens has one prediction, so that the expectation over labels is a sum over the vocabulary."""
+    model, tokens = in_float64(kind, name), TOKENS[:1, :2]
+    with torch.no_grad():
+        p = model(tokens)[0, 0].softmax(-1)
+    middles = p.cumsum(0) - p / 2  # numbers from which each label in turn is drawn
+    (found,) = result_gradients(
+        model,
+        [tokens],
+        [0, 1],
+        lambda outputs: losses(outputs[0], tokens).mean(),
+        [middles[:, None, None].expand(-1, 1, 2)],
+    )
+    for layer in (0, 1):
+        z = found.z[layer]
+        products = torch.stack([(s[layer] * -z).sum((0, 1, 3)) for s in found.surprise])  # label, head
+        assert (p @ products).abs().max() < 1e-6  # the expected gradient is 0
+        for head in range(8):
+            by_labels = float(p @ products[:, head].square())
+            assert by_labels == pytest.approx(fisher_form(model, tokens, layer, head, lambda x: -x), rel=1e-3)
+
+
+@FEW
+def test_curvature_is_half_the_squared_gradient_of_the_drawn_surprise(kind: str, name: str) -> None:
+    """Averaged over texts and draws; and over many draws it is the Fisher form."""
+    model, tokens = in_float64(kind, name), TOKENS[:2, :5]
+    table = effects(model, {"zero": ablate_heads(model, None)}, tokens=tokens, draws=600, exact=0, audit=0)
+    brute = [
+        fisher_form(model, tokens, layer, head, lambda x: -x) / 2 / tokens[:, 1:].numel()
+        for layer in (0, 1)
+        for head in range(8)
+    ]
+    ratios = table["curvature"].to_numpy() / np.array(brute)
+    assert np.abs(ratios - 1).max() < 0.3  # each has an error of sqrt(2 / 1200) = 4 % or, with few labels, more
+    assert abs(ratios.mean() - 1) < 0.05
+
+
+@FEW
+def test_small_changes_have_the_divergence_and_the_loss_of_the_estimates(kind: str, name: str) -> None:
+    """KL(ε) / ε² tends to half the Fisher form."""
+    model, step = in_float64(kind, name), 1e-3
+    table = effects(model, {"less": scaled(1 - step)}, tokens=TOKENS[:1, :4], exact=1000)
+    for layer, head, kl in zip(table["layer"], table["head"], table["kl"], strict=True):
+        expected = fisher_form(model, TOKENS[:1, :4], layer, head, lambda x: -x) / 2 / 3
+        assert kl / step**2 == pytest.approx(expected, rel=0.02)
+
+
+def test_the_loss_of_logits_linear_in_results_has_this_curvature() -> None:
+    """One layer, no final norm, an MLP that adds nothing: the Fisher form is the second derivative of the loss."""
+    model = small_model(n_layers=1, final_norm=False, read_out="token", n_out=20, causal=True).double()
+    model.blocks[0].mlp.W_out.data.zero_()
+    model.blocks[0].mlp.b_out.data.zero_()
+    tokens, step = TOKENS[:1, :6] % 20, 1e-2
+    up, down = (effects(model, {"x": scaled(x, 1)}, tokens=tokens, exact=3) for x in (1 + step, 1 - step))
+    second = (up["exact"] + down["exact"]) / 2
+    expected = [fisher_form(model, tokens, 0, head, lambda x: x) / 2 / 5 * step**2 for head in range(3)]
+    assert second.tolist() == pytest.approx(expected, rel=1e-3)
+    assert up["kl"].tolist() == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("n", [1, 4000])
+def test_labels_are_drawn_from_the_predictions(n: int) -> None:
+    p = torch.tensor([[[0.5, 0.2, 0.0, 0.3], [0.0, 0.0, 1.0, 0.0]]], dtype=torch.float64)
+    u = (torch.arange(n, dtype=torch.float64) + 0.5)[:, None, None].expand(n, 1, 3) / n
+    labels = drawn_labels(p.log(), u)
+    assert labels.shape == (n, 1, 2)
+    assert (labels[:, 0, 1] == 2).all()
+    if n > 1:
+        assert (labels[:, 0, 0].bincount(minlength=4) / n).tolist() == pytest.approx([0.5, 0.2, 0.0, 0.3], abs=1e-3)
+
+
+# --- texts ----------------------------------------------------------------------------------------------------
+
+
+@FEW
+def test_texts_add_up(kind: str, name: str, shared_model: Any) -> None:
+    """The estimate for a batch is the mean of those for its texts; labels depend on a text's own place alone."""
+    model = shared_model(kind, name)
+    zero = {"zero": ablate_heads(model, None)}
+
+    def estimates(*rows: int) -> Tensor:
+        table = effects(model, zero, tokens=TOKENS[list(rows)], exact=0, audit=0, draws=3)
+        return torch.tensor(table[["first", "curvature"]].to_numpy())
+
+    second = 2 * estimates(0, 1) - estimates(0)
+    assert second.abs().max() > 1e-3
+    torch.testing.assert_close(2 * estimates(2, 1) - estimates(2), second, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(
+        3 * estimates(2, 1, 0)[:, :1], sum(estimates(x)[:, :1] for x in range(3)), rtol=1e-4, atol=1e-7
+    )
+
+
+@FEW
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(kind: str, name: str, side: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    zero = {"zero": ablate_heads(model, None), "uniform": substitute_attention(model, "uniform")}
+    short = TOKENS[1:2, :6]
+    fill = torch.zeros(1, 3, dtype=torch.int64)
+    padded = torch.cat([TOKENS[:1], torch.cat([fill, short] if side == "left" else [short, fill], 1)])
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, slice(0, 3) if side == "left" else slice(6, 9)] = 0
+    for metric in ((), (lambda logits, tokens: logits[:, 4].double().mean(-1),)):  # each text alone, and all together
+        if metric and side == "left":
+            continue  # position 4 is another token there
+        table = effects(model, zero, *metric, tokens=padded, attention_mask=mask, exact=2, audit=2)
+        alone = [effects(model, zero, *metric, tokens=x, exact=16, audit=0) for x in (TOKENS[:1], short)]
+        expected = sum(x["first"] for x in alone) / 2
+        assert table["first"].tolist() == pytest.approx(expected.tolist(), abs=2e-6)
+        run = table["exact"].notna()
+        assert table["exact"][run].tolist() == pytest.approx(
+            (sum(x["exact"] for x in alone) / 2)[run].tolist(), abs=2e-6
+        )
+        assert table["kl"][run].tolist() == pytest.approx((sum(x["kl"] for x in alone) / 2)[run].tolist(), abs=2e-6)
+
+
+# --- interventions --------------------------------------------------------------------------------------------
+
+
+@FEW
+def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+
+    def flat(pattern: Tensor, hook: Any) -> Tensor:
+        return (pattern > 0).to(pattern) / (pattern > 0).sum(-1, keepdim=True)
+
+    own = [(lambda name: name.endswith("hook_pattern"), flat)]
+    tables = [effects(model, {"x": x}, exact=16, draws=2) for x in (own, substitute_attention(model, "uniform"))]
+    for column in ("first", "curvature", "estimate", "exact", "kl", "exact_se"):
+        assert tables[0][column].tolist() == pytest.approx(tables[1][column].tolist(), abs=2e-6)
+    assert tables[0]["curvature"].median() > 1e-4
+
+
+@FEW
+def test_rows_are_those_of_the_heads_that_change(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    both = ablate_heads(model, [(1, 3), (0, 2)]) + substitute_attention(model, "uniform", layers=1, heads=[3, 5])
+    table = effects(model, {"both": both, "one": ablate_heads(model, [(1, 7)])}, layers=1)
+    assert table[["intervention", "layer", "head"]].values.tolist() == [["both", 1, 3], ["both", 1, 5], ["one", 1, 7]]
+    alone = effects(model, ablate_heads(model, [(1, 7), (0, 0)]))
+    assert alone["intervention"].tolist() == ["ablate_heads(zero)"] * 2
+    assert alone["first"].iloc[1] == pytest.approx(table["first"].iloc[2], abs=1e-7)
+
+
+@FEW
+def test_the_user_has_hooks_on_the_model(kind: str, name: str) -> None:
+    """Then the changes of results take full passes, under these hooks."""
+    model = zoo.load(kind, name)
+    plain = effects(model, {"d": dummy_distance(model, 2)}, exact=16)
+    model.hook_dict["blocks.0.hook_resid_post"].add_hook(lambda x, hook: 0.7 * x)
+    table = effects(model, {"d": dummy_distance(model, 2)}, exact=16)
+    assert (table["first"] - plain["first"]).abs().max() > 1e-4
+    loop = []
+    for layer, head in zip(table["layer"], table["head"], strict=True):
+        with torch.no_grad():
+            before = losses(model(TOKENS), TOKENS)
+            with model.hooks(fwd_hooks=dummy_distance(model, 2, layers=[layer], heads=[head])):
+                loop.append((losses(model(TOKENS), TOKENS) - before).mean().item())
+    assert table["exact"].tolist() == pytest.approx(loop, abs=2e-6)
+    with pytest.raises(ValueError, match="interventions must be hooks of this package if the model has other hooks"):
+        effects(model, {"less": scaled(0.5)})
+
+
+def test_a_head_that_does_not_reach_the_output_has_no_effect() -> None:
+    model = small_model(n_layers=2, read_out="token", n_out=20, causal=True)
+    model.blocks[1].attn.W_O.data[2] = 0
+    table = effects(model, {"zero": ablate_heads(model, None)}, tokens=TOKENS % 20, exact=6).set_index(
+        ["layer", "head"]
+    )
+    assert table.loc[(1, 2), ["first", "curvature", "estimate", "exact", "kl"]].abs().max() == 0
+    assert (table.drop(index=(1, 2))["kl"] > 1e-6).all()
+
+
+@pytest.mark.parametrize("read_out", ["mean", "last"])
+def test_models_that_predict_a_class(read_out: str) -> None:
+    """One prediction for each text: with a metric of the class, and curvature from labels of classes."""
+    model, answers = small_model(read_out=read_out).double(), torch.tensor([1, 0, 4])
+    tokens = TOKENS % 20
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, answers, reduction="none")
+
+    table = effects(model, {"less": scaled(1 - 1e-3)}, loss, tokens=tokens, exact=6, draws=800)
+    assert table["first"].tolist() == pytest.approx(table["exact"].tolist(), rel=0.05, abs=1e-7)
+    assert table["curvature"].tolist() == pytest.approx(table["kl"].tolist(), rel=0.3)
+
+
+def test_a_layer_whose_results_are_not_laid_out_by_heads_has_one_row(shared_model: Any) -> None:
+    model = shared_model("bridge", "deepseek_v3")
+    hooks = {"uniform": substitute_attention(model, "uniform")}
+    table = effects(model, hooks, exact=2, audit=0)
+    assert table["layer"].tolist() == [0, 1]
+    assert table["head"].isna().all()
+    for layer, exact in zip(table["layer"], table["exact"], strict=True):
+        with torch.no_grad():
+            before = losses(model(TOKENS), TOKENS)
+            with applied(model, substitute_attention(model, "uniform", layers=[layer])):
+                after = losses(model(TOKENS), TOKENS)
+        assert exact == pytest.approx((after - before).mean().item(), abs=2e-6)
+    assert (table["curvature"] > 0).all()
+    with pytest.raises(ValueError, match="layer 0: hook_z must carry"):
+        effects(model, hooks, heads=[0, 1])
+
+
+# --- the choice of exact runs ---------------------------------------------------------------------------------
+
+
+@FEW
+def test_the_largest_estimates_and_a_random_sample_are_run(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = some_interventions(model)
+    table = effects(model, hooks, exact=3, audit=6)
+    whole = effects(model, hooks, exact=1000)
+    drawn = []
+    for intervention, some in table.groupby("intervention"):
+        run, all_of = some[some["exact"].notna()], whole.loc[some.index]
+        largest = some["estimate"].abs().nlargest(3).index
+        assert set(largest) <= set(run.index)
+        assert len(run) == 9
+        assert run["exact"].tolist() == pytest.approx(all_of["exact"][run.index].tolist(), abs=1e-6)
+        others = run.drop(index=largest)
+        audit, top = table.attrs["audit"][intervention], run["exact"].abs().nlargest(3).index
+        assert audit["rank_correlation"] == pytest.approx(spearmanr(others["estimate"].abs(), others["exact"].abs())[0])
+        assert (audit["exact"], audit["audited"], audit["missed"]) == (3, 6, len(set(top) - set(largest)))
+        drawn.append(tuple(others["head"] + 8 * others["layer"]))
+    assert len(set(drawn)) == len(drawn)  # another sample for each intervention
+    again = effects(model, hooks, exact=3, audit=6)
+    pd.testing.assert_frame_equal(again, table)
+    other = effects(model, hooks, exact=3, audit=6, seed=1)
+    assert not other["curvature"].equals(table["curvature"])
+    assert other["exact"].notna().tolist() != table["exact"].notna().tolist()
+
+
+def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    table = effects(model, ablate_heads(model, None), draws=0, exact=0, audit=0, tokens=TOKENS[:1])
+    assert table[["curvature", "exact", "kl", "first_se"]].isna().all(axis=None)
+    assert table["estimate"].equals(table["first"])
+    assert next(iter(table.attrs["audit"].values()))["audited"] == 0
+
+
+# --- the model ------------------------------------------------------------------------------------------------
+
+
+@FEW
+def test_the_model_is_as_it_was(kind: str, name: str) -> None:
+    model = zoo.load(kind, name)
+    parameters = list(model.parameters())
+    parameters[0].requires_grad_(False)
+    needed, before = [x.requires_grad for x in parameters], state(model)
+    with torch.no_grad():
+        table = effects(model, ablate_heads(model, None))
+        assert not torch.is_grad_enabled()
+    assert all(x.grad is None for x in parameters)
+    assert [x.requires_grad for x in parameters] == needed
+    assert state(model) == before
+    for x in parameters:
+        x.requires_grad_(False)
+    with torch.inference_mode():
+        pd.testing.assert_frame_equal(effects(model, ablate_heads(model, None)), table)
+    with pytest.raises(ZeroDivisionError):
+        effects(model, ablate_heads(model, None), lambda logits, tokens: 1 / 0)
+    assert state(model) == before
+
+
+@FEW
+def test_half_precision(kind: str, name: str) -> None:
+    model, half = zoo.load(kind, name), zoo.load(kind, name).to(torch.bfloat16)
+    tables = [effects(m, {"zero": ablate_heads(m, None)}, exact=16, draws=8) for m in (model, half)]
+    for column in ("first", "exact", "curvature"):
+        a, b = (table[column].to_numpy() for table in tables)
+        assert np.corrcoef(a, b)[0, 1] > 0.9, column
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    zero = ablate_heads(model, None)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({}, {}, r"interventions must be hooks by name, or hooks, got \{\}"),
+        ([], {}, r"interventions must be hooks by name, or hooks, got \[\]"),
+        ({"x": [("no hook", print)]}, {}, "interventions must be hooks by name; 'x': hooks names 'no hook'"),
+        ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}, "must act on the chosen heads, .* for 'y'"),
+        ({"x": []}, {}, "must act on the chosen heads"),
+        (
+            {"x": ablate_heads(model, None, mode="resample")},
+            {},
+            "interventions must act on each text alone .* 'x'.*resample",
+        ),
+        ({"x": [("hook_embed", lambda x, hook: 0 * x)]}, {}, "attention alone, .* got a hook at hook_embed in 'x'"),
+        ({"x": [(lambda name: "resid" in name, print)]}, {}, "must change attention alone, .* got a hook at blocks.0"),
+        ({"x": scaled(1.0)}, {}, "interventions must change the results of heads, .* 'x'"),
+        ({"x": scaled(2.0, 1)}, {"layers": 1}, "interventions must act on the chosen heads"),
+    ]
+    for interventions, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            effects(model, interventions, **options)
+    metrics: list[tuple[Any, str]] = [
+        (lambda logits, tokens: logits.detach().mean(), "metric must be differentiable"),
+        (lambda logits, tokens: 3.0, "metric must return a tensor to be differentiated, got 3.0"),
+        (lambda logits, tokens: logits, "metric must return a number or one per text"),
+    ]
+    for metric, message in metrics:
+        with pytest.raises(ValueError, match=message):
+            effects(model, zero, metric)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_draws_need_predictions() -> None:
+    model = small_model(read_out="token", n_out=5).double()
+    tokens, zero = TOKENS % 20, ablate_heads(model, None)
+    assert predictions(torch.zeros(2, 3, 4, 5), TOKENS) is None
+
+    def mean(logits: Any, tokens: Tensor) -> Tensor:
+        return logits.mean((1, 2))
+
+    assert (effects(model, zero, mean, tokens=tokens)["curvature"] > 0).all()  # a class for each token
+    model.forward = lambda tokens: type(model).forward(model, tokens)[..., None]  # type: ignore[method-assign]
+    with pytest.raises(
+        ValueError, match=r"draws must be 0 for a model that returns neither logits .* got \(3, 9, 5, 1\)"
+    ):
+        effects(model, zero, lambda x, tokens: x.mean((1, 2, 3)), tokens=tokens)
+    table = effects(model, zero, lambda x, tokens: x.mean((1, 2, 3)), tokens=tokens, draws=0, exact=2)
+    assert table["kl"].isna().all()
+    assert table["exact"].notna().sum() > 2

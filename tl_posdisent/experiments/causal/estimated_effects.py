@@ -1,0 +1,142 @@
+"""Estimates of the effect of interventions on every head, from gradients and the changes of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
+from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
+from tl_posdisent.experiments.causal.single_heads import Item, Part
+from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.precision import mismatch, own_sums
+from tl_posdisent.utils.validation import shown
+
+Effects = dict[int, Float64[Tensor, "text row"]]
+"""By layer, the effects on its rows."""
+
+
+class Estimates:
+    """Estimates for each intervention, layer and head, text by text.
+
+    Attributes:
+        first: first-order effects on the metric, for each intervention.
+        curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
+    """
+
+    def __init__(self, model: Any, items: Sequence[Item], n_texts: int, draws: int, seed: int, bar: Any) -> None:
+        self.model, self.items, self.draws, self.seed, self.bar = model, items, draws, seed, bar
+        self.layers = sorted({layer for item in items for layer in item.rows})
+        shape = [{layer: (n_texts, len(rows)) for layer, rows in item.rows.items()} for item in items]
+        self.first, self.curvature = (
+            [{layer: _nothing(size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
+        )
+        self.changed = [False] * len(items)
+        self.exchanged: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
+
+    def add(self, part: Part) -> None:
+        """Estimate the effects in some texts."""
+        groups = [group.tokens for group in part.texts.groups]
+        uniforms = [self._uniforms(part, group.rows.tolist(), group.tokens.shape[1]) for group in part.texts.groups]
+        found = result_gradients(self.model, groups, self.layers, lambda outputs: _value(part, outputs), uniforms)
+        self.bar.update((2 + self.draws) * len(part.places))
+        for group, tokens, gradients in zip(part.texts.groups, groups, found, strict=True):
+            places = part.places[group.rows.cpu()]
+            for layer in self.layers:
+                for n, item in enumerate(self.items):
+                    if layer in item.rows:
+                        delta = wide(self._changed(item, layer, tokens, gradients)) - wide(gradients.z[layer])
+                        self._add(n, layer, places, delta, gradients, len(part.places))
+            self.bar.update(len(self.items) * len(places) / 2)
+
+    def check_changes(self) -> None:
+        """Raise if hooks of the user's changed no head."""
+        for item, changed in zip(self.items, self.changed, strict=True):
+            if not (changed or item.divisible):
+                raise ArgumentError(
+                    "interventions",
+                    f"must change the results of heads, and hooks of your own in {item.name!r} change none of those "
+                    "chosen, given what their layer receives",
+                )
+
+    def _uniforms(self, part: Part, rows: Sequence[int], length: int) -> Float64[Tensor, "draw text pos"]:
+        """Draw uniform numbers that depend on the seed and on the text's place in the batch only."""
+        seeds = [(self.seed, int(part.places[row])) for row in rows]
+        drawn = [np.random.default_rng(each).random((self.draws, length)) for each in seeds]
+        return torch.as_tensor(np.stack(drawn, 1), device="cpu")
+
+    def _changed(self, item: Item, layer: int, tokens: Tensor, run: ResultGradients) -> Tensor:
+        """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
+        before, z = run.before.get(layer), run.z[layer]
+        if layer not in self.exchanged:
+            again = None
+            if not has_hooks(self.model):
+                again = attempted(lambda: changed_results(self.model, tokens, layer, before, []))
+            self.exchanged[layer] = again is not None and again.shape == z.shape and mismatch(again, z) <= 1
+        hooks = item.of(layer) if item.divisible else item.hooks
+        try:
+            if self.exchanged[layer]:
+                new = changed_results(self.model, tokens, layer, before, hooks)
+            elif item.divisible:
+                new = _results_in_full_pass(self.model, tokens, layer, hooks)
+            else:
+                raise ArgumentError("interventions", f"must be hooks of this package for {type(self.model).__name__}")
+        except ValueError as error:
+            raise ArgumentError(
+                "interventions", f"must act on each text alone and on its attention; {item.name!r}: {error}"
+            ) from error
+        assert new is not None
+        return new
+
+    @own_sums()
+    def _add(self, n: int, layer: int, places: Tensor, delta: Tensor, run: ResultGradients, n_texts: int) -> None:
+        self.changed[n] |= bool((delta != 0).any())
+        rows = self.items[n].rows[layer]
+        self.first[n][layer][places] = n_texts * _products(run.metric[layer], delta, rows)
+        if run.surprise:
+            products = [_products(surprise[layer], delta, rows) for surprise in run.surprise]
+            self.curvature[n][layer][places] = torch.stack(products).square().mean(0) / 2 / run.n_predictions
+
+
+def wide(x: Tensor) -> Tensor:
+    """Convert to float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _nothing(size: tuple[int, int]) -> Float64[Tensor, "text row"]:
+    return torch.full(size, torch.nan, dtype=torch.float64, device="cpu")
+
+
+def _value(part: Part, outputs: list[Any]) -> Tensor:
+    """Compute a metric, averaged over texts, with its graph."""
+    value = values_of(part.metric, outputs, part.texts)
+    as_numbers(value, len(part.texts.tokens))  # raises for what is not a number or one per text
+    if not isinstance(value, Tensor):
+        raise ArgumentError("metric", f"must return a tensor to be differentiated, got {shown(value)}")
+    return value.double().mean()
+
+
+def _results_in_full_pass(model: Any, tokens: Tensor, layer: int, hooks: Sequence[Hook]) -> Tensor:
+    kept: list[Tensor] = []
+    listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
+    with running(model) as p:
+        p.run(tokens, [*hooks, listen], stop=layer + 1)
+    return kept[-1]
+
+
+def _products(
+    gradient: Float[Tensor, "text pos *rest"], delta: Float[Tensor, "text pos *rest"], rows: Sequence[int | None]
+) -> Float64[Tensor, "text row"]:
+    """Sum the products of a gradient and a change over positions and components, for each row."""
+    products = wide(gradient) * delta
+    if rows == [None]:
+        return products.flatten(1).double().sum(1, keepdim=True).cpu()
+    return products.double().sum((1, 3))[:, rows].cpu()

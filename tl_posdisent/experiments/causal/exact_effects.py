@@ -1,0 +1,102 @@
+"""Exact effects of interventions on some heads, one run each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
+from tl_posdisent.experiments.causal.result_gradients import predictions
+from tl_posdisent.experiments.causal.runs import HooksOf, Runs
+from tl_posdisent.experiments.causal.single_heads import Item, Part
+from tl_posdisent.models.partial_forward import changed_results, run_clean
+from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.reading.model_parts import hook_name
+
+Place = tuple[int, int, int | None]
+"""Number of an intervention, layer and head."""
+
+
+class ExactEffects:
+    """Effects on a metric, and divergences from the unmodified predictions, of chosen interventions on single heads.
+
+    Attributes:
+        effects: by place, the change of the metric in each text, or in all texts together.
+        divergences: by place, KL(unmodified ‖ changed) of each text, in nats per prediction; NaN without predictions.
+    """
+
+    def __init__(self, model: Any, items: Sequence[Item], n_texts: int, places: Sequence[Place], bar: Any) -> None:
+        self.model, self.items, self.bar = model, items, bar
+        self.by_layer: dict[int, list[Place]] = {}
+        for place in sorted(places, key=lambda place: (place[1], place[0])):
+            self.by_layer.setdefault(place[1], []).append(place)
+        self.effects, self.divergences = (
+            {place: torch.full((n_texts,), torch.nan, dtype=torch.float64, device="cpu") for place in places}
+            for _ in range(2)
+        )
+
+    @property
+    def n_passes(self) -> float:
+        """Number of forward passes of each text: one per layer from the changed one on, and the unmodified run."""
+        n = len(self.model.blocks)
+        return sum(len(places) * (n - layer) / n for layer, places in self.by_layer.items()) + bool(self.by_layer)
+
+    def add(self, part: Part) -> None:
+        """Run some texts with each of the chosen heads changed."""
+        if not self.by_layer:
+            return
+        texts = part.texts
+        runs = Runs(self.model, texts, list(self.by_layer))
+        self.bar.update(len(part.places))
+        baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
+        for layer, places in self.by_layer.items():
+            share = 1 - layer / len(self.model.blocks)
+            for n in dict.fromkeys(place[0] for place in places):
+                some = [place for place in places if place[0] == n]
+                units = [[*range(self.model.cfg.n_heads)] if head is None else [head] for _, _, head in some]
+                item = self.items[n]
+                hooks: HooksOf = partial(_of_item, item, layer)
+                if not item.divisible:
+                    hooks = self._written(part, item, layer)
+                for place, run in zip(
+                    some, runs.each(layer, units, [hooks], item.name if item.divisible else None), strict=True
+                ):
+                    outputs = run()
+                    values = as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens))
+                    self.effects[place][part.places] = values - baseline
+                    self.divergences[place][part.places] = _divergences(outputs, runs.clean, part)
+                    self.bar.update(share * len(part.places))
+
+    def _written(self, part: Part, item: Item, layer: int) -> HooksOf:
+        """Return hooks that write the changed z of some heads, for interventions that have no hooks of one head."""
+        changed = []
+        for group in part.texts.groups:
+            before = run_clean(self.model, group.tokens, [layer]).after.get(layer - 1)
+            changed.append(changed_results(self.model, group.tokens, layer, before, item.hooks))
+
+        def write(group: int, heads: Sequence[int], z: Tensor, hook: Any) -> Tensor:
+            new = changed[group]
+            assert new is not None
+            at = torch.tensor(heads, device=z.device)
+            return z.index_copy(2, at, new[:, :, at].to(z))
+
+        return lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))]
+
+
+def _of_item(item: Item, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:
+    return item.of(layer, heads)
+
+
+def _divergences(outputs: Sequence[Any], clean: Sequence[Any], part: Part) -> Float64[Tensor, "text"]:
+    """Compute each text's mean divergence of its predictions, in the order of the texts."""
+    found = torch.full((len(part.places),), torch.nan, dtype=torch.float64, device="cpu")
+    for group, before, after in zip(part.texts.groups, clean, outputs, strict=True):
+        p, q = (predictions(x, group.tokens) for x in (before, after))
+        if p is not None and q is not None:
+            found[group.rows.cpu()] = (p.exp() * (p - q)).sum(-1).double().mean(1).cpu()
+    return found

@@ -1,0 +1,172 @@
+"""Gradients of a metric, and of the surprise at drawn labels, with respect to the results of attention heads.
+
+The result z of a layer's heads (``hook_z``) is the only thing that is differentiated: no parameter gets a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from tl_posdisent.experiments.causal.metrics import as_log_probabilities
+from tl_posdisent.models.reading.forward_pass import Pass, running
+from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.precision import with_gradients
+
+_AT_A_TIME = 2**22  # number of probabilities accumulated at a time
+
+ByLayer = dict[int, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ResultGradients:
+    """One unmodified run of texts of equal length, and its derivatives with respect to the z of each layer.
+
+    Attributes:
+        z: results of the heads, by layer, ``[text, pos, head, d_head]``.
+        before: what the block before each layer returned; a later run can begin there.
+        metric: gradient of the metric, by layer, in the shape of z.
+        surprise: for each draw of labels, the gradient of ``-Σ log p(label)`` over the predictions, by layer.
+        n_predictions: number of predictions of each text over which labels are drawn.
+    """
+
+    z: ByLayer
+    before: dict[int, Any]
+    metric: ByLayer
+    surprise: list[ByLayer]
+    n_predictions: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    output: Any
+    z: ByLayer
+    before: dict[int, Any]
+
+
+def result_gradients(
+    model: Any,
+    groups: Sequence[Int[Tensor, "text pos"]],
+    layers: Sequence[int],
+    metric: Callable[[list[Any]], Tensor],
+    uniforms: Sequence[Float64[Tensor, "draw text pos"]],
+) -> list[ResultGradients]:
+    """Run the model on groups of texts of equal length, and differentiate with respect to z.
+
+    Labels are drawn from the model's own predictions by inversion of their distribution, so that a seed gives the same
+    labels on every device. The gradient s of their surprise has expectation 0, and ``(s · δ)²`` has the expectation
+    ``δᵀ F δ``, where F is the Fisher information of the predictions with respect to z.
+
+    Args:
+        layers: layers whose z is differentiated.
+        metric: from the outputs of all groups to one number, with its graph.
+        uniforms: for each group, numbers in [0, 1), from which the labels are drawn; none for no draws.
+
+    Returns:
+        One ``ResultGradients`` for each group.
+
+    Raises:
+        ValueError: an output without gradients, or one from which no labels can be drawn.
+    """
+    with running(model) as p, with_gradients(model):
+        runs = [_recorded(p, tokens, layers) for tokens in groups]
+        results = [z for run in runs for z in run.z.values()]
+        value = metric([run.output for run in runs])
+        if not value.requires_grad:
+            raise ArgumentError(
+                "metric",
+                "must be differentiable: it returned a number that does not depend on the heads' results by torch "
+                "operations that record gradients (no .item(), no .detach(), no NumPy)",
+            )
+        n_draws = len(uniforms[0])
+        gradients = [_gradient(value, results, keep=n_draws > 0)]
+        log_p = [_required_predictions(run.output, some) for run, some in zip(runs, groups, strict=True) if n_draws]
+        labels = [drawn_labels(x, u) for x, u in zip(log_p, uniforms, strict=bool(n_draws))]
+        for draw in range(n_draws):
+            surprise = -sum(x.gather(-1, y[draw, ..., None]).sum() for x, y in zip(log_p, labels, strict=True))
+            gradients.append(_gradient(surprise, results, keep=draw < n_draws - 1))
+    return [_of_group(runs, gradients, n, log_p[n] if log_p else None) for n in range(len(runs))]
+
+
+def _recorded(p: Pass, tokens: Tensor, layers: Sequence[int]) -> _Run:
+    """Run the model once, with a graph that begins at the first z."""
+    found: ByLayer = {}
+
+    def keep(layer: int, z: Tensor, hook: Any) -> Tensor:
+        found[layer] = z if found and z.requires_grad else z.detach().requires_grad_()
+        return found[layer]
+
+    hooks = [(hook_name(layer, "hook_z"), partial(keep, layer)) for layer in layers]
+    blocks = {layer: p.model.blocks[layer - 1] for layer in layers if layer}
+    with p.keeping(list(blocks.values())) as kept:
+        output = p.run(tokens, hooks, gradients=True)
+    if missing := [layer for layer in layers if layer not in found]:
+        raise RuntimeError(f"hook_z of layer {missing[0]} did not fire")
+    return _Run(output, found, {layer: _detached(kept[block]) for layer, block in blocks.items()})
+
+
+def _detached(output: Any) -> Any:
+    """Drop the graph of what a block returned: a tensor, or several."""
+    if isinstance(output, (tuple, list)):
+        return type(output)(_detached(x) for x in output)
+    return output.detach() if isinstance(output, Tensor) else output
+
+
+def _gradient(value: Any, results: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+    """Differentiate with respect to all z; 0 where z does not reach the value."""
+    found = torch.autograd.grad(value, results, retain_graph=keep, allow_unused=True)
+    return [torch.zeros_like(z) if x is None else x for x, z in zip(found, results, strict=True)]
+
+
+def predictions(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text prediction option"] | None:
+    """Return the log-probabilities of a model's predictions: of all tokens but the first, or of each text's class.
+
+    None for an output that is neither logits by token nor by text.
+    """
+    if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == tokens.shape[:1]:
+        if output.ndim == 3 and output.shape[1] == tokens.shape[1]:
+            return as_log_probabilities(output[:, :-1])
+        if output.ndim == 2:
+            return as_log_probabilities(output)[:, None]
+    return None
+
+
+def _required_predictions(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text prediction option"]:
+    found = predictions(output, tokens)
+    if found is None:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ArgumentError(
+            "draws",
+            "must be 0 for a model that returns neither logits (batch, pos, vocabulary) nor (batch, classes), got "
+            f"{got}: no labels can be drawn from its predictions",
+        )
+    return found
+
+
+def drawn_labels(
+    log_p: Float[Tensor, "text prediction option"], uniforms: Float64[Tensor, "draw text pos"]
+) -> Int[Tensor, "draw text prediction"]:
+    """Draw labels from predictions by inverting their cumulative distribution, in float64, some at a time."""
+    n, labels = max(1, _AT_A_TIME // (len(log_p) * log_p.shape[-1])), list[Tensor]()
+    for first in range(0, log_p.shape[1], n):
+        cumulative = log_p[:, first : first + n].detach().double().exp().cumsum(-1)
+        at = uniforms[:, :, first : first + cumulative.shape[1]].movedim(0, -1).to(cumulative).contiguous()
+        found = torch.searchsorted(cumulative, at * cumulative[..., -1:], right=True)
+        labels.append(found.clamp_max(log_p.shape[-1] - 1).movedim(-1, 0))
+    return torch.cat(labels, -1)
+
+
+def _of_group(
+    runs: Sequence[_Run], gradients: Sequence[list[Tensor]], group: int, log_p: Tensor | None
+) -> ResultGradients:
+    run, first = runs[group], sum(len(run.z) for run in runs[:group])
+    of_metric, *surprise = [dict(zip(run.z, some[first : first + len(run.z)], strict=True)) for some in gradients]
+    z = {layer: x.detach() for layer, x in run.z.items()}
+    return ResultGradients(z, run.before, of_metric, surprise, 0 if log_p is None else log_p.shape[1])

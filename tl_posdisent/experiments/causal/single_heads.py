@@ -1,0 +1,155 @@
+"""Interventions on one head at a time: the rows that they have, the hooks of one head, and the texts that run alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, next_token_loss
+from tl_posdisent.hooks.ablate import by_heads
+from tl_posdisent.hooks.applied import check_hooks
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks
+from tl_posdisent.models.partial_forward import has_hooks
+from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.texts import TextGroup, Texts
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import shown
+
+Rows = dict[int, list[int | None]]
+"""By layer, the heads that have a row each; None for all heads together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One intervention.
+
+    Attributes:
+        name: its name in the table.
+        hooks: hooks that apply it to all heads.
+        rows: the heads that have a row each.
+    """
+
+    name: str
+    hooks: Sequence[Hook]
+    rows: Rows
+
+    @property
+    def n_rows(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    @property
+    def divisible(self) -> bool:
+        """Whether hooks for one head can be made: not from functions of the user."""
+        return isinstance(self.hooks, Hooks) and bool(self.hooks.interventions)
+
+    def of(self, layer: int, heads: Sequence[int] | None = None) -> Hooks:
+        """Return the hooks of some heads of a layer, by default all."""
+        assert isinstance(self.hooks, Hooks)
+        here = [x for x in self.hooks.interventions if x.spec.layer == layer]
+        kept = [(x, tuple(h for h in x.heads if heads is None or h in heads)) for x in here]
+        return Hooks(replace(x, heads=some) for x, some in kept if some)
+
+
+def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
+    """Return the chosen heads of each layer; None for a layer whose results are not laid out by heads.
+
+    Raises:
+        ValueError: an edit of a layer's results has no effect; heads were named in a layer that does not show them.
+    """
+    laid_out = by_heads(reading, [spec.layer for spec, _ in chosen], required=heads is not None)
+    return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
+
+
+def items_of(model: Any, interventions: Any, rows: Rows) -> list[Item]:
+    """Validate interventions, and find the rows of each.
+
+    Raises:
+        ValueError: what is not a mapping from names to hooks, or one list of hooks; hooks that act on no chosen head.
+    """
+    if isinstance(interventions, Hooks):
+        interventions = {repr(interventions).partition(" on ")[0]: interventions}
+    named = isinstance(interventions, Mapping) and all(isinstance(name, str) for name in interventions)
+    if not named or not interventions:
+        raise ArgumentError("interventions", f"must be hooks by name, or hooks, got {shown(interventions)}")
+    items = []
+    for name, hooks in interventions.items():
+        try:
+            hooks = hooks if isinstance(hooks, Hooks) else check_hooks(model, hooks)
+        except ValueError as error:
+            raise ArgumentError("interventions", f"must be hooks by name; {name!r}: {error}") from error
+        item = Item(name, hooks, rows)
+        if item.divisible:
+            item = replace(item, rows=_rows_changed(item))
+        else:
+            item = replace(item, rows=_rows_of_own_hooks(model, item))
+        if not hooks or not item.rows:
+            raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
+        items.append(item)
+    return items
+
+
+def _rows_changed(item: Item) -> Rows:
+    """Return the rows of the heads on which an intervention acts."""
+    found: Rows = {}
+    for layer, heads in item.rows.items():
+        acting = {head for x in item.of(layer).interventions for head in x.heads}
+        some = [head for head in heads if head in acting or (head is None and acting)]
+        if some:
+            found[layer] = some
+    return found
+
+
+def _rows_of_own_hooks(model: Any, item: Item) -> Rows:
+    """Return the rows of the layers that hooks of the user may change: their functions do not say which heads.
+
+    Raises:
+        ValueError: the model has other hooks; a hook outside attention layers.
+    """
+    if has_hooks(model):
+        raise ArgumentError(
+            "interventions",
+            f"must be hooks of this package if the model has other hooks, got functions of your own in {item.name!r}: "
+            "remove the hooks from the model",
+        )
+    layers = set()
+    for name, _ in item.hooks:
+        for point in (x for x in model.hook_dict if (x == name if isinstance(name, str) else name(x))):
+            found = re.match(r"blocks\.(\d+)\.attn\.", point)
+            if not found:
+                raise ArgumentError(
+                    "interventions",
+                    f"must change attention alone, at hooks blocks.N.attn.…, got a hook at {point} in {item.name!r}",
+                )
+            layers.add(int(found[1]))
+    return {layer: heads for layer, heads in item.rows.items() if layer in layers}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Texts that are run together, their metric, and their places in the batch."""
+
+    texts: Texts
+    metric: Metric
+    places: Tensor
+
+
+def parts_of(texts: Texts, metric: Metric) -> list[Part]:
+    """Separate the texts, if the metric of each can be computed alone; otherwise keep them together."""
+    every = torch.arange(len(texts.tokens), device="cpu")
+    if not (metric is next_token_loss or isinstance(metric, LogitDifference)):
+        return [Part(texts, metric, every)]
+    if isinstance(metric, LogitDifference):
+        metric.check_batch(len(texts.tokens))
+    parts = []
+    for row, ids in enumerate(texts.unpadded()):
+        nothing = torch.zeros(1, dtype=torch.int64, device=ids.device)
+        alone = Texts(ids[None], torch.ones_like(ids[None], dtype=torch.bool), [TextGroup(nothing, ids[None], nothing)])
+        own = metric.of_text(row) if isinstance(metric, LogitDifference) else metric
+        parts.append(Part(alone, own, every[row : row + 1]))
+    return parts
