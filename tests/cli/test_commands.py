@@ -18,17 +18,21 @@ from support.command_line import run_command
 from typer.testing import Result
 
 from tl_posdisent import (
+    ablate_heads,
     additivity,
     controlled_distance,
     demo_text,
     demo_tokens,
+    dummy_distance,
     head_ablation,
+    head_effects,
     lambda_mask,
     length_generalization,
     load_demo_model,
     perturbation_curve,
     position_interpolation,
     random_control,
+    remap_distance,
 )
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
@@ -138,6 +142,28 @@ CASES = {
     "ablate": Case(
         "ablate --length 32 --layers 3-4 --heads 0,2 --mode mean",
         lambda m, t: head_ablation(m, t, layers=[3, 4], heads=[0, 2], mode="mean", **QUIET),
+        ONE,
+    ),
+    "effects": Case(
+        "effects --length 32 --layers 3-4 --intervention mean --intervention distance --distance 2 "
+        "--intervention window --sinks 2 --window 6 --intervention ceiling --ceiling 3 --draws 2 --exact 3 --audit 2 "
+        "--seed 1",
+        lambda m, t: head_effects(
+            m,
+            t,
+            {
+                "mean": ablate_heads(m, None, mode="mean", reference=t),
+                "distance": dummy_distance(m, 2),
+                "window": lambda_mask(m, 2, 6, 32),
+                "ceiling": remap_distance(m, lambda d: d.clamp(max=3)),
+            },
+            layers=[3, 4],
+            draws=2,
+            exact=3,
+            audit=2,
+            seed=1,
+            **QUIET,
+        ),
         ONE,
     ),
     "ablate accuracy": Case(

@@ -91,13 +91,22 @@ def test_help_has_examples_that_work(name: str) -> None:
 
 
 def test_columns_in_the_help_are_those_of_the_table() -> None:
-    from tl_posdisent import controlled_distance, demo_tokens, head_ablation, length_generalization, load_demo_model
+    from tl_posdisent import (
+        ablate_heads,
+        controlled_distance,
+        demo_tokens,
+        head_ablation,
+        head_effects,
+        length_generalization,
+        load_demo_model,
+    )
 
     model, tokens = load_demo_model(), demo_tokens(length=17)
     options: dict[str, Any] = {"layers": [0], "progress": False}
     tables = {
         "controlled": [*controlled_distance(model, tokens, **options).columns, "weights", "std"],
         "ablate": list(head_ablation(model, tokens, **options).columns),
+        "effects": list(head_effects(model, tokens, ablate_heads(model, None), exact=0, **options).columns),
         "length": ["way", *length_generalization(model, tokens, [0, 8, 16], **options).columns],
     }
     for name, columns in tables.items():

@@ -28,6 +28,7 @@ def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> Non
         tp.fit_attention(kept.pop().scores)
         return
     others = {
+        "head_effects": (tp.dummy_distance(model, 5),),
         "head_patching": (tokens.flip(1), lambda logits, _: logits[:, -1].mean(-1)),
         "position_patching": (torch.arange(tokens.shape[1]).flip(0),),
     }
@@ -51,7 +52,13 @@ def test_passes_are_counted(tool: str, layers: int, heads: int, few_steps: Calla
     tokens = zoo.random_tokens(24, 1)
     tp.read_model(model)
     seen: list[int] = []
-    handles = [b.mlp.register_forward_hook(lambda m, i, x: seen.append(x.shape[0] * x.shape[1])) for b in model.blocks]
+
+    def count(module: Any, inputs: Any, x: torch.Tensor) -> None:
+        seen.append(x.shape[0] * x.shape[1])
+        if x.requires_grad:
+            x.register_hook(lambda gradient: seen.append(gradient.shape[0] * gradient.shape[1]))
+
+    handles = [b.mlp.register_forward_hook(count) for b in model.blocks]
     with torch.no_grad():
         run_tool(model, tool, tokens)
     for handle in handles:

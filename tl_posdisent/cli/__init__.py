@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from .commands.measurements import ablate, controlled, fit, length, perturb, report
+from .commands.measurements import ablate, controlled, effects, fit, length, perturb, report
 from .commands.models import check, models
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
@@ -55,5 +55,5 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-for each in (fit, controlled, perturb, length, ablate, sweep, synthetic, report, check, models):
+for each in (fit, controlled, perturb, length, ablate, effects, sweep, synthetic, report, check, models):
     app.command()(each)

@@ -23,6 +23,7 @@ Measured = Literal[
     "subspace_patterns",
     "fit_attention",
     "head_ablation",
+    "head_effects",
     "head_patching",
     "position_patching",
     "additive_substitution",
@@ -31,8 +32,10 @@ Measured = Literal[
 ]
 
 # For all layers and heads. A changed head needs only the layers after it, and each layer's attention runs once more.
+# For head_effects, with one intervention: backward passes count as passes.
 _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
+    "head_effects": lambda layers, heads: 9.5 + (min(32, layers * heads) / layers + 2) * (layers + 1) / 2,
     "head_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
     "position_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
     "additive_substitution": lambda layers, heads: 3 * (heads + 2) * (layers + 1) / 2 + 24,
@@ -117,7 +120,8 @@ def estimate(
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         length: tokens per text, at least 2.
         batch: number of texts that run at once.
-        tool: the tool that will run, on all layers and heads; ``"fit_attention"`` is for one layer that ``capture``
+        tool: the tool that will run, on all layers and heads; ``"head_effects"`` is for one intervention (each
+            further one adds half a pass and its exact runs); ``"fit_attention"`` is for one layer that ``capture``
             returns. Tools that run once, layer by layer, need about as much as ``"controlled_distance"``. Computation
             outside the passes takes time too: docs/memory_and_time.md lists measured times.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
@@ -174,6 +178,10 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
     elif tool in _PASSES:
         runs = 1 + max(1, min(heads, texts_at_once(cfg, length) // batch))  # in one batch, and the unmodified text
         scores, other = runs * scores, runs * other + 24 * tokens * getattr(cfg, "d_vocab", 0)
+        if tool == "head_effects":  # what a backward pass needs of every layer, and gradients of five passes
+            scores += layers * copies * heads * tokens * length * size
+            other += layers * tokens * (16 * d_model + 8 * d_mlp + (8 + 2 * 7) * heads * width) * size
+            other += 16 * tokens * getattr(cfg, "d_vocab", 0)
     else:
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
         other += 2**26 * (tool == "preference_flips")  # pairs of keys at a time

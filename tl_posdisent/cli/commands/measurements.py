@@ -1,4 +1,4 @@
-"""Commands that measure a model on a text: ``fit``, ``controlled``, ``ablate``, ``perturb``, ``length``, ``report``."""
+"""Commands that measure a model on a text: fit, controlled, ablate, effects, perturb, length, report."""
 
 from __future__ import annotations
 
@@ -190,6 +190,85 @@ def ablate(
 def _next_token_accuracy(logits: Any, tokens: Any) -> Any:
     """Compute the share of next tokens that the model predicts correctly, ``[batch]``."""
     return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)
+
+
+INTERVENTIONS = ("zero", "mean", "uniform", "first_token", "additive", "distance", "ceiling", "window")
+
+
+@command(f"{ON_TEXT} layers heads seed progress")
+def effects(
+    given: Given,
+    intervention: list[str] | None = repeated(INTERVENTIONS),
+    distance: float = Option(5, help="distance: the distance of all pairs."),
+    ceiling: int = Option(8, min=0, help="ceiling: largest distance that RoPE sees."),
+    sinks: int = Option(4, min=0, help="window: number of first keys that are always seen."),
+    window: int = Option(32, min=1, help="window: number of last keys seen."),
+    draws: int = Option(4, min=0, help="Draws of labels for the curvature."),
+    exact: int = Option(16, min=0, help="Number of heads with the largest estimates that are run exactly."),
+    audit: int = Option(16, min=0, help="Number of random other heads that are run exactly."),
+) -> list[str]:
+    """Estimate the added loss of interventions on each head, for all heads at once, and run the largest exactly.
+
+    Interventions: ablation (zero, mean), attention that is uniform, all on the first token or additive (distance +
+    key), one distance for all pairs, a ceiling on distances, first keys and a window. Default: mean and distance.
+
+    Columns:
+      intervention, layer, head   what is done to which head
+      first                       first-order effect on the loss (attribution patching), nats
+      curvature                   estimate of kl, also the second order of the loss
+      estimate                    first + curvature
+      exact                       added loss in a run with this head changed (if it was run)
+      kl                          divergence of the predictions in that run, nats per token
+      …_se                        standard errors over texts
+
+    Examples:
+      tl-posdisent effects
+      tl-posdisent effects --intervention distance --distance 1 --texts 4 --out effects.csv
+      tl-posdisent effects --model EleutherAI/pythia-70m --text book.txt --intervention mean
+    """
+    names = one_of("intervention", intervention or ["mean", "distance"], INTERVENTIONS)
+    from tl_posdisent.experiments.causal.head_effects import head_effects
+
+    model, tokens, what = given.read()
+    wide = {"distance": distance, "ceiling": ceiling, "sinks": sinks, "window": window}
+    table = head_effects(
+        model,
+        tokens,
+        {name: _intervention(model, tokens, name, wide) for name in names},
+        layers=given.chosen_layers,
+        heads=given.chosen_heads,
+        draws=draws,
+        exact=exact,
+        audit=audit,
+        seed=given.seed,
+        progress=given.progress,
+    )
+    save(table, given.out)
+    shown: list[str] = []
+    for name, some in table.groupby("intervention", sort=False):
+        effect = some.assign(effect=some["exact"].fillna(some["estimate"]))
+        shown += by_head(effect, "effect", f"added loss, {name}, exact or estimated: {what}", digits=3)
+        found = table.attrs["audit"][name]
+        shown += [
+            f"run exactly: the {found['exact']} largest estimates and {found['audited']} random other heads; among the "
+            f"latter, rank correlation of estimates and effects {found['rank_correlation']:.2f}; "
+            f"{found['missed']} of them belong among the largest"
+        ]
+    return shown
+
+
+def _intervention(model: Any, tokens: Any, name: Any, given: dict[str, Any]) -> Any:
+    """Make the hooks of an intervention, on all heads."""
+    from tl_posdisent import hooks
+
+    made: dict[str, Callable[[], Any]] = {
+        "zero": lambda: hooks.ablate_heads(model, None),
+        "mean": lambda: hooks.ablate_heads(model, None, mode="mean", reference=tokens),
+        "distance": lambda: hooks.dummy_distance(model, given["distance"]),
+        "ceiling": lambda: hooks.remap_distance(model, lambda d: d.clamp(max=given["ceiling"])),
+        "window": lambda: hooks.lambda_mask(model, given["sinks"], given["window"], tokens.shape[1]),
+    }
+    return made[name]() if name in made else hooks.substitute_attention(model, name)
 
 
 KINDS = ("order", "index", "feature")
