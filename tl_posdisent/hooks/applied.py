@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from tl_posdisent.hooks.hook_list import Compiled
+from tl_posdisent.hooks.edits.hook_function import HookFunction
 from tl_posdisent.models.reading.forward_pass import Hook, installed
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.errors import ArgumentError
@@ -65,7 +65,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         name
         for (_, function), counts in zip(hooks, fired, strict=True)
         for name, n in counts.items()
-        if not n and (function.places.get(there[name]) if isinstance(function, Compiled) else not any(counts.values()))
+        if not n
+        and (function.places.get(there[name]) if isinstance(function, HookFunction) else not any(counts.values()))
     ]
     if idle:
         raise RuntimeError(

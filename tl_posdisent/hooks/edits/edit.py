@@ -1,4 +1,4 @@
-"""Edits of heads as values that do not depend on a model: edits with equal contents are equal."""
+"""An edit as a value that does not depend on a model, and an intervention: an edit of some heads of one layer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tl_posdisent.models.reading.spec import AttentionSpec
+
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """What one call of a function does to the heads that it names; ``call`` is a short form of that call."""
+    """What one call of a function does to the heads that it names; edits with equal contents are equal.
+
+    Attributes:
+        call: a short form of that call.
+    """
 
     call: str
 
@@ -27,6 +33,15 @@ class Edit:
 
     def __hash__(self) -> int:
         return hash((type(self), self.call))
+
+
+@dataclass(frozen=True, eq=False)
+class Intervention:
+    """One edit of some heads of one layer."""
+
+    edit: Edit
+    spec: AttentionSpec
+    heads: tuple[int, ...]
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation, PositionMap, RotationEdit, compose
 from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit, score_conflict
 from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import head_label
-
-Placed = tuple[Edit, tuple[int, ...]]
-"""An edit and the heads of the layer on which it acts."""
 
 Grouped = dict[HeadRotation, list[int]]
 """Heads, or key heads, grouped by the edits of their rotation."""
@@ -157,15 +154,16 @@ class LayerPlan:
         return steps
 
 
-def plan_layer(spec: AttentionSpec, placed: Sequence[Placed]) -> LayerPlan:
+def plan_layer(spec: AttentionSpec, interventions: Sequence[Intervention]) -> LayerPlan:
     """Plan the edits of a layer; raise if they conflict or if the layer lacks the hooks for them."""
+    acting = [(each.edit, each.heads) for each in interventions]
     rotations = tuple(
-        compose([edit for edit, heads in placed if isinstance(edit, RotationEdit) and head in heads])
+        compose([edit for edit, heads in acting if isinstance(edit, RotationEdit) and head in heads])
         for head in range(spec.n_heads)
     )
-    score_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ScoreEdit)]
+    score_edits = [(edit, heads) for edit, heads in acting if isinstance(edit, ScoreEdit)]
     score_edits.sort(key=lambda pair: (pair[0].order, pair[0].call))
-    result_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ResultEdit)]
+    result_edits = [(edit, heads) for edit, heads in acting if isinstance(edit, ResultEdit)]
     table = _in_tables(spec, rotations)
     plan = LayerPlan(
         spec, rotations, tuple(score_edits), tuple(result_edits), table, *_turned_and_rescored(spec, rotations, table)
