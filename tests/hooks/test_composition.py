@@ -7,7 +7,7 @@ installed separately do the same where they act on different things; on the same
 from __future__ import annotations
 
 import threading
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import pytest
@@ -29,9 +29,18 @@ from support.intervention_cases import (
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, capture, dummy_distance, limit_frequencies, read_model, swap_positions
-from tl_posdisent.hooks import applied, patch_vectors
-from tl_posdisent.hooks.hook_list import Hooks
+from tl_posdisent import (
+    ablate_heads,
+    capture,
+    dummy_distance,
+    lambda_mask,
+    limit_frequencies,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import applied, drop_component, patch_vectors, substitute_additive, substitute_attention
+from tl_posdisent.hooks.hook_list import Hooks, joined
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
@@ -42,6 +51,7 @@ HEADS += [pytest.param("bridge", "gptj", None, marks=SLOW), pytest.param("bridge
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
 REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {
+    frozenset(("vectors", "dummy")),
     frozenset(("vectors", "remap")),
     frozenset(("vectors", "lambda")),
     frozenset(("attention", "scores")),
@@ -99,6 +109,44 @@ def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, 
             continue
         with pytest.raises(ValueError, match=r"installed separately: add the lists, a \+ b.*is that of an experiment"):
             WAYS[way](model, made[a], made[b])
+
+
+DISTANCES = {
+    "dummy_distance": lambda model, **where: dummy_distance(model, 5, **where),
+    "remap_distance": lambda model, **where: remap_distance(model, lambda d: 0 * d + 5, **where),
+    "lambda_mask": lambda model, **where: lambda_mask(model, sinks=1, window=4, distance_ceiling=2, **where),
+}
+
+
+@pytest.mark.parametrize("sides", ["q", "k", "qk"])
+@pytest.mark.parametrize("tool", DISTANCES)
+def test_vectors_are_not_patched_where_only_distances_are_given(tool: str, sides: str, shared_model: Any) -> None:
+    """Patched vectors have positions, and a distance says none for the other side; on other heads both act."""
+    model = shared_model("bridge", "llama-gqa")
+    own = capture(model, TOKENS, layers=[0])[0]
+    given = [x if side in sides else None for side, x in (("q", own.q_rot), ("k", own.k_rot))]
+    patch = patch_vectors(model, 0, *given, heads=[1], keys="head")
+    for lists in permutations([patch, DISTANCES[tool](model, layers=[0])]):
+        with pytest.raises(ValueError, match=rf"L0H1\): {tool} sets distances, not positions, and vectors that are"):
+            joined(lists)
+    others = DISTANCES[tool](model, layers=[0], heads=[0, *range(2, 8)])
+    assert torch.equal(mixed_of(model, others + patch), mixed_of(model, patch + others))
+    swapped = swap_positions(model, torch.arange(TOKENS.shape[1]), layers=[0])
+    close(mixed_of(model, swapped + patch), mixed_of(model, []), 1e-4)
+
+
+@pytest.mark.parametrize("part", ["distance", "query", "key", "residual", "fit"])
+def test_first_token_attention_has_no_components_to_drop(part: str, shared_model: Any) -> None:
+    """All keys but one are hidden; uniform attention has finite scores, without a component that a softmax sees."""
+    model = shared_model("bridge", "llama-gqa")
+    where: Any = {"layers": [0], "heads": [3]}
+    dropped = substitute_additive(model, **where) if part == "fit" else drop_component(model, part, **where)
+    tool = "substitute_additive" if part == "fit" else "drop_component"
+    first, uniform = (substitute_attention(model, rung, **where) for rung in ("first_token", "uniform"))
+    for lists in permutations([first, dropped]):
+        with pytest.raises(ValueError, match=rf"attention\(first_token\) leaves no finite .*, which {tool} "):
+            joined(lists)
+    close(mixed_of(model, uniform + dropped), mixed_of(model, uniform), 1e-5)
 
 
 @pytest.mark.parametrize("patched", ["q", "k", "both"])
@@ -178,9 +226,9 @@ def test_hooks_describe_themselves(shared_model: Any) -> None:
     assert hash(one) == hash(other)
     assert one != swap_positions(model, UNORDERED.flip(0), layers=[0]).interventions[0].edit
     mine = ("blocks.0.attn.hook_z", lambda x, hook: None)
-    for joined in (hooks + [mine], [mine] + hooks):  # noqa: RUF005
-        assert isinstance(joined, Hooks)
-        assert torch.equal(logits(model, joined), logits(model, hooks))
+    for both in (hooks + [mine], [mine] + hooks):  # noqa: RUF005
+        assert isinstance(both, Hooks)
+        assert torch.equal(logits(model, both), logits(model, hooks))
     changed = dummy_distance(model, 5)
     changed.append(mine)
     assert (changed + limit_frequencies(model, 0.05))[1] is mine  # what was done to the list is not lost

@@ -108,7 +108,7 @@ def reaches(call: Call, head: int) -> bool:
 
 
 ON_ROTATION = {"swap_positions", "dummy_distance", "remap_distance", "lambda_mask", "phase_noise", "patch_vectors"}
-PAIRWISE = {"remap_distance", "lambda_mask"}
+DISTANCES = {"dummy_distance", "remap_distance", "lambda_mask"}
 
 
 def documented(a: Call, b: Call) -> bool:
@@ -124,7 +124,7 @@ def documented(a: Call, b: Call) -> bool:
     real = [x for x in replacing if _two_axes(x) or x["by"] in ("uniform", "first_token")]
     return (
         tools == {"ablate_heads"}
-        or ("patch_vectors" in tools and bool(tools & PAIRWISE))
+        or ("patch_vectors" in tools and bool(tools & DISTANCES))
         or len(replacing) + ("component_patching" in tools) > (1 if replacing else 2)
         or bool(real and tools & ON_ROTATION)
     )
@@ -230,7 +230,7 @@ def test_more_sets_on_models_of_every_way(shared_model: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), WAYS)
 def test_every_call_by_itself_is_the_oracles(kind: str, name: str, shared_model: Any) -> None:
-    """Also to put all attention on the first token, which has no components that could be dropped besides."""
+    """Also to put all attention on the first token, beside which no components can be dropped."""
     subject = Subject(shared_model(kind, name))
     calls = [call for some in subject.calls.values() for call in some]
     for n, call in enumerate([*calls, Call("substitute_attention", by="first_token")]):

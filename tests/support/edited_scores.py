@@ -176,8 +176,7 @@ _POSITIONS = ("swap_positions", "dummy_distance")
 
 
 def _places(call: Call, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions ``[batch or 1, pos]`` of queries and keys. Of a dummy distance one side is seen beside patched vectors
-    of the other: queries stand at the distance, and keys at 0."""
+    """Positions ``[batch or 1, pos]`` of queries and keys, of which a dummy distance defines the differences alone."""
     if call.tool == "dummy_distance":
         return torch.full((1, len(at)), float(call["distance"]), dtype=torch.float64), torch.zeros(1, len(at)).double()
     given = call["positions"]

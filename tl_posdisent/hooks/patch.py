@@ -34,7 +34,9 @@ def patch_vectors(
     """Replace the rotated queries, the rotated keys, or both, of a layer's heads by those of another run.
 
     Combined with other interventions: positions, interpolation, frozen frequencies and phase noise act only on the side
-    that is not patched; subspaces that ``limit_frequencies`` drops contribute nothing to the scores, patched or not.
+    that is not patched. Distances (``dummy_distance``, ``remap_distance``, ``lambda_mask``) are refused on the same
+    head, because they give the other side no position. Subspaces that ``limit_frequencies`` drops contribute nothing to
+    the scores, patched or not.
 
     Args:
         model: a model with rotary embeddings.
@@ -50,11 +52,13 @@ def patch_vectors(
             ``swap_positions`` refuses. While running: a text of another shape.
 
     Example:
-        >>> from tl_posdisent import capture, demo_tokens, dummy_distance, load_demo_model
+        >>> import torch
+        >>> from tl_posdisent import capture, demo_tokens, load_demo_model, swap_positions
         >>> from tl_posdisent.hooks import patch_vectors
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
         >>> clean = capture(model, tokens, layers=[0], scores=False)[0]
-        >>> hooks = dummy_distance(model, 5, layers=[0]) + patch_vectors(model, 0, clean.q_rot, clean.k_rot)
+        >>> swapped = swap_positions(model, torch.arange(48).flip(0), layers=[0])
+        >>> hooks = swapped + patch_vectors(model, 0, clean.q_rot, clean.k_rot)
         >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - model(tokens)).abs().max() < 1e-4)
         True
     """

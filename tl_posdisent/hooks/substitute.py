@@ -141,7 +141,8 @@ def substitute_attention(
     """Replace the attention of heads by the best additive attention of a given freedom.
 
     ``by`` names a rung. In every forward pass, each head's pattern is fitted by minimum Kullback-Leibler divergence
-    (``fit_attention``), separately for each text:
+    (``fit_attention``), separately for each text. The pattern that is fitted is ``0.999 * pattern + 0.001 * uniform``:
+    with that pseudo-count of uniform attention, coefficients stay finite where a key or a distance gets no attention.
 
     * ``"uniform"``: equal weight on all keys; ``"first_token"``: all weight on the first token, or uniform where a
       window hides it;
@@ -167,7 +168,7 @@ def substitute_attention(
 
     Returns:
         ``Hooks``, which compose with interventions on the rotation (except for ``"uniform"`` and ``"first_token"``),
-        but not with others that replace or patch a head's scores.
+        but not with others that replace or patch a head's scores, nor ``"first_token"`` with those that fit them.
 
     Raises:
         ValueError: an unknown rung; invalid bands or rank; what ``drop_component`` refuses.
@@ -192,6 +193,7 @@ def rung_hooks(chosen: Chosen, rung: Rung, bands: Sequence[int], rank: int) -> H
     """Return hooks that fit a rung to the running attention of these heads."""
     edit = partial(_rung, rung=rung, bands=tuple(bands), rank=rank)
     more: dict[str, Any] = {"scores": True, "vectors": rung == "static"}
+    more["hides"] = rung == "first_token"
     more["plain"] = rung in ("uniform", "first_token")
     return hooks_for(chosen, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
 

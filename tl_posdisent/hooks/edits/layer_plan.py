@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
+from tl_posdisent.hooks.edits.conflicts import conflict
 from tl_posdisent.hooks.edits.edit import Intervention
-from tl_posdisent.hooks.edits.rotation_edits import HeadRotation, PositionMap, RotationEdit, compose
-from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit, score_conflict
+from tl_posdisent.hooks.edits.rotation_edits import HeadRotation, RotationEdit, compose
+from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit
 from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -178,7 +179,7 @@ def _in_tables(spec: AttentionSpec, rotations: Sequence[HeadRotation]) -> HeadRo
     shared = {rotation.of_positions for rotation in rotations}
     first = rotations[0].of_positions
     position = first.position
-    alike = position is None or (isinstance(position, PositionMap) and position.queries is position.keys)
+    alike = position is None or not position.distances_only
     return first if len(shared) == 1 and alike and spec.cos and spec.sin else HeadRotation()
 
 
@@ -207,12 +208,9 @@ def _turned_and_rescored(
 def _check_conflicts(plan: LayerPlan) -> None:
     """Refuse edits that cannot act on the same head."""
     for head in sorted(plan.heads | plan.result_heads):
-        acting = [edit for edit, heads in plan.score_edits if head in heads]
-        results = sorted(edit.tool for edit, heads in plan.result_edits if head in heads)
-        problem = plan.rotations[head].conflict() or score_conflict(acting, plan.rotations[head])
-        if not problem and len(results) > 1:
-            problem = f"{' and '.join(results)} replace the head's output: replace it once"
-        if problem:
+        scores = [edit for edit, heads in plan.score_edits if head in heads]
+        results = [edit for edit, heads in plan.result_edits if head in heads]
+        if problem := conflict(plan.rotations[head], scores, results):
             raise ValueError(f"{at_head(plan.spec.layer, head)}: {problem}")
 
 

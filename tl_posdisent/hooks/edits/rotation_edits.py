@@ -60,6 +60,11 @@ class PositionMap(RotationEdit):
     def slots(self) -> bool:
         return isinstance(self.queries, Tensor)
 
+    @property
+    def distances_only(self) -> bool:
+        """Whether only the differences of its positions are defined: one distance between all queries and keys."""
+        return isinstance(self.queries, (int, float))
+
     def places(self, which: Side, own: Tensor, texts: int) -> Tensor:
         """Return the new positions of tokens whose own are ``own``, ``(pos,)`` or ``(batch, pos)``."""
         found = self._places(self.queries if which == "q" else self.keys, own, texts)
@@ -99,6 +104,7 @@ class DistanceMap(RotationEdit):
     distances: Float[Tensor, "*lead query key"] | Callable[[Tensor], Tensor]
 
     by_position = None
+    distances_only: ClassVar[bool] = True
 
     @property
     def slots(self) -> bool:
@@ -240,19 +246,6 @@ class HeadRotation:
     def pairwise(self) -> bool:
         """Whether turning queries and keys cannot produce these distances."""
         return isinstance(self.position, DistanceMap)
-
-    def conflict(self) -> str | None:
-        """Say why these edits cannot act on the same head, or return None."""
-        positions = sorted(e.tool for e in self.edits if isinstance(e, (PositionMap, DistanceMap)))
-        if len(positions) > 1:
-            return f"{' and '.join(positions)} each set its positions: apply at most one position intervention per head"
-        for which in ("q_rot", "k_rot"):
-            patches = [e for e in self.edits if isinstance(e, VectorPatch) and getattr(e, which) is not None]
-            if len(patches) > 1:
-                return f"{which} is patched twice: patch it once"
-            if patches and self.pairwise:
-                return f"rotated vectors that are patched have no other distances: leave {positions[0]} out"
-        return None
 
     # --- the composed rotation
 

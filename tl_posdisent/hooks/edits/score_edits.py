@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.edit import Edit
-from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, PositionScale
+from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 
@@ -56,25 +56,10 @@ class ScoreEdit(Edit):
     scores: bool = False  # whether it reads the scores
     vectors: bool = False
     counts: bool = False  # whether it needs the indices of queries and keys in their text
+    hides: bool = False  # whether it hides keys by scores of its own, so that no component of them can be fitted
     plain: bool = False  # needs the real distances: combines only with frequency limits and interpolation
     cached: bool = False  # also works on a part of a text against a KV cache
     components: frozenset[str] = frozenset()  # components that a patch puts in
-
-
-def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
-    """Say why these edits cannot act on the same head, or return None."""
-    for edit in edits:
-        foreign = {e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))}
-        if edit.plain and foreign:
-            return f"{edit.tool} needs the real distances, which {', '.join(sorted(foreign))} changes: leave one out"
-        if edit.order == Order.REPLACE:
-            lost = sorted(e.tool for e in edits if e is not edit and e.order in (Order.PATCH, Order.REPLACE))
-            if lost:
-                return f"{edit.tool} replaces the scores, and {', '.join(lost)} would be lost: leave one out"
-    patched: list[str] = [name for edit in edits for name in edit.components]
-    if len(set(patched)) < len(patched):
-        return "one component of the scores is patched twice: patch it once"
-    return None
 
 
 @dataclass(frozen=True, eq=False)
