@@ -58,8 +58,6 @@ def joined(before: Int[Tensor, "*batch seen"], now: Int[Tensor, "*batch new"]) -
     return torch.cat([before, now], -1)
 
 
-def so_far(before: Tensor | None, now: Tensor | None, *, continued: bool) -> Tensor | None:
+def continued(before: Tensor | None, now: Tensor | None) -> Tensor | None:
     """Return the token indices of a text up to the end of this part, or None if some are unknown."""
-    if now is None or not continued:
-        return now
-    return None if before is None else joined(before, now)
+    return None if before is None or now is None else joined(before, now)

@@ -171,7 +171,7 @@ def _turned(
         return None
     vectors, behind = tap.read(x), plain is not None and tap.name != plain.name
     own = state.expected if state.own is None else state.own
-    if which == "k":
+    if which == "k" and vectors.shape[1] > own.shape[-1]:  # with the keys of a KV cache
         own = before_and_now(own, vectors.shape[1], state.memory.places)
     for rotation, heads in turned.items():
         at = torch.tensor(heads, device=vectors.device)

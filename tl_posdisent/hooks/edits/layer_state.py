@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, last_of, so_far
+from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, continued, last_of
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
 from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept, running_cache
@@ -198,10 +198,13 @@ class LayerState:
 
     def remember(self, n_key: int) -> None:
         """Store what the next pass needs if it continues this text."""
-        memory, continued = self.memory, n_key > self.n_query
-        memory.places = so_far(memory.places, self.own, continued=continued)
-        memory.counted = so_far(memory.counted, self.counted, continued=continued)
-        memory.seen = self.n_query + (memory.seen if continued else 0)
+        memory = self.memory
+        if n_key > self.n_query:
+            memory.places = continued(memory.places, self.own)
+            memory.counted = continued(memory.counted, self.counted)
+            memory.seen += self.n_query
+        else:
+            memory.places, memory.counted, memory.seen = self.own, self.counted, self.n_query
         if self.seen.k is not None:
             # A pattern is compared for all keys.
             all_keys = self.plan.reads_vectors or self.spec.scores is None or self.misplaced
