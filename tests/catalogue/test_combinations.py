@@ -74,7 +74,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("fit_additive", {"scores": torch.ones(3)}, r"scores must have shape \(\.\.\., query, key\), got \(3,\)"),
     ("fit_additive", {"scores": torch.ones(2, 0, 3)}, r"at least one query and two keys, got shape \(2, 0, 3\)"),
     ("fit_additive", {"scores": torch.ones(1, 1)}, r"at least one query and two keys, got shape \(1, 1\)"),
-    ("fit_additive", {"scores": torch.empty(4, 4, device="meta")}, "meta tensor, which has no values"),
+    ("fit_additive", {"scores": torch.empty(4, 4, device="meta")}, "scores must have values, got a meta tensor"),
     ("fit_additive", {"scores": {"blocks.0.hook_z": X}}, "a cache that holds hook_attn_scores"),
     ("fit_additive", {"scores": [X, X[:, :5, :5]]}, r"several layers must have one shape .*\(3, 6, 6\)"),
     ("fit_additive", {"scores": [X[0], X[0]]}, "scores of several layers must have one shape"),

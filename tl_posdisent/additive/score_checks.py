@@ -24,11 +24,7 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
         raise ArgumentError(name, f"must be a torch.Tensor, got {type(scores).__name__}")
     if not scores.is_floating_point():
         raise ArgumentError(name, f"must be floating point, got {scores.dtype}")
-    if scores.element_size() == 1 or scores.is_nested:
-        check_values(name, scores)
-    if scores.layout != torch.strided or scores.is_meta:
-        what = "a meta tensor, which has no values" if scores.is_meta else f"{scores.layout}: call to_dense()"
-        raise ArgumentError(name, f"must be dense and hold values, got {what}")
+    check_values(name, scores)
     if scores.ndim < 2:
         raise ArgumentError(name, f"must have shape (..., query, key), got {tuple(scores.shape)}")
     if scores.numel() == 0 or scores.shape[-1] < 2:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, rotation_hooks
-from tl_posdisent.hooks.positions import real_tensor
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_number, check_seed
+from tl_posdisent.utils.validation import check_number, check_seed, real_tensor
 
 
 def phase_noise(

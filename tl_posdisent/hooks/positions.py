@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, PositionMap, PositionScale, mapped
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotation_hooks
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_float64, check_number, check_values, listed, shown
+from tl_posdisent.utils.validation import check_number, listed, real_tensor
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One position for each slot of the batch, or a function of the tokens' own positions."""
@@ -152,18 +151,6 @@ def remap_distance(
     else:
         raise ArgumentError("distances", f"must be a function or a tensor, got {type(distances).__name__}")
     return rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
-
-
-def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor, "*shape"]:
-    try:
-        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(name, f"must be real numbers, got {shown(values)}") from error
-    check_values(name, tensor)
-    check_float64(name, tensor.device)
-    if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
-        raise ArgumentError(name, f"must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
-    return tensor.detach().double()
 
 
 def position_interpolation(model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:

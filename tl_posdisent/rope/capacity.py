@@ -13,9 +13,8 @@ from torch import Tensor
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_flag, check_number
+from tl_posdisent.utils.validation import Numbers, check_flag, check_number, real_numbers
 
-from .factorial_variance_decomposition import Numbers, numbers
 from .rotary import Rotary, check_rotary
 
 
@@ -111,7 +110,7 @@ def rope_capacity(
         (True, True, True)
     """
     device = check_rotary(rotary).frequencies.device
-    d, y = numbers("distances", distances, device), numbers("target", target, device)
+    d, y = real_numbers("distances", distances, device), real_numbers("target", target, device)
     if d.shape != y.shape:
         raise ArgumentError("target", f"must have one value per distance, got {len(y)} values for {len(d)} distances")
     ridge = check_number("ridge", ridge, least=0)

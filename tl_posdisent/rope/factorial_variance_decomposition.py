@@ -6,7 +6,7 @@ the heads of a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,13 +15,12 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import HasTable, index_columns
-from tl_posdisent.utils.validation import check_choice, check_number, check_values, shown
+from tl_posdisent.utils.validation import Numbers, check_choice, check_number
 
-from .moments import Moments, Spread, spread_of, total
+from .moments import Moments, Spread, check_distances, spread_of, total
 from .rotary import Rotary
 
 # A score as a product of three numbers per subspace, and the variance of such sums of products.
@@ -42,7 +41,6 @@ from .rotary import Rotary
 # the data matters.
 
 Component = Literal["distance", "query", "key", "distance:query", "distance:key", "query:key", "distance:query:key"]
-Numbers = Sequence[int | float] | Tensor  # also a range
 
 ANGLES_AT_ONCE = 2**21
 
@@ -242,26 +240,3 @@ def decompose_factors(factors: Factors) -> VarianceShares:
 def share_of(part: Tensor, total: Tensor) -> Tensor:
     """``part / total``, NaN where there is nothing to share."""
     return torch.where(total > 0, part / total, torch.nan)
-
-
-def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "distance"]:
-    """Return the distances in float64 on the device of the moments, or raise."""
-    if not isinstance(moments, Moments):
-        raise ArgumentError("moments", f"must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
-    return numbers("distances", distances, moments.query.mean.device)
-
-
-def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
-    """Return a user's numbers as a float64 tensor with one axis, or raise."""
-    check_values(name, values)
-    try:
-        x = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
-        raise ArgumentError(name, f"must be finite real numbers, got {type(values).__name__}: {error}") from error
-    if x.ndim != 1 or len(x) == 0:
-        raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
-    real = not x.is_complex() and x.dtype != torch.bool
-    x = torch.as_tensor(values, dtype=torch.float64, device="cpu") if real else x
-    if not real or not bool(x.isfinite().all()):
-        raise ArgumentError(name, f"must be finite real numbers, got {shown(values)}")
-    return x.detach().to(device)

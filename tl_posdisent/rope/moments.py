@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_devices, check_values
+from tl_posdisent.utils.validation import Numbers, check_devices, check_values, real_numbers
 
 NUMBERS_AT_ONCE = 2**22  # size of a chunk of points: 32 MiB in float64
 
@@ -151,6 +151,13 @@ class Moments:
             f"Moments of {self.query.count:.0f} queries and {self.key.count:.0f} keys: {heads}, d_head {d_head}\n"
             f"  {len(waves)} subspaces{span}" + (f", {rest} coordinates un-rotated" if rest else "")
         )
+
+
+def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "distance"]:
+    """Return the distances in float64 on the device of the moments, or raise."""
+    if not isinstance(moments, Moments):
+        raise ArgumentError("moments", f"must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
+    return real_numbers("distances", distances, moments.query.mean.device)
 
 
 def _measured(name: str, x: Tensor, order: Int64[Tensor, "d_head"]) -> Spread:

@@ -17,8 +17,8 @@ from torch import Tensor
 from tl_posdisent.additive.score_checks import check_queries_and_keys
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import Numbers, real_numbers
 
-from .factorial_variance_decomposition import Numbers, numbers
 from .rotary import Rotary, check_rotary, rotate
 
 _CELLS_AT_ONCE = 2**20
@@ -140,7 +140,7 @@ def _won_and_lost(least: _Ranks, largest: _Ranks) -> tuple[Float[Tensor, "pairs"
 
 def check_distance_sets(near: Any, far: Any) -> tuple[Float64[Tensor, "near"], Float64[Tensor, "far"]]:
     """Return near and far distances as tensors, or raise."""
-    near_at, far_at = (numbers(name, x, torch.device("cpu")) for name, x in (("near", near), ("far", far)))
+    near_at, far_at = (real_numbers(name, x, torch.device("cpu")) for name, x in (("near", near), ("far", far)))
     joined = torch.cat([near_at, far_at])
     if len(joined.unique()) < len(joined):
         raise ValueError(

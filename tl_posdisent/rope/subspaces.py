@@ -10,18 +10,16 @@ from torch import Tensor
 from tl_posdisent.rope.factorial_variance_decomposition import (
     COMPONENTS,
     Component,
-    Numbers,
     Pair,
-    check_distances,
     decompose_factors,
     read_factors,
     share_of,
 )
-from tl_posdisent.rope.moments import Moments, Spread, chunks, spread_of, total
+from tl_posdisent.rope.moments import Moments, Spread, check_distances, chunks, spread_of, total
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import Numbers, check_choice
 
 INTERACTIONS: tuple[Component, ...] = ("distance:key", "distance:query:key")
 

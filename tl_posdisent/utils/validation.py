@@ -11,8 +11,12 @@ from numbers import Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
+
+Numbers = Sequence[int | float] | Tensor  # also a range
 
 
 def shown(value: Any) -> str:
@@ -184,6 +188,35 @@ def check_float64(name: str, device: torch.device) -> None:
         raise ArgumentError(
             name, f"must be on the CPU or a CUDA device, got {device}, which has no float64: use {name}.to('cpu')"
         ) from error
+
+
+def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "number"]:
+    """Return a user's numbers as a float64 tensor with one axis, or raise."""
+    check_values(name, values)
+    try:
+        x = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
+        raise ArgumentError(name, f"must be finite real numbers, got {type(values).__name__}: {error}") from error
+    if x.ndim != 1 or len(x) == 0:
+        raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
+    real = not x.is_complex() and x.dtype != torch.bool
+    x = torch.as_tensor(values, dtype=torch.float64, device="cpu") if real else x
+    if not real or not bool(x.isfinite().all()):
+        raise ArgumentError(name, f"must be finite real numbers, got {shown(values)}")
+    return x.detach().to(device)
+
+
+def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tensor, "*shape"]:
+    """Return a user's numbers of any shape as a float64 tensor without gradients, or raise."""
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(name, f"must be real numbers, got {shown(values)}") from error
+    check_values(name, tensor)
+    check_float64(name, tensor.device)
+    if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
+        raise ArgumentError(name, f"must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
+    return tensor.detach().double()
 
 
 def check_seed(seed: Any) -> int:

@@ -25,11 +25,11 @@ from tl_posdisent.models.capture import Captured, for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.rope.factorial_variance_decomposition import Numbers, decompose
+from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
-from tl_posdisent.utils.validation import check_distinct, check_integer
+from tl_posdisent.utils.validation import Numbers, check_distinct, check_integer
 
 
 def controlled_distance(

@@ -18,13 +18,12 @@ from tl_posdisent.models.capture import Captured, spread_rows
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.rope.factorial_variance_decomposition import Numbers, numbers
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.preference_flips import check_distance_sets, preference_flips_qk
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.utils.tables import join_texts
-from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.utils.validation import Numbers, check_flag, check_integer, real_numbers
 
 NEAR = range(8)
 _N_FAR = 8
@@ -119,7 +118,7 @@ def preference_flips(
         check_integer("queries", queries, 1)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    near_at = numbers("near", near, torch.device("cpu"))
+    near_at = real_numbers("near", near, torch.device("cpu"))
     if far is None:
         steps = np.geomspace(len(NEAR), max(texts.longest - 1, 2 * len(NEAR) - 1), _N_FAR).round()
         far = [int(d) for d in np.unique(steps) if d not in near_at.tolist()]

@@ -19,12 +19,12 @@ from tl_posdisent.models.loading.random_init import Baseline, Scale, described_c
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.rope.factorial_variance_decomposition import Numbers, decompose
+from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_seeds, head_label
+from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label
 
 from .additivity import Part, cells_of, columns_of_texts
 from .measure_layers import measure_layers

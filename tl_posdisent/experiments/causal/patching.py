@@ -15,7 +15,7 @@ from tl_posdisent.experiments.causal.runs import COUPLED, HooksOf, effect_table,
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
-from tl_posdisent.hooks.positions import real_tensor, swap_positions
+from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import hook_name
@@ -23,7 +23,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_indices, is_integer
+from tl_posdisent.utils.validation import check_choice, check_indices, is_integer, real_tensor
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 

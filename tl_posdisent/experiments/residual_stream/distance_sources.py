@@ -29,13 +29,13 @@ from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.rope.factorial_variance_decomposition import Numbers, numbers, share_of
+from tl_posdisent.rope.factorial_variance_decomposition import share_of
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_integer
+from tl_posdisent.utils.validation import Numbers, check_choice, check_integer, real_numbers
 
 BIAS = "bias"
 _ROUNDING = 1e-13
@@ -237,7 +237,7 @@ def distance_sources(
             )
     sums = weighted_sources(model, batches, spec.layer, "distance_sources")
     of_query, of_key = torch.stack([*sums.values()]).tensor_split([len(query.bias)], 1)
-    at = numbers("distances", range(texts.longest) if distances is None else distances, of_key.device)
+    at = real_numbers("distances", range(texts.longest) if distances is None else distances, of_key.device)
     parts, rotary = (query.parts(of_query), key.parts(of_key), query.own, key.own), first.to(of_key.device)
     return DistanceSources(spec.layer, chosen, (*sums, BIAS), at, *parts, scale, rotary)
 
