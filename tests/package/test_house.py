@@ -148,7 +148,6 @@ def test_one_file_cuts_into_forward_passes() -> None:
 
 
 _FALLS_BACK = {
-    "models/size.py": 1,  # a class that is not made of a configuration alone: parameters are counted as they stand
     "models/partial_forward.py": 1,  # a full pass says whether the model is to blame
     "models/kv_cache.py": 2,  # a model that takes no cache
 }
