@@ -40,14 +40,14 @@ def script() -> Iterator[Any]:
     """The script, with texts of 24 tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FIGURES))
-        import smollm2
+        import real_models
 
         if not sys.modules["stories"].data_file("speeches-heldout.txt.gz").is_file():
             pytest.skip("needs speeches-heldout.txt.gz and others (POSDISENT_DATA names the folder)")
         for name, value in SMALL.items():
-            patch.setattr(smollm2, name, value)
+            patch.setattr(real_models, name, value)
         patch.setattr(sys.modules["trained_and_random"], "LENGTH", SHORT)
-        yield smollm2
+        yield real_models
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
-"""What position does in SmolLM2-135M-Instruct (4-bit weights, dequantised; instruction-tuned): the tables behind the
-pages, one csv per study in ``docs/figures/smollm2/``.
+"""What position does in SmolLM2-135M-Instruct and Gemma 3 270M (4-bit weights, dequantised): the tables behind the
+pages, one csv per study, in ``docs/figures/smollm2/`` and ``docs/figures/gemma3/``.
 
-    python docs/figures/smollm2.py interventions layers rotation   # which; all by default. Minutes of one core each
-    python docs/figures/smollm2.py gemma3-270m interventions       # the same of Gemma 3 270M, in docs/figures/gemma3/
+    python docs/figures/real_models.py interventions layers rotation   # of SmolLM2; by default all studies
+    python docs/figures/real_models.py gemma3-270m interventions       # minutes of one core each
 
 Texts: the first 256 tokens of speeches of 2001 to 2021 from the folder that ``POSDISENT_DATA`` names.
 """
