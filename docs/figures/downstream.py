@@ -63,7 +63,7 @@ def questions_from_text(text: str, ask: str, before: int = 2) -> list[MultipleCh
 
 
 def questions(case: Case, ask: str) -> list[MultipleChoice]:
-    """As token ids, so that both models have tokens perturbed."""
+    """Convert the questions to token ids, so that both models have tokens perturbed."""
     drawn = questions_from_text(case.text, ask)
     short = [q for q in drawn if len(str(q.context)) < 1000]
     asked = [short[int(i)] for i in torch.linspace(0, len(short) - 1, min(QUESTIONS, len(short)))]

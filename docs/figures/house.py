@@ -28,7 +28,7 @@ def room_imports() -> dict[str, set[str]]:
 
 
 def direct(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same without those that follow from others: if a imports b and b imports c, a need not be drawn to c."""
+    """Leave out the imports that follow from others: if a imports b and b imports c, no arc is drawn from a to c."""
     reached: dict[str, set[str]] = {}
     for room in ROOMS:  # from below, so what lies below is known
         reached[room] = set().union(imports[room], *(reached[other] for other in imports[room]))

@@ -18,13 +18,13 @@ HEADS = ["uniform", "distance", "distance+sink", "static", "additive", "banded",
 
 
 def demo() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """The model, texts to fit static heads to, and texts to predict."""
+    """Return the demo model, texts to fit static heads to, and texts to predict."""
     tokens = tp.demo_tokens(length=14 * 160).reshape(14, 160)
     return tp.load_demo_model(), tokens[:6], tokens[6:]
 
 
 def story() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """The same of the story model, with texts that it generated."""
+    """Return the story model and the same kinds of texts, which it generated."""
     from stories import sample_story, stories_bridge
 
     texts = torch.cat([sample_story(160, seed) for seed in range(1, 15)])

@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation anew, from the embedded demo model: ``python docs/figures/make.py [NAME …]``.
+"""Draw the figures of the documentation from the embedded demo model: ``python docs/figures/make.py [NAME …]``.
 
 Needs ``pip install kaleido`` and a Chromium or Chrome. The files are committed: building the site needs neither.
 """
@@ -86,7 +86,7 @@ def deposit() -> go.Figure:
 
 
 def drops() -> go.Figure:
-    """Of the models of ``make synthetic``, which are trained here if they are not there."""
+    """Draw the models of ``make synthetic``, which are trained first if necessary."""
     runs = tp.synthetic.train_preset(
         tp.synthetic.preset("small"), tasks=["distance"], folder=Path("out/synthetic/trainings"), progress=False
     )
@@ -157,12 +157,12 @@ def trained_and_random() -> go.Figure:
 
 
 def smollm2_heads() -> go.Figure:
-    """As narrow as a column of a paper."""
+    """Draw a map as narrow as a column of a paper."""
     return tp.plot_heads(pd.read_csv(FOLDER / "smollm2" / "heads.csv"), "r_held_out", title="SmolLM2-135M")
 
 
 def smollm2_by_layer() -> go.Figure:
-    """As wide as a notebook."""
+    """Draw curves as wide as a notebook."""
     table = pd.read_csv(FOLDER / "smollm2" / "heads.csv")
     return tp.plot_heads(table, "r_held_out", by="layer", title="SmolLM2-135M: held-out r by layer")
 

@@ -6,10 +6,10 @@ Gemma 3 270M (base, 4-bit weights) beside fewer, on one.
     python docs/figures/trained_and_random.py gemma3-270m   # half an hour; csv files in docs/figures/gemma3/
 
 Texts: the first 256 tokens of ten speeches of 2001 to 2021, and of ten articles of WikiText-2's test set, read from the
-folder that ``POSDISENT_DATA`` names. Copies: all weights drawn anew at the scale that the model's configuration
+folder that ``POSDISENT_DATA`` names. Copies: all weights drawn at the scale that the model's configuration
 publishes (1/24) and at transformers' default (0.02), also with the outputs of attention and MLP divided by √(2 layers),
-as GPT-2 does it (not of Gemma, which normalises these outputs); weights shuffled within each matrix; only queries and
-keys drawn anew.
+as in GPT-2 (not for Gemma, which normalises these outputs); weights shuffled within each matrix; only queries and keys
+drawn at random.
 
 ``trained_and_random.csv`` has means over texts and heads by layer, ``trained_and_random_texts.csv`` means over layers
 and heads by text.

@@ -183,7 +183,7 @@ def test_labels_are_those_of_head_labels(made: Callable[[str], tuple[Any, Docume
     agrees(document, "heads-labels", measures, ranked)
     named = [name for label in labels if label != "–" for name in label.split(" + ")]
     (counted,) = re.findall(
-        r"Heads with a label by the keys that they attend to, (\d+) of 40 heads: (.*?) \(",
+        r"(\d+) of 40 heads have a label, by the keys that they attend to: (.*?) \(",
         " ".join(document.text.split()),
     )
     assert int(counted[0]) == 40 - labels.count("–")
@@ -279,7 +279,7 @@ def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:
     document = Document(pages[0])
     assert [row["head"] for row in document.rows("heads-r")] == ["L3H2", "L3H5"]
     assert "tl-posdisent <b>&" in document.text
-    assert [row["this model"] for row in document.rows("headline")].count("not asked for") == 2
+    assert [row["this model"] for row in document.rows("headline")].count("not requested") == 2
     assert not {"shares", "distance", "ablation"} & {a.get("id") for _, a in document.attributes}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.html", "1.html"]
 
@@ -367,8 +367,8 @@ def test_what_has_no_answer_is_not_given_one(tmp_path: Path) -> None:
     document = Document(tp.report(model, TOKENS[:, :12], tmp_path / "report.html", **options))
     assert document.wrong == []
     assert document.rows("headline")[2]["this model"] == "undefined: no head’s scores vary"
-    assert "With 5 % of neighbours exchanged" not in document.text
+    assert "Exchanging 5 % of neighbours" not in document.text
     effect = tp.head_ablation(model, TOKENS[:, :12], layers=[2], heads=[3], progress=False)["effect"].item()
-    assert ("The loss is no higher without any single head" in document.text) == (effect <= 0)
+    assert ("Ablating a single head never raises the loss" in document.text) == (effect <= 0)
     assert as_number(document.rows("heads-r")[0]["r"]) != as_number(document.rows("heads-r")[0]["r"])  # NaN
     assert "no head has scores that vary" in document.text

@@ -146,6 +146,6 @@ def test_a_head_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     rows = {row["head"]: row["loss without it"] for row in document.rows("heads-ablation")}
     assert len(rows) == 8
     assert rows["L1H1"] == "–"
-    assert "of 7 heads it rises by more than" in said(document)
-    assert "of 7 heads the loss is higher with the head’s mean output in its place" in said(document)
+    assert "nats per token; of 7 heads, " in said(document)
+    assert "of 7 heads, both the head’s mean output and uniform attention in its place raise the loss" in said(document)
     assert "L1H1" not in {row["head"] for row in document.rows("ladder")}

@@ -41,8 +41,8 @@ def plain(page: str) -> str:
 def test_heads_are_counted_by_what_explains_most(r: float, distance: float, key: float, counts: Any) -> None:
     said = plain(verdict(additive(r, distance, key)))
     positional, content, interacting = counts
-    assert f"{positional} of 4 heads look mainly at where a key is, {content} mainly at what it is" in said
-    assert f"and {interacting} at neither alone (additivity)" in said
+    assert f"In {positional} of 4 heads the scores depend mainly on where a key is, in {content} mainly on what" in said
+    assert f"and in {interacting} on neither alone (additivity)" in said
 
 
 def climbed(loss: dict[str, float]) -> pd.DataFrame:
@@ -63,14 +63,11 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     none = climbed({}).assign(head=5, error=[2.0, 0.0])
     table = pd.concat([*heads, none]).assign(layer=3)
     said = plain(verdict({"ladder": Found(table)}))
-    assert (
-        "For 6 of 7 heads the loss is higher with the head’s mean output in its place, and with uniform attention"
-        in said
-    )
+    assert "For 6 of 7 heads, both the head’s mean output and uniform attention in its place raise the loss." in said
     counted = "1 distance, 1 static, 1 additive, 1 banded, 1 query-dependent, 1 undecided"
-    assert f"these are: {counted} (ladder)" in said
-    assert "These are 7 tests: of heads without use, 0.2 would be counted by chance." in said
-    assert "With the false discovery rate held at 5 %, 6 remain." in said
+    assert f"these heads are: {counted} (ladder)" in said
+    assert "These are 7 tests: if no head had an effect, 0.2 would be counted by chance." in said
+    assert "With a false discovery rate of 5 %, 6 remain." in said
     subject: Any = type("Subject", (), {"tokens": [0, 1]})()
     page, _ = section("ladder", subject, Found(table))
     path = tmp_path / "section.html"
@@ -89,7 +86,7 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     (banded,) = [row for row in document.rows("ladder") if row["verdict"] == "banded"]
     assert (banded["head"], banded["gap (nats per token)"], banded["distance"]) == ("L3H2", "1.000", "0.500")
     alone = Found(none.assign(layer=3))
-    assert "Of no single head do its mean output and uniform attention both cost more than noise" in plain(
+    assert "For no single head do its mean output and uniform attention both cost more than noise" in plain(
         verdict({"ladder": alone})
     )
     assert "<table" not in section("ladder", subject, alone)[0]
@@ -102,7 +99,7 @@ def test_heads_are_counted_that_are_above_the_highest_random_head_of_their_layer
     rows = heads(r=r, share_distance=0.2, share_key=0.1, share_query=0.0)
     said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
     assert f"is {r:.2f} on average, that of random weights 0.21 ± 0.06 (1 text, 2 random copies; ± is" in said
-    assert "where there are several); above the highest random head" in said
+    assert "if there are several); above the highest random head" in said
     assert "of their layer: 4 of 4 heads (" in said if r == 0.9 else "2 of 4 heads, all but L0H0, L0H1 (" in said
     found = Found(heads(r_two_axis=r), pd.concat(chance).rename(columns={"r": "r_two_axis"}))
     assert f"r of the two-axis model is {r:.2f} on average, that of" in plain(verdict({"shares": found}))
@@ -115,12 +112,11 @@ def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
     )
     chance = [rows.assign(r=r, share_distance=0.1, share_key=0.6, seed=n) for n, r in enumerate((0.2, 0.4))]
     said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
-    assert "4 of 4 heads look mainly at where a key is" in said
-    assert (
-        "By the same rule 0 of 8 heads with random weights (2 random copies) look at where, 0 at what and 8 at" in said
-    )
+    assert "In 4 of 4 heads the scores depend mainly on where a key is" in said
+    rule = "By the same rule, 0 of 8 heads with random weights (2 random copies) depend mainly on where a key is, 0 on"
+    assert f"{rule} what it is and 8 on neither" in said
     assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
-    assert "Of 4 heads, the distance alone explains the largest share in" in said
+    assert "Of 4 heads, the share of the distance alone is largest in" in said
 
 
 def test_nothing_is_claimed_without_data() -> None:
@@ -137,10 +133,10 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)])
     said = plain(verdict({"ablation": Found(drops)}))
     if sign > 0:
-        assert "Without L0H0 the loss rises most, by 0.500" in said
-        assert "without 3 of 4 heads it rises by more than 0.01" in said
+        assert "Ablating L0H0 raises the loss most, by 0.500" in said
+        assert "of 4 heads, 3 raise it by more than 0.01 when ablated alone" in said
     else:
-        assert "The loss is no higher without any single head" in said
+        assert "Ablating a single head never raises the loss" in said
     curve = pd.DataFrame({"kind": ["order", "index"], "fraction": 0.05, "moved": 0.04})
     curve = curve.assign(added_loss=[sign * 0.2, sign * 0.1], added_loss_se=[0.01, NAN])
     said = plain(verdict({"perturbation": Found(curve)}))

@@ -530,7 +530,7 @@ def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
 
 
 def _beside(some: Tensor, others: Tensor) -> bool:
-    """Whether some row holds both: a row that is low as a whole shows a query component, not masking."""
+    """Say whether some row holds both: a row that is low as a whole shows a query component, not masking."""
     return bool((some.any(-1) & others.any(-1)).any())
 
 

@@ -1,4 +1,4 @@
-"""Preconditioned conjugate gradients for many singular but consistent systems at once."""
+"""Preconditioned conjugate gradients for a batch of singular but consistent systems."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def conjugate_gradients(
     most: int,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Solve ``product(x) = target`` until the residual of every system is small, or rounding has taken over.
+    """Solve ``product(x) = target`` until the residual of every system is small, or limited by rounding.
 
     Args:
-        product, precondition: multiplication by a positive semidefinite matrix, and by about its inverse.
-        dot: inner product of each system (a leading axis of ``target``), which keeps the last axis.
-        goal: the squared norm (of ``precondition``) that a residual should come to, in at most ``most`` products.
-        allowed: a residual whose entries are all at most these is small enough, too.
+        product, precondition: multiplication by a positive semidefinite matrix, and by an approximation of its inverse.
+        dot: inner product for each system (the leading axes of ``target``), which keeps the last axis.
+        goal: squared norm of the residual, in the norm of ``precondition``, at which a system is solved.
+        most: the maximum number of products.
+        allowed: bounds on the entries of the residual; a system is also solved if all its entries are within them.
 
     Returns:
-        The solution, and for which systems it is one.
+        The solution, and whether each system is solved.
     """
     solution, residual = torch.zeros_like(target), target.clone()
     direction = precondition(residual)
@@ -39,8 +40,8 @@ def conjugate_gradients(
             break
         image = product(direction)
         curvature = dot(direction, image)
-        # A solved system stands still while others go on: what is left of its residual is rounding, part of it in
-        # directions that change nothing, where a step has no bound.
+        # A solved system is not changed further while others continue: its residual is rounding, some of it in
+        # directions of the null space, where a step can be arbitrarily long.
         active = active & (curvature > 0)
         alpha = torch.where(active, rho / curvature, 0.0)
         solution.addcmul_(alpha, direction)

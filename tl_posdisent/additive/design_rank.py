@@ -1,4 +1,4 @@
-"""The rank of the additive design: how many parameters of distances, queries and keys the cells determine."""
+"""The rank of the additive design: the number of parameters of distances, queries and keys that the cells determine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge dire
 
 
 def design_rank(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
-    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
+    """Compute the rank of the additive design for each set of cells, or for all texts pooled if ``n_texts`` is given.
 
-    Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
-    The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
-    and two neighbouring keys have all their four cells, such a profile has no kink at their distance. If that holds
-    at every distance it is a straight line, so there are two; if not, the rank of the distances is computed.
+    The rank of queries and keys alone is their number, minus one constant for each connected component of the cells.
+    The distances add their number, minus the dimension of the profiles that queries and keys can express. Where two
+    neighbouring queries and two neighbouring keys have all four cells, such a profile has no kink at their distance. If
+    this is so at every distance, the profile is a straight line, of dimension two; otherwise the rank of the distances
+    is computed numerically.
     """
     by_distance, by_query, by_key = cells.split(cells.counts)
     rank = (by_query > 0).sum(-1) + (by_key > 0).sum(-1) - _count_pieces(cells)
@@ -40,7 +41,7 @@ def design_rank(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit
 def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
     """Count connected components, where two cells are neighbours if they share a query or a key."""
     if isinstance(cells, Runs):
-        # A piece begins where a run of keys begins that no earlier run reaches.
+        # A component begins at the first key of a run that no earlier run reaches.
         empty = cells.first_key == cells.stop_key
         first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
         reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values
@@ -51,14 +52,14 @@ def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
     while True:  # every key takes the lowest label among the keys that it shares a query with
         lowest = torch.where(mask, label[..., None, :], cells.n_key).amin(-1)
         new = torch.where(mask, lowest[..., :, None], cells.n_key).amin(-2).minimum(label)
-        new = new.gather(-1, new)  # and the label of that one
+        new = new.gather(-1, new)  # then the label of that key
         if torch.equal(new, label):
             return (used & (label == key)).sum(-1)
         label = new
 
 
 def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
-    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
+    """Find the distances, except for the lowest and the highest, at which some 2 × 2 block of cells is complete."""
     if isinstance(cells, Runs):
         first, stop = cells.first_query, cells.stop_query
         start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
@@ -71,7 +72,7 @@ def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
 
 
 def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
-    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
+    """Compute the rank of the distances' normal matrix after projecting out queries and keys."""
     if isinstance(cells, Runs):
         cells = Scattered.from_mask(cells.to_mask())
     assert isinstance(cells, Scattered)
@@ -85,6 +86,6 @@ def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
     rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
     if pool and rest.ndim > 2:
         rest, n_d = rest.sum(0), n_d.sum(0)
-    scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
+    scale = n_d.amax(-1, keepdim=True)  # entries are counts of cells, so much smaller values are rounding
     remaining: Tensor = torch.linalg.eigvalsh(rest)
     return (remaining > _NEGLIGIBLE * scale).sum(-1)

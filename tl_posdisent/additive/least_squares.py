@@ -1,9 +1,9 @@
-"""The normal equations of the additive model, solved by preconditioned conjugate gradients.
+"""Solve the normal equations of the additive model by preconditioned conjugate gradients.
 
-No matrix is formed. The three diagonal blocks are diagonal themselves (numbers of cells), and a product with the rest
-is cheap (``Cells.product``), so conjugate gradients with the diagonal as preconditioner needs about fifteen O(length)
-steps; a narrow window needs ``_tension`` too. The system is singular (see ``fix_gauge`` in ``fit.py``) but consistent,
-and conjugate gradients then converges to one of its solutions.
+No matrix is formed. The three blocks on the diagonal are diagonal matrices (numbers of cells), and a product with the
+other blocks is cheap (``Cells.product``). With the diagonal as preconditioner, conjugate gradients needs about fifteen
+O(length) steps; a narrow window needs ``_tension`` in the preconditioner as well. The system is singular (see
+``fix_gauge`` in ``fit.py``) but consistent, and conjugate gradients converges to one of its solutions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells
 from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
 
-# Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
-# gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would
-# only chase rounding), and what is an error if it is still exceeded. They are relative to the marginals, or to a tenth
-# of the scores where the marginals are smaller: of scores without an additive part these are
-# rounding, which no model has.
+# Bounds on the residual of the normal equations, in the norm of the preconditioner: AIM ends a run of conjugate
+# gradients, by its recurrence for the residual; ENOUGH is the true residual at which no further run is needed, since it
+# would only reduce rounding; more than ACCEPTED after the last run is an error. They are relative to the marginals, or
+# to a tenth of the scores (OF_SCORES) where the marginals are smaller: for scores without an additive part the
+# marginals are rounding, which no model can fit.
 AIM, ENOUGH, ACCEPTED, OF_SCORES = 1e-13, 1e-12, 1e-10, 0.1
 
 Stacked = Float64[Tensor, "*batch coefficient"]
@@ -37,18 +37,19 @@ def solve(
 
     Args:
         marginals: stacked sums of the (roughly centred) scores; leading axes are independent systems.
-        squares: of these scores, summed over the cells: marginals that are small beside them are known only to their
-            rounding. None: marginals are exact.
-        pool: the systems of the first axis share their distance coefficients; ``marginals`` then are ``pooled``.
-        distances: False for queries and keys alone; coefficients of distances are then 0.
+        squares: sums over the cells of these scores squared: marginals that are small compared with them are known only
+            up to rounding. None: the marginals are exact.
+        pool: whether the systems of the first axis share their distance coefficients; ``marginals`` must then be
+            ``pooled``.
+        distances: False to fit queries and keys alone, with distance coefficients of 0.
 
     Raises:
-        RuntimeError: not converged; says the residual reached.
+        RuntimeError: no convergence; the error states the residual.
     """
     weights = pooled(cells, cells.counts.expand_as(marginals)) if pool else cells.counts
     inverse = torch.where(weights > 0, 1 / weights, 0.0)
     if not distances:
-        cells.split(inverse).distance.zero_()  # a coefficient that the preconditioner leaves alone stays 0
+        cells.split(inverse).distance.zero_()  # a coefficient that the preconditioner sets to 0 stays 0
         marginals = marginals.clone()
         cells.split(marginals).distance.zero_()
     narrow = 0 < cells.high - cells.low < cells.n_query // 4
@@ -66,10 +67,10 @@ def solve(
         if not pool:
             return (x * y).sum(-1, keepdim=True)
         d, q, k = (part.sum(-1, keepdim=True) for part in cells.split(x * y))
-        return d[:1] + (q + k).sum(0, keepdim=True)  # pooled texts are one system with one copy of the distances
+        return d[:1] + (q + k).sum(0, keepdim=True)  # pooled texts are one system, which has the distances once
 
     scale = marginals.abs().amax((0, -1) if pool else -1, keepdim=True)
-    marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
+    marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that squares neither overflow nor underflow
     solution, residual = torch.zeros_like(marginals), marginals
     size = dot(residual, precondition(residual))
     if squares is not None:
@@ -106,13 +107,14 @@ def pooled(cells: Cells, stacked: Stacked) -> Stacked:
 
 
 def _tension(cells: Cells, x: Stacked, *, pool: bool) -> Stacked:
-    """What to add to ``x`` over the diagonal in a window that is narrow beside the length.
+    """Compute what the preconditioner adds to the diagonal's result in a window much narrower than the text.
 
-    There a smooth function of the position, added to the queries and taken from the keys, hardly changes a cell: its
-    energy is that of a stretched string, the integral of the squared slope, which cumulative sums forth and back
-    invert. A level and a straight line, which no cell or a change of the distances shows, are left out.
+    There, a smooth function of the position that is added to the queries and subtracted from the keys hardly changes a
+    cell. Its energy is that of a stretched string, the integral of the squared slope, which two cumulative sums (one
+    forwards, one backwards) invert. Its constant, which changes no cell, and its straight line, which the distances can
+    express, are removed.
     """
-    middle = (cells.low + cells.high) // 2  # on a common grid a key is where the queries are that see it
+    middle = (cells.low + cells.high) // 2  # places each key on the grid of the queries that see it
     at_query, at_key = max(0, cells.offset - middle), max(0, middle - cells.offset)
     queries, keys = slice(at_query, at_query + cells.n_query), slice(at_key, at_key + cells.n_key)
     distance, by_query, by_key = cells.split(x)

@@ -60,7 +60,7 @@ def check_queries_and_keys(**vectors: Any) -> None:
 
 
 def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
-    """Whether the tensor is an attention pattern: every row is non-negative and sums to 1.
+    """Say whether the tensor is an attention pattern: every row is non-negative and sums to 1.
 
     Rows of zeros or NaN, which padding leaves, are accepted if some row sums to 1. With learned attention sinks rows
     sum to less than 1: such a pattern is recognised by the zeros of a causal mask, where scores are not 0.

@@ -74,8 +74,8 @@ def check_model(
     a text in a padded batch, or read token by token with a KV cache, gives what it gives alone in one pass.
 
     Args:
-        model: a HookedTransformer, a TransformerBridge or alike, or its ``read_model``. Laws are checked in its own
-            dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16.
+        model: a HookedTransformer, a TransformerBridge or a similar model, or its ``read_model``. Laws are checked
+            in its own dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16.
         tools: which to check, by name; default all.
         every_layer: whether to check all layers. Default the first two of each kind (that differ in rotation, window,
             soft cap or heads); the layers after the last of them are skipped.
@@ -131,7 +131,7 @@ def check_model(
 
 
 def two_of_each_kind(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-    """The first two layers of each kind of attention, in the model's order."""
+    """Return the first two layers of each kind of attention, in the model's order."""
     kinds: dict[Any, list[AttentionSpec]] = {}
     for spec in specs:
         frequencies = [] if spec.rotary is None else [f"{x:.3g}" for x in spec.rotary.frequencies.tolist()]
@@ -201,7 +201,7 @@ class Trial:
         return self.logits([])
 
     def logits(self, hooks: Sequence[Hook], **options: Any) -> Tensor:
-        """The model's logits on the text under hooks, all of which must fire."""
+        """Compute the logits on the text under hooks, all of which must fire."""
         model = self.reading.model
         if self.mask is not None:
             options["attention_mask"] = self.mask
@@ -214,8 +214,10 @@ class Trial:
         return {}
 
     def under(self, make: Callable[[Trial], list[Hook]]) -> tuple[list[Hook], Tensor]:
-        """The hooks that ``make`` returns and the logits under them: made once for laws that follow one another, and
-        kept for the last ``make`` alone, since logits can be large."""
+        """Return the hooks that ``make`` returns and the logits under them.
+
+        They are computed once for consecutive laws, and kept for the last ``make`` only, since logits can be large.
+        """
         if make not in self._last:
             self._last.clear()
             hooks = make(self)
@@ -223,7 +225,7 @@ class Trial:
         return self._last[make]
 
     def logits_in_parts(self, hooks: list[Hook], cache: dict[str, Any] | None = None) -> Tensor:
-        """The logits of the first half in one pass, then of three tokens one after the other, with a KV cache."""
+        """Compute the logits of the first half in one pass and then of three single tokens, with a KV cache."""
         n, parts = self.tokens.shape[1] // 2, []
         cache = cache or empty_cache(self.reading.model, self.tokens)
         for part in (self.tokens[:, :n], *self.tokens[:, n : n + 3].split(1, 1)):
@@ -246,7 +248,7 @@ class Trial:
         return _metric(self.logits(hooks), self.tokens).mean()
 
     def held(self, layer: int, name: str, hooks: Sequence[Hook] = ()) -> Tensor:
-        """What fired at a hook of a layer's attention, under other hooks."""
+        """Return the tensor at a hook of a layer's attention, under other hooks."""
         seen: list[Tensor] = []
         self.logits([*hooks, (hook_name(layer, name), lambda x, hook: seen.append(x.clone()))])
         return seen[0]
@@ -281,7 +283,7 @@ def _gap(got: Any, expected: Any) -> float:
 
 
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
-    """A number per text in which every logit counts, each by another weight; about as large as a logit."""
+    """Compute a number per text to which every logit contributes, with a weight of its own; as large as a logit."""
     weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5), device="cpu").to(logits)
     result: Tensor = (logits.detach() * weights).double().sum((1, 2)) / weights.numel() ** 0.5
     return result
@@ -354,7 +356,7 @@ def _controlled_distance(trial: Trial) -> Iterator[Law]:
 
 
 def _value(trial: Trial, layer: int, tool: Callable[..., pd.DataFrame], *arguments: Any, **options: Any) -> float:
-    """What a table of single heads says of one head."""
+    """Look up the value of one head in a table of single heads."""
     options |= {"metric": _metric, "layers": [layer], "heads": [trial.head], "progress": False}
     return float(tool(trial.reading, trial.tokens, *arguments, **options)["value"][0])
 

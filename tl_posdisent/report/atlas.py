@@ -29,7 +29,7 @@ def looks_at(heads: pd.DataFrame) -> pd.Series:
 
 
 def atlas(found: Mapping[SectionName, Found]) -> Markup:
-    """The section as HTML; empty without the section ``additivity``, whose shares colour the map."""
+    """Render the section as HTML; empty without the section ``additivity``, whose shares colour the map."""
     if "additivity" not in found or found["additivity"].refused:
         return Markup()
     heads = atlas_table(found)
@@ -58,7 +58,7 @@ def atlas(found: Mapping[SectionName, Found]) -> Markup:
 
 
 def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
-    """One row for each head, with the columns of the sections that were measured."""
+    """Make a table with a row for each head and the columns of the sections that were measured."""
     heads = by_head(found["additivity"].trained)
     columns = ["share_distance", "share_key", *(name for name in ("r", "r_held_out") if name in heads)]
     heads = heads[[*HEAD, *columns]].assign(looks=looks_at(heads))
@@ -92,7 +92,7 @@ def label_words(labels: pd.DataFrame) -> pd.DataFrame:
 
 
 def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]:
-    """The hover text of each head in the map."""
+    """Make the hover text of each head in the map."""
     ladder = found.get("ladder")
     climbed: dict[tuple[int, int], str] = {}
     if ladder is not None and not ladder.refused:

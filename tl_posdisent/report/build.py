@@ -52,8 +52,8 @@ def report(
     measure a sample of the heads of a large model; each section states what it read.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all of its
-            measurements, but not on random initialisations. It is read once.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; hooks on it act on
+            all of its measurements, but not on random initialisations. It is read once.
         text: ids ``[batch, pos]``, or text if the model has a tokenizer: a string, or a list of strings of any lengths.
         path: the HTML file; its folder is created if necessary.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
@@ -70,7 +70,7 @@ def report(
         progress: show one bar.
 
     Raises:
-        ValueError: unusable arguments; a model for which none of these sections can be measured.
+        ValueError: invalid arguments; a model for which none of these sections can be measured.
 
     Example:
         >>> import pathlib, tempfile

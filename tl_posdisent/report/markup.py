@@ -126,5 +126,5 @@ def _legible(trace: Any) -> list[Any]:
 
 
 def map_height(rows: int) -> int:
-    """The height of a map of heads in pixels."""
+    """Compute the height of a map of heads in pixels."""
     return min(900, 110 + max(6, rows) * 24)

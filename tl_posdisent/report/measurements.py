@@ -116,7 +116,7 @@ class Subject:
         return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
 
     def name(self) -> str:
-        """The model's name, or its architecture if it has no name."""
+        """Return the model's name, or its architecture if it has no name."""
         tokenizer = getattr(self.model, "tokenizer", None)
         for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
             if isinstance(name, str) and name not in _NAMELESS:

@@ -55,15 +55,14 @@ def _additive_verdict(found: Found) -> list[Markup]:
     if heads.empty:
         return [Markup("No head has scores that vary in this text.")]
     n = looks_at(heads).value_counts().reindex(["where", "what", "neither"], fill_value=0)
-    look = "looks" if n["where"] == 1 else "look"
     first = Markup(
-        "<strong>{} of {} {} mainly at where a key is</strong>, {} mainly at what it is, and {} at neither alone {}: "
-        "of the variance of their scores, the largest of three shares is the one that the distance explains alone, "
-        "the one that the key explains alone, or the one that no sum of components explains."
-    ).format(n["where"], plural(len(heads), "head"), look, n["what"], n["neither"], link("additivity"))
+        "<strong>In {} of {} the scores depend mainly on where a key is</strong>, in {} mainly on what it is, and in "
+        "{} on neither alone {}: the largest of three shares of their variance is that of the distance alone, that of "
+        "the key alone, or the share that no sum of components explains."
+    ).format(n["where"], plural(len(heads), "head"), n["what"], n["neither"], link("additivity"))
     top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
     names = [head_link(x["layer"], x["head"]) + f" ({number(x['share_distance'], 2)})" for _, x in top.iterrows()]
-    most = Markup("Of {}, the distance alone explains the largest share in {}.")
+    most = Markup("Of {}, the share of the distance alone is largest in {}.")
     return [
         first,
         *_looks_of_random(found),
@@ -82,8 +81,8 @@ def _looks_of_random(found: Found) -> list[Markup]:
     copies = copies_in(found.random)
     return [
         Markup(
-            "By the same rule {} of {} with random weights ({}) look at where, {} at what and {} at neither: only what "
-            "differs from that has been learned."
+            "By the same rule, {} of {} with random weights ({}) depend mainly on where a key is, {} on what it is and "
+            "{} on neither: only a difference from these counts has been learned."
         ).format(where, plural(where + what + neither, "head"), copies, what, neither)
     ]
 
@@ -109,7 +108,7 @@ def _against_random(found: Found, column: str, model: str, section: SectionName)
     above = above_random(found.trained, found.random, column)
     sentence = Markup(
         "<em>r</em> of {} is {} on average, that of random weights {} ({}, {}; ± is a standard error over texts and "
-        "copies, where there are several); {} {}."
+        "copies, if there are several); {} {}."
     )
     return [sentence.format(model, mean, chance, plural(n, "text"), copies_in(found.random), above, link(section))]
 
@@ -130,8 +129,8 @@ def _perturbation_verdict(found: Found) -> list[Markup]:
         error = "" if pd.isna(row["added_loss_se"]) else f" ± {number(row['added_loss_se'])}"
         changes.append(f"{what[row['kind']]} {signed(row['added_loss'])}{error}")
     sentence = Markup(
-        "With 5 % of neighbours exchanged the loss at the others changes by (nats per token, ± standard error over {} "
-        "draws of the neighbours): {} {}."
+        "Exchanging 5 % of neighbours changes the loss at the other tokens, in nats per token (± standard error over "
+        "{} draws of the pairs): {} {}."
     )
     return [sentence.format(PERTURBATIONS, "; ".join(changes), link("perturbation"))]
 
@@ -140,12 +139,13 @@ def _ablation_verdict(found: Found) -> list[Markup]:
     drops = found.trained.dropna(subset="effect").sort_values("effect", ascending=False, kind="stable")
     most, worse = drops.iloc[0], int((drops["effect"] > _MATTERS).sum())
     if not most["effect"] > 0:
-        return [Markup("The loss is no higher without any single head {}.").format(link("ablation"))]
+        return [Markup("Ablating a single head never raises the loss {}.").format(link("ablation"))]
     label, effect = head_label(int(most["layer"]), int(most["head"])), number(most["effect"])
     sentence = Markup(
-        "Without {} the loss rises most, by {} nats per token; without {} of {} it rises by more than {} {}."
+        "Ablating {} raises the loss most, by {} nats per token; of {}, {} raise it by more than {} when ablated "
+        "alone {}."
     )
-    return [sentence.format(label, effect, worse, plural(len(drops), "head"), _MATTERS, link("ablation"))]
+    return [sentence.format(label, effect, plural(len(drops), "head"), worse, _MATTERS, link("ablation"))]
 
 
 def _ladder_verdict(found: Found) -> list[Markup]:
@@ -154,16 +154,16 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     effective = len(verdicts) - sum(int(n.get(kind, 0)) for kind in IDLE)
     sure = int((~head_verdicts(found.trained, correction="fdr")["verdict"].isin(IDLE)).sum())
     if not effective:
-        none = "Of no single head do its mean output and uniform attention both cost more than noise in this text {}."
+        none = "For no single head do its mean output and uniform attention both cost more than noise in this text {}."
         return [Markup(none).format(link("ladder"))]
     kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "undecided")
     first = Markup(
-        "For {} of {} the loss is higher with the head’s mean output in its place, and with uniform attention there. "
-        "By the simplest attention that recovers 95 % of what that costs, these are: {} {}."
+        "For {} of {}, both the head’s mean output and uniform attention in its place raise the loss. By the simplest "
+        "attention that recovers 95 % of that loss, these heads are: {} {}."
     )
     second = Markup(
-        "These are {} tests: of heads without use, {} would be counted by chance. With the false discovery rate held "
-        "at 5 %, {} remain."
+        "These are {} tests: if no head had an effect, {} would be counted by chance. With a false discovery rate of "
+        "5 %, {} remain."
     )
     counted = _counted({kind: n[kind] for kind in kinds if kind in n})
     return [
@@ -180,7 +180,7 @@ def _counted(numbers: Mapping[Any, int]) -> Markup:
 def _labels_verdict(found: Found) -> list[Markup]:
     labels = label_words(found.trained)["label"]
     counts = labels.str.split(" + ", regex=False).explode().value_counts()
-    sentence = Markup("Heads with a label by the keys that they attend to, {} of {}: {} {}.")
+    sentence = Markup("{} of {} have a label, by the keys that they attend to: {} {}.")
     counted = _counted(counts.to_dict()) or "none"
     return [sentence.format(labels.notna().sum(), plural(len(labels), "head"), counted, link("labels"))]
 
@@ -205,13 +205,13 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> Markup:
         ),
         "r, three-axis model, at controlled distances": ("shares", "r_three_axis", MISSING),
         "r, three-axis fit of the text’s own scores": ("additivity", "r", MISSING),
-        "r, the same with the distance component of the other texts": ("additivity", "r_held_out", MISSING),
+        "r, three-axis fit with the distance component of the other texts": ("additivity", "r_held_out", MISSING),
     }
     rows = []
     for measure, (name, column, papers) in claims.items():
         one, random = found.get(name), MISSING
         if one is None or one.refused:
-            here = "not asked for" if one is None else "not measured" if one.failed else "not for this model"
+            here = "not requested" if one is None else "not measured" if one.failed else "not for this model"
         elif column not in one.trained:
             here = "needs two texts"
         else:

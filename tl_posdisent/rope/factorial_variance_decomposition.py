@@ -73,14 +73,14 @@ class Factors(NamedTuple):
     key: Factor
 
     def pair(self, component: Component) -> Pair:
-        """The summands of a component, ``[head, c, c']``: its variance is ``½ Re`` of the sum over pairs and both."""
+        """Return the summands of a component, ``[head, c, c']``: its variance is ``½ Re`` of the sum of all in both."""
         taking_part = component.split(":")
         u, q, k = (x.cov if name in taking_part else x.of_mean for name, x in self._asdict().items())
         hermitian, plain = (a * b * c for a, b, c in zip(u, q, k, strict=True))
         return Pair(hermitian.flatten(0, 1), plain.flatten(0, 1))
 
     def mean(self) -> Float64[Tensor, "head"]:
-        """Mean score over all combinations."""
+        """Compute the mean score over all combinations."""
         return (self.distance.mean * self.query.mean * self.key.mean).sum(-1).real.flatten()
 
     def reach(self) -> Float64[Tensor, "head"]:
@@ -119,7 +119,10 @@ def _factor(spread: Spread) -> Factor:
 
 
 def _complex_pair(cov: Float64[Tensor, "*head coordinate coordinate"]) -> Pair:
-    """From real coordinates x = a + ib, y = c + id: x ȳ = ac + bd + i(bc − ad), x y = ac − bd + i(bc + ad)."""
+    """Compute the pair from the covariance of real coordinates.
+
+    With x = a + ib and y = c + id, x ȳ = ac + bd + i(bc − ad) and x y = ac − bd + i(bc + ad).
+    """
     ac, ad = cov[..., ::2, ::2], cov[..., ::2, 1::2]
     bc, bd = cov[..., 1::2, ::2], cov[..., 1::2, 1::2]
     return Pair(torch.complex(ac + bd, bc - ad), torch.complex(ac - bd, bc + ad))
@@ -154,12 +157,12 @@ class VarianceShares(HasTable):
         return share_of(self.variances, self.total)
 
     def variance(self, component: Component) -> Float64[Tensor, "head"]:
-        """One component's variance for every head."""
+        """Return one component's variance for every head."""
         check_choice("component", component, COMPONENTS)
         return self.variances[COMPONENTS.index(component)]
 
     def share(self, component: Component) -> Float64[Tensor, "head"]:
-        """One component's share of the variance for every head, 0…1."""
+        """Return one component's share of the variance for every head, 0…1."""
         check_choice("component", component, COMPONENTS)
         return self.shares[COMPONENTS.index(component)]
 
@@ -174,7 +177,7 @@ class VarianceShares(HasTable):
         return (1 - self.share("distance:key") - self.share("distance:query:key")).clamp(0, 1).sqrt()
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per head: ``mean``, ``total``, a column for the share of each component, both r."""
+        """Return a table with one row per head: ``mean``, ``total``, the share of each component, and both r."""
         columns = {"mean": self.mean, "total": self.total, **dict(zip(COMPONENTS, self.shares, strict=True))}
         columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
         return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})

@@ -93,7 +93,7 @@ def positional_symbolic_qk(
 def _points(
     q: Complex[Tensor, "head pos subspace"], k: Complex[Tensor, "kv pos subspace"], theta: Float64[Tensor, "subspace"]
 ) -> Float64[Tensor, "2 parts head"]:
-    """Mean over queries of both shares; ``parts`` are the subspaces one by one, and the whole score last."""
+    """Average both shares over queries; ``parts`` are the single subspaces and, last, the whole score."""
     grouped = q.unflatten(0, (len(k), -1)).transpose(1, 2)  # of each position, the query heads of a key head
     distance = torch.arange(k.shape[1], device=k.device).double()
     turns = torch.polar(torch.ones_like(distance)[:, None], distance[:, None] * theta)
@@ -121,7 +121,7 @@ def _points(
 
 
 def _running_moments(x: Complex[Tensor, "*head pos n"]) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor]]]:
-    """For blocks of positions, over everything up to each: mean, ``mean(x xᴴ)`` and ``mean(x xᵀ)``."""
+    """Yield, for blocks of positions, mean, ``mean(x xᴴ)`` and ``mean(x xᵀ)`` over all positions up to each."""
     carried: list[Tensor | float] = [0.0, 0.0, 0.0]
     for start in range(0, x.shape[-2], _QUERIES_AT_ONCE):
         some = slice(start, min(start + _QUERIES_AT_ONCE, x.shape[-2]))

@@ -56,7 +56,7 @@ def preference_flips_qk(
         distance.
 
     Raises:
-        ValueError: shapes that do not fit; fewer than two keys; values that are not finite; unusable distances.
+        ValueError: shapes that do not fit; fewer than two keys; values that are not finite; invalid distances.
 
     Example:
         >>> import torch
@@ -118,8 +118,11 @@ _Ranks = Integer[Tensor, "query distance key"]
 def _ranks(
     scores: Float64[Tensor, "query distance key"], slack: Float64[Tensor, "query 1 key"]
 ) -> tuple[_Ranks, _Ranks]:
-    """The place of each score, less its rounding and plus it, among all of these in its row. One key beats another if
-    its score less its rounding is above the other's plus its own: a matter of these two keys."""
+    """Rank each score, minus and plus its rounding, among all of these in its row.
+
+    One key beats another if its score minus its rounding is above the other's score plus its rounding, which depends on
+    these two keys alone.
+    """
     both = torch.cat([scores - slack, scores + slack], -1)
     ordered, at = both.sort(-1)
     steps = torch.nn.functional.pad(ordered[..., 1:] > ordered[..., :-1], (1, 0))

@@ -13,17 +13,18 @@ from tl_posdisent.utils.validation import check_devices, check_values, described
 def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float64[Tensor, "angle"]:
     """Compute the principal angles between two subspaces, each spanned by the columns of a matrix.
 
-    Angles below 45° come from their sines, the others from their cosines (Knyazev and Argentati, SIAM J. Sci. Comput.
-    23, 2002), which keeps all digits.
+    For accuracy, angles below 45° are computed from their sines and the others from their cosines (Knyazev and
+    Argentati, SIAM J. Sci. Comput. 23, 2002).
 
     Args:
-        a, b: ``[d, m]`` and ``[d, n]``; the columns need be neither orthogonal nor independent.
+        a, b: ``[d, m]`` and ``[d, n]``. The columns need not be orthogonal or independent.
 
     Returns:
-        ``min`` of the two ranks, in radians from 0 to π/2, the largest first; float64.
+        As many angles as the smaller of the two ranks, in radians from 0 to π/2, in descending order; float64.
 
     Raises:
-        ValueError: no matrices of floating point with equally long columns; columns that are not finite or all 0.
+        ValueError: arguments that are not floating point matrices with the same number of rows; columns that are not
+            finite, or all 0.
 
     Example:
         >>> import torch
@@ -35,7 +36,7 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[0] != a.shape[0]:
             raise ArgumentError(
-                name, f"must be floating point of shape (d, columns), the same d for both, got {described(x)}"
+                name, f"must be floating point of shape (d, columns), with the same d for both, got {described(x)}"
             )
         check_values(name, x)
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):

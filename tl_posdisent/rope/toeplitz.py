@@ -1,4 +1,4 @@
-"""The Toeplitz share of scores: how much of their variance is a function of the distance."""
+"""The Toeplitz share of scores: the share of their variance that is a function of the distance."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def toeplitz_share(
 ) -> Float64[Tensor, "*fit"]:
     """Compute the share of the scores' variance that is a function of the distance: 1 for a Toeplitz matrix.
 
-    With ``w̄_d`` the mean of the ``n_d`` cells at distance d, and w̄ that of all: ``Σ_d n_d (w̄_d - w̄)² / Σ (w - w̄)²``.
-    It is ``AdditiveFit.share_distance`` without the fit, in float64. Under a causal mask a score that depends on the
-    key alone has a share too: far keys are early keys.
+    The share is ``Σ_d n_d (w̄_d - w̄)² / Σ (w - w̄)²``, where ``w̄_d`` is the mean of the ``n_d`` cells at distance d and w̄
+    the mean of all cells. It equals ``AdditiveFit.share_distance`` and is computed without the fit, in float64. Under a
+    causal mask, scores that depend on the key alone have a share too, because far keys are early keys.
 
     Args:
         scores: ``[*batch, query, key]``, in any floating dtype.
         mask, window: which cells count, as in ``fit_additive``.
-        pool: take all entries of the first axis (texts) as one, with one function of the distance.
+        pool: treat all entries of the first axis (texts) as one set of cells, with one function of the distance.
 
     Returns:
         ``[*batch]`` (``[*batch]`` less its first axis with ``pool``), 0…1; NaN where the scores do not vary.
 
     Raises:
-        ValueError: as ``fit_additive``, but for what its ``check`` refuses.
+        ValueError: as ``fit_additive``, except for what ``check=True`` refuses there.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ def toeplitz_share(
 def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:
     """Divide the variance between distances by that of all cells, from sums along the diagonals."""
     counts, n = cells.split(cells.counts).distance, cells.n_cells
-    if pool:  # the pivot of each text becomes that of all
+    if pool:  # sums of each text are moved to one common pivot
         read = read.about(read.pivot.mean(0, keepdim=True).expand_as(read.pivot), cells)
         counts = counts.expand(*read.pivot.shape, -1).sum(0)
         n, read = counts.sum(-1), Marginals(read.pivot[0], read.sums.sum(0), read.squares.sum(0))

@@ -35,7 +35,7 @@ def experiments_by_name() -> dict[str, Callable[..., Any]]:
 
 
 def _gives_table(function: Callable[..., Any]) -> bool:
-    """Whether a function returns a table, by its annotations, which are strings that cannot always be evaluated."""
+    """Say whether a function returns a table, by its annotations, which are strings that cannot always be evaluated."""
     signature = inspect.signature(function)
     result = inspect.unwrap(function).__globals__.get(signature.return_annotation)
     gives_table = signature.return_annotation == "pd.DataFrame" or hasattr(result, "to_frame")
@@ -61,7 +61,7 @@ def canonical(arguments: Mapping[str, Any]) -> str:
 
 
 def takes_seed(name: str) -> bool:
-    """Whether the experiment draws random numbers."""
+    """Say whether the experiment draws random numbers."""
     return bool({"seed", "seeds"} & set(inspect.signature(experiment_named(name)).parameters))
 
 

@@ -140,7 +140,7 @@ def _of_hub(name: str, revision: Checkpoint, backend: Backend, dtype: torch.dtyp
 
 
 def _is_synthetic(at: Path) -> bool:
-    """Whether ``save_checkpoint`` wrote the file, which then has notes next to the weights."""
+    """Say whether ``save_checkpoint`` wrote the file, which then has notes next to the weights."""
     try:
         with safe_open(at, framework="pt") as file:
             return "notes" in (file.metadata() or {})

@@ -60,7 +60,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def apart(a: float, b: float, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether two measures of a model of this dtype, such as losses, differ by more than rounding.
+    """Say whether two measures of a model of this dtype, such as losses, differ by more than rounding.
 
     If not, a share of their difference is meaningless.
     """

@@ -42,7 +42,7 @@ class Blocks:
 
     @classmethod
     def single(cls, n: int) -> Blocks:
-        """Each observation is a block."""
+        """Make each observation a block."""
         return cls(torch.arange(n, device="cpu"))
 
     @property
@@ -67,7 +67,7 @@ class Blocks:
         return 1 / float(w.square().sum() + (w * a).sum().square() - (w * a).square().sum())
 
     def ratio(self, top: Float[Tensor, "observation"], bottom: Float[Tensor, "observation"]) -> tuple[float, float]:
-        """A ratio of sums, and its standard error (NaN for a single block).
+        """Compute a ratio of sums and its standard error (NaN for a single block).
 
         The error is that of the blocks' sums of ``top - ratio · bottom``. Their squares are divided by 1 minus the
         block's share of the observations: a block that is most of all has hardly any residual from its own ratio.
@@ -81,12 +81,12 @@ class Blocks:
         return ratio.item(), error.item()
 
     def mean(self, values: Float[Tensor, "observation"]) -> tuple[float, float]:
-        """The mean of all observations, and its standard error (NaN for a single block)."""
+        """Compute the mean of all observations and its standard error (NaN for a single block)."""
         return self.ratio(values, torch.ones_like(values))
 
 
 def significance(size: float, error: float, df: float) -> float:
-    """The confidence with which a two-sided t-interval around ``±size`` leaves out 0; 0 without an error.
+    """Compute the confidence at which a two-sided t-interval around ``±size`` excludes 0; 0 without an error.
 
     >>> [round(significance(t, 1.0, df), 3) for t, df in ((2.262, 9), (4.303, 2), (1.96, 1e5))]
     [0.95, 0.95, 0.95]
@@ -100,7 +100,7 @@ def significance(size: float, error: float, df: float) -> float:
 
 
 def confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
-    """The confidence that intervals of selected effects need, to be wrong as seldom as ``confidence`` says.
+    """Compute the confidence that intervals of selected effects need, to be wrong as rarely as ``confidence`` states.
 
     The procedure of Benjamini and Hochberg (1995) selects k of n effects by their p-values, with a false discovery rate
     of at most ``1 - confidence``; an interval of each then has the confidence ``1 - (1 - confidence) * k / n``
@@ -115,7 +115,7 @@ def confidence_of_selected(p_values: Sequence[float], confidence: float) -> floa
 
 
 def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> float:
-    """The standard error of a column's mean over several kinds of draws, such as texts and random seeds.
+    """Compute the standard error of a column's mean over several kinds of draws, such as texts and random seeds.
 
     Draws of each kind are independent: the variances of the mean that they cause add up. A kind that the table has no
     column for, or that was drawn once, adds nothing.
@@ -129,7 +129,7 @@ def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> 
 
 
 def jackknife_error(without: Float[Tensor, "draw *estimate"]) -> Float[Tensor, "*estimate"]:
-    """The standard error of an estimate, from the estimates without each one of the independent draws.
+    """Compute the standard error of an estimate from the estimates that leave out one of the independent draws.
 
     >>> x = torch.tensor([1.0, 2.0, 6.0])
     >>> round(jackknife_error((x.sum() - x) / 2).item(), 4), round(x.std().item() / 3**0.5, 4)  # of a mean, the usual

@@ -52,7 +52,7 @@ def described(x: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python, numpy or a torch scalar; True and False are not.
+    """Say whether ``value`` is an integer of Python, numpy or a torch scalar; True and False are not.
 
     >>> import numpy as np, torch
     >>> [is_integer(x) for x in (3, np.int64(3), torch.tensor(3), True, 3.0, "3")]
@@ -69,7 +69,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number, of Python or numpy; True and False are not."""
+    """Say whether ``value`` is a real number of Python or numpy; True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

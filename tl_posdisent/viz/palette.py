@@ -49,17 +49,17 @@ VERDICTS = {
 
 
 def component_colour(name: str) -> str:
-    """The colour of a component; ``share_key`` and ``distance × key`` name one as well."""
+    """Return the colour of a component; ``share_key`` and ``distance × key`` name one as well."""
     return COMPONENTS[name.removeprefix("share_").replace(" × ", ":")]
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Colour and dash of the nth line of many: no two of the first forty are alike."""
+    """Return colour and dash of the nth of several lines; the first forty are distinct."""
     return {"color": HUES[number % len(HUES)], "dash": DASHES[number // len(HUES) % len(DASHES)]}
 
 
 def faint(colour: str) -> str:
-    """The same colour, for an area behind its line."""
+    """Return a fainter colour, for an area behind the line."""
     red, green, blue = rgb(colour)
     return f"rgba({red}, {green}, {blue}, 0.2)"
 
@@ -96,7 +96,7 @@ SEQUENTIAL = _scale("ffffd9 edf8b1 c7e9b4 7fcdbb 41b6c4 1d91c0 225ea8 253494 081
 
 
 def on_scale(scale: Sequence[Sequence[Any]], share: float) -> str:
-    """The colour of a number from 0 to 1 on a scale."""
+    """Return the colour of a number from 0 to 1 on a scale."""
     places = [stop[0] for stop in scale]
     channels = np.array([rgb(stop[1]) for stop in scale])
     return "#" + "".join(f"{round(float(np.interp(share, places, channel))):02x}" for channel in channels.T)

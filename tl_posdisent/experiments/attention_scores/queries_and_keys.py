@@ -1,6 +1,6 @@
-"""Measures of queries and keys (``rope``) for each layer of a model: the plane, preference flips, subspace patterns.
+"""Measures of queries and keys for each head of a model: positional and symbolic, preference flips, subspaces.
 
-Each runs the function of the same name with ``_qk`` on every head of a model that reads a text.
+Each function applies the function of the same name with ``_qk`` (in ``rope``) to every head of a model on a text.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def positional_symbolic(
 ) -> pd.DataFrame:
     """Measure whether each head's scores stay at a position (*positional*) or move with the keys (*symbolic*).
 
-    Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
+    The result is exact, whereas the paper samples permutations (``positional_symbolic_qk``). It takes one forward pass
+    and forms no score matrix.
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
-        by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
+        by_subspace: add a row for each rotary subspace, computed from the scores of that subspace alone.
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
 
     Returns:
@@ -53,7 +54,7 @@ def positional_symbolic(
         ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
 
     Raises:
-        ValueError: unusable arguments; a layer without rotary embeddings.
+        ValueError: invalid arguments; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, positional_symbolic
@@ -84,7 +85,7 @@ def preference_flips(
     queries: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure how often the distance decides which of two keys a head prefers: never, in an additive head.
+    """Measure how often the distance decides which of two keys a head prefers; in an additive head it never does.
 
     A query compares two keys at distance d, and again at d′; the preference *flips* if one key has the higher score at
     d and the other at d′. The probability of a flip, over all queries, pairs of keys of the text and pairs of distances
@@ -94,17 +95,17 @@ def preference_flips(
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
         near: near distances in positions, default 0 … 7.
-        far: far ones; default eight, in geometric steps from 8 to the longest of the texts (at least 15).
+        far: far distances; default eight, in geometric steps from 8 to the length of the longest text (at least 15).
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
-        queries: compare only for this many queries of each text, evenly spaced; default all. Time grows with queries ·
-            keys² · distances.
+        queries: number of queries of each text to use, evenly spaced; default all. Time grows with queries · keys² ·
+            distances.
 
     Returns:
         One row per text, layer and head: ``batch``, ``layer``, ``head``; ``near``, ``far`` and ``near_far``, the
         probability of a flip between two near distances, two far ones, and one of each.
 
     Raises:
-        ValueError: unusable arguments; a distance that is near and far; a layer without rotary embeddings.
+        ValueError: invalid arguments; a distance that is both near and far; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, preference_flips
@@ -163,19 +164,19 @@ def subspace_patterns(
 ) -> pd.DataFrame:
     """Measure size, concentration and shares of every subspace of every head (arXiv 2503.13305).
 
-    Additivity needs each subspace to be slow, or its keys to be concentrated: see ``subspace_patterns_qk``. One forward
-    pass, no score matrix.
+    Scores are additive if each subspace is slow or its keys are concentrated (``subspace_patterns_qk``). This takes one
+    forward pass and forms no score matrix.
 
     Args:
         model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
 
     Returns:
-        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``subspace_patterns_qk``:
-        ``frequency``, ``key_concentration`` …, and the shares ``distance``, ``semantic`` and ``interaction``, which
-        add up to 1 in each head.
+        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``subspace_patterns_qk``, such as
+        ``frequency``, ``key_concentration`` and the shares ``distance``, ``semantic`` and ``interaction``, which add up
+        to 1 in each head.
 
     Raises:
-        ValueError: unusable arguments; a layer without rotary embeddings.
+        ValueError: invalid arguments; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, subspace_patterns

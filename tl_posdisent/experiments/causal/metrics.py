@@ -201,7 +201,7 @@ def metric_name(metric: Metric) -> str:
 
 
 def _takes_tokens(metric: Metric) -> bool:
-    """Whether a metric is called with (logits, tokens) instead of logits alone."""
+    """Say whether a metric is called with (logits, tokens) instead of logits alone."""
     try:
         parameters = list(signature(metric).parameters.values())
     except (TypeError, ValueError):

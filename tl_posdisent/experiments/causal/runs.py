@@ -80,7 +80,7 @@ class Runs:
     def each(
         self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[HooksOf], kind: Hashable = None
     ) -> Iterator[Run]:
-        """Each unit of heads of a layer changed in turn, by the first of ``changes``, then by the next.
+        """Yield a run for each unit of heads of a layer, changed by the first of ``changes``, then by the next.
 
         Args:
             units: heads that are changed together, in one of ``layers``.
@@ -126,7 +126,7 @@ class _Group:
     def each(
         self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[Callable[..., list[Hook]]], kind: Hashable
     ) -> Iterator[Callable[[], Any]]:
-        """A function for each change and unit that returns the output. Shortcuts that prove wrong are given up."""
+        """Yield a function for each change and unit that returns the output. Shortcuts that prove wrong are dropped."""
         waiting = self._cases(units, changes, coupled=kind == COUPLED)
         if kind is not None and self.shortcuts and not self.separate:
             kind = (kind, layer)
@@ -213,7 +213,7 @@ class _Group:
         return z if z is not None and z.ndim == 4 and z.shape[:3] == by_head else None
 
     def _from_the_layer(self, layer: int, cases: Sequence[_Case], changed: dict[Source, Z]) -> list[Any] | None:
-        """What the last block returns of texts in each case; None if not as before of a text unmodified."""
+        """Return the last block's result for each case, or None if it changes that of an unmodified text."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
@@ -241,13 +241,13 @@ class _Group:
 
 
 def _agree(found: Any, expected: Any) -> bool:
-    """Whether tensors are equal but for rounding."""
+    """Say whether tensors are equal up to rounding."""
     tensors = isinstance(found, Tensor) and isinstance(expected, Tensor)
     return tensors and found.shape == expected.shape and mismatch(found, expected) <= 1
 
 
 def texts_at_once(cfg: Any, length: int) -> int:
-    """How many texts to run in one pass, by a rough estimate of the largest tensor that it makes of each."""
+    """Choose the number of texts to run in one pass from a rough estimate of its largest tensor for each."""
     numbers: int = length * max(cfg.n_heads * length, 4 * getattr(cfg, "d_model", 0))
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // (4 * numbers)))
 
@@ -261,7 +261,7 @@ class Failures:
         self.n_measured = 0
 
     def attempt(self, measure: Callable[[], _Measured], layer: int | None, head: int | None) -> _Measured | None:
-        """What ``measure`` returns; None if it raises an error of its input or of the model."""
+        """Return the result of ``measure``, or None if it raises an error of its input or of the model."""
         try:
             found = measure()
         except (ValueError, RuntimeError) as error:
@@ -273,7 +273,7 @@ class Failures:
         return found
 
     def note(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The table with the reasons in ``attrs``, and one warning; the first error if nothing was measured."""
+        """Add the reasons to ``table.attrs`` and warn once; raise the first error if nothing was measured."""
         if not self.errors:
             return table
         if not self.n_measured:

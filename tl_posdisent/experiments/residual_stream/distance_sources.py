@@ -388,6 +388,6 @@ class _Layer:
 
 
 def _near(found: Float64[Tensor, "*any"], wanted: Tensor) -> bool:
-    """Whether two tensors differ by no more than the rounding of a model of the second's type."""
+    """Say whether two tensors differ by no more than the rounding of a model of the second's type."""
     difference = (found - wanted.double()).abs().amax()
     return bool(difference <= score_tolerance(wanted.dtype) * wanted.double().abs().amax())

@@ -46,7 +46,7 @@ class FrozenNorm:
         return _factor(self.linear(u), v, -1)
 
     def makes(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``v`` is this norm of ``u``, within the rounding of a model of this dtype."""
+        """Say whether ``v`` is this norm of ``u``, up to the rounding of a model of this dtype."""
         error = (self.scales(u, v)[..., None] * self.linear(u) - v).abs().amax()
         return bool(error <= score_tolerance(dtype) * v.abs().amax())
 

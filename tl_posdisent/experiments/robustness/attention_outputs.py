@@ -1,4 +1,4 @@
-"""The attention outputs (``hook_z``) of some layers, in one pass of the model."""
+"""Read the attention outputs (``hook_z``) of some layers in one forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def for_each_output(
     function: Callable[[int, Float[Tensor, "batch pos head d_head"]], None],
     hooks: Sequence[Hook] = (),
 ) -> None:
-    """Run the model once, under these hooks, and call ``function`` with the number and z of each of these layers.
+    """Run the model once with these hooks, and call ``function(layer, z)`` for each of the layers.
 
     Raises:
         ValueError: a layer without ``hook_z``; outputs that are not finite.
@@ -33,7 +33,7 @@ def for_each_output(
             function(spec.layer, z.detach())
 
         if spec.z is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z")
+            raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z")
         return spec.z, listen
 
     last = max(spec.layer for spec in specs) + 1

@@ -1,4 +1,4 @@
-"""The Mahalanobis distance of vectors from a reference sample, whose covariance is shrunk."""
+"""Mahalanobis distances of vectors from a reference sample, with a shrunk covariance."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ class ReferenceSample:
     sample: Float64[Tensor, "*batch n d"]
 
     def distance(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
-        """Mahalanobis distance of each vector from the mean."""
+        """Compute the Mahalanobis distance of each vector from the mean."""
         deviation = (x.double() - self.mean[..., None, :]) @ self.axes
         return (deviation**2 / self._variances(1.0)[..., None, :]).sum(-1).sqrt()
 
     def distance_without(self, x: Float[Tensor, "*batch m d"], member: Int[Tensor, "m"]) -> Float64[Tensor, "*batch m"]:
-        """The distance of each vector if one member of the sample had been left out (its own place, for instance).
+        """Compute the distance of each vector from the sample without one of its members.
 
-        A member is nearer to a sample with itself in it: compare members and strangers by this. A rank-one update of
-        mean and covariance; ρ and μ are kept.
+        A vector is nearer to a sample that contains it. Leave it out, so that its distance can be compared with that of
+        vectors outside the sample. Mean and covariance get a rank-one update; ρ and μ are kept.
+
+        Args:
+            member: for each vector, the index of the member that is left out, for instance its own.
         """
         n = self.sample.shape[-2]
         left = self.sample[..., member, :]
         deviation = (x.double() - self.mean[..., None, :]) @ self.axes + left / (n - 1)
-        # Without the member the covariance is n/(n-1) S - n/(n-1)² uuᵀ, with u its deviation (Sherman–Morrison).
+        # Without the member, whose deviation is u, the covariance is n/(n-1) S - n/(n-1)² uuᵀ (Sherman–Morrison).
         inverse = 1 / self._variances(n / (n - 1))[..., None, :]
         weight = (1 - self.shrinkage)[..., None] * n / (n - 1) ** 2
         own, cross, plain = (
@@ -53,15 +56,15 @@ class ReferenceSample:
         return (plain + weight * cross**2 / (1 - weight * own)).clamp_min(0).sqrt()
 
     def _variances(self, factor: float) -> Tensor:
-        """Of the shrunk covariance along the axes; ``factor`` multiplies S before it is shrunk."""
+        """Return the variances of the shrunk covariance along the axes; ``factor`` multiplies S before it is shrunk."""
         shrinkage = self.shrinkage[..., None]
         level = self.spread.mean(-1, keepdim=True)
-        # From a sample that does not vary, every other vector is infinitely far, and no distance is NaN.
+        # If the sample does not vary, the distance of any other vector is huge instead of NaN.
         return ((1 - shrinkage) * factor * self.spread + shrinkage * level).clamp_min(1e-200)
 
 
 def fit_reference(x: Float[Tensor, "*batch n d"]) -> ReferenceSample:
-    """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index."""
+    """Compute the mean and the shrunk covariance of n ≥ 2 vectors, for each leading index."""
     if x.ndim < 2 or x.shape[-2] < 2 or not bool(x.isfinite().all()):
         what = "some that are not finite" if x.ndim >= 2 and x.shape[-2] >= 2 else f"shape {tuple(x.shape)}"
         raise ArgumentError("x", f"must be at least two finite vectors (vector, coordinate), got {what}")

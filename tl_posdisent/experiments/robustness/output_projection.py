@@ -1,4 +1,4 @@
-"""The attention outputs (``hook_z``) of some layers, on the principal components of those in the training length."""
+"""Projection of attention outputs (``hook_z``) on the principal components of those within the training length."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ def output_projection(
 ) -> pd.DataFrame:
     """Project the attention outputs of each layer on the principal components of those within the training length.
 
-    The picture of arXiv 2503.13305, §6. An output is ``z`` of all heads of a layer side by side, at one position. The
-    reference is the outputs at positions ``start … in_range - 1`` of the same texts, read in a pass that ends there,
-    without ``hooks``; each coordinate is in standard deviations of the reference from its mean.
+    This gives the figure of arXiv 2503.13305, §6. An output is the concatenated ``z`` of all heads of a layer at one
+    position. The reference is the outputs at positions ``start … in_range - 1`` of the same texts, in a pass that ends
+    there, without ``hooks``. Each coordinate is the deviation from the reference's mean in its standard deviations.
 
     Args:
         model, attention_mask: as in ``head_ablation``.
         tokens: as there; each text is read up to the length of the shortest.
-        hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default none.
-        in_range: the length of the training texts; default that of the texts.
-        start: the first position that counts.
+        hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default: none.
+        in_range: the training length in tokens. Default: the length of the texts.
+        start: the first position to include.
         layers: default all.
 
     Returns:
         One row per layer, text and position from ``start``: ``layer``, ``text``, ``pos``, ``in_range`` (whether the
-        position is), and ``pc1`` and ``pc2``. The sign of a component is such that its largest weight is positive.
-        ``table.attrs["explained"]`` has the share of the reference's variance of each component, by layer.
+        position is within the training length), and ``pc1`` and ``pc2``. The sign of a component makes its largest
+        weight positive. ``table.attrs["explained"]`` holds the share of the reference's variance that each component
+        explains, by layer.
 
     Raises:
-        ValueError: unusable arguments; a layer without ``hook_z``; outputs that are not finite, or that do not vary
-            within range; a model that cannot read so far (``longer_context``).
+        ValueError: invalid arguments; a layer without ``hook_z``; outputs that are not finite, or that do not vary
+            within range; a text that is too long for the model (``longer_context``).
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model

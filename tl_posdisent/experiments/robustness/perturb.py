@@ -221,7 +221,7 @@ def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
 
 
 def _word_begins(tokenizer: Any, ids: list[int], special: set[int]) -> list[bool]:
-    """Whether a word begins at each token. Whitespace belongs to the word after it."""
+    """Say for each token whether a word begins there. Whitespace belongs to the word after it."""
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

@@ -1,4 +1,4 @@
-"""Disentanglement and positional gradients of every head over the checkpoints of a training."""
+"""Disentanglement and positional gradients of every head at each checkpoint of a training run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def dynamics(
     """Measure disentanglement and positional gradients of every head at every checkpoint of a training run.
 
     Args:
-        run: with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).
-        tokens: texts for the correlations, ``[batch, pos]`` without padding; default ``texts`` long ones of the task.
-        texts: see ``tokens``.
+        run: a run with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).
+        tokens: texts for ``disentanglement``, ``[batch, pos]`` without padding. Default: long texts of the task.
+        texts: number of these texts, if ``tokens`` is not given.
         batches, batch_size: for the gradients, as in ``positional_gradients``.
-        seed: of the texts and the batches, the same for all checkpoints.
+        seed: seed of the texts and of the batches, the same for all checkpoints.
 
     Returns:
         One row per checkpoint, layer and head: ``step`` and the columns of ``disentanglement`` and
-        ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
+        ``positional_gradients``. Pass the table to ``gradient_margins`` for the head with the largest gradient.
 
     Raises:
-        ValueError: a training without checkpoints, or whose files are gone or damaged.
+        ValueError: a run without checkpoints, or with missing or damaged files.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Gradients of the loss for the positional part of a head's scores, batch by batch."""
+"""Gradients of the loss with respect to the positional part of each head's scores, per batch."""
 
 from __future__ import annotations
 
@@ -42,32 +42,34 @@ def positional_gradients(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure the gradient of the positional part of every head's scores, per batch and averaged over batches.
+    """Measure the gradient with respect to the positional part of each head's scores, per batch and averaged.
 
-    With ``G[t, i, j]`` the gradient of the loss (the mean cross-entropy of a batch) for a head's score in text t, a
-    batch gives every head a vector g:
+    Let ``G[t, i, j]`` be the gradient of the loss (the mean cross-entropy of a batch) with respect to a head's score in
+    text t. Each batch gives each head a vector g:
 
     * ``part="distance"``: ``g[d] = Σ_t Σ_{i-j=d} G[t, i, j]``, the gradient of a profile ``a(i - j)`` added to the
       scores, for any encoding. Its entries sum to 0, as the softmax cancels a constant.
-    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient of a gain of what the encoding contributes to this head's
-      scores: all that changes with the distance. For RoPE and MLA, ``P_c`` is subspace c of the scores minus its
-      average over all distances ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, and g has one entry.
+    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient with respect to a factor on what the encoding contributes
+      to this head's scores, which is all that changes with the distance. For RoPE and MLA, ``P_c`` is subspace c of the
+      scores minus its average over all distances ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, and g
+      has one entry.
 
-    If batches cancel, the norm of the mean is about ``1/√batches`` of the mean of the norms (arXiv 2505.13027,
-    propositions 6.1 and 6.2: RoPE has a lower bound, ALiBi cancels). Dropout is off.
+    If the gradients of batches cancel each other, the norm of their mean is about ``1/√batches`` of the mean of their
+    norms (arXiv 2505.13027, propositions 6.1 and 6.2: RoPE has a lower bound, ALiBi cancels). Dropout is off.
 
     Args:
-        model: with one answer per text (``read_out`` "mean" or "last"), trained or not.
-        task: from which batches are drawn; or tokens ``[sample, pos]`` and labels ``[sample]``, cut into batches.
-        part: ``"encoding"`` for encodings that act on queries and keys or on scores.
-        batches, batch_size: how many, at least 2, and texts in each.
-        seed: of the batches that are drawn.
+        model: a model with one answer per text (``read_out`` "mean" or "last"), trained or not.
+        task: the task from which batches are drawn; or tokens ``[sample, pos]`` and labels ``[sample]``, which are cut
+            into batches.
+        part: ``"distance"`` or ``"encoding"``; the second needs an encoding that acts on queries and keys or on scores.
+        batches, batch_size: number of batches, at least 2, and texts in each.
+        seed: seed of the batches that are drawn.
 
     Returns:
         One row per layer and head: ``mean_norm``, the mean over batches of ``‖g‖``; ``norm_of_mean``, ``‖mean g‖``;
-        ``ratio``, the second over the first (NaN if both are 0); ``expected_norm``, an estimate of ``‖E g‖`` without
-        the noise of batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; ``mean_norm_se``, ``norm_of_mean_se`` and
-        ``expected_norm_se``, standard errors by jackknife over batches.
+        ``ratio``, ``norm_of_mean / mean_norm`` (NaN if both are 0); ``expected_norm``, an estimate of ``‖E g‖`` without
+        the noise of the batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; ``mean_norm_se``, ``norm_of_mean_se``
+        and ``expected_norm_se``, their jackknife standard errors over batches.
 
     Raises:
         ValueError: a model with an answer per token; ``part="encoding"`` with an encoding that does not act on scores;
@@ -108,7 +110,7 @@ def positional_gradients(
 
 
 def _norms(g: Float64[Tensor, "batch layer head n"]) -> dict[str, Float64[Tensor, "layer head"]]:
-    """The three norms of every head; for a single batch the third equals the second."""
+    """Compute the three norms of every head; for a single batch the third equals the second."""
     mean = g.mean(0)
     noise = g.var(0).sum(-1) / len(g) if len(g) > 1 else torch.zeros_like(mean[..., 0])
     expected = (mean.square().sum(-1) - noise).clamp_min(0).sqrt()
@@ -116,10 +118,10 @@ def _norms(g: Float64[Tensor, "batch layer head n"]) -> dict[str, Float64[Tensor
 
 
 def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) -> Float64[Tensor, "layer head n"]:
-    """The vector g of every head, for one batch."""
+    """Compute the vector g of every head for one batch."""
     seen: dict[str, Tensor] = {}
     length, layers = tokens.shape[1], range(model.cfg.n_layers)
-    with torch.inference_mode(False):  # whose tensors cannot be differentiated with
+    with torch.inference_mode(False):  # tensors made in inference mode cannot take part in a gradient
         tokens, labels = tokens.clone(), labels.clone()
         nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
         nothing.requires_grad_()
@@ -136,13 +138,13 @@ def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) 
         bias = model.encoding.bias(length)
         assert bias is not None
         along: Tensor = (gradient.sum(1, dtype=torch.float64) * bias.detach()).sum((-2, -1))[..., None]
-        return along  # the bias need not be centred: no softmax sees a constant
+        return along  # the bias need not be centred: a softmax ignores a constant
     sides = [torch.stack([seen[hook_name(layer, f"hook_{side}")] for layer in layers]) for side in "qk"]
     return torch.stack([_along_rotation(model, *x) for x in zip(gradient, *sides, strict=True)])
 
 
 def _along_rotation(model: SyntheticModel, gradient: Tensor, q: Tensor, k: Tensor) -> Float64[Tensor, "head subspace"]:
-    """``Σ G ∘ P_c`` of one layer; the products of queries and keys are never laid out."""
+    """Compute ``Σ G ∘ P_c`` for one layer without forming the products of queries and keys."""
     encoding, length = model.encoding, q.shape[1]
     assert isinstance(encoding, Rope)
     heads, n = encoding.heads, encoding.dim // 2
@@ -160,18 +162,18 @@ def _along_rotation(model: SyntheticModel, gradient: Tensor, q: Tensor, k: Tenso
 def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.DataFrame:
     """Compute the margin of the largest positional gradient in each layer, and its ratio to that of the next layer.
 
-    Theorem 6.1 of arXiv 2505.13027 has margins grow towards the first layer: ``margin_l ≥ margin_L · Π_k γ_k`` over
-    the layers k from l to the last but one, with every ``γ_k > 1``.
+    By theorem 6.1 of arXiv 2505.13027 margins grow towards the first layer: ``margin_l ≥ margin_L · Π_k γ_k``, with k
+    from layer l to the last but one and every ``γ_k > 1``.
 
     Args:
-        table: from ``positional_gradients``, or from ``dynamics`` (then for each of its steps).
-        by: which of its columns measures a head.
+        table: a table from ``positional_gradients``, or from ``dynamics``, which is evaluated for each of its steps.
+        by: the column that measures a head.
 
     Returns:
-        One row per layer: ``step`` if there is one, ``layer``, ``head`` (the leading one), ``largest``, ``second``,
-        ``margin`` (their difference), ``margin_se`` if the table has standard errors of ``by`` (as if those of two
-        heads were independent), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``: NaN in the last layer, and
-        where one of the two margins is below two standard errors.
+        One row per layer: ``step`` if the table has it, ``layer``, ``head`` (the one with the largest gradient),
+        ``largest``, ``second``, ``margin`` (their difference), ``margin_se`` if the table has standard errors of ``by``
+        (assuming that those of two heads are independent), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``:
+        NaN in the last layer, and where one of the two margins is below two standard errors.
 
     Raises:
         ValueError: a table without these columns; a layer with a single head.

@@ -17,7 +17,7 @@ _LEVELS = 2**16
 
 
 def hooked(*points: HookPoint) -> bool:
-    """Whether a hook reads or changes the activations at these points."""
+    """Say whether a hook reads or changes the activations at these points."""
     return any(point._forward_hooks or point._forward_pre_hooks or point._backward_hooks for point in points)
 
 

@@ -180,7 +180,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def keeps(self, done: int) -> bool:
-        """Whether a checkpoint is saved after ``done`` steps; after the last step it always is."""
+        """Say whether a checkpoint is saved after ``done`` steps; after the last step it always is."""
 
     def run(
         self,

@@ -64,7 +64,7 @@ def show_scores(
         title: the default describes the content.
 
     Raises:
-        ValueError: unusable arguments; more cells than a browser can draw; the error suggests selections that fit.
+        ValueError: invalid arguments; more cells than a browser can draw; the error suggests selections that fit.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_scores
@@ -280,7 +280,7 @@ def show_interventions(
     The model runs twice, without gradients, and is left unchanged. A hook that does not fire raises an error.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
         hooks: hooks of an intervention, or any ``fwd_hooks``.
         layer: the layer whose attention to show; the hooks may act anywhere.
@@ -288,7 +288,7 @@ def show_interventions(
         heads, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
-        ValueError: unusable arguments; a layer that does not expose its scores, or whose pattern would not reflect
+        ValueError: invalid arguments; a layer that does not expose its scores, or whose pattern would not reflect
             an edit of its scores through ``hook_z``; more cells than a browser can draw.
         RuntimeError: a hook that never fired.
 

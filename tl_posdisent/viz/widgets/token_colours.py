@@ -44,7 +44,7 @@ def show_key_importance(
         tokens, heads, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
-        ValueError: unusable arguments.
+        ValueError: invalid arguments.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
@@ -92,7 +92,7 @@ def show_loss_change(
         scale, title: as in ``show_scores``.
 
     Raises:
-        ValueError: unusable arguments; a model without logits, or a loss that is not finite.
+        ValueError: invalid arguments; a model without logits, or a loss that is not finite.
         RuntimeError: a hook that never fired.
 
     Example:
