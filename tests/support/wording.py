@@ -47,7 +47,11 @@ AVOIDED = {
     r"\bhow (?:things|matters) (?:stand|are)\b": "state",
     r"\bis worth (?:something|most|nothing)\b": "has an effect",
     r"\bdisorder\b": "perturbed order",
-    r"\b(?:look(?:s|ed)? at|tr(?:y|ies|ied)) (?:anew|it all)\b": "repeat",
+    r"\b(?:look(?:s|ed)? at|tr(?:y|ies|ied)) it all\b": "repeat",
+    r"\banew\b": "again, at random",
+    r"\bor alike\b": "or a similar model",
+    r"\bunusable\b": "invalid",
+    r"\b(?:gives?|takes?) back (?:most|more|less|nothing|0)|\bwhat comes back\b": "recovers",
 }
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 PROSE = [*PAGES, ROOT / "tl_posdisent" / "demo" / "MODEL_CARD.md", *NOTEBOOKS]

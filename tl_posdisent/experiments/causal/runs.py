@@ -84,10 +84,10 @@ class Runs:
 
         Args:
             units: heads that are changed together, in one of ``layers``.
-            kind: of change. One of each kind is compared with a full pass under its hooks: of those that share the
-                first batch with a visible change, the largest. Shortcuts are given up for kinds that differ. Where
-                layers may share more than the residual stream, such as keys, this is done layer by layer. None for
-                changes of z itself.
+            kind: kind of change. One change of each kind is compared with a full pass under its hooks: the largest of
+                the first batch that has a visible change. Shortcuts are dropped for kinds that differ. Where layers may
+                share more than the residual stream, such as keys, this is done for each layer. None for changes of z
+                itself.
         """
         runs = []
         for n, group in enumerate(self._groups):
