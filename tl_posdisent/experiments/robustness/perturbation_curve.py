@@ -82,7 +82,7 @@ def perturbation_curve(
     model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
-        raise ArgumentError("model", "must be causal, because next-token losses are meaningless if it sees the next token")
+        raise ArgumentError("model", "must be causal: if it sees the next token, next-token losses are meaningless")
     score = _downstream(downstream)
     clean = [run_under(model, group.tokens, []) for group in groups]
     unmodified: float | None = None  # shared by all kinds and seeds
