@@ -208,11 +208,11 @@ def _turned_on(
 def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     state.n_query, n_key = x.shape[-2:]
     cached, new = n_key > state.n_query, None
-    if not state.plan.editable:
-        state.seen.scores = x
     state.check_cache(n_key)
     if state.edits_scores or state.own is None or cached:  # otherwise nothing depends on the mask
         inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
+        if not state.plan.editable:
+            state.seen.scores, state.seen.inside = x, inside
         _number_queries(state, n_key, inside, real)
         if state.edits_scores or cached:
             check_scores(state, x, inside)
@@ -246,12 +246,10 @@ def _values(state: LayerState, x: Tensor) -> None:
 def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
     if not state.edits_scores:
         return None
-    state.seen.z, scores = x, state.seen.scores
+    state.seen.z, scores, inside = x, state.seen.scores, state.seen.inside
     check_result(state)
-    if scores is not None:
-        state.seen.scores = None
-        inside, _ = text.inside_mask(state.spec, scores <= masked_below(scores.dtype, state.dtype))
-    else:
+    state.seen.scores = state.seen.inside = None
+    if scores is None or inside is None:
         scores, inside = _unshown_scores(state, x)
     n_key = scores.shape[-1]
     heads, result = result_of(state, scores, inside)

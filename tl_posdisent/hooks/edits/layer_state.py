@@ -26,7 +26,8 @@ class Seen:
     given_q: Tensor | None = None  # queries and keys as hooks turned them before the running positions were known
     given_k: Tensor | None = None
     cos: Tensor | None = None
-    scores: Tensor | None = None  # kept only if the model discards edited scores
+    scores: Tensor | None = None  # kept, with their mask, only if the model discards edited scores
+    inside: Tensor | None = None
     pattern: Tensor | None = None
     z: Tensor | None = None
 
