@@ -112,9 +112,9 @@ class Cells(Grid, ABC):
 
 
 def on_device(x: T, device: torch.device | str) -> T:
-    """Copy a dataclass with its tensors and cells to another device."""
+    """Copy a dataclass to another device, with all fields that can be moved (tensors, cells)."""
     values = ((field.name, getattr(x, field.name)) for field in fields(x))  # type: ignore[arg-type]
-    moved: Any = {name: value.to(device) for name, value in values if isinstance(value, (Tensor, Cells))}
+    moved: Any = {name: value.to(device) for name, value in values if hasattr(value, "to")}
     return replace(x, **moved)  # type: ignore[type-var]
 
 

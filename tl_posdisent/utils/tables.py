@@ -55,8 +55,12 @@ class HasTable:
     def to_frame(self) -> Any:
         raise NotImplementedError
 
+    def _shown_frame(self) -> Any:
+        """Return the table that a notebook shows."""
+        return self.to_frame()
+
     def _repr_html_(self) -> str:
-        table = self.to_frame()
+        table = self._shown_frame()
         first = html.escape(repr(self).splitlines()[0])
         more = (
             f"<p>The first {_ROWS} of {len(table)} rows of <code>to_frame()</code>.</p>" if len(table) > _ROWS else ""

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.newton import Problem, Solution, solve_attention, solve_keys_alone
+from tl_posdisent.additive.attention.alone import PartialFits, explained_share, warn_of_unconverged
+from tl_posdisent.additive.attention.features import KeyFeatures
+from tl_posdisent.additive.attention.newton import Problem, Solution, solve_attention
 from tl_posdisent.additive.attention.result import AttentionFit
-from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, first_keys, to_batch
+from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.fit import weighted_mean
-from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores, refuse_patterns
+from tl_posdisent.additive.score_checks import check_scores, refuse_patterns
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 
-_AIM_ALONE = 1e-5  # precision of fits from which only the explained share is reported, see ``Problem.aim``
-_NEGLIGIBLE = 1e-13  # singular values of the features below this times the largest count as 0
 _ENOUGH = 4  # fewest keys per feature without a warning, see ``fit_attention``
 
 
@@ -110,7 +109,7 @@ def fit_attention(
     batch = torch.Size(shape[:-2])
     cells = make_cells(shape, mask, window, device=x.device)
     layout = Layout.of(cells, tuple(map(int, bands)), batch, pool=pool, named=isinstance(mask, str))
-    features = None if keys is None else _Features.of(keys, shape, layout, pool=pool, sinks=sinks)
+    features = None if keys is None else KeyFeatures.of(keys, shape, layout, pool=pool, sinks=sinks)
     arranged = by_system(x, 2, pool=pool)
     if scores is None:
         blocks = pattern_of_pattern(layout, arranged)
@@ -132,7 +131,6 @@ def fit_attention(
         direction = torch.einsum("sfc,sbc->sbf", features.weights, combined).reshape(*fit, layout.n_band, -1)
         n_feature = direction.shape[-1] - sinks
         direction, of_sinks = direction[..., :n_feature], direction[..., n_feature:] if sinks else None
-    no_features = data.own.new_zeros(*data.own.shape[:2], layout.n_key, 0)
     n_rows = layout.queries.expand(kl.shape).sum((-2, -1))
     result = AttentionFit(
         distance=by_distance.reshape(*fit, -1),
@@ -142,52 +140,27 @@ def fit_attention(
         direction=direction,
         sinks=of_sinks,
         kl=to_batch(kl, batch, pool=pool),
-        explained=data.explained(kl.sum((-2, -1))).reshape(fit),
-        explained_distance=data.explained_alone(distance=True, features=no_features).reshape(fit),
-        explained_key=data.explained_alone(distance=False, features=values).reshape(fit),
+        explained=explained_share(kl.sum((-2, -1)), data.from_uniform, layout.n_query).reshape(fit),
         converged=found.converged.reshape(fit),
         gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # a divergence is at least 0
         cells=cells,
         pooled=pool,
         pseudo_count=pseudo_count,
+        alone=PartialFits(
+            cells=cells,
+            batch=tuple(batch),
+            pooled=pool,
+            is_band=layout.mask is None,
+            own=layout.drop_bands(data.own),
+            marginals=layout.drop_bands(data.marginals),
+            entropy=data.entropy.sum((-2, -1)),
+            from_uniform=data.from_uniform,
+            keys=None if keys is None else keys.detach().clone(),
+            sinks=sinks,
+        ),
     )
     _warn_of_unconverged(result)
     return result
-
-
-@dataclass(frozen=True, eq=False)
-class _Features:
-    """Features of the keys, whitened: linear combinations (``values``) of equal size that are uncorrelated.
-
-    ``weights`` converts a direction of combinations to a direction of features.
-    """
-
-    values: Float64[Tensor, "system text key combination"]
-    weights: Float64[Tensor, "system feature combination"]
-
-    @classmethod
-    def of(cls, keys: Any, shape: Sequence[int], layout: Layout, *, pool: bool, sinks: int) -> _Features:
-        """Whiten the features of each head; the last features are indicators of the first keys."""
-        check_finite_tensor("keys", keys)
-        *batch, _, n_key = shape
-        kv = keys.shape[-2] if keys.ndim > 1 else 0
-        if not batch or tuple(keys.shape[:-2]) != (*batch[:-1], n_key) or kv == 0 or batch[-1] % kv:
-            raise ArgumentError(
-                "keys",
-                "must have shape (*texts, key, kv_head, feature) for scores of shape (*texts, head, query, "
-                f"key), got {tuple(keys.shape)} and {tuple(shape)}",
-            )
-        per_head = keys.detach().double().transpose(-3, -2).repeat_interleave(batch[-1] // kv, -3)
-        given = by_system(per_head, 2, pool=pool)
-        marks = first_keys(layout.keys, sinks)
-        features = torch.cat([given, marks.expand(*given.shape[:-1], sinks)], -1)
-        if features.shape[-1] == 0:
-            return cls(features, features.new_zeros(len(features), 0, 0))
-        seen = (features * layout.keys[..., None]).flatten(1, 2)
-        _, size, combinations = torch.linalg.svd(torch.linalg.qr(seen, mode="r")[1], full_matrices=False)
-        kept = size > _NEGLIGIBLE * size[:, :1].clamp_min(torch.finfo(size.dtype).tiny)
-        weights = combinations.mT * torch.where(kept, seen.shape[1] ** 0.5 / size, 0.0)[:, None]
-        return cls(features @ weights[:, None], weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,38 +193,20 @@ class _Data:
             divergence[systems][..., rows] -= logits.mul_(block).sum(-1)
         return divergence
 
-    def explained(self, divergence: Float64[Tensor, "system"]) -> Float64[Tensor, "system"]:
-        """Compute the share of the divergence from uniform attention that a fit removes."""
-        from_uniform = (self.uniform.log_z - self.entropy).sum((-2, -1))
-        return torch.where(from_uniform > 1e-12 * self.layout.n_query, 1 - divergence / from_uniform, torch.nan)
-
-    def explained_alone(self, *, distance: bool, features: Tensor | None) -> Float64[Tensor, "system"]:
-        """Compute the share that the distance or the keys explain alone; NaN where that fit has not converged."""
-        own, marginals, counts = (self.layout.drop_bands(x) for x in (self.own, self.marginals, self.layout.counts))
-        layout = replace(self.layout, edges=(), counts=counts)
-        if not distance and features is None and layout.is_causal:
-            stacked, log_z = solve_keys_alone(layout, marginals)
-            converged = torch.ones(len(log_z), dtype=torch.bool, device=log_z.device)
-        else:
-            found = solve_attention(Problem(layout, marginals, distance, features, _AIM_ALONE))
-            stacked, log_z, converged = found.stacked, found.log_z, found.converged
-        divergence = (log_z - self.entropy).sum((-2, -1)) - (stacked * own).sum((-2, -1))
-        return torch.where(converged, self.explained(divergence), torch.nan)
+    @property
+    def from_uniform(self) -> Float64[Tensor, "system"]:
+        """Divergence from uniform attention, summed over queries."""
+        return (self.uniform.log_z - self.entropy).sum((-2, -1))
 
 
 def _warn_of_unconverged(fit: AttentionFit) -> None:
-    """Warn once, naming all fits that have not converged."""
-    missing = (~fit.converged).nonzero().tolist()
-    if missing:
-        shown = ", ".join(str(tuple(index)) for index in missing[:10]) + (", …" if len(missing) > 10 else "")
+    if not bool(fit.converged.all()):
         gap = float(fit.gap[~fit.converged].max())
-        warnings.warn(
-            f"{len(missing)} of {fit.converged.numel()} fits of attention have not converged, at index {shown}: they "
-            f"are the best found, with a divergence up to about {gap:.0e} nats per query above the minimum (see "
-            "converged and gap); a larger pseudo_count makes the problem better posed",
-            UserWarning,
-            stacklevel=4,
+        consequence = (
+            f"they are the best found, with a divergence up to about {gap:.0e} nats per query above the minimum (see "
+            "converged and gap)"
         )
+        warn_of_unconverged("attention", fit.converged, consequence, stacklevel=5)
 
 
 def _warn_of_few_keys(n_key: int, n_feature: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -11,8 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from tl_posdisent.additive.attention.alone import PartialFits
 from tl_posdisent.additive.attention.sums import first_keys
-from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
+from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells, on_device
 from tl_posdisent.additive.result import CellsFit, mean_and_range
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.errors import ArgumentError
@@ -20,6 +22,8 @@ from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_devices, check_indices
 
 AttentionComponent = Literal["summary", "distance", "key", "query"]
+_ALONE = ("explained_distance", "explained_key")
+_FEW = 2**11  # most marginals (of all distances, keys and heads) from which ``repr`` solves the fits of one part alone
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,12 +48,16 @@ class AttentionFit(CellsFit):
         explained: ``[*fit]``, 1 - KL(pattern ‖ fit) / KL(pattern ‖ uniform), both summed over queries: 0 for uniform
             attention, 1 for the pattern itself. NaN where the pattern is uniform.
         explained_distance, explained_key: ``[*fit]``, the same share for the best fit by distances alone, or by keys
-            alone; NaN where that fit has not converged.
+            alone; NaN where that fit has not converged, with a warning. Each is another fit, which may take longer than
+            the fit itself: it is solved when the attribute is first read (also by ``to_frame()``), and then kept.
+            ``repr`` shows those that are known, and solves those of results with few coefficients.
         converged: ``[*fit]``, whether the fit has reached its optimum.
         gap: ``[*fit]``, estimate of how far the divergence is above its minimum, in nats per query.
         cells: the cells of the mask.
         pooled: whether all entries of the first axis share one distance component.
         pseudo_count: part of the pattern that was replaced by uniform attention for the fit.
+        alone: what the fits by distances alone and by keys alone need: marginals of the pattern, and a copy of the
+            features of the keys; not the scores.
     """
 
     distance: Float64[Tensor, "*fit distance"]
@@ -60,13 +68,28 @@ class AttentionFit(CellsFit):
     sinks: Float64[Tensor, "*fit band sink"] | None
     kl: Float64[Tensor, "*batch query"]
     explained: Float64[Tensor, "*fit"]
-    explained_distance: Float64[Tensor, "*fit"]
-    explained_key: Float64[Tensor, "*fit"]
     converged: Bool[Tensor, "*fit"]
     gap: Float64[Tensor, "*fit"]
     cells: Cells
     pooled: bool
     pseudo_count: float
+    alone: PartialFits
+
+    @cached_property
+    def explained_distance(self) -> Float64[Tensor, "*fit"]:
+        """The share that distances explain alone."""
+        return self.alone.explained(distance=True)
+
+    @cached_property
+    def explained_key(self) -> Float64[Tensor, "*fit"]:
+        """The share that keys explain alone."""
+        return self.alone.explained(distance=False)
+
+    def to(self, device: torch.device | str) -> AttentionFit:
+        """Return the same fit on another device."""
+        moved = on_device(self, device)
+        vars(moved).update({name: vars(self)[name].to(device) for name in _ALONE if name in vars(self)})
+        return moved
 
     def logits(self) -> Float64[Tensor, "*batch query key"]:
         """Return the sum of the components at each cell; ``-inf`` outside the mask."""
@@ -175,21 +198,31 @@ class AttentionFit(CellsFit):
         """
         check_choice("component", component, get_args(AttentionComponent))
         if component == "summary":
-            names = ("explained", "explained_distance", "explained_key")
-            columns: dict[str, Any] = {name: getattr(self, name).flatten().tolist() for name in names}
-            columns["kl"] = self._mean_kl().flatten().tolist()
-            return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled), **columns})
+            return self._summary(_ALONE)
         values = self.kl if component == "query" else getattr(self, component)
         axis = (self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")).tolist()
         leading = values.shape[: values.ndim - (2 if component == "key" else 1)]
         n_row = len(axis) * (values.shape[-2] if component == "key" else 1)
         index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row)
-        columns = {}
+        columns: dict[str, Any] = {}
         if component == "key" and self.edges:  # the first distance of the band of each key's coefficient
             starts = [min(self.cells.low, *self.edges), *self.edges]
             columns["band"] = [start for start in starts for _ in axis] * leading.numel()
         columns |= {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
         return pd.DataFrame({**index, **columns})
+
+    def _summary(self, alone: Iterable[str]) -> pd.DataFrame:
+        columns = {name: getattr(self, name).flatten().tolist() for name in ("explained", *alone)}
+        columns["kl"] = self._mean_kl().flatten().tolist()
+        return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled), **columns})
+
+    def _shown_frame(self) -> pd.DataFrame:
+        return self._summary(self._shown_alone())
+
+    def _shown_alone(self) -> list[str]:
+        """Return which of ``_ALONE`` are known, or both if they take little time."""
+        few = self.alone.own.numel() <= _FEW
+        return [name for name in _ALONE if few or name in vars(self)]
 
     def _mean_kl(self) -> Float64[Tensor, "*fit"]:
         used = (self.cells.split(self.cells.counts).query > 0).expand(self.kl.shape)
@@ -206,11 +239,13 @@ class AttentionFit(CellsFit):
             kind += "" if n == 0 else " and a sink" if n == 1 else f" and {n} sinks"
         if not bool(self.converged.all()):
             kind += f", {int((~self.converged).sum())} not converged"
-        kl, alone = self._mean_kl(), (self.explained_distance, self.explained_key)
+        shares = [
+            f"{name.removeprefix('explained_')} {mean_and_range(getattr(self, name))}" for name in self._shown_alone()
+        ]
         return "\n".join(
             [
                 f"AttentionFit of {batch} patterns, {self.cells.n_query} queries × {self.cells.n_key} keys{kind}",
-                f"  explained {mean_and_range(self.explained)}   KL {mean_and_range(kl)} nats per query",
-                f"  alone: distance {mean_and_range(alone[0])}   key {mean_and_range(alone[1])}",
+                f"  explained {mean_and_range(self.explained)}   KL {mean_and_range(self._mean_kl())} nats per query",
+                f"  alone: {'   '.join(shares) or 'not computed yet, see explained_distance and explained_key'}",
             ]
         )
