@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import HEAD, Found, SectionName, by_head
 from tl_posdisent.report.words import MISSING, number, signed

@@ -23,8 +23,9 @@ from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_patterns
-from tl_posdisent.experiments.causal.attention_ladder import attention_ladder, head_verdicts
+from tl_posdisent.experiments.causal.attention_ladder import attention_ladder
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
+from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from markupsafe import Markup
 
-from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.report.atlas import label_words
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import (

@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
-from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.report.atlas import label_words, looks_at
 from tl_posdisent.report.markup import head_link, part, render, table
 from tl_posdisent.report.measurements import (
