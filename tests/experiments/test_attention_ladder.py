@@ -42,9 +42,13 @@ def figures(model: Any, hooks: list[Any], tokens: Tensor = TOKENS) -> tuple[floa
         torch.nn.functional.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         for x in (changed, clean)
     )
-    p, q = (torch.distributions.Categorical(logits=x) for x in (clean, changed))
-    kl = torch.distributions.kl_divergence(p, q).mean().item()
+    kl = divergences(model, hooks, tokens).mean().item()
     return loss.mean().item(), kl, error_of(loss - plain, torch.ones_like(loss), len(tokens))
+
+
+def divergences(model: Any, hooks: list[Any], tokens: Tensor = TOKENS) -> Tensor:
+    p, q = (torch.distributions.Categorical(logits=logits(model, x, tokens).double()) for x in ([], hooks))
+    return torch.distributions.kl_divergence(p, q)
 
 
 def error_of(top: Tensor, bottom: Tensor, n_texts: int) -> float:
@@ -79,6 +83,10 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
         else:
             hooks = substitute_attention(model, row.rung, heads=where)
         same(row, figures(model, hooks))
+        uniform, own = (divergences(model, x) for x in (substitute_attention(model, "uniform", heads=where), hooks))
+        expected = [1 - (own.sum() / uniform.sum()).item(), error_of(uniform - own, uniform, 2)]
+        expected.append(error_of(own, torch.ones_like(own), 2))
+        assert [row.recovered_kl, row.se_kl, row.error_kl] == pytest.approx(expected, rel=1e-3, abs=1e-6)
         ends = rows[(rows["layer"] == row.layer) & (rows["head"] == row.head)].set_index("rung")
         for baseline, recovered in (("uniform", row.recovered), ("mean_output", row.recovered_mean)):
             gap = ends["loss"][baseline] - ends["loss"]["untouched"]
@@ -232,6 +240,7 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     plain = ladder(model, heldout_mask=mask, **options)
     pd.testing.assert_series_equal(plain["loss"], rows["loss"])
     assert "value" not in plain
+    assert set(plain) - set(rows) == {"recovered_kl", "se_kl", "error_kl"}
     one = ladder(model, heldout=TOKENS[:1], metric=lambda logits, tokens: logits[0, -1, 7], **options)
     assert one["error"].isna().all()
     assert one["recovered"].notna().all()

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 from support import zoo
 from support.intervention_cases import TOKENS, L
 
@@ -24,13 +25,17 @@ def ladder(model: Any, **options: Any) -> pd.DataFrame:
 
 def made(recovered: dict[str, float], gap: float = 1.0, error: float = 0.01, head: int = 0) -> pd.DataFrame:
     shares = {"uniform": 0.0, **recovered, "untouched": 1.0}
-    rows = [(1, head, "none", x, 3 - gap * (y + 1e-9), y, 0.004, 0.1, error, 10, 5, True) for x, y in shares.items()]
-    names = ["layer", "head", "control", "rung", "loss", "recovered", "se", "kl", "error", "blocks", "parameters"]
+    rows = [(1, head, "none", x, 3 - gap * (y + 1e-9), y, 0.004, error, 10, 5, True) for x, y in shares.items()]
+    names = ["layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "parameters"]
     return pd.DataFrame(rows, columns=[*names, "causal"])
 
 
+def of_loss(table: pd.DataFrame, share: float = 0.95, **options: Any) -> pd.DataFrame:
+    return head_verdicts(table, share, measure="loss", **options)
+
+
 def said(table: pd.DataFrame, **options: Any) -> list[str]:
-    return head_verdicts(table, **options)[["verdict", "simplest", "at_most"]].iloc[0].tolist()
+    return of_loss(table, **options)[["verdict", "simplest", "at_most"]].iloc[0].tolist()
 
 
 def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
@@ -60,11 +65,11 @@ def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
 
 def test_a_gap_within_noise_is_no_effect() -> None:
     small, negative = made({"distance": 1.0}, gap=0.1, error=0.05), made({"distance": 1.0}, gap=-1.0, head=1)
-    verdicts = head_verdicts(pd.concat([small, negative]))
+    verdicts = of_loss(pd.concat([small, negative]))
     assert verdicts[["verdict", "simplest"]].to_numpy().tolist() == [["no effect", "uniform"]] * 2
     assert verdicts["gap"].tolist() == pytest.approx([0.1, -1.0])
     assert said(small, confidence=0.9)[0] == "distance"  # Student's t with 9 degrees: 1.83, and 2.26 at 0.95
-    assert head_verdicts(small)["error"].tolist() == [0.05]
+    assert of_loss(small)["error"].tolist() == [0.05]
 
 
 def test_a_head_whose_mean_output_costs_nothing_is_not_used() -> None:
@@ -73,14 +78,14 @@ def test_a_head_whose_mean_output_costs_nothing_is_not_used() -> None:
     uniform, untouched = (table[table["rung"] == x] for x in ("uniform", "untouched"))
     for worth, error, verdict in ((0.1, 0.01, "static"), (0.02, 0.01, "not used"), (-0.5, 0.01, "not used")):
         mean = uniform.assign(rung="mean_output", loss=untouched["loss"].item() + worth, error=error)
-        found = head_verdicts(pd.concat([table, mean])).iloc[0]
+        found = of_loss(pd.concat([table, mean])).iloc[0]
         assert found["verdict"] == verdict
         assert found["gap_mean"] == pytest.approx(worth)
         assert found["error_mean"] == error
         assert found["gap"] == pytest.approx(1.0)
         if verdict == "not used":
             assert found[["simplest", "at_most"]].tolist() == ["mean_output"] * 2
-    assert np.isnan(head_verdicts(table)["gap_mean"].item())
+    assert np.isnan(of_loss(table)["gap_mean"].item())
 
 
 @pytest.mark.parametrize("lengths", [[60], [60] * 3, [60] * 12, [400, *[13] * 9], [300, 120, 60, 20, 8, 4, 2]])
@@ -101,12 +106,12 @@ def test_verdicts_are_as_sure_as_they_say(lengths: list[int]) -> None:
         errors = [blocks.mean(x)[1] for x in effects]
         table = pd.concat(tables).assign(layer=0, control="none", blocks=blocks.count, df=blocks.df, causal=True)
         table["error"] = np.tile(errors, 4)
-        verdicts = head_verdicts(table).query("verdict != 'no effect'")
+        verdicts = of_loss(table).query("verdict != 'no effect'")
         right = (verdicts["simplest"] != "untouched") & (verdicts["at_most"] != "distance")
         assert len(verdicts) > 200
         assert right.mean() > 0.95 - 3 * (0.05 * 0.95 / len(verdicts)) ** 0.5
         assert (verdicts["simplest"] == "static").sum() >= least
-        guessed = head_verdicts(table, confidence=0).query("verdict != 'no effect'")
+        guessed = of_loss(table, confidence=0).query("verdict != 'no effect'")
         assert (guessed["verdict"] == "static").mean() < 0.7
 
 
@@ -127,7 +132,7 @@ def test_degrees_of_freedom_decide(shared_model: Any) -> None:
 
 def test_verdicts_of_a_run(shared_model: Any) -> None:
     table = ladder(shared_model("bridge", "llama-gqa"), layers=1, rungs=["distance"], heads=[2, 5])
-    verdicts = head_verdicts(table, share=1e-9, confidence=0)
+    verdicts = of_loss(table, share=1e-9, confidence=0)
     assert verdicts[["layer", "head"]].to_numpy().tolist() == [[1, 2], [1, 5]]
     for row in verdicts.itertuples():
         gap = table[(table["head"] == row.head) & (table["control"] == "none")].set_index("rung")["loss"]
@@ -135,10 +140,200 @@ def test_verdicts_of_a_run(shared_model: Any) -> None:
     assert len(head_verdicts(ladder(shared_model("bridge", "llama-gqa"), unit="all", rungs=["distance"]))) == 1
 
 
+# --- verdicts from divergences --------------------------------------------------------------------------------
+
+
+def divergent(kl: dict[str, tuple[float, float]], se: float = 0.004, head: int = 0) -> pd.DataFrame:
+    """A ladder with these divergences and their errors, without any noise of the loss; ten blocks."""
+    rungs = {**kl, "untouched": (0.0, 0.0)}
+    table = pd.DataFrame([(x, *y) for x, y in rungs.items()], columns=["rung", "kl", "error_kl"])
+    table["recovered_kl"] = 1 - table["kl"] / kl["uniform"][0]
+    return table.assign(layer=1, head=head, control="none", se_kl=se, blocks=10, causal=True)
+
+
+def by_kl(table: pd.DataFrame, **options: Any) -> list[str]:
+    return head_verdicts(table, **options)[["verdict", "simplest", "at_most"]].iloc[0].tolist()
+
+
+T9 = 2.262  # Student's t of nine degrees of freedom, two-sided 95 %
+NEITHER = "undecided between not used and static"
+
+
+@pytest.mark.parametrize(
+    ("kl", "error", "verdict"),
+    [
+        (0.0005, 0.0005 / T9 / 2 * 0.99, "not used"),  # below: the error is scaled to the threshold, here doubled
+        (0.0005, 0.0005 / T9 / 2 * 1.01, NEITHER),
+        (0.0015, 0.0005 / T9 * 1.01, NEITHER),  # above: the error itself
+        (0.0015, 0.0005 / T9 * 0.99, "static"),
+        (0.0, 0.0, "not used"),
+        (-1e-9, 1e-9, "not used"),  # rounding
+        (0.0005, np.nan, NEITHER),
+    ],
+)
+def test_a_mean_output_is_not_used_if_its_divergence_is_negligible(kl: float, error: float, verdict: str) -> None:
+    table = divergent({"mean_output": (kl, error), "uniform": (1.0, 0.01), "static": (0.01, 0.001)}, se=0.001)
+    assert by_kl(table)[0] == verdict
+    for scale in (0.1, 10):  # the unit does not matter
+        scaled = table.assign(kl=table["kl"] * scale, error_kl=table["error_kl"] * scale)
+        assert by_kl(scaled, negligible=0.001 * scale)[0] == verdict
+    if not np.isnan(error):
+        assert by_kl(table, negligible=0.02)[0] == "not used"
+        assert by_kl(table, confidence=0)[0] == ("not used" if kl < 0.001 else "static")
+    found = head_verdicts(table).iloc[0]
+    assert found[["gap", "error", "gap_mean"]].tolist() == [1.0, 0.01, kl]
+
+
+def test_the_simplest_rung_that_recovers_the_divergence() -> None:
+    """A share of 0.95 leaves a twentieth of the divergence; an error below it is scaled up to it."""
+    ends = {"mean_output": (0.5, 0.01), "uniform": (1.0, 0.01)}
+    surely = (0.05 + (0.05**2 - 4 * T9 * 0.004 * 0.05) ** 0.5) / 2  # 0.05 - x = t · 0.004 · 0.05 / x
+    for left, verdict in (
+        (0.05 + 0.004 * T9 * 1.01, "query-dependent"),
+        (0.05 + 0.004 * T9 * 0.99, "undecided between distance and query-dependent"),
+        (surely * 1.001, "undecided between distance and query-dependent"),
+        (surely * 0.999, "distance"),
+        (0.0, "distance"),
+    ):
+        table = divergent({**ends, "first_token": (0.9, 0.01), "distance": (left, 0.01), "banded": (0.3, 0.01)})
+        assert by_kl(table)[0] == verdict
+
+
+def test_verdicts_between_baselines() -> None:
+    unsure, surely, far = (1e-3, 1e-4), (1e-4, 1e-6), (0.1, 1e-6)
+    for mean, uniform, verdict in (
+        ((0.5, 0.01), surely, "no effect"),
+        (unsure, surely, "undecided between not used and no effect"),
+        (unsure, far, "undecided"),
+        (far, unsure, "undecided"),
+        (surely, far, "not used"),
+    ):
+        assert by_kl(divergent({"mean_output": mean, "uniform": uniform}))[0] == verdict
+    assert by_kl(divergent({"uniform": far, "static": (0.0, 0.0)}), share=1.0)[0] == "static"
+    some = divergent({"uniform": far, "static": surely})
+    assert by_kl(some, share=1.0, confidence=0)[0] == "more than static"
+
+
+def lognormal(mean: float, spread: float, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    return mean * np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
+
+
+def simulated(left: dict[str, float], spread: float, n: int, random: np.random.Generator) -> pd.DataFrame:
+    """Ladders of n heads whose blocks diverge by so much on average, with lognormal blocks: twelve equal ones.
+
+    Half of the variance is the block's, which all rungs share, and half is the rung's own.
+    """
+    common, tables = lognormal(1.0, spread / 2**0.5, (n, 12), random), []
+    found = {x: common * lognormal(mean, spread / 2**0.5, (n, 12), random) for x, mean in left.items()}
+    found["untouched"] = np.zeros((n, 12))
+    whole = found["uniform"].sum(1)
+    for rung, kl in found.items():
+        ratio = kl.sum(1) / whole
+        rest = kl - ratio[:, None] * found["uniform"]
+        se = (rest**2 * 12 / 11).sum(1) ** 0.5 / whole
+        columns = {"kl": kl.mean(1), "error_kl": kl.std(1, ddof=1) / 12**0.5, "recovered_kl": 1 - ratio, "se_kl": se}
+        tables.append(pd.DataFrame(columns).assign(rung=rung, head=range(n)))
+    return pd.concat(tables).assign(layer=0, control="none", blocks=12, df=11.0, causal=True)
+
+
+def wrong_verdicts(spread: float, n: int, seed: int) -> dict[str, tuple[float, int]]:
+    """The share of sure verdicts that are wrong, of all heads, and how many are right: truths just off a threshold.
+
+    Two kinds of heads: mean outputs just above and just below what is negligible, and a static rung that just recovers
+    the share, or just does not.
+    """
+    random, found = np.random.default_rng(seed), {}
+    for name, mean, static, wrong in (
+        ("negligible", 0.000999, 0.01, "static"),
+        ("not negligible", 0.001001, 0.01, "not used"),
+        ("recovers", 0.1, 0.04999, "more than static"),
+        ("does not recover", 0.1, 0.05001, "static"),
+        ("far below", 0.00025, 0.01, "static"),
+        ("far above", 0.1, 0.01, "not used"),
+    ):
+        left = {"mean_output": mean, "uniform": 1.0, "distance": 0.5, "static": static}
+        verdicts = head_verdicts(simulated(left, spread, n, random))["verdict"]
+        right = {"negligible": "not used", "far below": "not used", "does not recover": "more than static"}
+        found[name] = ((verdicts == wrong).mean(), int((verdicts == right.get(name, "static")).sum()))
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.6, 1.0])
+def test_verdicts_from_divergences_are_as_sure_as_they_say(spread: float) -> None:
+    """Blocks as skewed as those of a language model's heads: nowhere are more than 5 % wrong, within four errors."""
+    n = 150
+    found = wrong_verdicts(spread, n, seed=0)
+    assert max(x for x, _ in found.values()) <= 0.05 + 4 * (0.05 * 0.95 / n) ** 0.5
+    assert found["far below"][1] > (0.95 if spread <= 0.6 else 0.6) * n
+    assert found["far above"][1] > (0.95 if spread <= 0.6 else 0.5) * n
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [0.3, 0.6, 1.0])
+def test_the_coverage_that_the_page_states(spread: float) -> None:
+    found = wrong_verdicts(spread, 2000, seed=1)
+    assert max(x for x, _ in found.values()) <= 0.05 + 3 * (0.05 * 0.95 / 2000) ** 0.5
+    assert max(x for x, _ in found.values()) > 0.015  # it can fail
+
+
+def test_the_error_at_the_threshold_is_what_keeps_skewed_verdicts_sure() -> None:
+    """With the error as it was measured, three times as many heads as allowed would be called not used."""
+    random, n = np.random.default_rng(2), 2000
+    kl = lognormal(0.001001, 1.0, (n, 12), random)
+    mean, error = kl.mean(1), kl.std(1, ddof=1) / 12**0.5
+    plain = (mean + 2.201 * error < 0.001).mean()  # Student's t of eleven degrees of freedom
+    scaled = ((0.001 - mean) / (error * 0.001 / mean) > 2.201).mean()
+    assert plain > 0.12
+    assert scaled < 0.055 + 3 * (0.05 * 0.95 / n) ** 0.5
+
+
+def test_divergences_with_a_false_discovery_rate() -> None:
+    """A hundred mean outputs just below what is negligible, and ten far above: few of the former are called used."""
+    random = np.random.default_rng(3)
+    tables = [simulated({"mean_output": x, "uniform": 1.0}, 0.6, n, random) for x, n in ((0.0009, 100), (0.02, 10))]
+    table = pd.concat([tables[0], tables[1].assign(head=tables[1]["head"] + 100)])
+    plain, fdr = (head_verdicts(table, correction=x) for x in ("none", "fdr"))
+    p = []
+    for row in table[table["rung"] == "mean_output"].itertuples():
+        t = (row.kl - 0.001) / row.error_kl
+        p.append(2 * stats.t.sf(t, 11) if t > 0 else 1.0)
+    passed = stats.false_discovery_control(p) <= 0.05
+    assert fdr.attrs["confidence"] == pytest.approx(1 - 0.05 * passed.sum() / 110)
+    used = ~fdr["verdict"].isin(["not used"]) & (fdr["simplest"] != "mean_output")
+    np.testing.assert_array_equal(used, passed)
+    assert passed[100:].all()
+    assert passed[:100].sum() <= 1
+    assert (plain["simplest"] != "mean_output")[:100].sum() <= 5
+
+
+def test_the_measure_of_a_table(shared_model: Any) -> None:
+    """Divergences by default, the metric where the table has one, and what the table cannot say is refused."""
+    model = shared_model("bridge", "llama-gqa")
+    table = ladder(model, layers=1, rungs=["distance"], heads=[2], controls=[])
+    for measure, columns in (("kl", ("kl", "error_kl")), ("loss", ("loss", "error"))):
+        found, uniform = head_verdicts(table, measure=measure), table.set_index("rung").loc["uniform"]
+        value, error = (uniform[x] for x in columns)
+        untouched = table.set_index("rung")[columns[0]]["untouched"]
+        assert found[["gap", "error"]].iloc[0].tolist() == pytest.approx([value - untouched, error])
+        assert found.attrs["measure"] == measure
+    assert head_verdicts(table).attrs["measure"] == "kl"
+    of_metric = ladder(model, layers=1, rungs=["distance"], heads=[2], controls=[], metric=lambda x: x[:, -1, 7])
+    assert head_verdicts(of_metric).attrs["measure"] == "metric"
+    for each, options, words in (
+        (of_metric, {"measure": "kl"}, "measure must be 'metric' for a metric's table"),
+        (table, {"measure": "metric"}, "table must come from attention_ladder, with columns .*value"),
+        (table.drop(columns="se_kl"), {}, "table must come from attention_ladder, with columns .*se_kl"),
+        (table, {"measure": "entropy"}, "measure must be"),
+        (table, {"negligible": 0}, "negligible must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            head_verdicts(each, **options)  # type: ignore[arg-type]
+
+
 def test_refusals() -> None:
     for option, value in (("share", 1.1), ("confidence", 1.0)):
         with pytest.raises(ValueError, match=f"{option} must be"):
-            head_verdicts(made({}), **{option: value})
+            of_loss(made({}), **{option: value})
     for table in (None, made({}).drop(columns="error"), made({})[:1], pd.concat([made({}), made({})])):
         with pytest.raises(ValueError, match="table must"):
-            head_verdicts(table)
+            of_loss(table)

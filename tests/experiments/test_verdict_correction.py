@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -25,13 +27,17 @@ def ladders(worth: np.ndarray, seed: int) -> tuple[pd.DataFrame, np.ndarray]:
     return table, gap / error
 
 
+def of_loss(table: pd.DataFrame, correction: Any) -> pd.Series:
+    return head_verdicts(table, measure="loss", correction=correction)["verdict"]
+
+
 def test_the_false_discovery_rate_is_held_and_by_chance_as_many_pass_as_the_page_says() -> None:
     """Twelve tables of 100 heads, ten of them used: without the correction 2.5 % of the others are called used."""
     worth = np.where(np.arange(100) < 10, 0.08, 0.0)
     plain, shares = 0, []
     for seed in range(12):
         table, _ = ladders(worth, seed)
-        used = {x: head_verdicts(table, correction=x)["verdict"].ne("not used") for x in ("none", "fdr")}  # type: ignore[arg-type]
+        used = {x: of_loss(table, x).ne("not used") for x in ("none", "fdr")}
         plain += used["none"][10:].sum()
         shares.append(used["fdr"][10:].sum() / max(1, used["fdr"].sum()))
         assert used["fdr"][:10].sum() >= 7
@@ -45,11 +51,11 @@ def test_the_false_discovery_rate_is_held_and_by_chance_as_many_pass_as_the_page
 def test_what_passes_is_what_scipy_passes(n: int) -> None:
     table, t = ladders(np.linspace(0, 0.05, n), n)
     p = np.where(t > 0, 2 * stats.t.sf(np.abs(t), BLOCKS - 1), 1.0)
-    found = head_verdicts(table, correction="fdr")
+    found = head_verdicts(table, measure="loss", correction="fdr")
     np.testing.assert_array_equal(found["verdict"].ne("not used"), stats.false_discovery_control(p) <= 0.05)
     passed = max(1, (stats.false_discovery_control(p) <= 0.05).sum())
     assert found.attrs["confidence"] == pytest.approx(1 - 0.05 * passed / n)
-    assert head_verdicts(table).attrs["confidence"] == 0.95
+    assert head_verdicts(table, measure="loss").attrs["confidence"] == 0.95
 
 
 def test_an_unknown_correction_is_refused() -> None:

@@ -58,7 +58,8 @@ MEAN: Final = "mean_output"
 _Step = Rung | Literal["mean_output"]
 """A rung, or the head's mean output."""
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
-_COLUMNS += ["kl", "error", "blocks", "df", "parameters", "causal"]
+_COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
+_OF_PREDICTIONS = ["recovered_kl", "se_kl", "error_kl"]  # not in the table of a metric, whose blocks are texts
 
 
 def attention_ladder(
@@ -110,12 +111,15 @@ def attention_ladder(
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
         standard error or rounding; ``se``, its standard error; ``recovered_mean``, ``se_mean``, the same share from the
-        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the standard
-        error of this loss minus the untouched one; ``blocks``, the number of blocks behind ``se`` and ``error``: the
-        texts or, if there are fewer than ten, equal blocks of each text, treated as independent; ``parameters``, the
-        number fitted; ``causal``, whether predictions depend only on earlier tokens. With ``metric``, ``value`` is its
-        mean over texts, ``recovered`` is its share, and ``se`` and ``error`` are over texts (NaN for a single text, for
-        which any difference between the two ends counts).
+        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``recovered_kl``, the
+        share of the divergence under uniform attention that this rung removes, 1 - KL(untouched ‖ this) /
+        KL(untouched ‖ uniform), NaN where the latter is within rounding; ``se_kl`` and ``error_kl``, the standard
+        errors of ``recovered_kl`` and ``kl``; ``error``, the standard error of this loss minus the untouched one;
+        ``blocks``, the number of blocks behind the standard errors: the texts or, if there are fewer than ten, equal
+        blocks of each text, treated as independent; ``df``, their degrees of freedom; ``parameters``, the number
+        fitted; ``causal``, whether predictions depend only on earlier tokens. With ``metric``, ``value`` is its mean
+        over texts, ``recovered`` is its share, ``se`` and ``error`` are over texts (NaN for a single text, for which
+        any difference between the two ends counts), and ``recovered_kl``, ``se_kl`` and ``error_kl`` are left out.
 
     Raises:
         ValueError: an unknown option; held-out texts longer than those of ``tokens``; otherwise as ``head_ablation``
@@ -167,7 +171,7 @@ def attention_ladder(
             )
             rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), {"random": rung_list})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
-    table = table.drop(columns="value") if metric is None else table
+    table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     if "random" in extra:
         table.attrs["random weights"] = described_copies("random", scales, [seed])
@@ -181,10 +185,10 @@ _Item = tuple[int | None, int | None, Chosen]
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """One run: losses by token, mean divergence, and the values behind the shares (losses, or a metric by text)."""
+    """One run: losses and divergences by token, and the values behind the shares (losses, or a metric by text)."""
 
-    losses: Float[Tensor, "token"]
-    kl: float
+    losses: Float[Tensor, "predicted"]
+    divergences: Float[Tensor, "token"]
     values: Float[Tensor, "sample"]
 
 
@@ -212,7 +216,8 @@ class _Ladder:
             runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
             clean = [as_log_probabilities(output) for output in runs.clean]
             losses = clean_losses(clean, self.texts)
-            untouched = _Measured(losses, 0.0, self._values(runs.clean, losses))
+            nothing = losses.new_zeros(sum(group.tokens.numel() for group in self.texts.groups))
+            untouched = _Measured(losses, nothing, self._values(runs.clean, losses))
             means = self._means(chosen)
             for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
                 ((spec, heads), *_) = together
@@ -306,10 +311,10 @@ class _Ladder:
             if len(values) != len(untouched.values):
                 got = f"{len(untouched.values)} for the unmodified run and {len(values)} for another"
                 raise ArgumentError("metric", f"must return the same number of values for each run, got {got}")
-            return _Measured(losses, divergences.mean().item(), values)
+            return _Measured(losses, divergences, values)
 
         nothing = torch.tensor([nan], device="cpu")
-        return self.failures.attempt(measure, layer, head) or _Measured(nothing, nan, nothing)
+        return self.failures.attempt(measure, layer, head) or _Measured(nothing, nothing, nothing)
 
     def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
         if self.metric is None:
@@ -320,11 +325,12 @@ class _Ladder:
         self, item: _Item, measured: dict[_Step, _Measured], untouched: _Measured, control: str
     ) -> Iterator[_Row]:
         layer, head, where = item
-        blocks, shares = self._blocks(untouched), []
+        blocks, of_predictions, shares = self._blocks(untouched), self._blocks_of_predictions(), []
         for name in ("uniform", MEAN):
             baseline = measured.get(name) or self.baselines[layer, head, name]
             self.baselines[layer, head, name] = baseline
             shares.append(self._shares_of(baseline, untouched, blocks))
+        uniform = self.baselines[layer, head, "uniform"]
         for rung, run in measured.items():
             value = run.values.mean().item()
             _, error = blocks.mean(run.values - untouched.values)
@@ -334,14 +340,29 @@ class _Ladder:
             static = rung in WITHOUT_FIT or ((rung in PER_HEAD or rung == MEAN) and self.texts is not self.fitted)
             causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
+            kl, error_kl = of_predictions.mean(run.divergences - untouched.divergences)
+            divergence = (kl, *self._share_of_kl(run, uniform, untouched, of_predictions), error_kl)
             counts = (blocks.count, blocks.df, size)
-            yield layer, head, control, rung, value, loss, *both, run.kl, error, *counts, causal
+            yield layer, head, control, rung, value, loss, *both, *divergence, error, *counts, causal
 
     def _blocks(self, untouched: _Measured) -> Blocks:
         """Return blocks of predicted tokens, or of a metric's values."""
         if self.metric is not None:
             return Blocks.single(len(untouched.values))
         return Blocks.of_texts([group.tokens.shape[1] - 1 for group in self.texts.groups for _ in group.rows])
+
+    def _blocks_of_predictions(self) -> Blocks:
+        """Return blocks of all predictions: the same texts, or parts of them, with each text's last prediction."""
+        return Blocks.of_texts([group.tokens.shape[1] for group in self.texts.groups for _ in group.rows])
+
+    def _share_of_kl(
+        self, run: _Measured, uniform: _Measured, untouched: _Measured, blocks: Blocks
+    ) -> tuple[float, float]:
+        """Compute the share of the divergence under uniform attention that a run removes, and its standard error."""
+        loss, kl = untouched.losses.mean().item(), uniform.divergences.mean().item()
+        if isnan(kl) or not apart(loss + kl, loss, dtype_of(self.reading.model)):
+            return nan, nan
+        return blocks.ratio(uniform.divergences - run.divergences, uniform.divergences)
 
     def _size(self, rung: _Step, spec: AttentionSpec, length: int) -> int:
         """Count the parameters that a rung fits for one head."""

@@ -18,22 +18,35 @@ from .attention_ladder import MEAN
 
 _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
 _VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
-
+_BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
 
 Correction = Literal["none", "fdr"]
 """Correction of a verdict's intervals for the number of heads: none, or by the false discovery rate."""
+Measure = Literal["kl", "loss", "metric"]
+"""What verdicts are decided by: the divergence of predictions, the loss, or the metric of ``attention_ladder``."""
+_COLUMNS: dict[Measure, dict[str, str]] = {
+    "kl": {"value": "kl", "error": "error_kl", "recovered": "recovered_kl", "se": "se_kl"},
+    "loss": {"value": "loss", "error": "error", "recovered": "recovered", "se": "se"},
+    "metric": {"value": "value", "error": "error", "recovered": "recovered", "se": "se"},
+}
 
 
 def head_verdicts(
-    table: pd.DataFrame, share: float = 0.95, *, confidence: float = 0.95, correction: Correction = "none"
+    table: pd.DataFrame,
+    share: float = 0.95,
+    *,
+    measure: Measure | None = None,
+    negligible: float = 0.001,
+    confidence: float = 0.95,
+    correction: Correction = "none",
 ) -> pd.DataFrame:
-    """Classify each head by the simplest rung of ``attention_ladder`` that recovers a given share of the loss.
+    """Classify each head by the simplest rung of ``attention_ladder`` that recovers a given share of the predictions.
 
     ====================== =====================================================================
     verdict                what suffices
     ====================== =====================================================================
-    *not used*             the head's mean output: it costs no more than chance
-    *no effect*            uniform attention: it costs no more than chance
+    *not used*             the head's mean output: what it changes is negligible
+    *no effect*            uniform attention: what it changes is negligible
     *first token*          ``"first_token"``: a sink
     *distance*             ``"distance"`` or ``"distance+sink"``
     *static*               ``"static"``: distance and key vector
@@ -44,99 +57,172 @@ def head_verdicts(
     ====================== =====================================================================
 
     The first verdict that applies is given; *not used* needs the row ``"mean_output"``. A rung *may* suffice if its
-    share is not significantly below ``share``, and *does* suffice if it is significantly above: t-intervals of
-    ``recovered`` with the table's ``df`` degrees of freedom (in a table without it, one fewer than ``blocks``). Rungs
-    fitted to the predicted text come after the causal ones, so they name a head only if no causal rung may suffice.
+    share is not significantly below ``share``, and *does* suffice if it is significantly above: t-intervals with the
+    table's ``df`` degrees of freedom (in a table without it, one fewer than ``blocks``). Rungs fitted to the predicted
+    text come after the causal ones, so they name a head only if no causal rung may suffice.
+
+    By default, verdicts compare *predictions*, by KL(untouched ‖ replaced). They decide more heads than verdicts from
+    the loss do with the same texts, because the loss has the noise of its labels: the next tokens that happened to
+    follow. Every replacement changes predictions, so a divergence is compared with ``negligible``, not with 0. Verdicts
+    from the loss say whether predictions become *worse*; a change of the loss that is within noise counts as nothing
+    there, however large the noise.
 
     Args:
         table: table of ``attention_ladder``; only rows without a control are read.
-        share: share of the loss between uniform and untouched attention, above 0 and at most 1.
+        share: share of what uniform attention changes that a rung must recover, above 0 and at most 1.
+        measure: ``"kl"``: divergences of predictions, with shares ``recovered_kl``; ``"loss"``: losses, with shares
+            ``recovered``; ``"metric"``: the table's metric. Default ``"metric"`` if the table has one, else ``"kl"``.
+        negligible: with ``"kl"``, the divergence in nats per token below which a mean output or uniform attention
+            changes nothing that matters. A divergence significantly below is *not used* or *no effect*; one that is
+            not significantly below or above leaves these verdicts undecided. Not read with the other measures.
         confidence: confidence of each two-sided interval, at least 0 (only the estimates) and below 1. A verdict has
-            the same confidence, given the fits, unless several rungs recover almost ``share``.
+            the same confidence, given the fits, unless several rungs recover almost ``share``. Below a threshold, the
+            error of a divergence is scaled up to the threshold: divergences of blocks are skewed, so their mean and its
+            error are often too small together.
         correction: correction for the number of heads. With ``"none"``, ``(1 - confidence) / 2 * n`` of n heads that
-            are not used are expected to be called used by chance. With ``"fdr"``, the expected share of such heads
-            among those called used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995). If k of n heads pass,
-            every interval has the confidence ``1 - (1 - confidence) * k / n`` (Benjamini and Yekutieli, 2005, for
-            selected intervals), which is in ``attrs["confidence"]`` of the table.
+            are not used are expected to be called used by chance (with ``"kl"``, at most as many, and hardly any whose
+            divergence is well below ``negligible``). With ``"fdr"``, the expected share of such heads among those
+            called used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995). If k of n heads pass, every
+            interval has the confidence ``1 - (1 - confidence) * k / n`` (Benjamini and Yekutieli, 2005, for selected
+            intervals), which is in ``attrs["confidence"]`` of the table.
 
     Returns:
         One row per head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
         simplest rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` for a
-        head that is not used); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap`` (uniform minus untouched, of
-        the loss in nats per token or of the table's metric) and ``error`` (its standard error); ``gap_mean``,
-        ``error_mean``, the same for the mean output (NaN without that row).
+        head that is not used); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``, what uniform attention
+        changes (its divergence or added loss in nats per token, or the change of the metric) and ``error`` (its
+        standard error); ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that row). The measure
+        is in ``attrs["measure"]``.
 
     Raises:
-        ValueError: a table without the columns or rows of ``attention_ladder``; a share or confidence out of range.
+        ValueError: a table without the columns or rows of ``attention_ladder``, or without those of ``measure``; an
+            option out of range.
 
     Example:
         >>> import pandas as pd
         >>> from tl_posdisent import head_verdicts
-        >>> rungs, losses = ["uniform", "distance", "static", "untouched"], [3.0, 2.1, 2.02, 2.0]
-        >>> table = pd.DataFrame({"rung": rungs, "loss": losses, "recovered": [0.0, 0.9, 0.98, 1.0], "blocks": 10})
-        >>> table = table.assign(layer=0, head=3, control="none", se=0.01, error=0.01, causal=True)
+        >>> rungs, divergences = ["uniform", "distance", "static", "untouched"], [1.0, 0.1, 0.02, 0.0]
+        >>> table = pd.DataFrame({"rung": rungs, "kl": divergences, "recovered_kl": [0.0, 0.9, 0.98, 1.0]})
+        >>> table = table.assign(layer=0, head=3, control="none", se_kl=0.005, error_kl=0.01, blocks=10, causal=True)
         >>> [head_verdicts(table, share)["verdict"].item() for share in (0.95, 0.8, 0.9)]
         ['static', 'distance', 'undecided between distance and static']
     """
     share = check_number("share", share, above=0, most=1)
+    negligible = check_number("negligible", negligible, above=0)
     confidence = check_number("confidence", confidence, least=0, below=1)
     check_choice("correction", correction, get_args(Correction))
-    needed = {"layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "causal"}
-    if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
-        raise ArgumentError("table", f"must come from attention_ladder, with columns {', '.join(sorted(needed))}")
-    measure = "value" if "value" in table else "loss"
-    heads: dict[Any, dict[Any, dict[Any, Any]]] = {}
-    for place, some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
-        heads[place] = {row["rung"]: row for row in some.to_dict("records")}
-        if not {"uniform", "untouched"} <= set(heads[place]) or len(heads[place]) < len(some):
-            raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
+    measure = _measure_of(table, measure)
+    heads = _by_head(table, measure)
     if correction == "fdr":
-        confidence = confidence_of_selected([_p_values(by_rung, measure)[0] for by_rung in heads.values()], confidence)
+        chances = [_by_chance(x, MEAN if MEAN in x else "uniform", measure, negligible) for x in heads.values()]
+        confidence = confidence_of_selected(chances, confidence)
     rows = []
     for (layer, head), by_rung in heads.items():
-        untouched = by_rung["untouched"]
-        gaps = {x: by_rung[x][measure] - untouched[measure] for x in (MEAN, "uniform") if x in by_rung}
-        by_chance = (x for x, p in zip(gaps, _p_values(by_rung, measure), strict=True) if p > 1 - confidence)
-        simplest = at_most = next(by_chance, "")
-        if not simplest:
-            tried = [x for x in RUNGS[1:] if x in by_rung]
-            above = {x: by_rung[x]["recovered"] - share for x in tried}
-            sure = {x: significance(abs(above[x]), by_rung[x]["se"], _df(by_rung[x])) for x in tried}
-            simplest = next((x for x in tried if above[x] >= 0 or not sure[x] >= confidence), "untouched")
-            at_most = next((x for x in tried if above[x] >= 0 and sure[x] >= confidence), "untouched")
-        fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
-        # "query-dependent" needs a table with all other rungs.
-        rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else "undecided"
-        first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
-        verdict = first if first == last else f"undecided between {first} and {last}"
+        simplest, at_most = _suffices(by_rung, measure, share, negligible, confidence)
         found = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
-        ends = (x for name in ("uniform", MEAN) for x in (gaps.get(name, nan), by_rung.get(name, {}).get("error", nan)))
-        rows.append((layer, head, verdict, simplest, at_most, *found, *ends))
+        ends = (by_rung.get(x, {}).get(name, nan) for x in ("uniform", MEAN) for name in ("gap", "error"))
+        rows.append((layer, head, _name(by_rung, simplest, at_most), simplest, at_most, *found, *ends))
     columns = ["layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "causal"]
     columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
     verdicts = pd.DataFrame(rows, columns=columns).astype(types)
-    verdicts.attrs["confidence"] = confidence
+    verdicts.attrs |= {"confidence": confidence, "measure": measure}
     return verdicts
 
 
-def _p_values(by_rung: Mapping[Any, Mapping[Any, Any]], measure: str) -> list[float]:
-    """Compute the p-value of each baseline's gap to the untouched model, the mean output first.
+_Rungs = Mapping[Any, Mapping[Any, Any]]
+"""The rows of one head by rung, with ``value``, ``error``, ``recovered`` and ``se`` of the measure, and ``gap``."""
 
-    It is infinite if the baseline is not worse beyond rounding. With one text there is no error, and any gap has p = 0.
-    """
-    untouched, found = by_rung["untouched"], []
-    for row in (by_rung[x] for x in (MEAN, "uniform") if x in by_rung):
-        gap, error = row[measure] - untouched[measure], row["error"]
-        effect = gap if measure == "loss" else abs(gap)
-        if not (effect > 0 and apart(row[measure], untouched[measure])):
-            found.append(inf)
+
+def _measure_of(table: Any, measure: Measure | None) -> Measure:
+    """Return the measure, by default the metric of the table or the divergence, and check that the table has it."""
+    of_metric = isinstance(table, pd.DataFrame) and "value" in table
+    if measure is None:
+        measure = "metric" if of_metric else "kl"
+    check_choice("measure", measure, get_args(Measure))
+    if of_metric and measure != "metric":
+        raise ArgumentError(
+            "measure", f"must be 'metric' for a metric's table, whose blocks are texts, got {measure!r}"
+        )
+    needed = {"layer", "head", "control", "rung", "blocks", "causal", *_COLUMNS[measure].values()}
+    if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
+        raise ArgumentError(
+            "table",
+            f"must come from attention_ladder, with columns {', '.join(sorted(needed))} for measure={measure!r}",
+        )
+    return measure
+
+
+def _by_head(table: pd.DataFrame, measure: Measure) -> dict[Any, _Rungs]:
+    """Return the rows of each head by rung, under the names that all measures share."""
+    plain = table[table["control"] == "none"]
+    read = plain[["layer", "head", "rung", "causal"]].assign(
+        **{name: plain[column] for name, column in _COLUMNS[measure].items()},
+        df=(plain["df"] if "df" in plain else plain["blocks"] * nan).fillna(plain["blocks"] - 1),  # equal blocks
+    )
+    heads: dict[Any, _Rungs] = {}
+    for place, some in read.groupby(["layer", "head"], dropna=False):
+        by_rung = {row["rung"]: row for row in some.to_dict("records")}
+        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
+            raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
+        heads[place] = {x: row | {"gap": row["value"] - by_rung["untouched"]["value"]} for x, row in by_rung.items()}
+    return heads
+
+
+def _suffices(by_rung: _Rungs, measure: Measure, share: float, negligible: float, confidence: float) -> tuple[str, str]:
+    """Return the simplest rung that may suffice and the simplest that does, ``"untouched"`` if no other."""
+    may, does = list[str](), list[str]()
+    for rung in (x for x in (MEAN, *RUNGS[:-1]) if x in by_rung):
+        row = by_rung[rung]
+        if measure == "kl":
+            threshold, value = (negligible, row["gap"]) if rung in _BASELINES else (1 - share, 1 - row["recovered"])
+            fits, sure = _below(value, row["error" if rung in _BASELINES else "se"], threshold, row["df"])
+        elif rung in _BASELINES:  # costs no more than chance
+            fits, sure = _by_chance(by_rung, rung, measure, negligible) > 1 - confidence, 1.0
         else:
-            found.append(0.0 if isnan(error) else 1 - significance(effect, error, _df(row)))
-    return found
+            above = row["recovered"] - share
+            fits, sure = above >= 0, significance(abs(above), row["se"], row["df"])
+        if fits or not sure >= confidence:
+            may.append(rung)
+        if fits and sure >= confidence:
+            does.append(rung)
+    return next(iter(may), "untouched"), next(iter(does), "untouched")
 
 
-def _df(row: Mapping[Any, Any]) -> float:
-    """Return the degrees of freedom of a row; in a table without them, those of blocks of equal size."""
-    df = float(row.get("df", nan))
-    return row["blocks"] - 1 if isnan(df) else df
+def _below(value: float, error: float, threshold: float, df: float) -> tuple[bool, float]:
+    """Whether a divergence, or a ratio of two, is at most a threshold, and the confidence with which it is so or not.
+
+    Blocks' divergences are skewed: without a rare large one both the mean and its error are too small. The error of a
+    mean below the threshold is therefore scaled by ``threshold / value``, as if it were a constant part of the mean.
+    """
+    if value <= 0:  # equal up to rounding
+        return True, 1.0
+    scaled = error * max(1.0, threshold / value)
+    return value <= threshold, significance(abs(value - threshold), scaled, df)
+
+
+def _name(by_rung: _Rungs, simplest: str, at_most: str) -> str:
+    """Return the verdict of a head for which ``simplest`` may suffice and ``at_most`` does."""
+    fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
+    # "query-dependent" needs a table with all other rungs.
+    rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else "undecided"
+    first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
+    if first == last or last == "undecided":
+        return last
+    return f"undecided between {first} and {last}"
+
+
+def _by_chance(by_rung: _Rungs, rung: str, measure: Measure, negligible: float) -> float:
+    """Compute the p-value of a baseline's gap to the untouched model, or of a divergence that is not negligible.
+
+    It is infinite if the baseline is not worse beyond rounding, or its divergence is below ``negligible``. With one
+    text there is no error, and any gap has p = 0.
+    """
+    row, untouched = by_rung[rung], by_rung["untouched"]
+    if measure == "kl":
+        below, sure = _below(row["gap"], row["error"], negligible, row["df"])
+        return inf if below else 1 - sure
+    effect = row["gap"] if measure == "loss" else abs(row["gap"])
+    if not (effect > 0 and apart(row["value"], untouched["value"])):
+        return inf
+    return 0.0 if isnan(row["error"]) else 1 - significance(effect, row["error"], row["df"])
