@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -266,12 +267,16 @@ LADDER = ["first_token", "distance", "distance+sink", "static", "additive", "ban
 USED = ((1, 0), (2, 3), (3, 2), (8, 1), (11, 1), (16, 0), (18, 6), (20, 4))
 GEMMA_USED = ((0, 3), (1, 3), (2, 3), (3, 2), (4, 1), (8, 0), (9, 1), (11, 1))  # the largest ``fixed`` of ``rotation``
 IDLE = ((18, 8), (7, 2), (3, 3), (8, 1), (1, 0), (16, 0))
+# L1H0, L8H1, L19H3, and 21 others drawn at random.
+DRAWN = ((1, 0), (2, 3), (4, 2), (5, 4), (5, 6), (8, 0), (8, 1), (8, 5), (12, 5), (14, 4), (14, 8), (16, 2))
+DRAWN += ((17, 4), (17, 7), (19, 0), (19, 3), (20, 6), (22, 2), (23, 3), (24, 2), (27, 4), (27, 8), (29, 0), (29, 3))
+OF_KL = ["recovered_kl", "se_kl", "error_kl"]  # left out of tables that are read for the loss
 
 
 def verdicts(
     model: Any, heads: Sequence[tuple[int, int]] = USED, of_demo: Any = None, fits: int = 3, demo: bool = True
 ) -> pd.DataFrame:
-    """Verdicts of eight heads of this model, and of all heads of the demo model, on two disjoint sets of texts.
+    """Verdicts from the loss of eight heads of this model, and of all of the demo model, on two disjoint sets of texts.
 
     Three texts of each set (``fits``) are for fits, three others are measured; ``estimate`` is the verdict without
     uncertainty.
@@ -283,7 +288,7 @@ def verdicts(
             fitted, heldout = texts(each, fits, skip=first), texts(each, 3, skip=first + fits)
             options = {"heads": some, "rungs": LADDER, "controls": [], "progress": False}
             ladder = tp.attention_ladder(each, fitted, heldout=heldout, **options)
-            table, estimates = tp.head_verdicts(ladder), tp.head_verdicts(ladder, confidence=0)
+            table, estimates = (tp.head_verdicts(ladder, measure="loss", confidence=x) for x in (0.95, 0))
             tables.append(table.assign(model=name, texts="ab"[n], estimate=estimates["verdict"]))
     found = pd.concat(tables)
     agreement(found)
@@ -291,16 +296,39 @@ def verdicts(
 
 
 def all_verdicts(model: Any, layers: Any = None, fits: int = 2) -> pd.DataFrame:
-    """A verdict for each head: causal rungs fitted to two texts (``fits``) of 128 tokens, measured on three others."""
+    """A verdict from the loss for each head: causal rungs fitted to two texts (``fits``) of 128 tokens, measured on
+    three others."""
     fitted, heldout = texts(model, fits, 128), texts(model, 3, 128, skip=fits)
     options = {"heldout": heldout, "controls": [], "progress": False}
     table = tp.attention_ladder(model, fitted, layers=layers, rungs=["uniform"], **options)
-    verdicts = tp.head_verdicts(table)
+    verdicts = tp.head_verdicts(table, measure="loss")
     needed = verdicts[~verdicts["verdict"].isin(["not used", "no effect"])][["layer", "head"]]
     heads = [(int(layer), int(head)) for layer, head in needed.to_numpy()]
     climbed = tp.attention_ladder(model, fitted, heads=heads, rungs=LADDER[:4], **options) if heads else table[:0]
     without = table[~pd.MultiIndex.from_frame(table[["layer", "head"]]).isin(heads)]
-    return tp.head_verdicts(pd.concat([without, climbed])).sort_values(["layer", "head"])
+    return tp.head_verdicts(pd.concat([without, climbed]), measure="loss").sort_values(["layer", "head"])
+
+
+def measures(model: Any, heads: Sequence[tuple[int, int]] = DRAWN) -> pd.DataFrame:
+    """Verdicts of 24 heads from the loss and from divergences, by what is negligible, on two disjoint sets of texts:
+    causal rungs fitted to two texts, measured on three others."""
+    tables, options = [], {"heads": list(heads), "rungs": LADDER[:1] + LADDER[2:4], "controls": [], "progress": False}
+    for name, some in {"a": texts(model, 10)[::2], "b": texts(model, 10)[1::2]}.items():
+        ladder = tp.attention_ladder(model, some[3:], heldout=some[:3], **options)
+        tables.append(tp.head_verdicts(ladder, measure="loss").assign(texts=name, measure="loss"))
+        for least in (0.0001, 0.0003, 0.001, 0.003, 0.01):
+            found = tp.head_verdicts(ladder, negligible=least)
+            tables.append(found.assign(texts=name, measure="kl", negligible=least))
+    return pd.concat(tables)
+
+
+def rounding(model: Any) -> pd.DataFrame:
+    """What running the model in bfloat16 instead of float32 does to predictions: divergence of four texts, in nats."""
+    tokens = texts(model, 4)
+    with torch.no_grad():
+        exact, rounded = (each(tokens).float().log_softmax(-1) for each in (model, deepcopy(model).to(torch.bfloat16)))
+    kl = (exact.exp() * (exact - rounded)).sum(-1).mean(1)
+    return pd.DataFrame({"text": range(len(kl)), "kl": kl.tolist()})
 
 
 def agreement(found: pd.DataFrame) -> None:
@@ -323,7 +351,7 @@ def ladder(model: Any) -> pd.DataFrame:
     every = tp.attention_ladder(model, fitted, unit="all", **options)
     options["rungs"] = [rung for rung in LADDER if rung != "additive"]
     some = tp.attention_ladder(model, fitted, unit="layer", layers=range(0, model.cfg.n_layers, 3), **options)
-    return pd.concat([every, some, token_frequencies(model, heldout)])
+    return pd.concat([every, some, token_frequencies(model, heldout)]).drop(columns=OF_KL)
 
 
 def static_texts(model: Any, fitted: Sequence[int] = (2, 4, 8)) -> pd.DataFrame:
@@ -332,7 +360,7 @@ def static_texts(model: Any, fitted: Sequence[int] = (2, 4, 8)) -> pd.DataFrame:
     for n in fitted:
         others = texts(model, n + 2)[[k for k in range(n + 2) if k not in (2, 3)]]
         table = tp.attention_ladder(model, others, unit="all", **options)
-        tables.append(table[table["rung"].isin(["static", "mean_output"])].assign(fitted=n))
+        tables.append(table[table["rung"].isin(["static", "mean_output"])].drop(columns=OF_KL).assign(fitted=n))
         print(tables[-1].round(3).to_string(), flush=True)
     return pd.concat(tables)
 
@@ -582,7 +610,8 @@ def downstream_questions(model: Any, questions: int = 100) -> pd.DataFrame:
 
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [interventions, heads, layers, rotation, sufficiency, restored, copying]
-STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, scales]
+STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, measures]
+STUDIES += [rounding, scales]
 STUDIES += [subspaces, as_small, sources, lengths, beyond, downstream_questions]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {

@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
         [NAN, "1", True, 1j],
-        "attention_factor clip confidence distance dropout factor fraction high low lr noise"
+        "attention_factor clip confidence distance dropout factor fraction high low lr negligible noise"
         " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),

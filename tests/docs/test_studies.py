@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "perturbation": {"fractions": (0.05, 0.25)},
     "verdicts": {"heads": [(1, 0)], "of_demo": [(4, 2)]},
     "idle": {"heads": [(1, 0), (0, 1)]},
+    "measures": {"heads": [(1, 0), (0, 1)]},
     "downstream_questions": {"questions": 3},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")

@@ -107,7 +107,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     found = (
         tp.head_verdicts(ladder).query("verdict not in ('no effect', 'not used')").sort_values("gap", ascending=False)
     )
-    recovered = ladder.pivot(index=HEAD, columns="rung", values="recovered").reset_index()
+    recovered = ladder.pivot(index=HEAD, columns="rung", values="recovered_kl").reset_index()
     found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
     assert [row["verdict"] for row in document.rows("ladder")] == found["verdict"].tolist()
     titles = {"gap (nats per token)": "gap", "± standard error": "error", "distance + sink": "distance+sink"}

@@ -45,11 +45,11 @@ def test_heads_are_counted_by_what_explains_most(r: float, distance: float, key:
     assert f"and in {interacting} on neither alone (additivity)" in said
 
 
-def climbed(loss: dict[str, float]) -> pd.DataFrame:
-    """A ladder of one head with these losses; untouched 2, uniform 3, standard error 0.1."""
-    losses = {"uniform": 3.0, **loss, "untouched": 2.0}
-    rows = pd.DataFrame({"rung": list(losses), "loss": list(losses.values()), "control": "none", "causal": True})
-    return rows.assign(recovered=3 - rows["loss"], error=[0.1] + [0.0] * (len(rows) - 1), se=0.01, blocks=10)
+def climbed(kl: dict[str, float], mean: float = 0.5) -> pd.DataFrame:
+    """A ladder of one head with these divergences, and 1 with uniform attention; standard errors of a tenth."""
+    every = {"mean_output": mean, "uniform": 1.0, **kl, "untouched": 0.0}
+    rows = pd.DataFrame({"rung": list(every), "kl": list(every.values()), "control": "none", "causal": True})
+    return rows.assign(recovered_kl=1 - rows["kl"], error_kl=rows["kl"] / 10, se_kl=0.001, blocks=10)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -58,37 +58,39 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     heads = []
     for n, enough in enumerate(["static", "additive", "banded", None, "distance+sink"]):
         good = len(rungs) if enough is None else rungs.index(enough)
-        heads.append(climbed({rung: 2.5 if k < good else 2.01 for k, rung in enumerate(rungs)}).assign(head=n))
-    heads.append(climbed({"first_token": 2.5, "distance": 2.06, "distance+sink": 2.06, "static": 2.01}).assign(head=6))
-    none = climbed({}).assign(head=5, error=[2.0, 0.0])
-    table = pd.concat([*heads, none]).assign(layer=3)
+        heads.append(climbed({rung: 0.5 if k < good else 0.01 for k, rung in enumerate(rungs)}).assign(head=n))
+    heads.append(climbed({"first_token": 0.5, "distance": 0.05, "distance+sink": 0.05, "static": 0.01}).assign(head=6))
+    none = climbed({}, mean=1e-4).assign(head=5)
+    unsure = climbed({"static": 0.01}, mean=1e-3).assign(head=7)
+    table = pd.concat([*heads, none, unsure]).assign(layer=3)
     said = plain(verdict({"ladder": Found(table)}))
-    assert "For 6 of 7 heads, both the head’s mean output and uniform attention in its place raise the loss." in said
+    assert "For 6 of 8 heads the predictions surely diverge by more than 0.001 nats per token" in said
+    assert "with uniform attention there; for 1 this is undecided (ladder)." in said
     counted = "1 distance, 1 static, 1 additive, 1 banded, 1 query-dependent, 1 undecided"
-    assert f"these heads are: {counted} (ladder)" in said
-    assert "These are 7 tests: if no head had an effect, 0.2 would be counted by chance." in said
-    assert "With a false discovery rate of 5 %, 6 remain." in said
+    assert f"the 6 counted are: {counted}." in said
+    assert "These are 8 tests: of heads that diverge by no more than 0.001 nats, at most 0.2 would be counted" in said
+    assert "With the false discovery rate held at 5 %, 6 remain." in said
     subject: Any = type("Subject", (), {"tokens": [0, 1]})()
     page, _ = section("ladder", subject, Found(table))
+    assert "diverge by less than 0.001 nats per token" in " ".join(page.split())
     path = tmp_path / "section.html"
     path.write_text(page)
     document = Document(path)
     letters = [
         letter for trace in document.drawn("Verdict") for letter in np.where(np.isnan(trace["z"]), "", trace["text"])[0]
     ]
-    assert sorted(letter[:1] for letter in letters if letter) == sorted("DSABQ?–")
-    assert sorted(letter[1:] for letter in letters if letter) == ["", "", *["<br>94%"], *["<br>99%"] * 4]
+    assert sorted(letter[:1] for letter in letters if letter) == sorted("DSABQ??·")
+    assert sorted(letter[1:] for letter in letters if letter) == ["", "", "", "<br>95%", *["<br>99%"] * 4]
     of_static = document.drawn("Verdict")[0]["customdata"][0][0]
     low, high = ", ".join(f"{x} 50%" for x in rungs[:3]), ", ".join(f"{x} 99%" for x in rungs[3:])
     assert of_static.endswith(f"<br>recovered: {low}, {high}")
     gaps = [trace["z"][0] for trace in document.drawn("Gap")]
-    assert np.nansum(gaps) == pytest.approx(7.0)
+    assert np.nansum(gaps) == pytest.approx(8.0)
     (banded,) = [row for row in document.rows("ladder") if row["verdict"] == "banded"]
     assert (banded["head"], banded["gap (nats per token)"], banded["distance"]) == ("L3H2", "1.000", "0.500")
+    assert "L3H5" not in {row["head"] for row in document.rows("ladder")}
     alone = Found(none.assign(layer=3))
-    assert "For no single head do its mean output and uniform attention both cost more than noise" in plain(
-        verdict({"ladder": alone})
-    )
+    assert "For 0 of 1 head the predictions surely diverge" in plain(verdict({"ladder": alone}))
     assert "<table" not in section("ladder", subject, alone)[0]
 
 

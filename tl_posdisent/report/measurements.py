@@ -352,7 +352,7 @@ def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
 
 
 def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
-    """Measure uniform attention and the mean output for every head, and the other rungs for heads where both add loss.
+    """Measure uniform attention and the mean output for every head, and the other rungs where neither surely suffices.
 
     Heads with a failed run have no verdict and therefore no rows.
     """

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from markupsafe import Markup
 
-from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
+from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import (
@@ -183,24 +183,25 @@ def _ablation(subject: Subject, found: Found) -> dict[str, Any]:
 def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     rungs, verdicts = found.trained, head_verdicts(found.trained)
     height = map_height(verdicts["layer"].nunique())
-    gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap", signed=True)
-    gaps.update_traces(colorbar_title_text="gap<br>(nats per token)")
+    gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap")
+    gaps.update_traces(colorbar_title_text="divergence<br>(nats per token)")
     values = {
         "held_out": len(subject.tokens) > 1,
+        "negligible": NEGLIGIBLE,
         "verdicts": figure(
             plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height
         ),
-        "gaps": figure(gaps, "Gap: added loss with uniform attention", height=height),
+        "gaps": figure(gaps, "Gap: divergence of the predictions with uniform attention", height=height),
         "table": "",
     }
     shown = verdicts[~verdicts["verdict"].isin(IDLE)].sort_values("gap", ascending=False, kind="stable")
     if shown.empty:
         return values
-    recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered")[[*LADDER]].reset_index()
+    recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered_kl")[[*LADDER]].reset_index()
     listed = shown[[*HEAD, "verdict", "gap", "error"]].merge(recovered, on=HEAD, how="left")
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
     titles |= {"first_token": "first token"}
-    caption = "Heads with an effect: the gap, and the share of it that each pattern recovers"
+    caption = "Heads that are not surely without effect: the gap, and the share of it that each pattern recovers"
     return values | {"table": table("ladder", caption, listed, titles)}
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
-from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
+from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words, looks_at
 from tl_posdisent.report.markup import head_link, part, render, table
 from tl_posdisent.report.measurements import (
@@ -150,26 +150,31 @@ def _ablation_verdict(found: Found) -> list[Markup]:
 
 def _ladder_verdict(found: Found) -> list[Markup]:
     verdicts = head_verdicts(found.trained)
-    n = verdicts["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
-    effective = len(verdicts) - sum(int(n.get(kind, 0)) for kind in IDLE)
-    sure = int((~head_verdicts(found.trained, correction="fdr")["verdict"].isin(IDLE)).sum())
-    if not effective:
-        none = "For no single head do its mean output and uniform attention both cost more than noise in this text {}."
-        return [Markup(none).format(link("ladder"))]
-    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "undecided")
+    used = _used(verdicts)
+    count, unsure = int(used.sum()), int((~used & ~verdicts["verdict"].isin(IDLE)).sum())
     first = Markup(
-        "For {} of {}, both the head’s mean output and uniform attention in its place raise the loss. By the simplest "
-        "attention that recovers 95 % of that loss, these heads are: {} {}."
-    )
+        "For {} of {} the predictions surely diverge by more than {} nats per token, both with the head’s mean output "
+        "in its place and with uniform attention there; for {} this is undecided {}."
+    ).format(count, plural(len(verdicts), "head"), NEGLIGIBLE, unsure, link("ladder"))
+    if not count:
+        return [first]
+    n = verdicts[used]["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
+    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "undecided")
     second = Markup(
-        "These are {} tests: if no head had an effect, {} would be counted by chance. With a false discovery rate of "
-        "5 %, {} remain."
+        "By the simplest attention that recovers 95 % of the divergence under uniform attention, the {} counted are: "
+        "{}."
+    ).format(count, _counted({kind: n[kind] for kind in kinds if kind in n}))
+    third = Markup(
+        "These are {} tests: of heads that diverge by no more than {} nats, at most {} would be counted by chance. "
+        "With the false discovery rate held at 5 %, {} remain."
     )
-    counted = _counted({kind: n[kind] for kind in kinds if kind in n})
-    return [
-        first.format(effective, plural(len(verdicts), "head"), counted, link("ladder")),
-        second.format(len(verdicts), number(0.025 * len(verdicts), 1), sure),
-    ]
+    sure = int(_used(head_verdicts(found.trained, correction="fdr")).sum())
+    return [first, second, third.format(len(verdicts), NEGLIGIBLE, number(0.025 * len(verdicts), 1), sure)]
+
+
+def _used(verdicts: pd.DataFrame) -> pd.Series:
+    """Whether a head surely changes the predictions, with its mean output in its place and with uniform attention."""
+    return ~verdicts["simplest"].isin(["mean_output", "uniform"])
 
 
 def _counted(numbers: Mapping[Any, int]) -> Markup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf, isnan, nan
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import pandas as pd
 
@@ -19,6 +19,7 @@ from .attention_ladder import MEAN
 _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
 _VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
+NEGLIGIBLE: Final = 0.001  # nats per token
 
 Correction = Literal["none", "fdr"]
 """Correction of a verdict's intervals for the number of heads: none, or by the false discovery rate."""
@@ -36,7 +37,7 @@ def head_verdicts(
     share: float = 0.95,
     *,
     measure: Measure | None = None,
-    negligible: float = 0.001,
+    negligible: float = NEGLIGIBLE,
     confidence: float = 0.95,
     correction: Correction = "none",
 ) -> pd.DataFrame:
