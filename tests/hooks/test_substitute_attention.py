@@ -20,8 +20,8 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
+from tl_posdisent.hooks.fitted_attention import fit_in_turn
 from tl_posdisent.hooks.hook_list import any_heads
-from tl_posdisent.hooks.substitute import fit_in_turn
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 BANDS = (1, 3)

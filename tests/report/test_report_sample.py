@@ -150,6 +150,6 @@ def test_a_head_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     rows = {row["head"]: row["loss without it"] for row in document.rows("heads-ablation")}
     assert len(rows) == 8
     assert rows["L1H1"] == "–"
-    assert "of 7 heads it rises by more than" in said(document)
+    assert "nats per token; of 7 heads, " in said(document)
     assert "of 7 heads the predictions surely diverge by more than 0.001 nats" in said(document)
     assert "L1H1" not in {row["head"] for row in document.rows("ladder")}

@@ -29,9 +29,9 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
+from tl_posdisent.hooks.fitted_attention import Stored, attended, fit_in_turn, stored_hooks
 from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
 from tl_posdisent.hooks.patch import check_components, score_hooks
-from tl_posdisent.hooks.substitute import Stored, attended, fit_in_turn, stored_hooks
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.texts import read_texts
 

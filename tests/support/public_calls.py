@@ -113,6 +113,7 @@ OWN: dict[str, dict[str, Any]] = {
     "estimate": {"available": 10**9},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
+    "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
     "logit_difference": {"answers": [3]},

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.rungs import (
-    PER_HEAD,
     RUNGS,
     Rung,
     check_rung_options,
-    fit_rung,
     rung_logits,
-    seen_keys,
 )
-from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
@@ -203,128 +196,11 @@ def _rung(view: View, rung: Rung, bands: Sequence[int], rank: int) -> Tensor:
     if rung == "untouched":
         return scores
     keys = view.vectors[1] if rung == "static" else None
-    return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
+    return with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
 
-def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
+def with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
     """Shift each query's logits by a constant so that the sum of their exponentials equals that of the scores."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     before, after = (x.masked_fill(~inside, -torch.inf).logsumexp(-1, keepdim=True) for x in (wide, logits))
     return torch.where(inside, logits + (before - after), 0.0)
-
-
-def _put_in_hooks(chosen: Chosen, edit: Callable[[View], Tensor], *, of_keys: bool) -> Hooks:
-    call = "substitute_attention(fits)"
-    return hooks_for(chosen, ScoreEdit(call, edit, Order.REPLACE, scores=True, vectors=of_keys, plain=True))
-
-
-@dataclass(frozen=True, eq=False)
-class StoredAttention:
-    """Attention fitted earlier, for some heads of a layer: static heads, or logits of given texts."""
-
-    of: AttentionFit | Float[Tensor, "text head query key"]
-    heads: tuple[int, ...]
-    of_keys: bool = False  # whether it depends on key vectors
-
-    def put_in(self, view: View) -> Tensor:
-        """Return what replaces the running scores of some of the heads."""
-        scores, at = view.scores, [self.heads.index(head) for head in view.heads]
-        if isinstance(self.of, Tensor):
-            return _with_sums_of(scores, self.of[:, at], view.inside)
-        inside = fewest_masks(view.inside)
-        keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
-        return _with_sums_of(scores, self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at), view.inside)
-
-
-def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks:
-    of_keys = any(stored[spec.layer].of_keys for spec, _ in chosen)
-    return _put_in_hooks(chosen, lambda view: stored[view.spec.layer].put_in(view), of_keys=of_keys)
-
-
-Stored = dict[int, StoredAttention]
-"""The stored attention of each layer."""
-
-_OfLayer = tuple[Tensor, Tensor | None]
-Attended = dict[int, _OfLayer]
-"""Scores and keys of each layer in texts of equal length."""
-
-
-def fit_in_turn(
-    model: Any,
-    texts: Sequence[Int[Tensor, "text pos"]],
-    chosen: Chosen,
-    rung: Rung,
-    *,
-    seen: Sequence[Attended] = (),
-    bands: Sequence[int] = BANDS,
-    rank: int = 1,
-) -> Stored:
-    """Fit a rung to what was ``seen``, or layer by layer, each in a run with the fits of earlier layers put in.
-
-    Returns one fit of the chosen heads to all texts (in groups of equal length), or, for rungs with free importances,
-    the logits of each text of a single group.
-    """
-    stored: Stored = {}
-    options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
-    in_turn, of_keys = not any(seen), rung == "static"
-    if in_turn and len(texts) == 1:  # in one pass each layer's fit takes effect at once
-        edit = partial(_fit_and_put_in, stored=stored, **options)
-        _run_under(model, texts[0], joined([]), chosen, edit, of_keys=of_keys)
-        return stored
-    for spec, heads in chosen:
-        hooks, one = stored_hooks([each for each in chosen if each[0].layer in stored], stored), [(spec, heads)]
-        found = [attended(model, tokens, one, hooks, with_keys=of_keys) for tokens in texts] if in_turn else seen
-        stored[spec.layer] = _fit(spec, heads, [each[spec.layer] for each in found], **options)
-    return stored
-
-
-def _fit_and_put_in(view: View, stored: Stored, **options: Any) -> Tensor:
-    keys = view.vectors and view.vectors[1]
-    fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
-    return fit.put_in(view)
-
-
-def _fit(
-    spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[_OfLayer], rung: Rung, bands: Sequence[int], rank: int
-) -> StoredAttention:
-    """Fit a rung to these heads, given their scores and keys."""
-    scores, keys, inside = _side_by_side(spec, of_texts)
-    if rung in PER_HEAD:
-        fit = fit_rung(rung, scores, inside, keys, bands=(), pool=True)
-        return StoredAttention(fit, tuple(heads), of_keys=rung == "static")
-    return StoredAttention(rung_logits(rung, scores, inside, None, bands=bands, rank=rank).float(), tuple(heads))
-
-
-def attended(model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks: Hooks, *, with_keys: bool) -> Attended:
-    """Return the scores (and keys) of these heads in a run with hooks on others."""
-    found: Attended = {}
-
-    def keep(view: View) -> Tensor:
-        found[view.spec.layer] = view.scores, view.vectors and view.vectors[1]
-        return view.scores
-
-    _run_under(model, tokens, hooks, chosen, keep, of_keys=with_keys)
-    return found
-
-
-def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:
-    with applied(model, hooks + _put_in_hooks(chosen, edit, of_keys=of_keys)), running(model) as p:
-        p.run(tokens, stop=max(spec.layer for spec, _ in chosen) + 1)
-
-
-def _side_by_side(
-    spec: AttentionSpec, of_texts: Sequence[_OfLayer]
-) -> tuple[Tensor, Tensor | None, Bool[Tensor, "*mask query key"]]:
-    """Pad scores and keys of texts of unequal lengths, all starting at 0, into one batch; return them and its mask."""
-    longest = max(scores.shape[-1] for scores, _ in of_texts)
-    mask = spec.mask(longest, of_texts[0][0].device)
-    if len(of_texts) == 1:
-        return *of_texts[0], mask
-    scores, masks = [], []
-    for each, _ in of_texts:
-        room = longest - each.shape[-1]
-        scores.append(torch.nn.functional.pad(each, (0, room, 0, room)))
-        inside = torch.arange(longest, device=mask.device) < each.shape[-1]
-        masks.append((mask & inside & inside[:, None]).expand(len(each), 1, -1, -1))
-    keys = [torch.nn.functional.pad(k, (0, 0, 0, 0, 0, longest - k.shape[1])) for _, k in of_texts if k is not None]
-    return torch.cat(scores), torch.cat(keys) if keys else None, torch.cat(masks)

@@ -23,8 +23,9 @@ from tl_posdisent.additive.attention.rungs import (
     n_parameters,
 )
 from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
+from tl_posdisent.hooks.fitted_attention import Attended, Stored, attended, fit_in_turn, stored_hooks
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
-from tl_posdisent.hooks.substitute import BANDS, Attended, Stored, attended, fit_in_turn, rung_hooks, stored_hooks
+from tl_posdisent.hooks.substitute import BANDS, rung_hooks
 from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_parts import dtype_of

@@ -1,0 +1,71 @@
+"""Attention fitted to some texts and put in on others: the ladder's static rungs as hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+
+from tl_posdisent import attention_ladder, capture, fit_attention
+from tl_posdisent.hooks import applied, fitted_attention
+
+TOKENS = zoo.random_tokens(length=12, batch=5)
+FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+pytestmark = pytest.mark.filterwarnings("ignore:a static head's direction")
+
+
+@FEW
+@pytest.mark.parametrize("by", ["distance", "distance+sink", "static"])
+def test_the_loss_is_that_of_the_ladder(kind: str, name: str, by: Any, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = fitted_attention(model, TOKENS[:3], by, layers=1)
+    table = attention_ladder(
+        model, TOKENS[:3], heldout=TOKENS[3:], layers=1, unit="layer", rungs=[by], controls=[], progress=False
+    ).set_index("rung")
+    with torch.no_grad(), applied(model, hooks):
+        log_p = model(TOKENS[3:])[:, :-1].log_softmax(-1)
+    loss = -log_p.gather(-1, TOKENS[3:, 1:, None]).mean()
+    assert loss.item() == pytest.approx(table.loc[by, "loss"], abs=2e-6)
+    assert abs(loss.item() - table.loc["untouched", "loss"]) > 1e-4
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox"))
+def test_the_pattern_is_that_of_the_fit(kind: str, name: str, shared_model: Any) -> None:
+    """All heads of both layers, each fitted in the unmodified model."""
+    model, seen = shared_model(kind, name), list[torch.Tensor]()
+    hooks = fitted_attention(model, TOKENS[:3], "distance+sink")
+    listen = ("blocks.1.attn.hook_pattern", lambda x, hook: seen.append(x.detach()))
+    with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, listen]):
+        model(TOKENS[3:])
+    (scores,) = capture(model, TOKENS[:3], lambda x: x.scores, layers=1)
+    fit = fit_attention(scores, keys=scores.new_zeros(3, 12, 1, 0), sinks=1, pool=True)
+    expected = fit.static_scores(scores.new_zeros(2, 12, 1, 0)).softmax(-1)
+    torch.testing.assert_close(seen[0], expected.to(seen[0]), rtol=1e-3, atol=1e-4)
+
+
+def test_one_text_at_a_time_and_together_are_the_same_fit(shared_model: Any) -> None:
+    """Texts of unequal length are fitted layer by layer, those of equal length in one pass."""
+    model = shared_model("bridge", "llama-gqa")
+    padded = torch.nn.functional.pad(TOKENS[:3], (0, 4))
+    mask = torch.nn.functional.pad(torch.ones_like(TOKENS[:3]), (0, 4))
+    longer = torch.cat([padded, zoo.random_tokens(length=16, batch=1)])
+    outputs = []
+    for tokens, given in ((TOKENS[:3], None), (padded, mask)):
+        with torch.no_grad(), applied(model, fitted_attention(model, tokens, "static", attention_mask=given)):
+            outputs.append(model(TOKENS[3:]))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    full = torch.cat([mask, torch.ones(1, 16, dtype=mask.dtype)])
+    with torch.no_grad(), applied(model, fitted_attention(model, longer, "static", attention_mask=full)):
+        assert (model(TOKENS[3:]) - outputs[0]).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match="by must be 'distance', 'distance\\+sink' or 'static', got 'additive'"):
+        fitted_attention(model, TOKENS, "additive")  # type: ignore[arg-type]
+    hooks = fitted_attention(model, TOKENS[:, :8], "distance")
+    with pytest.raises(ValueError, match="distance"), applied(model, hooks):
+        model(TOKENS)

@@ -1,0 +1,224 @@
+"""Attention of heads fitted to some texts, put in place of their attention on other texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_posdisent.additive.attention.result import AttentionFit
+from tl_posdisent.additive.attention.rungs import PER_HEAD, Rung, fit_rung, rung_logits, seen_keys
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
+from tl_posdisent.hooks.score_components import fewest_masks
+from tl_posdisent.hooks.substitute import BANDS, with_sums_of
+from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import check_choice
+
+FittedRung = Literal["distance", "distance+sink", "static"]
+
+
+def fitted_attention(
+    model: Any,
+    tokens: Tokens,
+    by: FittedRung = "static",
+    *,
+    attention_mask: Tensor | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+) -> Hooks:
+    """Replace the attention of heads by attention that does not depend on the query, fitted to given texts.
+
+    Each head's pattern on ``tokens`` is fitted by minimum Kullback-Leibler divergence (``fit_attention``), in the
+    unmodified model. The result applies to other texts, as long as they are no longer than these:
+
+    * ``"distance"``: ``softmax(d[i - j])``;
+    * ``"distance+sink"``: adds a term for the first token;
+    * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation.
+
+    ``substitute_attention`` fits the running text instead.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
+        tokens: texts to fit, as in ``head_ablation``; for ``"static"``, at least four keys per coordinate of a key
+            vector (a warning says so).
+        by: what the fitted attention depends on.
+        attention_mask: for padded ids.
+        layers, heads: query heads of layers, default all.
+
+    Returns:
+        ``Hooks``, as those of ``substitute_attention``.
+
+    Raises:
+        ValueError: another ``by``; invalid tokens; what ``drop_component`` refuses. While running: a text with
+            distances that do not occur in ``tokens``.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import fitted_attention, substitute_attention
+        >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(4, 128)
+        >>> hooks = fitted_attention(model, tokens[:3], "static", layers=1)
+        >>> hooks
+        fitted_attention(static) on 1 layer × 8 heads
+        >>> def loss(hooks):
+        ...     return model.run_with_hooks(tokens[3:], return_type="loss", fwd_hooks=hooks).item()
+        >>> loss(hooks) < loss(substitute_attention(model, "uniform", layers=1))
+        True
+    """
+    check_choice("by", by, get_args(FittedRung))
+    reading = read_model(model, layers)
+    chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
+    stored: Stored = {}
+    for layers_at_once in [chosen] if len(texts.groups) == 1 else [[each] for each in chosen]:
+        stored |= fit_unmodified(reading.model, [group.tokens for group in texts.groups], layers_at_once, by)
+    return stored_hooks(chosen, stored, f"fitted_attention({by})")
+
+
+def fit_unmodified(model: Any, texts: Sequence[Int[Tensor, "text pos"]], chosen: Chosen, by: Rung) -> Stored:
+    """Fit attention to texts (in groups of equal length) in the unmodified model; one group needs one pass."""
+    stored: Stored = {}
+    if len(texts) == 1:
+
+        def fit(view: View) -> Tensor:
+            keys = view.vectors and view.vectors[1]
+            stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], by, bands=(), rank=1)
+            return view.scores
+
+        _run_under(model, texts[0], joined([]), chosen, fit, of_keys=by == "static")
+        return stored
+    seen = [attended(model, tokens, chosen, joined([]), with_keys=by == "static") for tokens in texts]
+    return fit_in_turn(model, texts, chosen, by, seen=seen)
+
+
+def _put_in_hooks(
+    chosen: Chosen, edit: Callable[[View], Tensor], *, of_keys: bool, call: str = "substitute_attention(fits)"
+) -> Hooks:
+    return hooks_for(chosen, ScoreEdit(call, edit, Order.REPLACE, scores=True, vectors=of_keys, plain=True))
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAttention:
+    """Attention fitted earlier, for some heads of a layer: static heads, or logits of given texts."""
+
+    of: AttentionFit | Float[Tensor, "text head query key"]
+    heads: tuple[int, ...]
+    of_keys: bool = False  # whether it depends on key vectors
+
+    def put_in(self, view: View) -> Tensor:
+        """Return what replaces the running scores of some of the heads."""
+        scores, at = view.scores, [self.heads.index(head) for head in view.heads]
+        if isinstance(self.of, Tensor):
+            return with_sums_of(scores, self.of[:, at], view.inside)
+        inside = fewest_masks(view.inside)
+        keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
+        return with_sums_of(scores, self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at), view.inside)
+
+
+def stored_hooks(
+    chosen: Chosen, stored: Mapping[int, StoredAttention], call: str = "substitute_attention(fits)"
+) -> Hooks:
+    """Return hooks that put in the stored attention of these heads."""
+    of_keys = any(stored[spec.layer].of_keys for spec, _ in chosen)
+    return _put_in_hooks(chosen, partial(_put_in, stored=stored), of_keys=of_keys, call=call)
+
+
+def _put_in(view: View, stored: Mapping[int, StoredAttention]) -> Tensor:
+    return stored[view.spec.layer].put_in(view)
+
+
+Stored = dict[int, StoredAttention]
+"""The stored attention of each layer."""
+
+_OfLayer = tuple[Tensor, Tensor | None]
+Attended = dict[int, _OfLayer]
+"""Scores and keys of each layer in texts of equal length."""
+
+
+def fit_in_turn(
+    model: Any,
+    texts: Sequence[Int[Tensor, "text pos"]],
+    chosen: Chosen,
+    rung: Rung,
+    *,
+    seen: Sequence[Attended] = (),
+    bands: Sequence[int] = BANDS,
+    rank: int = 1,
+) -> Stored:
+    """Fit a rung to what was ``seen``, or layer by layer, each in a run with the fits of earlier layers put in.
+
+    Returns one fit of the chosen heads to all texts (in groups of equal length), or, for rungs with free importances,
+    the logits of each text of a single group.
+    """
+    stored: Stored = {}
+    options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
+    in_turn, of_keys = not any(seen), rung == "static"
+    if in_turn and len(texts) == 1:  # in one pass each layer's fit takes effect at once
+        edit = partial(_fit_and_put_in, stored=stored, **options)
+        _run_under(model, texts[0], joined([]), chosen, edit, of_keys=of_keys)
+        return stored
+    for spec, heads in chosen:
+        hooks, one = stored_hooks([each for each in chosen if each[0].layer in stored], stored), [(spec, heads)]
+        found = [attended(model, tokens, one, hooks, with_keys=of_keys) for tokens in texts] if in_turn else seen
+        stored[spec.layer] = _fit(spec, heads, [each[spec.layer] for each in found], **options)
+    return stored
+
+
+def _fit_and_put_in(view: View, stored: Stored, **options: Any) -> Tensor:
+    keys = view.vectors and view.vectors[1]
+    fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
+    return fit.put_in(view)
+
+
+def _fit(
+    spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[_OfLayer], rung: Rung, bands: Sequence[int], rank: int
+) -> StoredAttention:
+    """Fit a rung to these heads, given their scores and keys."""
+    scores, keys, inside = _side_by_side(spec, of_texts)
+    if rung in PER_HEAD:
+        fit = fit_rung(rung, scores, inside, keys, bands=(), pool=True)
+        return StoredAttention(fit, tuple(heads), of_keys=rung == "static")
+    return StoredAttention(rung_logits(rung, scores, inside, None, bands=bands, rank=rank).float(), tuple(heads))
+
+
+def attended(model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks: Hooks, *, with_keys: bool) -> Attended:
+    """Return the scores (and keys) of these heads in a run with hooks on others."""
+    found: Attended = {}
+
+    def keep(view: View) -> Tensor:
+        found[view.spec.layer] = view.scores, view.vectors and view.vectors[1]
+        return view.scores
+
+    _run_under(model, tokens, hooks, chosen, keep, of_keys=with_keys)
+    return found
+
+
+def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:
+    with applied(model, hooks + _put_in_hooks(chosen, edit, of_keys=of_keys)), running(model) as p:
+        p.run(tokens, stop=max(spec.layer for spec, _ in chosen) + 1)
+
+
+def _side_by_side(
+    spec: AttentionSpec, of_texts: Sequence[_OfLayer]
+) -> tuple[Tensor, Tensor | None, Bool[Tensor, "*mask query key"]]:
+    """Pad scores and keys of texts of unequal lengths, all starting at 0, into one batch; return them and its mask."""
+    longest = max(scores.shape[-1] for scores, _ in of_texts)
+    mask = spec.mask(longest, of_texts[0][0].device)
+    if len(of_texts) == 1:
+        return *of_texts[0], mask
+    scores, masks = [], []
+    for each, _ in of_texts:
+        room = longest - each.shape[-1]
+        scores.append(torch.nn.functional.pad(each, (0, room, 0, room)))
+        inside = torch.arange(longest, device=mask.device) < each.shape[-1]
+        masks.append((mask & inside & inside[:, None]).expand(len(each), 1, -1, -1))
+    keys = [torch.nn.functional.pad(k, (0, 0, 0, 0, 0, longest - k.shape[1])) for _, k in of_texts if k is not None]
+    return torch.cat(scores), torch.cat(keys) if keys else None, torch.cat(masks)
