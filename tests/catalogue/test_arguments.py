@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "": ([], ""),
     "choices": (
         [["no such thing"], 3],
-        "controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
+        "beside controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
     ),
     "count": (
         [0, 2.5, True, "3", NAN],
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
         [NAN, "1", True, 1j],
-        "attention_factor clip confidence distance dropout factor fraction high low lr negligible noise"
+        "attention_factor budget clip confidence distance dropout factor fraction high low lr negligible noise"
         " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
@@ -104,6 +104,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "samples": ([None, "ids", [1.0]], "labels"),
     "token mask": ([NAN, "mask", torch.ones(5), numbers(2, 12)], "attention_mask heldout_mask reference"),
     "distances": ([[], [NAN], "near", [[1, 2]]], "distances far near"),
+    "counts": ([[], [0], "x", [0.5], 3], "counts"),
     "fractions": ([[], [NAN], "x", [2.0]], "fractions"),
     "lengths": ([[0, 12, 4], [0, 400], [], "x", [NAN]], "lengths"),
     "positions": ([torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j], "positions"),
@@ -203,7 +204,7 @@ WITHOUT_KIND = words_of(
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
     *("DistanceSources", "Estimate", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
-    *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares"),
+    *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares", "ReplaceableHeads"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
 

@@ -55,6 +55,13 @@ def synthetic(**changed: Any) -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
 
 
+class OfModel:
+    """A good value that is made for the model of the call, of all heads."""
+
+    def __init__(self, make: Function) -> None:
+        self.make = make
+
+
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "text": TOKENS,
@@ -113,6 +120,7 @@ OWN: dict[str, dict[str, Any]] = {
     "estimate": {"available": 10**9},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
+    "replaceable_heads": {"heldout": TOKENS, "interventions": OfModel(tp.ablate_heads)},
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
@@ -193,7 +201,8 @@ def call(function: Function, /, *model: Any, **changed: Any) -> Any:
             good = GOOD | good
             assert parameter.name in good, f"say in GOOD what a good {parameter.name} of {name} is"
         if parameter.name in good:
-            arguments[parameter.name] = good[parameter.name]
+            value = good[parameter.name]
+            arguments[parameter.name] = value.make(arguments["model"], None) if isinstance(value, OfModel) else value
     result = function(**arguments)
     if isinstance(result, Iterator):
         return next(result)

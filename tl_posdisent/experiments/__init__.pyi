@@ -19,6 +19,8 @@ from .causal.metrics import logit_difference as logit_difference
 from .causal.patching import component_patching as component_patching
 from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
+from .causal.replaceable_heads import ReplaceableHeads as ReplaceableHeads
+from .causal.replaceable_heads import replaceable_heads as replaceable_heads
 from .cost import Estimate as Estimate
 from .cost import estimate as estimate
 from .model_check import check_model as check_model

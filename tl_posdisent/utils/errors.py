@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ArgumentError(ValueError):
     """An invalid argument: its name, and then what is needed, what was given and what to do.
@@ -29,3 +32,20 @@ class ContextExceeded(ArgumentError):
         super().__init__(argument, problem)
         self.args = argument, problem, length, context  # the arguments with which pickle recreates it
         self.length, self.context = length, context
+
+
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """Give errors about arguments in the block the names that the caller's own arguments have.
+
+    >>> with naming(tokens="heldout"):
+    ...     raise ArgumentError("tokens", "must have two positions")
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: heldout must have two positions
+    """
+    try:
+        yield
+    except ArgumentError as error:
+        if type(error) is not ArgumentError or error.argument not in names:
+            raise
+        raise ArgumentError(names[error.argument], error.problem) from error

@@ -32,7 +32,7 @@ from tl_posdisent.models.reading.model_parts import dtype_of
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.tables import progress_bar
@@ -144,7 +144,8 @@ def attention_ladder(
     check_seed(seed)
     reading = read_model(model, layers)
     fitted = read_texts(reading.model, tokens, attention_mask)
-    texts = fitted if heldout is None else read_texts(reading.model, heldout, heldout_mask)
+    with naming(tokens="heldout", attention_mask="heldout_mask"):
+        texts = fitted if heldout is None else read_texts(reading.model, heldout, heldout_mask)
     if heldout is None and heldout_mask is not None:
         raise ArgumentError("heldout_mask", "must be None without heldout")
     if metric is not None:

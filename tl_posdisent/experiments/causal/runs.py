@@ -38,7 +38,7 @@ from tl_posdisent.models.reading.model_parts import dtype_of, hook_name
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, read_texts
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.precision import apart, mismatch
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import progress_bar
@@ -376,7 +376,8 @@ def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> T
         raise ArgumentError(
             "source", f"must have the shape of tokens, {tuple(texts.tokens.shape)}, got {tuple(source.shape)}"
         )
-    other = read_texts(model, source, attention_mask if as_ids else None)
+    with naming(tokens="source"):
+        other = read_texts(model, source, attention_mask if as_ids else None)
     if other.lengths != texts.lengths:
         raise ArgumentError("source", f"must be texts as long as those of tokens, {texts.lengths}, got {other.lengths}")
     return other

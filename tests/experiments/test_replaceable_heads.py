@@ -1,0 +1,111 @@
+"""Heads replaced together: the order by curvature, the measured curve, and the set within a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import zoo
+
+from tl_posdisent import ablate_heads, demo_tokens, dummy_distance, head_effects, load_demo_model, replaceable_heads
+from tl_posdisent.hooks import applied, fitted_attention, lambda_mask, substitute_attention
+
+TOKENS = zoo.random_tokens(length=9, batch=4)
+FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom"))
+QUIET: dict[str, Any] = {"heldout": TOKENS[2:], "progress": False}
+
+
+def loss(model: Any, hooks: Any) -> torch.Tensor:
+    """One number for each token."""
+    with torch.no_grad(), applied(model, hooks):
+        log_p = model(TOKENS[2:])[:, :-1].log_softmax(-1)
+    return -log_p.gather(-1, TOKENS[2:, 1:, None])[..., 0]
+
+
+@FEW
+def test_the_curve_is_that_of_a_loop(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = substitute_attention(model, "uniform")
+    found = replaceable_heads(model, TOKENS[:2], hooks, counts=[1, 5, 16], beside=["random", "first order"], **QUIET)
+    effects = head_effects(model, TOKENS[:2], {"x": hooks}, exact=0, audit=0, progress=False)
+    ordered = effects.sort_values("curvature")
+    assert found.order[["layer", "head"]].values.tolist() == ordered[["layer", "head"]].values.tolist()
+    assert found.order["rank"].tolist() == list(range(1, 17))
+    assert found.curve["heads"].tolist() == [0, 1, 5, 16] * 3
+    plain, curve = loss(model, []), found.curve.set_index(["order", "heads"])
+    for by, order in (("curvature", ordered), ("first order", effects.sort_values("first"))):
+        for n in (1, 5, 16):
+            pairs = [(int(layer), int(head)) for layer, head in order[["layer", "head"]].values[:n]]
+            changed = loss(model, substitute_attention(model, "uniform", heads=pairs)) - plain
+            assert curve.loc[(by, n), "added_loss"] == pytest.approx(changed.mean().item(), abs=2e-6)
+    assert len({round(x, 6) for x in curve["added_loss"].xs(16, level=1)}) == 1  # all heads, in any order
+    assert curve.loc[("random", 5), "added_loss"] != curve.loc[("curvature", 5), "added_loss"]
+    assert (curve["added_loss"].xs(0, level=1) == 0).all()
+    assert (curve["kl"].drop(0, level=1) > 0).all()
+
+
+@FEW
+def test_the_set_within_the_budget_is_the_last_below_it(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = ablate_heads(model, None)
+    whole = replaceable_heads(model, TOKENS[:2], hooks, counts=range(1, 17), budget=100, **QUIET)
+    costs = whole.curve[whole.curve["order"] == "curvature"]["added_loss"].to_numpy()
+    assert whole.n == 16
+    for budget in np.quantile(costs[costs > 0], [0.3, 0.8]):
+        found = replaceable_heads(model, TOKENS[:2], hooks, budget=float(budget), beside=[], **QUIET)
+        own = found.curve.set_index("heads")["added_loss"]
+        assert own[found.n] <= budget < own[found.n + 1]  # known to the head
+        assert (own[own.index <= found.n] <= budget).sum() >= (own.index <= found.n).sum() - 1
+        assert f"{found.n} of 16 heads within {budget:g} nats per token" in repr(found)
+        assert (loss(model, found.hooks()) - loss(model, [])).mean().item() == pytest.approx(own[found.n], abs=2e-6)
+        with pytest.raises(ValueError, match="n must be an integer from 0 to 16, got 17"):
+            found.hooks(17)
+
+
+def test_each_head_takes_its_cheapest_intervention(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    several = {
+        "zero": ablate_heads(model, None),
+        "near": dummy_distance(model, 1, layers=0),
+        "window": lambda_mask(model, 1, 3, 9),
+    }
+    found = replaceable_heads(model, TOKENS[:2], several, counts=[8], **QUIET)
+    effects = head_effects(model, TOKENS[:2], several, exact=0, audit=0, progress=False)
+    cheapest = effects.loc[effects.groupby(["layer", "head"])["curvature"].idxmin()].set_index(["layer", "head"])
+    for row in found.order.itertuples():
+        assert cheapest.loc[(row.layer, row.head), "intervention"] == row.intervention
+        assert cheapest.loc[(row.layer, row.head), "curvature"] == row.curvature
+    assert found.order["intervention"].nunique() > 1
+    frame = found.hooks(8).to_frame()
+    assert sorted(map(tuple, frame[["layer", "head"]].drop_duplicates().values.tolist())) == sorted(
+        map(tuple, found.order[["layer", "head"]].values[:8].tolist())
+    )
+
+
+def test_static_heads_of_the_demo_model_cost_least_in_this_order() -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=12 * 64).view(12, 64)
+    static = fitted_attention(model, tokens[:6])
+    options: dict[str, Any] = {"heldout": tokens[9:], "progress": False, "counts": [10, 20, 30]}
+    found = replaceable_heads(model, tokens[6:9], static, **options)
+    curve = found.curve.pivot(index="heads", columns="order", values="added_loss")
+    assert (curve["curvature"] < curve["random"])[[10, 20, 30]].all()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    hooks = ablate_heads(model, None)
+    own = {"x": [("blocks.0.attn.hook_pattern", lambda x, hook: x)]}
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (own, {}, "interventions must be hooks of this package, got functions of your own in 'x'"),
+        (hooks, {"counts": [17]}, "counts must be an integer from 1 to 16, got 17"),
+        (hooks, {"counts": []}, "counts must be numbers of heads"),
+        (hooks, {"budget": 0}, "budget must be"),
+        (hooks, {"draws": 0}, "draws must be"),
+        (hooks, {"beside": ["best"]}, "beside must be"),
+    ]
+    for interventions, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            replaceable_heads(model, TOKENS[:2], interventions, **QUIET | options)
