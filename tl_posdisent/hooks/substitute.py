@@ -143,7 +143,7 @@ def substitute_attention(
     * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation;
     * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance for each key;
     * ``"banded"``: separate importances in each band of distances;
-    * ``"low-rank"``: adds ``u_i · v_j`` of a small rank to the banded fit, which is kept fixed (a local optimum: 100
+    * ``"low-rank"``: adds ``u_i · v_j`` of a small rank to the banded fit, which is kept fixed (a local optimum: 120
       steps of L-BFGS from the leading singular vectors);
     * ``"untouched"``: the scores as they are, bit for bit.
 

@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.fit import fit_attention
+from tl_posdisent.additive.attention.lbfgs import minimise
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.errors import ArgumentError
@@ -135,7 +136,7 @@ def n_parameters(
     return counts[rung]
 
 
-_STEPS = 100
+_STEPS = 120
 _PENALTY = 1e-4  # nats per unit of u² or v²; without it, u or v is arbitrary where a query sees one key or a key gets 0
 
 Cells = Float64[Tensor, "query key"]
@@ -166,23 +167,16 @@ def _fit_one(p: Cells, base: Cells, rank: int) -> Cells:
     p, base = p[rows], base[rows]
     u, s, v = torch.linalg.svd(p - base.softmax(-1), full_matrices=False)
     inside, size = base > -torch.inf, s[:rank].sqrt()
-    factors = [(u[:, :rank] * size).contiguous(), (v[:rank].mT * size).contiguous()]
-    search = torch.optim.LBFGS(
-        factors, max_iter=_STEPS, tolerance_grad=1e-5, tolerance_change=1e-7, line_search_fn="strong_wolfe"
-    )
+    n = u[:, :rank].numel()
 
-    def divergence() -> Tensor:
-        value, gradients = _value_and_gradients(p, base, *factors)
-        for factor, gradient in zip(factors, gradients, strict=True):
-            factor.grad = gradient
-        return value
+    def divergence(factors: Tensor) -> tuple[float, Tensor]:
+        value, gradients = _value_and_gradients(p, base, factors[:n].view(len(u), -1), factors[n:].view(v.shape[1], -1))
+        return float(value), torch.cat([gradient.flatten() for gradient in gradients])
 
-    before, start = divergence(), [factor.clone() for factor in factors]
-    search.step(divergence)
-    if not bool(divergence() <= before):
-        factors = start
+    start = torch.cat([(u[:, :rank] * size).flatten(), (v[:rank].mT * size).flatten()])
+    found = minimise(divergence, start, steps=_STEPS, gradient=1e-5, change=1e-7)
     term = p.new_zeros(len(rows), p.shape[-1])
-    term[rows] = torch.where(inside, factors[0] @ factors[1].mT, 0.0)
+    term[rows] = torch.where(inside, found[:n].view(len(u), -1) @ found[n:].view(v.shape[1], -1).mT, 0.0)
     return term
 
 
