@@ -315,11 +315,12 @@ def measures(model: Any, heads: Sequence[tuple[int, int]] = DRAWN) -> pd.DataFra
     tables, options = [], {"heads": list(heads), "rungs": LADDER[:1] + LADDER[2:4], "controls": [], "progress": False}
     for name, some in {"a": texts(model, 10)[::2], "b": texts(model, 10)[1::2]}.items():
         ladder = tp.attention_ladder(model, some[3:], heldout=some[:3], **options)
-        tables.append(tp.head_verdicts(ladder, measure="loss").assign(texts=name, measure="loss"))
-        for least in (0.0001, 0.0003, 0.001, 0.003, 0.01):
-            found = tp.head_verdicts(ladder, negligible=least)
-            tables.append(found.assign(texts=name, measure="kl", negligible=least))
-    return pd.concat(tables)
+        cases: list[dict[str, Any]] = [{"measure": "loss"}]
+        cases += [{"measure": "kl", "negligible": least} for least in (0.0001, 0.0003, 0.001, 0.003, 0.01)]
+        for case in cases:
+            found, estimates = (tp.head_verdicts(ladder, confidence=x, **case) for x in (0.95, 0))
+            tables.append(found.assign(texts=name, estimate=estimates["verdict"], **{"negligible": None} | case))
+    return pd.concat(tables).astype({"negligible": float})
 
 
 def rounding(model: Any) -> pd.DataFrame:
