@@ -283,6 +283,30 @@ def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str,
     assert tables[0]["curvature"].median() > 1e-4
 
 
+def test_interventions_by_name(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    named: dict[str, Any] = {
+        "zero": "ablate_heads",
+        "mean": ["ablate_heads", {"mode": "mean"}],
+        "d": ("dummy_distance", {"distance": 2}),
+        "u": ("substitute_attention", {"by": "uniform", "layers": [1]}),
+    }
+    made = {
+        "zero": ablate_heads(model, None),
+        "mean": ablate_heads(model, None, mode="mean", reference=TOKENS),
+        "d": dummy_distance(model, 2),
+        "u": substitute_attention(model, "uniform", layers=1),
+    }
+    pd.testing.assert_frame_equal(effects(model, named), effects(model, made))
+    for wrong, message in (
+        ("applied", "'x': 'applied' is none of ablate_heads, "),
+        (("dummy_distance", {}), "'x': .*missing 1 required positional argument: 'distance'"),
+        (("dummy_distance", {"distance": "far"}), "'x': distance must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            effects(model, {"x": wrong})
+
+
 @FEW
 def test_rows_are_those_of_the_heads_that_change(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)

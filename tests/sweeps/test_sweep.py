@@ -115,6 +115,16 @@ def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> No
         pd.testing.assert_frame_equal(shown, direct[shared], check_exact=True)
 
 
+def test_interventions_by_name_are_arguments_of_a_job(tmp_path: Path) -> None:
+    interventions = {"d": ["dummy_distance", {"distance": 5}], "mean": ["ablate_heads", {"mode": "mean"}]}
+    arguments = {"interventions": interventions, "layers": [4], "draws": 1, "exact": 2, "audit": 2}
+    todo = jobs("demo", ("head_effects", arguments), Text.of("demo", length=32, count=2), seeds=[3])
+    table = sweep(todo, out=tmp_path, progress=False)
+    tokens = Text.of("demo", length=32, count=2).tokens(load_demo_model())
+    direct = tl_posdisent.head_effects(load_demo_model(), tokens, **arguments, seed=3, progress=False)
+    pd.testing.assert_frame_equal(measured(table)[direct.columns].astype(direct.dtypes), direct, rtol=1e-5)
+
+
 def test_beginnings_of_the_demo_text_are_demo_tokens() -> None:
     assert torch.equal(Text.of("demo", length=100).tokens(load_demo_model()), demo_tokens(length=100))
     later = Text.of("demo", length=51, count=2, first=1).tokens(load_demo_model())

@@ -34,8 +34,11 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed
 
-Interventions = Mapping[str, Sequence[Hook]] | Hooks
-"""Hooks by name, or hooks of one intervention."""
+Call = str | tuple[str, Mapping[str, Any]]
+"""A function of ``tl_posdisent.hooks`` by its name, or its name and arguments."""
+
+Interventions = Mapping[str, Sequence[Hook] | Call] | Hooks
+"""Interventions by name, or hooks of one intervention."""
 
 
 def head_effects(
@@ -65,7 +68,9 @@ def head_effects(
         tokens: as in ``head_ablation``; each text is run alone.
         interventions: hooks by name, such as ``{"zero": ablate_heads(model, None), "5": dummy_distance(model, 5)}``.
             One list may change all heads: each head has a row of its own, in which the others are unmodified. Your own
-            hooks ``(name, function)`` may change attention too, for instance a pattern.
+            hooks ``(name, function)`` may change attention too, for instance a pattern. A function of
+            ``tl_posdisent.hooks`` can be given by name, or by name and arguments: ``("dummy_distance", {"distance":
+            5})`` (for sweeps, which store arguments as JSON; a mean is then that of ``tokens``).
         metric: as in ``head_ablation``, computed by torch operations that record gradients. It is called with each text
             alone if it is the loss or a ``logit_difference``, otherwise with all texts at once.
         draws: draws of labels for each text. With 0, there is no ``curvature``. Its relative error for one head is
@@ -113,7 +118,7 @@ def head_effects(
     with torch.inference_mode(False):  # tensors of this mode cannot be in a graph
         texts = read_texts(model, tokens.clone() if isinstance(tokens, Tensor) else tokens, attention_mask)
         parts = parts_of(texts, metric)
-    items = items_of(model, interventions, rows_by_layer(reading, among, heads))
+    items = items_of(model, interventions, rows_by_layer(reading, among, heads), texts)
     names = {item.name: n for n, item in enumerate(items)}
     n_runs = sum(min(exact + audit, item.n_rows) for item in items)
     total = len(texts.tokens) * (2 + draws + (len(items) + n_runs) / 2)

@@ -128,7 +128,8 @@ def replaceable_heads(
     check_seed(seed)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
-    found = items_of(model, interventions, rows_by_layer(reading, among, heads))
+    texts = read_texts(model, tokens, attention_mask)
+    found = items_of(model, interventions, rows_by_layer(reading, among, heads), texts)
     if own := [item.name for item in found if not item.divisible]:
         raise ArgumentError("interventions", f"must be hooks of this package, got functions of your own in {own[0]!r}")
     items = {item.name: item for item in found}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tl_posdisent import hooks as tools
 from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, next_token_loss
 from tl_posdisent.hooks.ablate import by_heads
 from tl_posdisent.hooks.applied import check_hooks
@@ -66,8 +68,8 @@ def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
     return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
 
 
-def items_of(model: Any, interventions: Any, rows: Rows) -> list[Item]:
-    """Validate interventions, and find the rows of each.
+def items_of(model: Any, interventions: Any, rows: Rows, texts: Texts) -> list[Item]:
+    """Validate interventions, make the hooks of those that are given by name, and find the rows of each.
 
     Raises:
         ValueError: what is not a mapping from names to hooks, or one list of hooks; hooks that act on no chosen head.
@@ -80,7 +82,7 @@ def items_of(model: Any, interventions: Any, rows: Rows) -> list[Item]:
     items = []
     for name, hooks in interventions.items():
         try:
-            hooks = hooks if isinstance(hooks, Hooks) else check_hooks(model, hooks)
+            hooks = _hooks(model, hooks, texts)
         except ValueError as error:
             raise ArgumentError("interventions", f"must be hooks by name; {name!r}: {error}") from error
         item = Item(name, hooks, rows)
@@ -92,6 +94,34 @@ def items_of(model: Any, interventions: Any, rows: Rows) -> list[Item]:
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
         items.append(item)
     return items
+
+
+def _hooks(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
+    """Return hooks as they are, or make those of a function of ``tl_posdisent.hooks``: its name, or name and arguments.
+
+    A mean without a reference is that of the texts.
+    """
+    name, arguments = given if _is_call(given) else (given, {})
+    if not isinstance(name, str):
+        return given if isinstance(given, Hooks) else check_hooks(model, given)
+    makers = {
+        x
+        for x in dir(tools)
+        if callable(getattr(tools, x)) and signature(getattr(tools, x)).return_annotation == "Hooks"
+    }
+    if name not in makers:
+        raise ValueError(f"{name!r} is none of {', '.join(sorted(makers))}")
+    options: dict[str, Any] = {"heads": None} if name == "ablate_heads" else {}
+    if arguments.get("mode") == "mean" and "reference" not in arguments:
+        options["reference"] = texts
+    try:
+        return getattr(tools, name)(model, **options | dict(arguments))  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _is_call(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Mapping)
 
 
 def _rows_changed(item: Item) -> Rows:
