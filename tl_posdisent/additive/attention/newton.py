@@ -246,18 +246,17 @@ def _sweep(problem: Problem, x: Coefficients) -> Point:
 def _line_search(problem: Problem, here: Point, step: Coefficients) -> Coefficients:
     """Halve the step of each system until it lowers the objective sufficiently; keep the point if no step does."""
     slope = (here.gradient * step).sum(-1, keepdim=True)
-    length = torch.ones_like(slope)
     rounding = 1e-11 * here.value.abs().clamp_min(1)
-    good = slope == 0
-    moved = here.x.clone()
+    moved, length = here.x.clone(), 1.0
+    left = (slope[:, 0] != 0).nonzero()[:, 0]  # the systems that search
     for _ in range(_MAX_HALVINGS):
-        if bool(good.all()):
+        if not len(left):
             break
-        there = Point.at(problem, torch.addcmul(here.x, length, step))
-        enough = there.value <= here.value + 1e-4 * length * slope + rounding
-        moved = torch.where(enough & ~good, there.x, moved)
-        good = good | enough
-        length = torch.where(good, length, length / 2)
+        part = problem if len(left) == len(moved) else problem.select(left)
+        there = Point.at(part, torch.add(here.x[left], step[left], alpha=length))
+        enough = (there.value <= here.value[left] + 1e-4 * length * slope[left] + rounding[left])[:, 0]
+        moved[left[enough]] = there.x[enough]
+        left, length = left[~enough], length / 2
     return moved
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -318,7 +319,6 @@ class AttentionSums:
 
     log_z: Float64[Tensor, "system text query"]
     marginals: Stacked
-    diagonal: Stacked
     tiles: list[slice]
 
     def __init__(self, layout: Layout, stacked: Stacked, *, direct: bool = False) -> None:
@@ -330,10 +330,9 @@ class AttentionSums:
             self._fourier = FourierSums(layout, stacked, self.tiles)
             self.tiles = self._fourier.unsafe
             self.log_z, self.marginals = self._fourier.log_z.clone(), self._fourier.marginals.clone()
-            self.diagonal = self._fourier.diagonal()
         else:
             self.log_z = stacked.new_zeros(*stacked.shape[:-1], layout.n_query)
-            self.marginals, self.diagonal = torch.zeros_like(stacked), torch.zeros_like(stacked)
+            self.marginals = torch.zeros_like(stacked)
         n_cells = sum((r.stop - r.start) * (c.stop - c.start) for r, c in ((r, layout.columns(r)) for r in self.tiles))
         self._stored: list[Tensor] | None = [] if n_cells * stacked[..., 0].numel() <= _STORED else None
         for rows in self.tiles:
@@ -344,10 +343,16 @@ class AttentionSums:
             if self._stored is not None:
                 self._stored.append(pattern)
             layout.add_sums(self.marginals, pattern, rows, layout.columns(rows))
-            layout.add_sums(self.diagonal, pattern * (1 - pattern), rows, layout.columns(rows))
-        used = layout.counts > 0
-        self.marginals *= used  # where there are no cells, transforms leave rounding errors
-        self.diagonal *= used
+        self.marginals *= layout.counts > 0  # where there are no cells, transforms leave rounding errors
+
+    @cached_property
+    def diagonal(self) -> Stacked:
+        """Sums of ``p (1 - p)``, computed when a step needs them: most evaluations do not."""
+        out = torch.zeros_like(self._stacked) if self._fourier is None else self._fourier.diagonal()
+        for n, rows in enumerate(self.tiles):
+            pattern = self._pattern(n)
+            self._layout.add_sums(out, pattern * (1 - pattern), rows, self._layout.columns(rows))
+        return out.mul_(self._layout.counts > 0)
 
     def product(self, x: Stacked) -> Stacked:
         """Multiply the Hessian of ``Σ log Z`` by ``x``: marginals of the pattern times ``x - mean per query``.
@@ -356,15 +361,18 @@ class AttentionSums:
         """
         out = torch.zeros_like(x) if self._fourier is None else self._fourier.product(x)
         for n, rows in enumerate(self.tiles):
-            columns = self._layout.columns(rows)
-            if self._stored is not None:
-                pattern = self._stored[n]
-            else:
-                pattern = self._logits(rows).sub_(self.log_z[..., rows, None]).exp_()
+            columns, pattern = self._layout.columns(rows), self._pattern(n)
             weighted = self._layout.spread(x, rows, columns).mul_(pattern)
             mean = weighted.sum(-1, keepdim=True)
             self._layout.add_sums(out, weighted.addcmul_(pattern, mean, value=-1), rows, columns)
         return out.mul_(self._layout.counts > 0)
+
+    def _pattern(self, tile: int) -> Float64[Tensor, "system text row column"]:
+        """Return a tile's part of the pattern, which must not be written to."""
+        if self._stored is not None:
+            return self._stored[tile]
+        rows = self.tiles[tile]
+        return self._logits(rows).sub_(self.log_z[..., rows, None]).exp_()
 
     def _logits(self, rows: slice) -> Float64[Tensor, "system text row column"]:
         columns = self._layout.columns(rows)
