@@ -166,6 +166,9 @@ NEITHER = "undecided between not used and static"
         (0.0005, 0.0005 / T9 / 2 * 1.01, NEITHER),
         (0.0015, 0.0005 / T9 * 1.01, NEITHER),  # above: the error itself
         (0.0015, 0.0005 / T9 * 0.99, "static"),
+        (0.0001, 0.0009 / T9 / 3 * 0.99, "not used"),  # tripled at most
+        (0.0001, 0.0009 / T9 / 3 * 1.01, NEITHER),
+        (1e-8, 2e-8, "not used"),  # rounding
         (0.0, 0.0, "not used"),
         (-1e-9, 1e-9, "not used"),  # rounding
         (0.0005, np.nan, NEITHER),
@@ -193,6 +196,8 @@ def test_the_simplest_rung_that_recovers_the_divergence() -> None:
         (0.05 + 0.004 * T9 * 0.99, "undecided between distance and query-dependent"),
         (surely * 1.001, "undecided between distance and query-dependent"),
         (surely * 0.999, "distance"),
+        (0.016, "distance"),
+        (0.001, "distance"),  # an error is tripled at most
         (0.0, "distance"),
     ):
         table = divergent({**ends, "first_token": (0.9, 0.01), "distance": (left, 0.01), "banded": (0.3, 0.01)})

@@ -20,6 +20,7 @@ _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first tok
 _VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
 NEGLIGIBLE: Final = 0.001  # nats per token
+_SCALED = 3.0  # how often the error of a mean below its threshold may be scaled up
 
 Correction = Literal["none", "fdr"]
 """Correction of a verdict's intervals for the number of heads: none, or by the false discovery rate."""
@@ -78,8 +79,8 @@ def head_verdicts(
             not significantly below or above leaves these verdicts undecided. Not read with the other measures.
         confidence: confidence of each two-sided interval, at least 0 (only the estimates) and below 1. A verdict has
             the same confidence, given the fits, unless several rungs recover almost ``share``. Below a threshold, the
-            error of a divergence is scaled up to the threshold: divergences of blocks are skewed, so their mean and its
-            error are often too small together.
+            error of a divergence is scaled up to the threshold, at most three times: divergences of blocks are skewed,
+            so their mean and its error are often too small together.
         correction: correction for the number of heads. With ``"none"``, ``(1 - confidence) / 2 * n`` of n heads that
             are not used are expected to be called used by chance (with ``"kl"``, at most as many, and hardly any whose
             divergence is well below ``negligible``). With ``"fdr"``, the expected share of such heads among those
@@ -194,11 +195,12 @@ def _below(value: float, error: float, threshold: float, df: float) -> tuple[boo
     """Whether a divergence, or a ratio of two, is at most a threshold, and the confidence with which it is so or not.
 
     Blocks' divergences are skewed: without a rare large one both the mean and its error are too small. The error of a
-    mean below the threshold is therefore scaled by ``threshold / value``, as if it were a constant part of the mean.
+    mean below the threshold is therefore scaled by ``threshold / value``, as if it were a constant part of the mean,
+    but at most tripled: means are not that much too small, and below rounding an error is no part of its mean.
     """
     if value <= 0:  # equal up to rounding
         return True, 1.0
-    scaled = error * max(1.0, threshold / value)
+    scaled = error * min(_SCALED, max(1.0, threshold / value))
     return value <= threshold, significance(abs(value - threshold), scaled, df)
 
 
