@@ -434,6 +434,17 @@ def test_many_layers_are_drawn_below_each_other_and_long_axes_skip_names() -> No
     assert dict(zip(axis.tickvals, axis.ticktext, strict=True))["4"] == f"{2 * np.pi * 16:.0f}"
 
 
+def test_shares_on_hovering_are_those_of_the_measure() -> None:
+    rungs = pd.DataFrame({"layer": 0, "head": 0, "rung": ["static"], "recovered": 0.25, "recovered_kl": 0.75})
+    one = HEAD_VERDICTS.iloc[:1].assign(layer=0, head=0)
+    for measure, share in (("loss", "25%"), ("metric", "25%"), ("kl", "75%"), (None, "75%")):
+        one.attrs = {} if measure is None else {"measure": measure}
+        (heat,) = plot_verdicts(one, rungs=rungs).data
+        assert heat.customdata[0][0].endswith(f"<br>recovered: static {share}")
+    (heat,) = plot_verdicts(one, rungs=rungs.drop(columns="recovered_kl")).data
+    assert heat.customdata[0][0].endswith("<br>recovered: static 25%")
+
+
 def test_verdicts_have_their_colours_and_are_counted() -> None:
     figure = plot_verdicts(HEAD_VERDICTS.sample(frac=1, random_state=0))
     (heat,) = figure.data
