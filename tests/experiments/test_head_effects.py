@@ -397,7 +397,7 @@ def test_the_largest_estimates_and_a_random_sample_are_run(kind: str, name: str,
         others = run.drop(index=largest)
         audit, top = table.attrs["audit"][intervention], run["exact"].abs().nlargest(3).index
         assert audit["rank_correlation"] == pytest.approx(spearmanr(others["estimate"].abs(), others["exact"].abs())[0])
-        assert (audit["exact"], audit["audited"], audit["missed"]) == (3, 6, len(set(top) - set(largest)))
+        assert (audit["exact"], audit["audited"], audit["overlooked"]) == (3, 6, len(set(top) - set(largest)))
         drawn.append(tuple(others["head"] + 8 * others["layer"]))
     assert len(set(drawn)) == len(drawn)  # another sample for each intervention
     again = effects(model, hooks, exact=3, audit=6)

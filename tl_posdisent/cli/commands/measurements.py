@@ -219,7 +219,8 @@ def effects(
       estimate                    first + curvature
       exact                       added loss in a run with this head changed (if it was run)
       kl                          divergence of the predictions in that run, nats per token
-      …_se                        standard errors over texts
+      first_se, curvature_se, estimate_se, exact_se, kl_se
+                                  standard errors over texts
 
     Examples:
       tl-posdisent effects
@@ -252,7 +253,7 @@ def effects(
         shown += [
             f"run exactly: the {found['exact']} largest estimates and {found['audited']} random other heads; among the "
             f"latter, rank correlation of estimates and effects {found['rank_correlation']:.2f}; "
-            f"{found['missed']} of them belong among the largest"
+            f"{found['overlooked']} of them belong among the largest"
         ]
     return shown
 

@@ -92,7 +92,7 @@ def head_effects(
 
         ``attrs["audit"]`` has for each intervention the numbers of heads run as the largest (``exact``) and at random
         (``audited``), the rank correlation of estimates and exact effects among the latter (``rank_correlation``, by
-        size), and how many of these belong among the largest known effects and were not chosen (``missed``).
+        size), and how many of these belong among the largest known effects and were not chosen (``overlooked``).
 
     Raises:
         ValueError: interventions that are not hooks of this model, act on none of the chosen heads or combine several
@@ -192,6 +192,6 @@ def _audit(some: pd.DataFrame, chosen: dict[int, bool]) -> dict[str, float | int
     drawn = [row for row in run if not chosen[row]]
     ranks = some.loc[drawn, ["estimate", "exact"]].abs().rank()
     correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else nan
-    missed = sum(not chosen[row] for row in largest.index)
-    counts = {"exact": len(run) - len(drawn), "audited": len(drawn), "missed": missed}
+    overlooked = sum(not chosen[row] for row in largest.index)
+    counts = {"exact": len(run) - len(drawn), "audited": len(drawn), "overlooked": overlooked}
     return {**counts, "rank_correlation": float(correlation)}
