@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "idle": {"heads": [(1, 0), (0, 1)]},
     "measures": {"heads": [(1, 0), (0, 1)]},
     "downstream_questions": {"questions": 3},
+    "head_effects": {"texts": 2},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
 # Names that the size of the text or of the model gives.
