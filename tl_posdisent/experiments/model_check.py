@@ -40,8 +40,8 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tokens import special_id
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
 
 from .attention_scores.additivity import additivity

@@ -35,7 +35,7 @@ from tl_posdisent.models.reading.tokens import token_words
 from tl_posdisent.models.size import count_parameters
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.progress import progress_bar
 
 POSITIONS = 1024
 """The longest text that is measured: the size of scores grows with its square."""

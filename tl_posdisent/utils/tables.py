@@ -1,14 +1,12 @@
-"""Result tables: index columns named after the axes of TransformerLens's tensors, notebook display, progress bars."""
+"""Result tables: index columns named after the axes of TransformerLens's tensors, and notebook display."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 
 def index_columns(
@@ -66,21 +64,3 @@ class HasTable:
             f"<p>The first {_ROWS} of {len(table)} rows of <code>to_frame()</code>.</p>" if len(table) > _ROWS else ""
         )
         return f"<p>{first}</p>{table.head(_ROWS).round(3).to_html(index=False)}{more}"
-
-
-_KEEPING = (
-    "tl_posdisent keeps no results of an interrupted call. To keep those of each part, call it for a few layers or "
-    "texts at a time, or use tl_posdisent.sweeps.sweep, which stores each part and continues where it was interrupted"
-)
-
-
-@contextmanager
-def progress_bar(items: Any = None, **options: Any) -> Iterator[Any]:
-    """Show a tqdm bar; a KeyboardInterrupt in its block gets a message about how to keep partial results."""
-    try:
-        with tqdm(items, **options) as bar:
-            yield bar
-    except KeyboardInterrupt as error:
-        if _KEEPING not in getattr(error, "__notes__", ()):
-            error.add_note(_KEEPING)
-        raise

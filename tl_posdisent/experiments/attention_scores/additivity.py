@@ -20,7 +20,8 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import index_columns, progress_bar
+from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_flag, check_integer
 
 

@@ -28,7 +28,8 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
+from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import index_columns, join_texts
 from tl_posdisent.utils.validation import Numbers, check_distinct, check_integer
 
 

@@ -22,7 +22,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tokens import special_id
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
 
 _LENGTH = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it

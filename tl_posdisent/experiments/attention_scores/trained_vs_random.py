@@ -23,7 +23,7 @@ from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
-from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label
 
 from .additivity import Part, cells_of, columns_of_texts

@@ -26,7 +26,7 @@ from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_subset
 
 from .metrics import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order

@@ -34,8 +34,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.precision import apart
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
-from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_seed, check_subset
 
 from .metrics import (

@@ -31,7 +31,7 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed
 
 Call = str | tuple[str, Mapping[str, Any]]

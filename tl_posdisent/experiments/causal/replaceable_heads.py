@@ -18,8 +18,9 @@ from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
-from tl_posdisent.utils.tables import HasTable, progress_bar
+from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, check_subset, shown
 
 Order = Literal["first order", "random"]

@@ -40,8 +40,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.precision import apart, mismatch
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_AT_ONCE, _MOST_AT_ONCE = 2**27, 32

@@ -104,20 +104,22 @@ def _hooks(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
     name, arguments = given if _is_call(given) else (given, {})
     if not isinstance(name, str):
         return given if isinstance(given, Hooks) else check_hooks(model, given)
-    makers = {
-        x
-        for x in dir(tools)
-        if callable(getattr(tools, x)) and signature(getattr(tools, x)).return_annotation == "Hooks"
-    }
+    makers = {x for x in dir(tools) if _makes_hooks(getattr(tools, x))}
     if name not in makers:
         raise ValueError(f"{name!r} is none of {', '.join(sorted(makers))}")
     options: dict[str, Any] = {"heads": None} if name == "ablate_heads" else {}
     if arguments.get("mode") == "mean" and "reference" not in arguments:
         options["reference"] = texts
+    make, options = getattr(tools, name), options | dict(arguments)
     try:
-        return getattr(tools, name)(model, **options | dict(arguments))  # type: ignore[no-any-return]
+        signature(make).bind(model, **options)
     except TypeError as error:
         raise ValueError(str(error)) from error
+    return make(model, **options)  # type: ignore[no-any-return]
+
+
+def _makes_hooks(x: Any) -> bool:
+    return callable(x) and signature(x).return_annotation == "Hooks"
 
 
 def _is_call(given: Any) -> bool:

@@ -20,8 +20,8 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
 from .attention_outputs import for_each_output, require_finite

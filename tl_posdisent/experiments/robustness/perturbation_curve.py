@@ -17,7 +17,7 @@ from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
