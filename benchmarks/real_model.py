@@ -38,6 +38,16 @@ def on_two_texts(function: Callable[..., Any], **options: Any) -> Callable[[Any,
     return lambda model, tokens: function(model, torch.cat([tokens, tokens.roll(7, 1)]), progress=False, **options)
 
 
+def all_heads_at_once(model: Any, tokens: torch.Tensor) -> Any:
+    """Estimates for all heads under eight interventions, those without fits."""
+    names: dict[str, Any] = {"zero": "ablate_heads", "mean": ("ablate_heads", {"mode": "mean"})}
+    names |= {f"d = {d}": ("dummy_distance", {"distance": d}) for d in (0, 5)}
+    names |= {by: ("substitute_attention", {"by": by}) for by in ("uniform", "first_token")}
+    names |= {"slow": ("limit_frequencies", {"high": 0.1})}
+    names |= {"window": ("lambda_mask", {"sinks": 4, "window": 64, "distance_ceiling": 64})}
+    return tp.head_effects(model, tokens, names, exact=0, audit=0, progress=False)
+
+
 def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], int, float]]:
     """By name: what is run, the number of heads to divide by, and the aim. A head of three layers all over the model
     costs as much as the mean over layers, but for what is run once in a call."""
@@ -55,6 +65,7 @@ def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], in
         "trained_vs_random, one copy": (table(tp.trained_vs_random, seeds=[0]), 1, 8.0),
         "check_model": (lambda model, tokens: tp.check_model(model, progress=False), 1, 40.0),
         "head_ablation, a head": (table(tp.head_ablation, **some), n_heads, 0.6),
+        "head_effects, eight interventions, no exact runs": (all_heads_at_once, 1, 15.0),
         "head_labels, no streaming": (table(tp.head_labels, streaming=False), 1, 6.0),
         "preference_flips": (table(tp.preference_flips), 1, 40.0),
         "additive_substitution, a head": (table(tp.additive_substitution, controls=[], **some), n_heads, 0.8),
