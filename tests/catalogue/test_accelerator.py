@@ -33,6 +33,8 @@ SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
 # Bytes on a device are counted otherwise, and a reading says which device it was; ``report`` and ``check_model`` call
 # what is tried here, for minutes.
 ELSEWHERE = {"estimate", "read_model", "report", "check_model"}
+# torch's engine makes backward passes on the first imitated device alone.
+BACKWARD = {"head_effects", "replaceable_heads", "estimated_ladder"}
 
 
 def has_tensors(value: Any) -> bool:
@@ -166,7 +168,9 @@ def test_arguments_elsewhere(name: str, some: list[str], device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [x.values[0] for x in CASES if on_two_devices(x.values[0])])
+@pytest.mark.parametrize(
+    "name", [x.values[0] for x in CASES if on_two_devices(x.values[0]) and x.values[0] not in BACKWARD]
+)
 def test_a_model_on_two_devices(name: str) -> None:
     """Its logits are where its last layer is, and tokens where its first; what bears that bears one device."""
     model, right = zoo.hooked("llama"), expected(name)

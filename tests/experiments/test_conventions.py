@@ -30,6 +30,8 @@ GOOD: dict[str, Any] = {
     "fractions": [0.5],
     "lengths": [0, 4, 8],
     "distances": [1, 2],
+    "interventions": {"flat": ("substitute_attention", {"by": "uniform"})},
+    "heldout": TOKENS,
     "layer": 1,
     "seeds": [0],
     "rungs": ["uniform", "static"],
@@ -56,6 +58,11 @@ def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -
     if function is tp.head_patching:  # whose positions are tokens that are patched one by one
         named.remove("positions")
     return function(model, **{name: good[name] for name in named if name in good} | more)
+
+
+def same(a: Any, b: Any) -> None:
+    """Equal tables, or results with equal tables."""
+    pd.testing.assert_frame_equal(*(x if isinstance(x, pd.DataFrame) else x.to_frame() for x in (a, b)))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj"))
@@ -101,7 +108,7 @@ def test_forms_of_layers(function: Call, shared_reading: Any) -> None:
     reading = shared_reading("bridge", "llama-gqa")
     expected = call(function, reading, layers=1)
     for form in (np.int64(-1), torch.tensor([1])):
-        pd.testing.assert_frame_equal(call(function, reading, layers=form), expected)
+        same(call(function, reading, layers=form), expected)
     for wrong in ({1: [0]}, "1", True, 1.0):
         with pytest.raises(ValueError, match=r"^layers must"):
             call(function, reading, layers=wrong)
@@ -114,8 +121,8 @@ def test_forms_of_heads(function: Call, shared_reading: Any) -> None:
     reading = shared_reading("bridge", "llama-gqa")
     expected = call(function, reading, layers=[1], heads=[3])
     for form in (np.int64(3), [-5], [(1, 3)], [(np.int64(-1), -5)]):
-        pd.testing.assert_frame_equal(call(function, reading, layers=[1], heads=form), expected)
-    pd.testing.assert_frame_equal(call(function, reading, heads=[(1, 3)]), expected)
+        same(call(function, reading, layers=[1], heads=form), expected)
+    same(call(function, reading, heads=[(1, 3)]), expected)
     both = call(function, reading, heads=[(1, 3), (0, 2)])
     assert both[["layer", "head"]].drop_duplicates().values.tolist() == [[0, 2], [1, 3]]
     for wrong in ({1: [3]}, "3", True, [3, (1, 3)], [(1, 9)]):

@@ -59,9 +59,11 @@ def test_the_set_within_the_budget_is_the_last_below_it(kind: str, name: str, sh
         assert own[found.n] <= budget < own[found.n + 1]  # known to the head
         assert (own[own.index <= found.n] <= budget).sum() >= (own.index <= found.n).sum() - 1
         assert f"{found.n} of 16 heads within {budget:g} nats per token" in repr(found)
-        assert (loss(model, found.hooks()) - loss(model, [])).mean().item() == pytest.approx(own[found.n], abs=2e-6)
+        assert (loss(model, found.hooks(hooks)) - loss(model, [])).mean().item() == pytest.approx(
+            own[found.n], abs=2e-6
+        )
         with pytest.raises(ValueError, match="n must be an integer from 0 to 16, got 17"):
-            found.hooks(17)
+            found.hooks(hooks, 17)
 
 
 def test_each_head_takes_its_cheapest_intervention(shared_model: Any) -> None:
@@ -78,10 +80,20 @@ def test_each_head_takes_its_cheapest_intervention(shared_model: Any) -> None:
         assert cheapest.loc[(row.layer, row.head), "intervention"] == row.intervention
         assert cheapest.loc[(row.layer, row.head), "curvature"] == row.curvature
     assert found.order["intervention"].nunique() > 1
-    frame = found.hooks(8).to_frame()
+    frame = found.hooks(several, 8).to_frame()
     assert sorted(map(tuple, frame[["layer", "head"]].drop_duplicates().values.tolist())) == sorted(
         map(tuple, found.order[["layer", "head"]].values[:8].tolist())
     )
+
+
+def test_hooks_need_the_interventions_of_the_order(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    named = {"a": ablate_heads(model, None, layers=0), "b": ablate_heads(model, None, layers=1)}
+    found = replaceable_heads(model, TOKENS[:2], named, counts=[3], **QUIET)
+    assert len(found.hooks(named, 3).to_frame()) == 3
+    for wrong in ({"a": named["a"]}, named["a"]):
+        with pytest.raises(ValueError, match="interventions must be the hooks of"):
+            found.hooks(wrong)
 
 
 def test_static_heads_of_the_demo_model_cost_least_in_this_order() -> None:

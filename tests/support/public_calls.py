@@ -120,6 +120,7 @@ OWN: dict[str, dict[str, Any]] = {
     "estimate": {"available": 10**9},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
+    "estimated_ladder": {"heldout": TOKENS, "rungs": ["distance"]},
     "replaceable_heads": {"heldout": TOKENS, "interventions": OfModel(tp.ablate_heads)},
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},

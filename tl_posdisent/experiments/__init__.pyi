@@ -9,6 +9,7 @@ from .attention_scores.queries_and_keys import subspace_patterns as subspace_pat
 from .attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.attention_ladder import attention_ladder as attention_ladder
+from .causal.estimated_ladder import estimated_ladder as estimated_ladder
 from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_ablation import streaming_ablation as streaming_ablation
 from .causal.head_effects import head_effects as head_effects

@@ -53,7 +53,8 @@ def changed_results(
     """Return a layer's z (``hook_z``) under hooks, given the output of the block before; None if it does not fire."""
     kept: list[Tensor] = []
     listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
-    result_of(model.blocks[layer].attn, model, tokens, layer, before, [*hooks, listen])
+    with running(model) as p, p.skipping(model.blocks[:layer], lambda: before):
+        p.run(tokens, [*hooks, listen], stop=model.blocks[layer].attn)
     return kept[-1] if kept else None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -45,16 +45,23 @@ class ReplaceableHeads(HasTable):
     curve: pd.DataFrame
     budget: float
     n: int
-    items: dict[str, Item] = field(repr=False)
 
-    def hooks(self, n: int | None = None) -> Hooks:
+    def hooks(self, interventions: Mapping[str, Hooks] | Hooks, n: int | None = None) -> Hooks:
         """Return hooks that replace the first n heads of the order, by default as many as the budget allows.
 
+        Args:
+            interventions: the hooks that were given to ``replaceable_heads``, or others of the same names.
+            n: number of heads.
+
         Raises:
-            ValueError: n is larger than the number of heads.
+            ValueError: n is larger than the number of heads; an intervention of the order is missing.
         """
         n = self.n if n is None else check_integer("n", n, 0, len(self.order))
-        return _replacing(self.items, self.order.iloc[:n])
+        names = self.order["intervention"].unique().tolist()
+        given = {names[0]: interventions} if isinstance(interventions, Hooks) else interventions
+        if not isinstance(given, Mapping) or not set(names) <= set(given):
+            raise ArgumentError("interventions", f"must be the hooks of {', '.join(names)}, got {shown(interventions)}")
+        return _replacing({name: Item(name, given[name], {}) for name in names}, self.order.iloc[:n])
 
     def to_frame(self) -> pd.DataFrame:
         """Return the curve."""
@@ -121,7 +128,7 @@ def replaceable_heads(
         >>> found
         ReplaceableHeads: ... of 40 heads within 0.1 nats per token
           measured on held-out texts: ... replaced cost ... ± ..., 40 replaced cost ...
-        >>> model.run_with_hooks(tokens[9:], fwd_hooks=found.hooks()).shape
+        >>> model.run_with_hooks(tokens[9:], fwd_hooks=found.hooks(static)).shape
         torch.Size([3, 64, 1024])
     """
     budget = check_number("budget", budget, above=0)
@@ -166,7 +173,7 @@ def replaceable_heads(
     order = orders["curvature"].reset_index(drop=True)
     columns = ["layer", "head", "intervention", "curvature", "curvature_se"]
     order = order[columns].assign(rank=range(1, n_heads + 1))[["rank", *columns]]
-    return ReplaceableHeads(order, cost.table(), budget, n, items)
+    return ReplaceableHeads(order, cost.table(), budget, n)
 
 
 def _ordered(effects: pd.DataFrame, by: str) -> pd.DataFrame:

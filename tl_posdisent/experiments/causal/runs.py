@@ -207,8 +207,12 @@ class _Group:
 
     def _changed_z(self, layer: int, source: Source) -> Z | None:
         """z of a layer under hooks; None where that takes full passes, which then tell why."""
-        before, hooks = self.clean.after.get(layer - 1), [*self.under, *source()]
-        z = attempted(partial(changed_results, self.model, self.tokens, layer, before, hooks))
+
+        def changed() -> Tensor | None:
+            before, hooks = self.clean.after.get(layer - 1), self.under + source()  # a sum: the lists act together
+            return changed_results(self.model, self.tokens, layer, before, hooks)
+
+        z = attempted(changed)
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return z if z is not None and z.ndim == 4 and z.shape[:3] == by_head else None
 

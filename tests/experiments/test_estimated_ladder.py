@@ -1,0 +1,110 @@
+"""The ladder of all heads from estimates: divergences by curvature, exact ones as in a loop, verdicts of every head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import zoo
+
+from tl_posdisent import ablate_heads, head_effects, head_verdicts
+from tl_posdisent.experiments import estimated_ladder
+from tl_posdisent.experiments.causal.attention_ladder import MEAN
+from tl_posdisent.hooks import applied, fitted_attention, substitute_attention
+
+TOKENS = zoo.random_tokens(length=12, batch=7)
+FITTED, HELDOUT = TOKENS[:3], TOKENS[3:]
+FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+pytestmark = pytest.mark.filterwarnings("ignore:a static head's direction")
+
+
+def interventions(model: Any, **some: Any) -> dict[str, Any]:
+    return {
+        MEAN: ablate_heads(model, some.pop("heads", None), mode="mean", reference=FITTED, **some),
+        "uniform": substitute_attention(model, "uniform", **some),
+        "distance": fitted_attention(model, FITTED, "distance", **some),
+        "static": fitted_attention(model, FITTED, "static", **some),
+    }
+
+
+def ladder(model: Any, **options: Any) -> Any:
+    options = {"rungs": ["distance", "static"], "progress": False} | options
+    return estimated_ladder(model, FITTED, **{"heldout": HELDOUT} | options)
+
+
+@FEW
+def test_estimates_are_those_of_head_effects(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = ladder(model, exact=0, draws=2, seed=3)
+    effects = head_effects(model, HELDOUT, interventions(model), draws=2, seed=3, exact=0, audit=0, progress=False)
+    expected = effects.set_index(["layer", "head", "intervention"])
+    assert not table["exact"][table["rung"] != "untouched"].any()
+    for row in table[table["rung"] != "untouched"].itertuples():
+        assert row.kl == pytest.approx(expected.loc[(row.layer, row.head, row.rung), "curvature"], rel=1e-6)
+        assert row.error_kl == pytest.approx(expected.loc[(row.layer, row.head, row.rung), "curvature_se"], rel=1e-6)
+    assert table.groupby(["layer", "head"]).size().tolist() == [5] * 16
+    assert (table["kl"][table["rung"] == "untouched"] == 0).all()
+
+
+@FEW
+def test_exact_rows_are_those_of_a_loop(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = ladder(model, exact=100, negligible=1e-9).set_index(["layer", "head", "rung"])
+    assert table["exact"].all()
+    with torch.no_grad():
+        clean = model(HELDOUT)[:, :-1].log_softmax(-1)
+    for layer, head in ((0, 3), (1, 6)):
+        found: dict[str, np.ndarray] = {}
+        for rung, hooks in interventions(model).items():
+            only = [x for x in hooks.interventions if x.spec.layer == layer]
+            if rung == MEAN:
+                hooks = ablate_heads(model, [(layer, head)], mode="mean", reference=FITTED)
+            elif rung == "uniform":
+                hooks = substitute_attention(model, "uniform", layers=layer, heads=[head])
+            else:
+                hooks = fitted_attention(model, FITTED, rung, layers=layer, heads=[head])  # type: ignore[arg-type]
+            assert only
+            with torch.no_grad(), applied(model, hooks):
+                changed = model(HELDOUT)[:, :-1].log_softmax(-1)
+            found[rung] = (clean.exp() * (clean - changed)).sum(-1).double().mean(1).numpy()
+        for rung, kl in found.items():
+            row, n = table.loc[(layer, head, rung)], len(kl)
+            assert row["kl"] == pytest.approx(kl.mean(), abs=2e-6)
+            assert row["error_kl"] == pytest.approx(kl.std(ddof=1) / n**0.5, abs=2e-6)
+            share = 1 - kl.sum() / found["uniform"].sum()
+            assert row["recovered_kl"] == pytest.approx(share, abs=2e-4)
+            rest = (found["uniform"] - kl) - share * found["uniform"]
+            error = (np.square(rest).sum() / (1 - 1 / n)) ** 0.5 / found["uniform"].sum()
+            assert row["se_kl"] == pytest.approx(error, abs=2e-4)
+        assert found["static"].mean() > 1e-5
+
+
+@FEW
+def test_the_used_heads_of_the_largest_divergence_are_run(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    estimates = ladder(model, exact=0, negligible=1e-3)
+    means = estimates[estimates["rung"] == MEAN].set_index(["layer", "head"])["kl"]
+    negligible = float(means.quantile(0.4))  # so that some heads are surely not used
+    verdicts = head_verdicts(estimates, negligible=negligible).set_index(["layer", "head"])
+    used = [place for place in means.sort_values(ascending=False).index if verdicts.loc[place, "verdict"] != "not used"]
+    table = ladder(model, exact=5, negligible=negligible)
+    run = table.groupby(["layer", "head"])["exact"].all()
+    assert set(run[run].index) == set(used[:5])
+    assert len(head_verdicts(table, negligible=negligible)) == 16
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"heldout": HELDOUT[:1]}, "heldout must be at least two texts, .* got 1"),
+        ({"rungs": ["banded"]}, "rungs must be"),
+        ({"exact": -1}, "exact must be"),
+        ({"share": 1.5}, "share must be"),
+        ({"heldout": zoo.random_tokens(length=20, batch=2)}, "interventions must act on each text alone .*distance"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            ladder(model, **options)
