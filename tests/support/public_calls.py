@@ -55,13 +55,6 @@ def synthetic(**changed: Any) -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
 
 
-class OfModel:
-    """A good value that is made for the model of the call, of all heads."""
-
-    def __init__(self, make: Function) -> None:
-        self.make = make
-
-
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "text": TOKENS,
@@ -79,9 +72,7 @@ GOOD: dict[str, Any] = {
     "noise": 0.1,
     "metric": lambda logits, tokens: logits[:, -1, 5],
     "hooks": [],
-    "interventions": {
-        "flat": [("blocks.0.attn.hook_pattern", lambda x, hook: (x > 0) / (x > 0).sum(-1, keepdim=True))]
-    },
+    "interventions": {"flat": ("substitute_attention", {"by": "uniform"})},
     "component": "distance",
     "length": 12,
     "lengths": [0, 4, 12],
@@ -121,7 +112,7 @@ OWN: dict[str, dict[str, Any]] = {
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "estimated_ladder": {"heldout": TOKENS, "rungs": ["distance"]},
-    "replaceable_heads": {"heldout": TOKENS, "interventions": OfModel(tp.ablate_heads)},
+    "replaceable_heads": {"heldout": TOKENS},
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
@@ -202,8 +193,7 @@ def call(function: Function, /, *model: Any, **changed: Any) -> Any:
             good = GOOD | good
             assert parameter.name in good, f"say in GOOD what a good {parameter.name} of {name} is"
         if parameter.name in good:
-            value = good[parameter.name]
-            arguments[parameter.name] = value.make(arguments["model"], None) if isinstance(value, OfModel) else value
+            arguments[parameter.name] = good[parameter.name]
     result = function(**arguments)
     if isinstance(result, Iterator):
         return next(result)
