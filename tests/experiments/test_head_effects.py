@@ -277,6 +277,10 @@ def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str,
         return (pattern > 0).to(pattern) / (pattern > 0).sum(-1, keepdim=True)
 
     own = [(lambda name: name.endswith("hook_pattern"), flat)]
+    if (kind, name) == ("bridge", "gptj"):  # which discards an edited pattern
+        with pytest.raises(ValueError, match="interventions must change the results of heads"):
+            effects(model, {"x": own})
+        return
     tables = [effects(model, {"x": x}, exact=16, draws=2) for x in (own, substitute_attention(model, "uniform"))]
     for column in ("first", "curvature", "estimate", "exact", "kl", "exact_se"):
         assert tables[0][column].tolist() == pytest.approx(tables[1][column].tolist(), abs=2e-6)

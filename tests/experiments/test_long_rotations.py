@@ -71,6 +71,8 @@ def _arguments(function: Any, model: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in given.items() if name in named}
     if function in (tp.ablate_heads, tp.additive_substitution):
         arguments["layers"] = 0
+    if "heldout" in named and named["heldout"].default is inspect.Parameter.empty:
+        arguments["heldout"] = TEXTS
     if function is tp.head_patching:
         arguments["positions"] = [3, 9]  # tokens that are patched one by one
     return arguments

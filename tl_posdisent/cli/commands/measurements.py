@@ -219,8 +219,7 @@ def effects(
       estimate                    first + curvature
       exact                       added loss in a run with this head changed (if it was run)
       kl                          divergence of the predictions in that run, nats per token
-      first_se, curvature_se, estimate_se, exact_se, kl_se
-                                  standard errors over texts
+      first_se, curvature_se, estimate_se, exact_se, kl_se  standard errors over texts
 
     Examples:
       tl-posdisent effects
