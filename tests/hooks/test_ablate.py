@@ -102,6 +102,15 @@ def test_every_derangement_is_as_likely_and_seeds_repeat() -> None:
     assert derangement(2, 7).tolist() == [1, 0]
 
 
+def test_a_head_is_ablated_once(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    zero, mean = (
+        ablate_heads(model, [(1, x)], mode=m, reference=r) for x, m, r in ((3, "zero", None), (3, "mean", TOKENS))
+    )
+    with pytest.raises(ValueError, match=r"L1H3\): .* replace the head's output: replace it once"):
+        zero + mean
+
+
 def test_one_text_has_no_other(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match='mode "resample" needs a batch of at least two texts, got 1'):
