@@ -91,9 +91,15 @@ def test_hooks_need_the_interventions_of_the_order(shared_model: Any) -> None:
     named = {"a": ablate_heads(model, None, layers=0), "b": ablate_heads(model, None, layers=1)}
     found = replaceable_heads(model, TOKENS[:2], named, counts=[3], **QUIET)
     assert len(found.hooks(named, 3).to_frame()) == 3
-    for wrong in ({"a": named["a"]}, named["a"]):
+    for wrong in ({"a": named["a"]}, named["a"], {"a": named["a"], "b": "ablate_heads"}):
         with pytest.raises(ValueError, match="interventions must be the hooks of"):
             found.hooks(wrong)
+    layer, head = found.order[["layer", "head"]].values[2]
+    others = [h for h in range(8) if h != head]
+    fewer = named | {"ab"[layer]: ablate_heads(model, others, layers=int(layer))}
+    with pytest.raises(ValueError, match=rf"must act on the first 3 heads of the order, none on L{layer}H{head}"):
+        found.hooks(fewer, 3)
+    assert len(found.hooks(fewer, 2).to_frame()) == 2
 
 
 def test_static_heads_of_the_demo_model_cost_least_in_this_order() -> None:

@@ -21,7 +21,7 @@ from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_integer, check_number, check_seed, check_subset, shown
+from tl_posdisent.utils.validation import check_integer, check_number, check_seed, check_subset, head_label, shown
 
 Order = Literal["first order", "random"]
 _BESIDE: tuple[Order, ...] = ("random",)
@@ -54,14 +54,25 @@ class ReplaceableHeads(HasTable):
             n: number of heads.
 
         Raises:
-            ValueError: n is larger than the number of heads; an intervention of the order is missing.
+            ValueError: n is larger than the number of heads; an intervention of the order is missing, or does not act
+                on one of these heads.
         """
         n = self.n if n is None else check_integer("n", n, 0, len(self.order))
         names = self.order["intervention"].unique().tolist()
         given = {names[0]: interventions} if isinstance(interventions, Hooks) else interventions
-        if not isinstance(given, Mapping) or not set(names) <= set(given):
+        named = isinstance(given, Mapping) and all(isinstance(given.get(name), Hooks) for name in names)
+        if not named:
             raise ArgumentError("interventions", f"must be the hooks of {', '.join(names)}, got {shown(interventions)}")
-        return _replacing({name: Item(name, given[name], {}) for name in names}, self.order.iloc[:n])
+        first = self.order.iloc[:n]
+        hooks = _replacing({name: Item(name, given[name], {}) for name in names}, first)
+        acting = {(x.spec.layer, head) for x in hooks.interventions for head in x.heads}
+        for layer, head in zip(first["layer"], first["head"], strict=True):
+            if not any(layer == x and (pd.isna(head) or head == h) for x, h in acting):
+                where = f"layer {layer}" if pd.isna(head) else head_label(layer, head)
+                raise ArgumentError(
+                    "interventions", f"must act on the first {n} heads of the order, and none on {where}"
+                )
+        return hooks
 
     def to_frame(self) -> pd.DataFrame:
         """Return the curve."""
