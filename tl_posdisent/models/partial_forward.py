@@ -48,12 +48,15 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
 
 
 def changed_results(
-    model: Any, tokens: Int[Tensor, "text pos"], layer: int, before: Any, hooks: Sequence[Hook]
+    model: Any, tokens: Int[Tensor, "text pos"], layer: int, before: Any, hooks: Sequence[Hook], *, skip: bool = True
 ) -> Tensor | None:
-    """Return a layer's z (``hook_z``) under hooks, given the output of the block before; None if it does not fire."""
+    """Return a layer's z (``hook_z``) under hooks; None if it does not fire.
+
+    The blocks before return ``before``, the stored output of the last of them; without ``skip`` they run.
+    """
     kept: list[Tensor] = []
     listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
-    with running(model) as p, p.skipping(model.blocks[:layer], lambda: before):
+    with running(model) as p, p.skipping(model.blocks[: layer if skip else 0], lambda: before):
         p.run(tokens, [*hooks, listen], stop=model.blocks[layer].attn)
     return kept[-1] if kept else None
 

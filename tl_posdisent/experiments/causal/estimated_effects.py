@@ -14,8 +14,6 @@ from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
 from tl_posdisent.experiments.causal.single_heads import Item, Part
 from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks
-from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.validation import shown
@@ -40,7 +38,7 @@ class Estimates:
             [{layer: _nothing(size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
         )
         self.changed = [False] * len(items)
-        self.exchanged: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
+        self.separate: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
 
     def add(self, part: Part) -> None:
         """Estimate the effects in some texts."""
@@ -76,19 +74,16 @@ class Estimates:
     def _changed(self, item: Item, layer: int, tokens: Tensor, run: ResultGradients) -> Tensor:
         """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
         before, z = run.before.get(layer), run.z[layer]
-        if layer not in self.exchanged:
+        if layer not in self.separate:
             again = None
             if not has_hooks(self.model):
                 again = attempted(lambda: changed_results(self.model, tokens, layer, before, []))
-            self.exchanged[layer] = again is not None and again.shape == z.shape and mismatch(again, z) <= 1
+            self.separate[layer] = again is not None and again.shape == z.shape and mismatch(again, z) <= 1
         hooks = item.of(layer) if item.divisible else item.hooks
         try:
-            if self.exchanged[layer]:
-                new = changed_results(self.model, tokens, layer, before, hooks)
-            elif item.divisible:
-                new = _results_in_full_pass(self.model, tokens, layer, hooks)
-            else:
+            if not (self.separate[layer] or item.divisible):
                 raise ArgumentError("interventions", f"must be hooks of this package for {type(self.model).__name__}")
+            new = changed_results(self.model, tokens, layer, before, hooks, skip=self.separate[layer])
         except ValueError as error:
             raise ArgumentError(
                 "interventions", f"must act on each text alone and on its attention; {item.name!r}: {error}"
@@ -122,14 +117,6 @@ def _value(part: Part, outputs: list[Any]) -> Tensor:
     if not isinstance(value, Tensor):
         raise ArgumentError("metric", f"must return a tensor to be differentiated, got {shown(value)}")
     return value.double().mean()
-
-
-def _results_in_full_pass(model: Any, tokens: Tensor, layer: int, hooks: Sequence[Hook]) -> Tensor:
-    kept: list[Tensor] = []
-    listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
-    with running(model) as p:
-        p.run(tokens, [*hooks, listen], stop=layer + 1)
-    return kept[-1]
 
 
 def _products(

@@ -14,7 +14,7 @@ from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
 from tl_posdisent.experiments.causal.result_gradients import predictions
 from tl_posdisent.experiments.causal.runs import HooksOf, Runs
 from tl_posdisent.experiments.causal.single_heads import Item, Part
-from tl_posdisent.models.partial_forward import changed_results, run_clean
+from tl_posdisent.models.partial_forward import changed_results
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_parts import hook_name
 
@@ -62,7 +62,7 @@ class ExactEffects:
                 item = self.items[n]
                 hooks: HooksOf = partial(_of_item, item, layer)
                 if not item.divisible:
-                    hooks = self._written(part, item, layer)
+                    hooks = self._written(part, runs, item, layer)
                 for place, run in zip(
                     some, runs.each(layer, units, [hooks], item.name if item.divisible else None), strict=True
                 ):
@@ -72,12 +72,12 @@ class ExactEffects:
                     self.divergences[place][part.places] = _divergences(outputs, runs.clean, part)
                     self.bar.update(share * len(part.places))
 
-    def _written(self, part: Part, item: Item, layer: int) -> HooksOf:
+    def _written(self, part: Part, runs: Runs, item: Item, layer: int) -> HooksOf:
         """Return hooks that write the changed z of some heads, for interventions that have no hooks of one head."""
-        changed = []
-        for group in part.texts.groups:
-            before = run_clean(self.model, group.tokens, [layer]).after.get(layer - 1)
-            changed.append(changed_results(self.model, group.tokens, layer, before, item.hooks))
+        changed = [
+            changed_results(self.model, group.tokens, layer, before, item.hooks)
+            for group, before in zip(part.texts.groups, runs.before(layer), strict=True)
+        ]
 
         def write(group: int, heads: Sequence[int], z: Tensor, hook: Any) -> Tensor:
             new = changed[group]

@@ -77,6 +77,10 @@ class Runs:
         self._groups = [_Group(model, group.tokens, layers, hooks, start) for group, hooks in of_groups]
         self.clean: list[Any] = [group.clean.output for group in self._groups]
 
+    def before(self, layer: int) -> list[Any]:
+        """What the block before one of the layers returned, for each group of texts; None before the first."""
+        return [group.clean.after.get(layer - 1) for group in self._groups]
+
     def each(
         self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[HooksOf], kind: Hashable = None
     ) -> Iterator[Run]:
