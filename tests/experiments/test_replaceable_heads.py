@@ -97,7 +97,9 @@ def test_hooks_need_the_interventions_of_the_order(shared_model: Any) -> None:
     layer, head = found.order[["layer", "head"]].values[2]
     others = [h for h in range(8) if h != head]
     fewer = named | {"ab"[layer]: ablate_heads(model, others, layers=int(layer))}
-    with pytest.raises(ValueError, match=rf"must act on the first 3 heads of the order, none on L{layer}H{head}"):
+    with pytest.raises(
+        ValueError, match=rf"must act on the first 3 heads of the order, but none acts on L{layer}H{head}"
+    ):
         found.hooks(fewer, 3)
     assert len(found.hooks(fewer, 2).to_frame()) == 2
 

@@ -11,8 +11,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
+from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
-from tl_posdisent.experiments.causal.single_heads import Item, Part
+from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
@@ -30,7 +31,9 @@ class Estimates:
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
     """
 
-    def __init__(self, model: Any, items: Sequence[Item], n_texts: int, draws: int, seed: int, bar: Any) -> None:
+    def __init__(
+        self, model: Any, items: Sequence[NamedIntervention], n_texts: int, draws: int, seed: int, bar: Any
+    ) -> None:
         self.model, self.items, self.draws, self.seed, self.bar = model, items, draws, seed, bar
         self.layers = sorted({layer for item in items for layer in item.rows})
         shape = [{layer: (n_texts, len(rows)) for layer, rows in item.rows.items()} for item in items]
@@ -71,7 +74,7 @@ class Estimates:
         drawn = [np.random.default_rng(each).random((self.draws, length)) for each in seeds]
         return torch.as_tensor(np.stack(drawn, 1), device="cpu")
 
-    def _changed(self, item: Item, layer: int, tokens: Tensor, run: ResultGradients) -> Tensor:
+    def _changed(self, item: NamedIntervention, layer: int, tokens: Tensor, run: ResultGradients) -> Tensor:
         """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
         before, z = run.before.get(layer), run.z[layer]
         if layer not in self.separate:

@@ -7,7 +7,6 @@ from math import isnan, nan
 from typing import Any, Literal, get_args
 
 import pandas as pd
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -17,7 +16,8 @@ from tl_posdisent.experiments.causal.estimated_effects import Estimates
 from tl_posdisent.experiments.causal.exact_effects import ExactEffects, Place
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss
-from tl_posdisent.experiments.causal.single_heads import Item, items_of, parts_of, rows_by_layer
+from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
@@ -97,15 +97,13 @@ def estimated_ladder(
     check_seed(seed)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
-    with torch.inference_mode(False):
-        fitted = read_texts(model, tokens, attention_mask)
-        with naming(tokens="heldout", attention_mask="heldout_mask"):
-            texts = read_texts(model, heldout.clone() if isinstance(heldout, Tensor) else heldout, heldout_mask)
-        parts = parts_of(texts, next_token_loss)
+    fitted = read_texts(model, tokens, attention_mask)
+    with naming(tokens="heldout", attention_mask="heldout_mask"):
+        texts, parts = differentiable_texts(model, heldout, heldout_mask, next_token_loss)
     if len(texts.tokens) < 2:
         raise ArgumentError("heldout", "must be at least two texts, whose spread gives the standard errors, got 1")
     named = _rung_hooks(model, fitted, ["uniform", *(x for x in chosen_rungs if x != "uniform")], layers, heads)
-    items = items_of(model, named, rows_by_layer(reading, among, heads), texts)
+    items = named_interventions(model, named, rows_by_layer(reading, among, heads), texts)
     n_texts = len(texts.tokens)
     total = n_texts * (2 + draws + len(items) / 2 + min(exact, items[0].n_rows) * len(items) / 2)
     with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
@@ -141,7 +139,7 @@ def _rung_hooks(model: Any, fitted: Any, rungs: Sequence[Any], layers: Layers, h
 
 
 def _table(
-    items: Sequence[Item],
+    items: Sequence[NamedIntervention],
     found: Mapping[Place, Float64[Tensor, "text"]],
     exact: set[Place],
     causal: Mapping[int, bool],
@@ -171,7 +169,9 @@ def _share(blocks: Blocks, kl: Tensor, uniform: Tensor) -> tuple[float, float]:
     return blocks.ratio(uniform - kl, uniform)
 
 
-def _to_run(table: pd.DataFrame, items: Sequence[Item], exact: int, share: float, negligible: float) -> list[Place]:
+def _to_run(
+    table: pd.DataFrame, items: Sequence[NamedIntervention], exact: int, share: float, negligible: float
+) -> list[Place]:
     """Choose the heads that are run exactly: used or undecided, those with the largest divergence first."""
     verdicts = head_verdicts(table, share, measure="kl", negligible=negligible)
     used = verdicts[verdicts["verdict"] != "not used"].sort_values("gap_mean", ascending=False)

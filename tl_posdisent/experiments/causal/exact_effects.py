@@ -11,9 +11,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
+from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
 from tl_posdisent.experiments.causal.runs import HooksOf, Runs
-from tl_posdisent.experiments.causal.single_heads import Item, Part
+from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.models.partial_forward import changed_results
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_parts import hook_name
@@ -30,7 +31,9 @@ class ExactEffects:
         divergences: by place, KL(unmodified ‖ changed) of each text, in nats per prediction; NaN without predictions.
     """
 
-    def __init__(self, model: Any, items: Sequence[Item], n_texts: int, places: Sequence[Place], bar: Any) -> None:
+    def __init__(
+        self, model: Any, items: Sequence[NamedIntervention], n_texts: int, places: Sequence[Place], bar: Any
+    ) -> None:
         self.model, self.items, self.bar = model, items, bar
         self.by_layer: dict[int, list[Place]] = {}
         for place in sorted(places, key=lambda place: (place[1], place[0])):
@@ -72,7 +75,7 @@ class ExactEffects:
                     self.divergences[place][part.places] = _divergences(outputs, runs.clean, part)
                     self.bar.update(share * len(part.places))
 
-    def _written(self, part: Part, runs: Runs, item: Item, layer: int) -> HooksOf:
+    def _written(self, part: Part, runs: Runs, item: NamedIntervention, layer: int) -> HooksOf:
         """Return hooks that write the changed z of some heads, for interventions that have no hooks of one head."""
         changed = [
             changed_results(self.model, group.tokens, layer, before, item.hooks)
@@ -88,7 +91,7 @@ class ExactEffects:
         return lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))]
 
 
-def _of_item(item: Item, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:
+def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:
     return item.of(layer, heads)
 
 

@@ -26,11 +26,12 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
 from tl_posdisent.experiments.causal.exact_effects import ExactEffects
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
-from tl_posdisent.experiments.causal.single_heads import Item, items_of, parts_of, rows_by_layer
+from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed
 
@@ -115,10 +116,8 @@ def head_effects(
     check_seed(seed)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
-    with torch.inference_mode(False):  # tensors of this mode cannot be in a graph
-        texts = read_texts(model, tokens.clone() if isinstance(tokens, Tensor) else tokens, attention_mask)
-        parts = parts_of(texts, metric)
-    items = items_of(model, interventions, rows_by_layer(reading, among, heads), texts)
+    texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
+    items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
     names = {item.name: n for n, item in enumerate(items)}
     n_runs = sum(min(exact + audit, item.n_rows) for item in items)
     total = len(texts.tokens) * (2 + draws + (len(items) + n_runs) / 2)
@@ -140,7 +139,7 @@ def head_effects(
     return reading.note(table)
 
 
-def _table(items: Sequence[Item], estimates: Estimates, metric: Metric) -> pd.DataFrame:
+def _table(items: Sequence[NamedIntervention], estimates: Estimates, metric: Metric) -> pd.DataFrame:
     """Tabulate the estimates, averaged over texts."""
     rows = [(item.name, layer, head) for item in items for layer, heads in item.rows.items() for head in heads]
     table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})

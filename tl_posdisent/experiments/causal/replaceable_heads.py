@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_effects import Interventions, head_effects
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, clean_losses, compare, run_texts
-from tl_posdisent.experiments.causal.single_heads import Item, items_of, rows_by_layer
+from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
@@ -64,13 +64,13 @@ class ReplaceableHeads(HasTable):
         if not named:
             raise ArgumentError("interventions", f"must be the hooks of {', '.join(names)}, got {shown(interventions)}")
         first = self.order.iloc[:n]
-        hooks = _replacing({name: Item(name, given[name], {}) for name in names}, first)
+        hooks = _replacing({name: NamedIntervention(name, given[name], {}) for name in names}, first)
         acting = {(x.spec.layer, head) for x in hooks.interventions for head in x.heads}
         for layer, head in zip(first["layer"], first["head"], strict=True):
             if not any(layer == x and (pd.isna(head) or head == h) for x, h in acting):
                 where = f"layer {layer}" if pd.isna(head) else head_label(layer, head)
                 raise ArgumentError(
-                    "interventions", f"must act on the first {n} heads of the order, and none on {where}"
+                    "interventions", f"must act on the first {n} heads of the order, but none acts on {where}"
                 )
         return hooks
 
@@ -148,7 +148,7 @@ def replaceable_heads(
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    found = items_of(model, interventions, rows_by_layer(reading, among, heads), texts)
+    found = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
     if own := [item.name for item in found if not item.divisible]:
         raise ArgumentError("interventions", f"must be hooks of this package, got functions of your own in {own[0]!r}")
     items = {item.name: item for item in found}
@@ -200,7 +200,7 @@ def _counts(counts: Any, n_heads: int) -> list[int]:
     return sorted({0, *(check_integer("counts", n, 1, n_heads) for n in counts)})
 
 
-def _replacing(items: dict[str, Item], rows: pd.DataFrame) -> Hooks:
+def _replacing(items: dict[str, NamedIntervention], rows: pd.DataFrame) -> Hooks:
     """Return hooks that replace the heads of these rows."""
     chosen: dict[tuple[str, int], list[int] | None] = {}
     for name, layer, head in zip(rows["intervention"], rows["layer"], rows["head"], strict=True):
@@ -213,7 +213,7 @@ def _replacing(items: dict[str, Item], rows: pd.DataFrame) -> Hooks:
 class _Cost:
     """Losses and divergences of runs in which several heads are replaced."""
 
-    def __init__(self, model: Any, texts: Texts, items: dict[str, Item], bar: Any) -> None:
+    def __init__(self, model: Any, texts: Texts, items: dict[str, NamedIntervention], bar: Any) -> None:
         self.model, self.texts, self.items, self.bar = model, texts, items, bar
         outputs = run_texts(model, texts, [[]] * len(texts.groups))
         self.clean = [as_log_probabilities(output) for output in outputs]

@@ -1,4 +1,4 @@
-"""Interventions on one head at a time: the rows that they have, the hooks of one head, and the texts that run alone."""
+"""Interventions by name: their hooks for single heads of a layer, and the heads on which they act."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tl_posdisent import hooks as tools
-from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, next_token_loss
 from tl_posdisent.hooks.ablate import by_heads
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks
 from tl_posdisent.models.partial_forward import has_hooks
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.texts import TextGroup, Texts
+from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
@@ -28,7 +24,7 @@ Rows = dict[int, list[int | None]]
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class NamedIntervention:
     """One intervention.
 
     Attributes:
@@ -68,7 +64,7 @@ def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
     return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
 
 
-def items_of(model: Any, interventions: Any, rows: Rows, texts: Texts) -> list[Item]:
+def named_interventions(model: Any, interventions: Any, rows: Rows, texts: Texts) -> list[NamedIntervention]:
     """Validate interventions, make the hooks of those that are given by name, and find the rows of each.
 
     Raises:
@@ -85,7 +81,7 @@ def items_of(model: Any, interventions: Any, rows: Rows, texts: Texts) -> list[I
             hooks = _hooks(model, hooks, texts)
         except ValueError as error:
             raise ArgumentError("interventions", f"must be hooks by name; {name!r}: {error}") from error
-        item = Item(name, hooks, rows)
+        item = NamedIntervention(name, hooks, rows)
         if item.divisible:
             item = replace(item, rows=_rows_changed(item))
         else:
@@ -126,7 +122,7 @@ def _is_call(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Mapping)
 
 
-def _rows_changed(item: Item) -> Rows:
+def _rows_changed(item: NamedIntervention) -> Rows:
     """Return the rows of the heads on which an intervention acts."""
     found: Rows = {}
     for layer, heads in item.rows.items():
@@ -137,7 +133,7 @@ def _rows_changed(item: Item) -> Rows:
     return found
 
 
-def _rows_of_own_hooks(model: Any, item: Item) -> Rows:
+def _rows_of_own_hooks(model: Any, item: NamedIntervention) -> Rows:
     """Return the rows of the layers that hooks of the user may change: their functions do not say which heads.
 
     Raises:
@@ -160,28 +156,3 @@ def _rows_of_own_hooks(model: Any, item: Item) -> Rows:
                 )
             layers.add(int(found[1]))
     return {layer: heads for layer, heads in item.rows.items() if layer in layers}
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Texts that are run together, their metric, and their places in the batch."""
-
-    texts: Texts
-    metric: Metric
-    places: Tensor
-
-
-def parts_of(texts: Texts, metric: Metric) -> list[Part]:
-    """Separate the texts, if the metric of each can be computed alone; otherwise keep them together."""
-    every = torch.arange(len(texts.tokens), device="cpu")
-    if not (metric is next_token_loss or isinstance(metric, LogitDifference)):
-        return [Part(texts, metric, every)]
-    if isinstance(metric, LogitDifference):
-        metric.check_batch(len(texts.tokens))
-    parts = []
-    for row, ids in enumerate(texts.unpadded()):
-        nothing = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        alone = Texts(ids[None], torch.ones_like(ids[None], dtype=torch.bool), [TextGroup(nothing, ids[None], nothing)])
-        own = metric.of_text(row) if isinstance(metric, LogitDifference) else metric
-        parts.append(Part(alone, own, every[row : row + 1]))
-    return parts
