@@ -10,6 +10,7 @@ import trained_and_random
 from torch import Tensor
 
 import tl_posdisent as tp
+from tl_posdisent.experiments import estimated_ladder
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 
@@ -29,17 +30,44 @@ def some_interventions(model: Any, fitted: Tensor) -> dict[str, Any]:
     }
 
 
-def head_effects(model: Any, texts: int = 4, audit: int = 44) -> pd.DataFrame:
-    """Estimates and exact effects of the sixteen heads with the largest estimates and of random others, for eight
+def head_effects(model: Any, texts: int = 4, exact: int = 30, audit: int = 30) -> pd.DataFrame:
+    """Estimates and exact effects of the heads with the largest estimates and of random others, for eight
     interventions; ``largest`` says which. First parts of speeches; fits to parts of others."""
     parts = trained_and_random.texts(model)
     interventions = some_interventions(model, parts[14:18])
-    table = tp.head_effects(model, parts[:texts], interventions, draws=8, exact=16, audit=audit, progress=False)
+    table = tp.head_effects(model, parts[:texts], interventions, draws=8, exact=exact, audit=audit, progress=False)
     print(pd.DataFrame(table.attrs["audit"]).T.round(2).to_string(), flush=True)
     ranks = table.groupby("intervention")["estimate"].transform(lambda x: x.abs().rank(ascending=False))
-    run = table[table["exact"].notna()].assign(largest=ranks <= 16)
+    run = table[table["exact"].notna()].assign(largest=ranks <= exact)
     columns = ["intervention", "layer", "head", "largest", "first", "curvature", "estimate", "exact", "exact_se", "kl"]
     return run[columns].round(6)
+
+
+def every_verdict(model: Any, exact: int | None = None, audit: int = 16) -> pd.DataFrame:
+    """A verdict for every head, on two sets of speeches: texts are added until it is decided, three looks at most.
+
+    Sets of 24 half parts of four speeches each; rungs are fitted to twelve of two others.
+    """
+    halves = torch.cat(_halves(trained_and_random.texts(model)))
+    speech = torch.arange(len(halves)) % trained_and_random.N
+    tables = []
+    for name, some in {"a": speech < 4, "b": (speech >= 4) & (speech < 8)}.items():
+        table = estimated_ladder(
+            model, halves[speech >= 8], heldout=halves[some], exact=exact, audit=audit, looks=3, progress=False
+        )
+        verdicts = tp.head_verdicts(table)
+        print(name, table.attrs["audit"], verdicts["verdict"].value_counts().to_dict(), flush=True)
+        run = table[table["rung"] == "uniform"][["exact", "blocks", "tokens"]].reset_index(drop=True)
+        tables.append(verdicts.assign(texts=name).join(run).assign(**table.attrs["audit"]))
+    columns = ["texts", "layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "gap_mean", "error_mean"]
+    columns += ["gap", "error", "exact", "blocks", "tokens", "audited", "above", "surely_above"]
+    return pd.concat(tables, ignore_index=True)[columns]
+
+
+def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves of each text, the second behind the text's first token too, of equal length."""
+    n = texts.shape[1] // 2
+    return texts[:, :n], torch.cat([texts[:, :1], texts[:, n : 2 * n - 1]], 1)
 
 
 def replaced_heads(model: Any) -> pd.DataFrame:

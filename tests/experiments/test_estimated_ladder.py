@@ -30,7 +30,7 @@ def interventions(model: Any, **some: Any) -> dict[str, Any]:
 
 
 def ladder(model: Any, **options: Any) -> Any:
-    options = {"rungs": ["distance", "static"], "progress": False} | options
+    options = {"rungs": ["distance", "static"], "audit": 0, "progress": False} | options
     return estimated_ladder(model, FITTED, **{"heldout": HELDOUT} | options)
 
 
@@ -95,14 +95,61 @@ def test_the_used_heads_of_the_largest_divergence_are_run(kind: str, name: str, 
     assert len(head_verdicts(table, negligible=negligible)) == 16
 
 
+@FEW
+def test_heads_are_run_until_their_verdict_is_decided(kind: str, name: str, shared_model: Any) -> None:
+    """At each look the oracle is one table of exact runs on the texts read so far."""
+    model, columns = shared_model(kind, name), ["kl", "error_kl", "recovered_kl", "se_kl", "blocks", "df", "tokens"]
+    heldout = zoo.random_tokens(length=12, batch=16, seed=5)
+    all_runs = {n: ladder(model, heldout=heldout[:n], exact=None, negligible=1e-9) for n in (4, 8, 16)}
+    means = all_runs[16][all_runs[16]["rung"] == MEAN]["kl"]
+    options = {"negligible": float(means.quantile(0.3)), "share": 0.6}
+    alone = {n: head_verdicts(table, **options, confidence=1 - 0.05 / 3) for n, table in all_runs.items()}
+    table = ladder(model, heldout=heldout, exact=None, looks=3, **options)
+    run = table[table["exact"]].groupby(["layer", "head"]).filter(lambda some: len(some) == 5)
+    verdicts, stopped = head_verdicts(table, **options).set_index(["layer", "head"]), []
+    for (layer, head), rows in run.groupby(["layer", "head"]):
+        sure = {n: x[(x["layer"] == layer) & (x["head"] == head)].iloc[0] for n, x in alone.items()}
+        end = next((n for n, x in sure.items() if x["simplest"] == x["at_most"]), 16)
+        of = all_runs[end][(all_runs[end]["layer"] == layer) & (all_runs[end]["head"] == head)]
+        assert rows[columns].to_numpy() == pytest.approx(of[columns].to_numpy(), rel=1e-5, abs=1e-9)
+        assert verdicts.loc[(layer, head), "verdict"] == sure[end]["verdict"]
+        stopped.append(end)
+    assert {4, 16} <= set(stopped)  # of the three numbers of texts, both ends occur
+    assert (table["tokens"] == 11 * table["blocks"]).all()
+
+
+def test_random_heads_that_were_estimated_as_not_used_are_run(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    estimates = ladder(model, exact=0)
+    negligible = float(estimates[estimates["rung"] == MEAN]["kl"].quantile(0.6))
+    unused = head_verdicts(estimates, negligible=negligible)["verdict"] == "not used"
+    assert unused.sum() > 4
+    table = ladder(model, exact=0, audit=4, negligible=negligible)
+    whole = table[table["exact"]].groupby(["layer", "head"]).filter(lambda some: len(some) == 5)
+    drawn = whole.set_index(["layer", "head"]).index.unique()
+    exact = ladder(model, exact=None, negligible=1e-9).set_index(["layer", "head", "rung"])["kl"]
+    assert len(drawn) == 4
+    assert all(unused[8 * layer + head] for layer, head in drawn)
+    assert whole.set_index(["layer", "head", "rung"])["kl"].to_dict() == pytest.approx(
+        exact[[place in drawn for place in exact.index.droplevel("rung")]].to_dict()
+    )
+    above = sum(exact[(*place, MEAN)] > negligible for place in drawn)
+    assert table.attrs["audit"]["audited"] == 4
+    assert table.attrs["audit"]["above"] == above
+    assert ladder(model, exact=0, audit=4, negligible=negligible, seed=0)["exact"].equals(table["exact"])
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"heldout": HELDOUT[:1]}, "heldout must be at least two texts, .* got 1"),
+        ({"heldout": HELDOUT[:1]}, "heldout must be at least two texts at each look, .* 2 or more for looks=1, got 1"),
         ({"rungs": ["banded"]}, "rungs must be"),
         ({"exact": -1}, "exact must be"),
         ({"share": 1.5}, "share must be"),
+        ({"looks": 3}, "heldout must be at least two texts at each look, .* 8 or more for looks=3, got 4"),
+        ({"looks": 0}, "looks must be"),
+        ({"audit": -1}, "audit must be"),
         ({"heldout": zoo.random_tokens(length=20, batch=2)}, "interventions must act on each text alone .*distance"),
     ]
     for options, message in cases:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import atan2, nan, pi
+from math import atan2, exp, lgamma, nan, pi
 
 import numpy as np
 import pandas as pd
@@ -93,10 +93,12 @@ def significance(size: float, error: float, df: float) -> float:
     """
     if not (error >= 0 and df > 0):
         return 0.0
-    # With t = sqrt(df) tan(x), Student's density is cos(x) ** (df - 1) up to a factor.
+    # With t = sqrt(df) tan(x), Student's density is cos(x) ** (df - 1) up to a factor. Its whole integral is a beta
+    # function.
     steps = (np.arange(4096) + 0.5) / 4096
-    within, half = (x * np.mean(np.cos(x * steps) ** (df - 1)) for x in (atan2(size, error * df**0.5), pi / 2))
-    return float(within / half)
+    angle = atan2(size, error * df**0.5)
+    half = exp(lgamma(df / 2) - lgamma((df + 1) / 2)) * pi**0.5 / 2
+    return min(float(angle * np.mean(np.cos(angle * steps) ** (df - 1)) / half), 1.0)
 
 
 def confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:

@@ -70,7 +70,7 @@ def head_verdicts(
     there, however large the noise.
 
     Args:
-        table: table of ``attention_ladder``; only rows without a control are read.
+        table: table of ``attention_ladder`` or ``estimated_ladder``; only rows without a control are read.
         share: share of what uniform attention changes that a rung must recover, above 0 and at most 1.
         measure: ``"kl"``: divergences of predictions, with shares ``recovered_kl``; ``"loss"``: losses, with shares
             ``recovered``; ``"metric"``: the table's metric. Default ``"metric"`` if the table has one, else ``"kl"``.
@@ -80,7 +80,9 @@ def head_verdicts(
         confidence: confidence of each two-sided interval, at least 0 (only the estimates) and below 1. A verdict has
             the same confidence, given the fits, unless several rungs recover almost ``share``. Below a threshold, the
             error of a divergence is scaled up to the threshold, at most three times: divergences of blocks are skewed,
-            so their mean and its error are often too small together.
+            so their mean and its error are often too small together. If verdicts were looked at several times
+            (column ``looks``, from ``estimated_ladder``), each interval has the confidence ``1 - (1 - confidence) /
+            looks``, so that all looks together are wrong as rarely as one (Bonferroni).
         correction: correction for the number of heads. With ``"none"``, ``(1 - confidence) / 2 * n`` of n heads that
             are not used are expected to be called used by chance (with ``"kl"``, at most as many, and hardly any whose
             divergence is well below ``negligible``). With ``"fdr"``, the expected share of such heads among those
@@ -94,7 +96,7 @@ def head_verdicts(
         head that is not used); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``, what uniform attention
         changes (its divergence or added loss in nats per token, or the change of the metric) and ``error`` (its
         standard error); ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that row). The measure
-        is in ``attrs["measure"]``.
+        is in ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``, or without those of ``measure``; an
@@ -115,6 +117,8 @@ def head_verdicts(
     check_choice("correction", correction, get_args(Correction))
     measure = _measure_of(table, measure)
     heads = _by_head(table, measure)
+    if "looks" in table:
+        confidence = 1 - (1 - confidence) / max(table["looks"].max(), 1)
     if correction == "fdr":
         chances = [_by_chance(x, MEAN if MEAN in x else "uniform", measure, negligible) for x in heads.values()]
         confidence = confidence_of_selected(chances, confidence)
@@ -162,9 +166,12 @@ def _by_head(table: pd.DataFrame, measure: Measure) -> dict[Any, _Rungs]:
         **{name: plain[column] for name, column in _COLUMNS[measure].items()},
         df=(plain["df"] if "df" in plain else plain["blocks"] * nan).fillna(plain["blocks"] - 1),  # equal blocks
     )
+    rungs: dict[Any, list[Any]] = {}
+    for row in read.sort_values(["layer", "head"], kind="stable").to_dict("records"):
+        rungs.setdefault(tuple(None if pd.isna(x) else x for x in (row["layer"], row["head"])), []).append(row)
     heads: dict[Any, _Rungs] = {}
-    for place, some in read.groupby(["layer", "head"], dropna=False):
-        by_rung = {row["rung"]: row for row in some.to_dict("records")}
+    for place, some in rungs.items():
+        by_rung = {row["rung"]: row for row in some}
         if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
             raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
         heads[place] = {x: row | {"gap": row["value"] - by_rung["untouched"]["value"]} for x, row in by_rung.items()}
