@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import nan
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
@@ -18,7 +17,7 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
+from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns
@@ -58,10 +57,10 @@ def additivity(
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
         each component explains alone (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
         key component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to
-        the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant,
-        NaN for a text that is longer than all others. Of these numbers ``r_held_out`` separates trained from random
-        weights most clearly (docs/results.md): a deep random network is nearly additive on one text, too, but not with
-        one profile for all texts.
+        the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant. For a
+        text that is longer than all others, it is r over the pairs at a distance that another text has, too. Of these
+        numbers ``r_held_out`` separates trained from random weights most clearly (docs/results.md): a deep random
+        network is nearly additive on one text, too, but not with one profile for all texts.
 
     Raises:
         ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys.
@@ -90,7 +89,7 @@ def additivity(
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
     with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
-        read = [_read_group(model, group, specs, mask, sinks, bar) for group in texts.groups]
+        read = [_read_group(model, texts, group, specs, mask, sinks, bar) for group in texts.groups]
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
@@ -101,15 +100,38 @@ def additivity(
 
 
 class Part(NamedTuple):
-    """Marginal sums of one layer's scores in texts of equal length."""
+    """Marginal sums of one layer's scores in texts of equal length.
+
+    Attributes:
+        rows: the places of the texts in the batch.
+        near: for a text longer than all others, the sums of the pairs whose distance the others have, too.
+    """
 
     rows: Int[Tensor, "text"]
     read: Marginals
     cells: Cells
+    near: Part | None = None
+
+
+def part_of(texts: Texts, rows: Tensor, scores: Tensor, cells: Cells) -> Part:
+    """Compute the marginal sums of the scores of some of the texts."""
+    near, n = None, scores.shape[-1]
+    of_others = sorted(texts.lengths)[-2] if len(texts.tokens) > 1 else n
+    if of_others < n:
+        at = torch.arange(n, device=scores.device)
+        some = make_cells(scores.shape, cells.to_mask() & ((at[:, None] - at).abs() < of_others), device=scores.device)
+        near = Part(rows, read_marginals(scores, some), some)
+    return Part(rows, read_marginals(scores, cells), cells, near)
 
 
 def _read_group(
-    model: Any, group: TextGroup, specs: list[AttentionSpec], mask: MaskKind | Tensor | None, sinks: int, bar: Any
+    model: Any,
+    texts: Texts,
+    group: TextGroup,
+    specs: list[AttentionSpec],
+    mask: MaskKind | Tensor | None,
+    sinks: int,
+    bar: Any,
 ) -> dict[int, Part]:
     """Compute the marginal sums of each layer in one pass."""
     parts: dict[int, Part] = {}
@@ -118,7 +140,7 @@ def _read_group(
         cells = make_cells(
             scores.shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, group.tokens.shape[1])
         )
-        parts[spec.layer] = Part(group.rows, read_marginals(scores, cells), cells)
+        parts[spec.layer] = part_of(texts, group.rows, scores, cells)
         bar.update()
 
     for_each_scores(model, group.tokens, specs, read)
@@ -133,35 +155,46 @@ def _of_all(fits: Sequence[AdditiveFit]) -> dict[str, Tensor]:
 def columns_of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
     """Compute the columns of ``additivity`` without pooling, ``[text, head]``, texts in the order of the batch."""
     fits = [fit_marginals(part.read, part.cells) for part in parts]
-    given = {"r_no_distance": [torch.zeros_like(fit.distance) for fit in fits]}
-    if sum(len(part.rows) for part in parts) > 1:
-        given["r_held_out"] = _profiles_of_others(parts, fits)
-    r2 = [explained_around(p.read, p.cells, torch.stack(x)) for p, *x in zip(parts, *given.values(), strict=True)]
-    columns = _of_all(fits) | dict(zip(given, torch.cat(r2, 1).clamp_min(0).sqrt(), strict=True))
+    several = sum(len(part.rows) for part in parts) > 1
+    profiles = _profiles_of_others(parts, fits) if several else [None] * len(parts)
+    r2 = [_given_profiles(*each) for each in zip(parts, fits, profiles, strict=True)]
+    names = ["r_no_distance", "r_held_out"] if several else ["r_no_distance"]
+    columns = _of_all(fits) | dict(zip(names, torch.cat(r2, 1).clamp_min(0).sqrt(), strict=True))
     order = torch.cat([part.rows for part in parts]).argsort()
     return {name: x[order.to(x.device)] for name, x in columns.items()}
 
 
+def _given_profiles(part: Part, fit: AdditiveFit, of_others: Tensor | None) -> Float64[Tensor, "measure text head"]:
+    """Compute r² without a profile, and with that of the other texts, if there are any."""
+    none = torch.zeros_like(fit.distance)
+    if of_others is None or part.near is None:
+        given = [none] if of_others is None else [none, of_others]
+        return explained_around(part.read, part.cells, torch.stack(given))
+    of_near = explained_around(part.near.read, part.near.cells, of_others[None])
+    return torch.cat([explained_around(part.read, part.cells, none[None]), of_near])
+
+
 def _profiles_of_others(parts: Sequence[Part], fits: Sequence[AdditiveFit]) -> list[Tensor]:
-    """Fit the profile ``[text, head, distance]`` of all other texts for each text; NaN if none of them is as long."""
+    """Fit the profile ``[text, head, distance]`` of all other texts for each text, at the distances that they have."""
     if len(parts) == 1:  # with equal masks, the profile of several texts is the mean of their profiles
         (fit,) = fits
         return [(fit.distance.sum(0) - fit.distance) / (len(fit.distance) - 1)]
     apart = [[_one_text(part, n) for n in range(len(part.rows))] for part in parts]
     every = [one for some in apart for one in some]
-    return [torch.stack([_profile(one.cells, [x for x in every if x is not one]) for one in some]) for some in apart]
+    return [
+        torch.stack([_profile((one.near or one).cells, [x for x in every if x is not one]) for one in some])
+        for some in apart
+    ]
 
 
 def _one_text(part: Part, n: int) -> Part:
     read = Marginals(**{name: sums[n : n + 1] for name, sums in vars(part.read).items()})
-    return Part(part.rows[n : n + 1], read, part.cells)
+    return Part(part.rows[n : n + 1], read, part.cells, part.near)  # only a single text has pairs that others lack
 
 
 def _profile(cells: Cells, others: Sequence[Part]) -> Tensor:
     """Fit the profile ``[head, distance]`` of these texts, at the distances of the cells."""
     fit = fit_marginals(*_stacked(others), pool=True)
-    if cells.n_key > max(other.cells.n_key for other in others):
-        return fit.distance.new_full((len(fit.distance), cells.n_distance), nan)
     low = cells.low - int(fit.distances[0])
     return fit.distance[..., low : low + cells.n_distance]
 
@@ -179,7 +212,7 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
     cells = make_cells((batch, n_heads, n, n), inside, device=inside.device)
     zero = cells.counts.new_zeros(batch, n_heads)
     whole = Marginals(zero, zero.new_zeros(*zero.shape, cells.counts.shape[-1]), zero.clone())
-    for at, (_, read, own) in zip(places, parts, strict=True):
+    for at, (_, read, own, _) in zip(places, parts, strict=True):
         whole.pivot[at], whole.squares[at] = read.pivot, read.squares
         low = own.low - cells.low
         ranges = (slice(low, low + own.n_distance), slice(own.n_query), slice(own.n_key))

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.additive.cells import make_cells, read_marginals
+from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -26,7 +26,7 @@ from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label
 
-from .additivity import Part, cells_of, columns_of_texts
+from .additivity import Part, cells_of, columns_of_texts, part_of
 from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
@@ -129,9 +129,8 @@ def _measure(
         late = torch.arange(n, device=layer.q.device) >= sinks
         mask = cells_of(layer.spec, late[:, None] & late if sinks else None, n)
         cells = make_cells(layer.scores.shape, device=layer.scores.device, **mask)
-        fitted = Part(
-            torch.arange(len(layer.q), device=cells.counts.device), read_marginals(layer.scores, cells), cells
-        )
+        rows = torch.arange(len(layer.q), device=cells.counts.device)
+        fitted = part_of(texts, rows, layer.scores, cells)
         plane = positional_symbolic_qk(layer.q, layer.k, rotary)
         pivot = fitted.read.pivot  # [text, head] in float64
         points = [pivot.new_tensor(plane[x].tolist()).view_as(pivot) for x in ("positional", "symbolic")]
