@@ -199,6 +199,21 @@ def test_colours_of_shares_leave_out_their_lowest_and_small_differences_are_smal
         assert np.isclose(heat.zmax - heat.zmin, 0.2)
 
 
+def test_the_colour_bar_says_where_its_end_stands_for_values_beyond_it() -> None:
+    close = by_head(5, 8, r=lambda layer, head: 0.9 + head / 100)
+    close.loc[0, "r"] = 0.1  # below the limits, 0.8 and 1
+    (heat,) = plot_heads(close, "r").data
+    ticks = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
+    assert {text: x for text, x in ticks.items() if text[0] in "≤≥"} == {"≤ 0.800": pytest.approx(0.8)}
+    assert all(float(text.strip("≤≥ ")) == pytest.approx(x, abs=1e-3) for text, x in ticks.items())
+    assert max(ticks.values()) <= 1.0 + 1e-9
+    (both,) = plot_heads(HEADS, "r", limits=(3, 17)).data
+    assert sorted(text for text in both.colorbar.ticktext if text[0] in "≤≥") == ["≤ 3.0", "≥ 17.0"]
+    assert len(set(both.colorbar.ticktext)) == len(both.colorbar.tickvals) >= 4
+    (whole,) = plot_heads(HEADS, "r", limits=(0, 21)).data
+    assert whole.colorbar.ticktext is None
+
+
 def test_by_layer_means_over_heads_and_their_range() -> None:
     low, high, line = plot_heads(pd.concat([HEADS.assign(batch=n) for n in (0, 1)]), "r", by="layer").data
     assert line.x.tolist() == [0, 1, 2]

@@ -53,7 +53,8 @@ def plot_heads(
             highest head as a band.
         signed: whether to use a diverging colour scale, symmetric about 0. Default: if a value is negative.
         limits: limits of the colour scale; default from 0, or symmetric; for correlations and shares, from the lowest
-            5 % of the heads to the highest, at least 0.2 apart.
+            5 % of the heads to the highest, at least 0.2 apart. An end that stands for values beyond it, too, is marked
+            ≤ or ≥ in the colour bar.
         title: title of the figure; default names the measure.
 
     Raises:
@@ -337,10 +338,29 @@ def _heat_map(
         zmin=low,
         zmax=high,
         colorscale=DIVERGING if signed else SEQUENTIAL,
-        colorbar={"title": {"text": title.replace(" (", "<br>("), "side": "right"}},  # else it is cut off
+        colorbar={
+            "title": {"text": title.replace(" (", "<br>("), "side": "right"},  # else it is cut off
+            **_ticks_of_clipped(z, low, high),
+        },
         texttemplate=f"%{{z:.{max(2, 1 - math.floor(math.log10(high)))}f}}" if z.size <= room and high > 0 else None,
         name="",
     )
+
+
+def _ticks_of_clipped(z: Any, low: float, high: float) -> dict[str, Any]:
+    """Make ticks of a colour bar that say where its end stands for values beyond it; none if there are no such."""
+    below, above = bool(np.nanmin(z, initial=low) < low), bool(np.nanmax(z, initial=high) > high)
+    if not (below or above):
+        return {}
+    size = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = next(size * x for x in (5, 2, 1) if size * x <= (high - low) / 3)
+    inner = step * np.arange(math.ceil(low / step), math.floor(high / step) + 1)
+    inner = inner[(inner > low + step * below / 2) & (inner < high - step * above / 2)]
+    digits = max(0, 1 - math.floor(math.log10(step)))  # one more than the step's, for the ends
+    ends = {low: "≤ "} if below else {}
+    ends |= {high: "≥ "} if above else {}
+    ticks = {float(x): f"{x:.{max(0, digits - 1)}f}" for x in inner} | {x: f"{s}{x:.{digits}f}" for x, s in ends.items()}
+    return {"tickvals": list(ticks), "ticktext": list(ticks.values())}
 
 
 def bounded_limits(value: str, values: Any) -> tuple[float, float] | None:
