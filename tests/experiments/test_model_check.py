@@ -35,6 +35,22 @@ def test_tools_work_or_are_refused(kind: str, name: str, shared_model: Callable[
     assert texts == (["8 tokens", "20 tokens", "padded", "KV cache"] if rotary else ["8 tokens"])
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_windows_that_no_text_reaches_are_named(shared_model: Callable[[str, str], Any]) -> None:
+    """Of the same model: a text hides keys if and only if it is longer than the window."""
+    model = shared_model("bridge" if zoo.BRIDGE_NAMES else "hooked", "gemma2")
+    (window,) = {spec.window for spec in read_model(model).specs() if spec.window is not None}
+    for length, hides in ((window, False), (window + 1, True)):
+        table = check_model(model, tools=["additivity"], lengths=(4, length), progress=False)
+        keys = [spec.mask(length).sum(1).max() for spec in read_model(model).specs()]
+        assert (min(keys) < length) == hides
+        assert ("not reached" in table.attrs) == (not hides)
+    short = check_model(model, tools=["additivity"], lengths=4, progress=False).attrs["not reached"]
+    assert short == (
+        f"texts of 4 tokens do not hide what is outside the window of {window} tokens; one of {window + 1} tokens does"
+    )
+
+
 def _unusual(kind: str, **more: Any) -> Any:
     """A tiny model of a class that is not in the zoo."""
     arguments = zoo.ARCHITECTURES["llama-gqa"].arguments | more

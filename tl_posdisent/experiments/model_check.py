@@ -79,8 +79,9 @@ def check_model(
         tools: which to check, by name; default all.
         every_layer: whether to check all layers. Default the first two of each kind (that differ in rotation, window,
             soft cap or heads); the layers after the last of them are skipped.
-        lengths: of the texts, in tokens. Where the rotation changes beyond some length (longrope, dynamic NTK), give
-            one beyond it as well. The first is also that of the padded and the cached texts.
+        lengths: of the texts, in tokens. Where the rotation changes beyond some length (longrope, dynamic NTK), or a
+            layer has a sliding window, give one beyond it as well. The first is also that of the padded and the cached
+            texts.
         seed: of the random tokens.
         progress: whether to show a progress bar.
 
@@ -89,7 +90,8 @@ def check_model(
         ``"12 tokens"``, ``"padded"`` or ``"KV cache"``; ``verdict``: ``"works"``, ``"refused"`` or ``"wrong"``;
         ``error``, the largest relative error of the tool's laws, NaN where refused; ``reason``: the law that fails, or
         the refusal. Where the model itself gives other logits with a KV cache, ``attrs["KV cache"]`` and one warning
-        say why, with the versions of TransformerLens and transformers.
+        say why, with the versions of TransformerLens and transformers. ``attrs["not reached"]`` names the sliding
+        windows, and the lengths beyond which the rotation changes, that no text exceeds.
 
     Raises:
         ValueError: tools that do not exist, lengths below 4, a model that ``read_model`` refuses.
@@ -127,7 +129,20 @@ def check_model(
     if (table["reason"] == OTHER_WITH_CACHE).any():
         table.attrs["KV cache"] = next(iter(trials.values())).cache_problem
         warnings.warn(table.attrs["KV cache"], stacklevel=2)
+    table.attrs |= _not_reached(reading.attention, sizes)
     return table
+
+
+def _not_reached(specs: Sequence[AttentionSpec], sizes: Sequence[int]) -> dict[str, str]:
+    """State which lengths that change attention no text of these sizes exceeds."""
+    wider = {spec.window: "window" for spec in specs if spec.window is not None and spec.window >= max(sizes)}
+    longer = {spec.holds_to: "rotation" for spec in specs if spec.holds_to is not None and spec.holds_to >= max(sizes)}
+    if not (wider or longer):
+        return {}
+    said = [f"hide what is outside the window of {n} tokens" for n in sorted(wider)]
+    said += [f"reach the rotation or scale beyond {n} tokens" for n in sorted(longer)]
+    needed = max(*wider, *longer, 0) + 1
+    return {"not reached": f"texts of {max(sizes)} tokens do not {', nor '.join(said)}; one of {needed} tokens does"}
 
 
 def two_of_each_kind(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:

@@ -99,4 +99,5 @@ def check(
     counts = table["verdict"].value_counts()
     given.exit_code = int("wrong" in counts)
     short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
-    return [*frame(short, title), ", ".join(f"{n} {verdict}" for verdict, n in counts.items())]
+    counted = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    return [*frame(short, title), counted, *([table.attrs["not reached"]] if "not reached" in table.attrs else [])]

@@ -57,9 +57,9 @@ def additivity(
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
         each component explains alone (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
         key component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to
-        the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant. For a
-        text that is longer than all others, it is r over the pairs at a distance that another text has, too. Of these
-        numbers ``r_held_out`` separates trained from random weights most clearly (docs/results.md): a deep random
+        the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant.
+        For a text that is longer than all others, it is r over the pairs at a distance that another text has, too. Of
+        these numbers ``r_held_out`` separates trained from random weights most clearly (docs/results.md): a deep random
         network is nearly additive on one text, too, but not with one profile for all texts.
 
     Raises:

@@ -359,7 +359,9 @@ def _ticks_of_clipped(z: Any, low: float, high: float) -> dict[str, Any]:
     digits = max(0, 1 - math.floor(math.log10(step)))  # one more than the step's, for the ends
     ends = {low: "≤ "} if below else {}
     ends |= {high: "≥ "} if above else {}
-    ticks = {float(x): f"{x:.{max(0, digits - 1)}f}" for x in inner} | {x: f"{s}{x:.{digits}f}" for x, s in ends.items()}
+    ticks = {float(x): f"{x:.{max(0, digits - 1)}f}" for x in inner} | {
+        x: f"{s}{x:.{digits}f}" for x, s in ends.items()
+    }
     return {"tickvals": list(ticks), "ticktext": list(ticks.values())}
 
 
