@@ -56,6 +56,28 @@ def test_a_reading_is_kept_with_its_model(kind: str, name: str) -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2", "gptj", "gpt2", "bloom"))
+def test_the_table_of_a_reading_is_what_the_configuration_says(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table, arguments = read_model(model).to_frame(), zoo.ARCHITECTURES[name].arguments
+    assert table["layer"].tolist() == list(range(model.cfg.n_layers))
+    assert (table["heads"] == 8).all()
+    assert (table["key_heads"] == arguments.get("num_key_value_heads", 8)).all()
+    windows = [spec.window for spec in read_model(model).specs()]
+    assert [None if pd.isna(x) else x for x in table["window"]] == windows
+    assert table["attention"].tolist() == ["global" if x is None else "local" for x in windows]
+    assert set(table["attention"]) == ({"local", "global"} if name == "gemma2" else {"global"})
+    if name in ("gpt2", "bloom"):
+        assert (table["rotated"] == 0).all()
+        assert table["base"].isna().all()
+    else:
+        rotated = arguments.get("rotary_dim", arguments.get("head_dim", table["d_head"].iloc[0]))
+        assert (table["rotated"] == rotated).all()
+        base = 500.0 if name == "llama-gqa" else 10_000.0
+        assert table["base"].to_numpy() == pytest.approx(base, rel=1e-4)
+    assert read_model(model)._repr_html_().startswith("<p>ModelReading(")
+
+
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_layers_as_in_python(kind: str, name: str, shared_model: Any) -> None:
     reading = read_model(shared_model(kind, name))

@@ -8,6 +8,7 @@ RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subsp
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import exp, nan
 from typing import Any, Literal, get_args
 
 import torch
@@ -70,6 +71,22 @@ class Rotary:
     def wavelengths(self) -> Float64[Tensor, "subspace"]:
         """Positions per full turn, 2π/θ; infinite for frequency 0."""
         return 2 * torch.pi / self.frequencies
+
+    @property
+    def base(self) -> float:
+        """The base of ``θ_c = base ** (-c / number of subspaces)``; NaN for frequencies that are not of this form.
+
+        >>> rotary = Rotary(10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4), "half")
+        >>> round(rotary.base), Rotary(torch.tensor([1.0, 0.5, 0.4], dtype=torch.float64), "half").base
+        (10000, nan)
+        """
+        n = len(self.frequencies)
+        if n < 2 or not bool((self.frequencies > 0).all()):
+            return nan
+        logs = self.frequencies.log()
+        slope = float(logs[-1] - logs[0]) / (n - 1)
+        fits = (logs - slope * torch.arange(n, device=logs.device)).abs().max() < 1e-3 * abs(slope)
+        return exp(-n * slope) if bool(fits) else nan
 
     def angles(self, positions: Real[Tensor, "*pos"]) -> Float64[Tensor, "*pos subspace"]:
         """Compute the angle of every subspace at these positions, in radians, rounded as the model rounds it."""

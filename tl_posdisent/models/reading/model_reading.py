@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
@@ -15,11 +16,12 @@ from tl_posdisent.models.reading.model_parts import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices
 
 
 @dataclass(frozen=True, eq=False)
-class ModelReading:
+class ModelReading(HasTable):
     """What the attention layers of one model do; every function that takes a model accepts a reading instead.
 
     Layers are read when they are first needed. "All layers" means all layers of the model, whichever have been read.
@@ -47,6 +49,37 @@ class ModelReading:
 
     def __repr__(self) -> str:
         return f"ModelReading({len(self.read)} of {self.n_layers} layers of {architecture(self.model)})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per layer with attention, which is read if it has not been.
+
+        Columns: ``layer``; ``attention`` (``"local"`` with a sliding window, else ``"global"``) and ``window``, the
+        number of keys that a query sees; ``causal``; ``heads``, ``key_heads``, ``d_head``; ``rotated``, the number of
+        rotated dimensions of a query (0 without RoPE), and the ``base`` of their frequencies (NaN if they are not
+        powers of one); ``scale`` and ``soft_cap``; ``problem``: why scores cannot be recomputed, or why the rotation
+        cannot be changed, empty if they can. Missing values are NA.
+        """
+        rows = []
+        for spec in self.attention:
+            rotary = spec.rotary
+            rows.append(
+                {
+                    "layer": spec.layer,
+                    "attention": "global" if spec.window is None else "local",
+                    "window": spec.window,
+                    "causal": spec.causal,
+                    "heads": spec.n_heads,
+                    "key_heads": spec.n_kv_heads,
+                    "d_head": spec.d_head,
+                    "rotated": 0 if rotary is None else rotary.dim,
+                    "base": nan if rotary is None else rotary.base,
+                    "scale": spec.scale,
+                    "soft_cap": spec.soft_cap,
+                    "problem": spec.problem or spec.no_rotation or "",
+                }
+            )
+        table = pd.DataFrame(rows).astype({"window": "Int64", "scale": float, "soft_cap": float})
+        return self.note(table)
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -141,6 +174,8 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None, *, fresh: 
         >>> spec = reading.specs(0)[0]
         >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
         (8, 4, True, 'half', 16)
+        >>> reading.to_frame()[["layer", "attention", "heads", "key_heads", "rotated"]].head(1).values.tolist()
+        [[0, 'global', 8, 4, 16]]
     """
     check_flag("fresh", fresh)
     if isinstance(model, ModelReading) and not fresh:
