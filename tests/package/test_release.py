@@ -91,6 +91,11 @@ def test_every_page_agrees_on_version_licence_and_papers() -> None:
         assert f"arXiv:{number}" in page
         assert title in CITATION
         assert title in page.replace("{LLM}", "LLM")
+    software = page[page.index("@software{") :]
+    assert f"version = {{{tp.__version__}}}" in software
+    assert f"license = {{{cited['license']}}}" in software
+    assert re.search(r"author  = \{\{tl\\_posdisent contributors\}\}", software)
+    assert "  - name: tl_posdisent contributors" in CITATION
     assert tp.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 

@@ -80,7 +80,8 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
     """Set the distance between every query and key to one number.
 
     A head's scores then depend on content alone, at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
-    (arXiv 2503.13305).
+    (arXiv 2503.13305). A negative distance puts every key after its query, where a causal model has never seen one; the
+    formula is exact there, too.
 
     Args:
         model, layers, heads: as in ``swap_positions``.
