@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [0, 2.5, True, "3", NAN],
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
-        "max_side min_length n n_ctx n_heads n_layers n_logits n_out "
+        "looks max_side min_length n n_ctx n_heads n_layers n_logits n_out "
         "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
