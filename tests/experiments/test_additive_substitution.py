@@ -129,7 +129,7 @@ def figures(model: Any, hooks: list[Any]) -> tuple[float, float]:
     """Loss and divergence from the untouched model, by other means."""
     clean, changed = logits(model, []).double(), logits(model, hooks).double()
     loss = torch.nn.functional.cross_entropy(changed[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
-    p, q = (torch.distributions.Categorical(logits=x) for x in (clean, changed))
+    p, q = (torch.distributions.Categorical(logits=x[:, :-1]) for x in (clean, changed))
     return loss.item(), torch.distributions.kl_divergence(p, q).mean().item()
 
 

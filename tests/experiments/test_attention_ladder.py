@@ -47,7 +47,8 @@ def figures(model: Any, hooks: list[Any], tokens: Tensor = TOKENS) -> tuple[floa
 
 
 def divergences(model: Any, hooks: list[Any], tokens: Tensor = TOKENS) -> Tensor:
-    p, q = (torch.distributions.Categorical(logits=logits(model, x, tokens).double()) for x in ([], hooks))
+    """KL(untouched ‖ under hooks) of each prediction whose token is in the text."""
+    p, q = (torch.distributions.Categorical(logits=logits(model, x, tokens)[:, :-1].double()) for x in ([], hooks))
     return torch.distributions.kl_divergence(p, q)
 
 
@@ -103,6 +104,59 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
         "untouched": 0,
     }
     assert rows[rows["rung"] == "untouched"][["kl", "error"]].abs().max().max() == 0
+
+
+def static_by_hand(model: Any, layer: int, head: int) -> Tensor:
+    """``d`` of ``softmax(d[i - j])``, fitted to the head's patterns on the training text by general optimisation."""
+    with torch.no_grad():
+        pattern = model.run_with_cache(TRAIN)[1]["pattern", layer][:, head].double()
+    inside = torch.ones(pattern.shape[-2:]).tril().bool()
+    pattern = 0.999 * pattern + 0.001 * inside / inside.sum(-1, keepdim=True)
+    d = torch.zeros(len(inside), dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([d], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def surprise() -> Tensor:
+        optimiser.zero_grad()
+        value = -(pattern * by_distance(d).clamp_min(1e-300).log()).sum()
+        value.backward()
+        return value
+
+    optimiser.step(surprise)  # type: ignore[arg-type]
+    return d.detach()
+
+
+def by_distance(d: Tensor, length: int = L + 2) -> Tensor:
+    at = torch.arange(length)
+    distance = at[:, None] - at
+    return d[distance.clamp_min(0)].masked_fill(distance < 0, -torch.inf).softmax(-1)
+
+
+@pytest.mark.skipif(not zoo.BRIDGE_NAMES, reason="needs a bridge")
+def test_rungs_without_keys_of_a_model_that_shows_none(shared_model: Any) -> None:
+    """Bloom's bridge adds its bias to the scores before they are shown, so that no keys explain them."""
+    model, layer, head = shared_model("bridge", "bloom"), 1, 3
+    with pytest.raises(ValueError, match="bloom|Bloom|vectors|keys"):
+        ladder(model, heads=[(layer, head)], rungs=["static"], controls=[])
+    rows = ladder(model, heads=[(layer, head)], rungs=["distance", "additive"]).set_index(["control", "rung"])
+    patterns = {
+        "uniform": torch.zeros(L + 2, dtype=torch.float64),
+        "distance": static_by_hand(model, layer, head),
+    }
+    for rung, d in patterns.items():
+
+        def put(pattern: Tensor, hook: Any, d: Tensor = d) -> Tensor:
+            pattern = pattern.clone()
+            pattern[:, head] = by_distance(d, L).to(pattern)
+            return pattern
+
+        expected = figures(model, [(f"blocks.{layer}.attn.hook_pattern", put)])
+        same(rows.loc[("none", rung)], expected)
+        assert expected[1] > 1e-4
+    same(
+        rows.loc[("none", "additive")], figures(model, substitute_attention(model, "additive", heads=[(layer, head)]))
+    )
+    assert rows["kl"]["shuffled", "distance"] > rows["kl"]["none", "distance"]
+    assert len(ladder(model, unit="layer", layers=0, rungs=["distance+sink", "banded"], controls=[])) == 5
 
 
 @pytest.mark.slow
@@ -162,8 +216,8 @@ def test_a_padded_batch_is_its_texts(shared_model: Any) -> None:
     options = {"heads": [(1, 6)], "rungs": ["static", "banded"], "controls": []}
     together = ladder(model, heldout_mask=mask, **options)
     alone = [ladder(model, heldout=x, **options) for x in (TOKENS[:1, 4:], TOKENS[1:])]
-    n = torch.tensor([L - 5, L - 1])
-    for column, weights in (("loss", n), ("kl", n + 1)):
+    weights = torch.tensor([L - 5, L - 1])
+    for column in ("loss", "kl"):
         expected = sum(x[column] * w.item() for x, w in zip(alone, weights, strict=True)) / weights.sum().item()
         assert (together[column] - expected).abs().max() < 1e-4
     both = ladder(model, heldout=None, attention_mask=torch.ones(2, L + 2, dtype=torch.long), **options)

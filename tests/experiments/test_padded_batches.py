@@ -201,15 +201,15 @@ def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_readi
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("axes", ["three", "two"])
 def test_additive_substitution(axes: Any, kind: str, name: str, shared_reading: Any) -> None:
-    """Losses are means over predicted tokens, divergences over tokens."""
+    """Losses and divergences are means over predicted tokens."""
     model = shared_reading(kind, name)
     options = {"axes": axes, "layers": 1, "progress": False}
     alone = [tp.additive_substitution(model, text, **options) for text in TEXTS[:2]]
     for side in SIDES:
         tokens, mask = batch(side, TEXTS[:2])
         found = tp.additive_substitution(model, tokens, attention_mask=mask, **options)
-        for column, fewer in (("loss", 1), ("change", 1), ("kl", 0)):
-            weights = torch.tensor(LENGTHS[:2]) - fewer
+        for column in ("loss", "change", "kl"):
+            weights = torch.tensor(LENGTHS[:2]) - 1
             values = torch.stack([torch.tensor(table[column].tolist(), dtype=torch.float64) for table in alone])
             expected = (weights[:, None] * values).sum(0) / weights.sum()
             assert torch.allclose(torch.tensor(found[column].tolist(), dtype=torch.float64), expected, atol=1e-5)

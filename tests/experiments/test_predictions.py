@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from support import zoo
 from support.live_bytes import LiveBytes
 
+import tl_posdisent as tp
 from tl_posdisent import load_demo_model
 from tl_posdisent.experiments.causal import metrics as predictions
 from tl_posdisent.models.texts import read_texts
@@ -25,7 +29,39 @@ def test_losses_and_divergences(at_a_time: int, dtype: torch.dtype, monkeypatch:
     expected = torch.nn.functional.cross_entropy(logits.float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-5)
     whole = torch.nn.functional.kl_div(logits.float().log_softmax(-1), log_p, reduction="none", log_target=True)
-    torch.testing.assert_close(divergences.float(), whole.sum(-1).flatten(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(divergences.float(), whole.sum(-1)[:, :-1].flatten(), atol=1e-5, rtol=1e-4)
     assert len(losses) == 3 * 24
     if at_a_time <= 3 * 512 * 3:
         assert live.most < log_p.nbytes
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_the_tools_have_one_divergence(kind: str, name: str, shared_model: Any) -> None:
+    """KL(unmodified ‖ changed), averaged over the tokens of the texts but their first: of one head, by every tool."""
+    model, quiet = shared_model(kind, name), {"progress": False}
+    tokens, layer, head = zoo.random_tokens(length=8, batch=3), 0, 5
+    one: dict[str, Any] = {"layers": layer, "heads": head}
+    hooks = {"zero": tp.ablate_heads(model, head, layers=layer)}
+    hooks["mean_output"] = tp.ablate_heads(model, head, layers=layer, mode="mean", reference=tokens)
+    effects = tp.head_effects(model, tokens, hooks, exact=1, **one, **quiet).set_index("intervention")["kl"]
+    for kind_of_change, some in hooks.items():
+        with torch.no_grad():
+            p, q = (model.run_with_hooks(tokens, fwd_hooks=x)[:, :-1].double().log_softmax(-1) for x in ([], some))
+        expected = float((p.exp() * (p - q)).sum(-1).mean())
+        assert expected > 1e-4
+        set_of_one = tp.replaceable_heads(model, tokens, some, heldout=tokens, counts=[1], **one, **quiet)
+        found = [effects[kind_of_change], set_of_one.curve["kl"].iloc[-1]]
+        if kind_of_change == "zero":
+            table = tp.additive_substitution(model, tokens, layers=layer, controls=["zero"], **quiet)
+            found += table[(table["head"] == head) & (table["put_in"] == "zero")]["kl"].tolist()
+        else:
+            ladders = [
+                tp.attention_ladder(model, tokens, rungs=["uniform"], controls=[], **one, **quiet),
+                tp.experiments.estimated_ladder(
+                    model, tokens, heldout=tokens, rungs=["uniform"], negligible=1e-9, **one, **quiet
+                ),
+            ]
+            assert ladders[1]["exact"].all()
+            found += [x.set_index("rung")["kl"]["mean_output"] for x in ladders]
+        assert len(found) >= 3
+        assert found == pytest.approx([expected] * len(found), rel=1e-3)

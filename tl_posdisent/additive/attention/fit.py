@@ -23,6 +23,8 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 
+PSEUDO_COUNT = 1e-3
+"""The part of a pattern that is replaced by uniform attention."""
 _ENOUGH = 4  # fewest keys per feature without a warning, see ``fit_attention``
 
 
@@ -37,7 +39,7 @@ def fit_attention(
     keys: Float[Tensor, "*texts key kv feature"] | None = None,
     sinks: int | None = None,
     pool: bool | None = None,
-    pseudo_count: float | int = 1e-3,
+    pseudo_count: float | int = PSEUDO_COUNT,
 ) -> AttentionFit:
     """Fit ``softmax_j(distance[i - j] + key[j])`` to attention patterns by least Kullback-Leibler divergence.
 

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.fit import fit_attention
+from tl_posdisent.additive.attention.fit import PSEUDO_COUNT, fit_attention
 from tl_posdisent.additive.attention.lbfgs import minimise
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.cells import cell_distances
@@ -47,7 +47,6 @@ WITHOUT_FIT: tuple[Rung, ...] = ("uniform", "first_token", "untouched")
 PER_HEAD: tuple[Rung, ...] = ("distance", "distance+sink", "static")
 """Rungs whose coefficients belong to the head and not to the tokens of one text: they apply to other texts."""
 
-_PSEUDO_COUNT = 1e-3
 _NEVER = -1e4  # logit of keys other than the first; finite, so that queries that do not see the first attend uniformly
 
 
@@ -110,7 +109,7 @@ def rung_logits(
     inside = inside.expand(scores.shape)
     pattern = scores.double().masked_fill(~inside, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
     # A pseudo-count of uniform attention, as in ``fit_attention``.
-    pattern = torch.lerp(pattern, inside / inside.sum(-1, keepdim=True).clamp_min(1).double(), _PSEUDO_COUNT)
+    pattern = torch.lerp(pattern, inside / inside.sum(-1, keepdim=True).clamp_min(1).double(), PSEUDO_COUNT)
     return logits + fit_query_term(pattern, logits, rank)
 
 

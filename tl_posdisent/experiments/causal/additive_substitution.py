@@ -64,7 +64,7 @@ def additive_substitution(
         of the four components); ``layer`` and ``head``; ``put_in``: ``"fit"``, ``"shuffled fit"`` or ``"zero"``;
         ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none and empty for ``"zero"``; ``loss``,
         nats per predicted token; ``change``, loss minus that of the unmodified model; ``kl``, KL(unmodified ‖ this) of
-        the predictions, nats per token.
+        the predictions, nats per predicted token.
 
     Raises:
         ValueError: invalid tokens, layers, axes, controls or seed; otherwise as ``substitute_additive`` and

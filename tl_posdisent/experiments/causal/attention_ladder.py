@@ -112,8 +112,8 @@ def attention_ladder(
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
         standard error or rounding; ``se``, its standard error; ``recovered_mean``, ``se_mean``, the same share from the
-        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``recovered_kl``, the
-        share of the divergence under uniform attention that this rung removes, 1 - KL(untouched ‖ this) /
+        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per predicted token;
+        ``recovered_kl``, the share of the divergence under uniform attention that this rung removes, 1 - KL(untouched ‖ this) /
         KL(untouched ‖ uniform), NaN where the latter is within rounding; ``se_kl`` and ``error_kl``, the standard
         errors of ``recovered_kl`` and ``kl``; ``error``, the standard error of this loss minus the untouched one;
         ``blocks``, the number of blocks behind the standard errors: the texts or, if there are fewer than ten, equal
@@ -164,7 +164,7 @@ def attention_ladder(
     n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
     total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
-        ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
+        ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, "static" in wanted, Failures(), bar)
         rows = ladder.rows(chosen, {"none": rung_list} | ({"shuffled": fitted_rungs} if "shuffled" in extra else {}))
         if "random" in extra:
             scales = [initial_scale(reading.model, "config")]
@@ -190,7 +190,7 @@ class _Measured:
     """One run: losses and divergences by token, and the values behind the shares (losses, or a metric by text)."""
 
     losses: Float[Tensor, "predicted"]
-    divergences: Float[Tensor, "token"]
+    divergences: Float[Tensor, "predicted"]
     values: Float[Tensor, "sample"]
 
 
@@ -206,6 +206,7 @@ class _Ladder:
     rank: int
     seed: int
     metric: Metric | None
+    with_keys: bool  # whether one of the rungs depends on them
     failures: Failures
     bar: Any
     baselines: dict[_Row, _Measured] = field(default_factory=dict)  # the last measured, by layer, head and rung
@@ -218,8 +219,7 @@ class _Ladder:
             runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
             clean = [as_log_probabilities(output) for output in runs.clean]
             losses = clean_losses(clean, self.texts)
-            nothing = losses.new_zeros(sum(group.tokens.numel() for group in self.texts.groups))
-            untouched = _Measured(losses, nothing, self._values(runs.clean, losses))
+            untouched = _Measured(losses, torch.zeros_like(losses), self._values(runs.clean, losses))
             means = self._means(chosen)
             for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
                 ((spec, heads), *_) = together
@@ -296,7 +296,7 @@ class _Ladder:
         for group in (self.fitted if per_head else self.texts).groups:
             tokens = group.tokens[:, shuffled_order(group.tokens.shape[1], self.seed)] if shuffled else group.tokens
             if id(group) not in seen and self.unit != "all":
-                seen[id(group)] = attended(model, tokens, together, joined([]), with_keys=True)
+                seen[id(group)] = attended(model, tokens, together, joined([]), with_keys=self.with_keys)
             found.append((tokens, seen.get(id(group), {})))
         stored = []
         for texts, fits in (zip(*some, strict=True) for some in ([found] if per_head else [[x] for x in found])):
@@ -327,12 +327,13 @@ class _Ladder:
         self, item: _Item, measured: dict[_Step, _Measured], untouched: _Measured, control: str
     ) -> Iterator[_Row]:
         layer, head, where = item
-        blocks, of_predictions, shares = self._blocks(untouched), self._blocks_of_predictions(), []
+        blocks, of_tokens, shares = self._blocks(untouched), self._blocks_of_tokens(), []
         for name in ("uniform", MEAN):
             baseline = measured.get(name) or self.baselines[layer, head, name]
             self.baselines[layer, head, name] = baseline
             shares.append(self._shares_of(baseline, untouched, blocks))
-        uniform = self.baselines[layer, head, "uniform"]
+        uniform, dtype = self.baselines[layer, head, "uniform"], dtype_of(self.reading.model)
+        unmodified_loss = untouched.losses.mean().item()
         for rung, run in measured.items():
             value = run.values.mean().item()
             _, error = blocks.mean(run.values - untouched.values)
@@ -342,8 +343,9 @@ class _Ladder:
             static = rung in WITHOUT_FIT or ((rung in PER_HEAD or rung == MEAN) and self.texts is not self.fitted)
             causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
-            kl, error_kl = of_predictions.mean(run.divergences - untouched.divergences)
-            divergence = (kl, *self._share_of_kl(run, uniform, untouched, of_predictions), error_kl)
+            kl, error_kl = of_tokens.mean(run.divergences - untouched.divergences)
+            share = share_of_kl(run.divergences, uniform.divergences, of_tokens, unmodified_loss, dtype)
+            divergence = (kl, *share, error_kl)
             counts = (blocks.count, blocks.df, size)
             yield layer, head, control, rung, value, loss, *both, *divergence, error, *counts, causal
 
@@ -351,20 +353,11 @@ class _Ladder:
         """Return blocks of predicted tokens, or of a metric's values."""
         if self.metric is not None:
             return Blocks.single(len(untouched.values))
+        return self._blocks_of_tokens()
+
+    def _blocks_of_tokens(self) -> Blocks:
+        """Return blocks of predicted tokens: the texts, or parts of them."""
         return Blocks.of_texts([group.tokens.shape[1] - 1 for group in self.texts.groups for _ in group.rows])
-
-    def _blocks_of_predictions(self) -> Blocks:
-        """Return blocks of all predictions: the same texts, or parts of them, with each text's last prediction."""
-        return Blocks.of_texts([group.tokens.shape[1] for group in self.texts.groups for _ in group.rows])
-
-    def _share_of_kl(
-        self, run: _Measured, uniform: _Measured, untouched: _Measured, blocks: Blocks
-    ) -> tuple[float, float]:
-        """Compute the share of the divergence under uniform attention that a run removes, and its standard error."""
-        loss, kl = untouched.losses.mean().item(), uniform.divergences.mean().item()
-        if isnan(kl) or not apart(loss + kl, loss, dtype_of(self.reading.model)):
-            return nan, nan
-        return blocks.ratio(uniform.divergences - run.divergences, uniform.divergences)
 
     def _size(self, rung: _Step, spec: AttentionSpec, length: int) -> int:
         """Count the parameters that a rung fits for one head."""
@@ -382,6 +375,23 @@ class _Ladder:
         if abs(gap) <= noise or isnan(gap) or not apart(end, end - gap, dtype_of(self.reading.model)):
             return lambda run: (nan, nan)
         return lambda run: blocks.ratio(baseline.values - run.values, effect)
+
+
+def share_of_kl(
+    kl: Float[Tensor, "observation"],
+    uniform: Float[Tensor, "observation"],
+    blocks: Blocks,
+    loss: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[float, float]:
+    """Compute the share of the divergence under uniform attention that a rung removes, and its standard error.
+
+    NaN where that divergence is within rounding of the model's loss.
+    """
+    whole = uniform.mean().item()
+    if isnan(whole) or not apart(loss + whole, loss, dtype):
+        return nan, nan
+    return blocks.ratio(uniform - kl, uniform)
 
 
 def _fail(error: ValueError) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import isnan, nan
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD
-from tl_posdisent.experiments.causal.attention_ladder import MEAN
+from tl_posdisent.experiments.causal.attention_ladder import MEAN, share_of_kl
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
 from tl_posdisent.experiments.causal.exact_effects import ExactEffects, Place
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
@@ -31,7 +30,6 @@ from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, check_subset
@@ -247,7 +245,7 @@ def _table(
             blocks = Blocks.single(len(uniform))
             shared = blocks.count, blocks.df, sum(lengths[: blocks.count]) - blocks.count, looks, causal[layer]
             for name, place in by_rung.items():
-                values = (*blocks.mean(found[place]), *_share(blocks, found[place], uniform))
+                values = (*blocks.mean(found[place]), *share_of_kl(found[place], uniform, blocks))
                 rows.append((layer, head, name, (layer, head) in exact, *values, *shared))
             rows.append((layer, head, "untouched", True, 0.0, 0.0, 1.0, 0.0, *shared))
     columns = ["layer", "head", "rung", "exact", "kl", "error_kl", "recovered_kl", "se_kl"]
@@ -255,13 +253,6 @@ def _table(
     table = table.astype({"layer": "Int64", "head": "Int64"})
     table.insert(2, "control", "none")
     return table
-
-
-def _share(blocks: Blocks, kl: Tensor, uniform: Tensor) -> tuple[float, float]:
-    """Compute the share of the divergence under uniform attention that a rung removes, and its standard error."""
-    if isnan(float(uniform.mean())) or not apart(1 + uniform.mean().item(), 1.0):
-        return nan, nan
-    return blocks.ratio(uniform - kl, uniform)
 
 
 def _heads(verdicts: pd.DataFrame) -> list[Head]:

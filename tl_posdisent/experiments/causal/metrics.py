@@ -275,16 +275,20 @@ def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list
 
 def compare(
     outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
-) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
-    """Compute losses, and divergences KL(clean ‖ this) of predictions, by token of all texts."""
+) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "predicted"]]:
+    """Compute losses, and divergences KL(clean ‖ this), by predicted token of all texts: all but each text's first."""
     found = []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
         parts = [
-            (losses, (before[:, some].exp() * (before[:, some] - log_p)).sum(-1))
+            (losses, _divergences(before[:, some], log_p)[:, : losses.shape[1]])  # none after the last token
             for some, log_p, losses in _in_blocks(output, group.tokens)
         ]
         found.append([torch.cat(x, 1) for x in zip(*parts, strict=True)])
     return all_tokens([losses for losses, _ in found]), all_tokens([divergences for _, divergences in found])
+
+
+def _divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def clean_losses(clean: Sequence[Tensor], texts: Texts) -> Float[Tensor, "predicted"]:
