@@ -11,7 +11,8 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import head_labels, random_control
+from tl_posdisent import demo_tokens, head_labels, load_demo_model, random_control
+from tl_posdisent.experiments import streaming_ablation
 from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
 
 TOKENS = zoo.random_tokens(length=14, batch=2)
@@ -160,3 +161,64 @@ def test_repeated_tokens(shared_model: Any) -> None:
     assert all(len(row.unique()) == 9 for row in one)
     assert torch.equal(tokens, repeated_tokens(model, 9, 3, 5))
     assert not torch.equal(tokens, repeated_tokens(model, 9, 3, 6))
+
+
+# --- streaming ------------------------------------------------------------------------------------------------
+
+
+def streaming(model: Any, exact: int, tokens: Tensor = TOKENS, **more: Any) -> pd.DataFrame:
+    table = labels(model, tokens, streaming=True, exact=exact, sinks=1, window=3, **more)
+    return table.set_index(["layer", "head"])[[x for x in table if x.startswith("streaming")]]
+
+
+def ablated(model: Any, tokens: Tensor = TOKENS, **more: Any) -> pd.Series:
+    table = streaming_ablation(model, tokens, sinks=1, window=3, progress=False, **more)
+    return table.set_index(["layer", "head"])["effect"]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss"))
+def test_exact_heads_are_those_of_the_ablation(kind: str, name: str, shared_model: Any) -> None:
+    """All of them, also in the random copies; or those with the largest estimates, beside the same estimates."""
+    model = shared_model(kind, name)
+    copies = list(random_control(model, [0, 1]))
+    whole = streaming(model, 16, seeds=2)
+    assert whole["streaming_exact"].all()
+    assert (whole["streaming_exact_random"] == 1).all()
+    expected = ablated(model)
+    assert whole["streaming"].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    chance = sum(ablated(copy) for copy in copies) / 2
+    assert whole["streaming_random"].tolist() == pytest.approx(chance.tolist(), abs=1e-6)
+    some, none = streaming(model, 5, seeds=2), streaming(model, 0, seeds=2)
+    assert not none["streaming_exact"].any()
+    assert (none["streaming_exact_random"] == 0).all()
+    largest = none["streaming"].abs().nlargest(5).index
+    assert set(some.index[some["streaming_exact"]]) == set(largest)
+    assert some["streaming_exact_random"].sum() == 5
+    run = some["streaming_exact"]
+    assert some["streaming"][run].tolist() == pytest.approx(expected[run].tolist(), abs=1e-6)
+    assert some["streaming"][~run].tolist() == pytest.approx(none["streaming"][~run].tolist(), rel=1e-6)
+    assert (none["streaming"] - expected).abs().max() > 1e-6  # estimates are not exact
+
+
+def test_estimates_of_streaming_rank_the_heads_of_the_demo_model() -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
+    expected = streaming_ablation(model, tokens, progress=False)["effect"]
+    none, some = (labels(model, tokens, streaming=True, exact=n, seeds=0)["streaming"] for n in (0, 16))
+    for found in (none, some):
+        assert found.corr(expected, method="spearman") > 0.9
+        assert (found - expected).abs().max() < 0.3 * expected.abs().max()
+    error, by_estimate = (some - expected).abs(), (none - expected).abs()
+    assert error.median() < by_estimate.median()
+
+
+def test_streaming_of_chosen_layers_and_padded_texts(shared_model: Any) -> None:
+    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
+    mask[0, 10:] = 0
+    table = streaming(model, 3, seeds=0, layers=1, attention_mask=mask)
+    assert table.index.get_level_values("layer").tolist() == [1] * 8
+    expected = ablated(model, layers=1, attention_mask=mask)
+    run = table["streaming_exact"]
+    assert run.sum() == 3
+    assert table["streaming"][run].tolist() == pytest.approx(expected[run].tolist(), abs=1e-6)
+    with pytest.raises(ValueError, match="window and sinks must hide keys"):
+        labels(model, streaming=True, exact=0, sinks=9, window=9)

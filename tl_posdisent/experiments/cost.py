@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
+from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
 from tl_posdisent.experiments.causal.runs import texts_at_once
+from tl_posdisent.experiments.causal.streaming_effects import DRAWS
 from tl_posdisent.models.reading.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
@@ -24,6 +26,7 @@ Measured = Literal[
     "fit_attention",
     "head_ablation",
     "head_effects",
+    "head_labels",
     "head_patching",
     "position_patching",
     "additive_substitution",
@@ -32,7 +35,7 @@ Measured = Literal[
 ]
 
 # For all layers and heads. A changed head needs only the layers after it, and each layer's attention runs once more.
-# For head_effects, with one intervention: backward passes count as passes.
+# For head_effects, with one intervention: backward passes count as passes. head_labels has a function of its own.
 _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
     "head_effects": lambda layers, heads: 9.5 + (min(32, layers * heads) / layers + 2) * (layers + 1) / 2,
@@ -154,8 +157,23 @@ def estimate(
     scores, other = _memory(model, tool, length, batch)
     fits = free is None or scores + other <= free
     passes = float(_PASSES[tool](layers, model.cfg.n_heads)) if tool in _PASSES else 1.0
+    if tool == "head_labels":
+        passes = _label_passes(model, length, batch)
     advice = "" if fits or free is None else _advice(model, tool, length, batch, free)
     return Estimate(tool, length, batch, passes, weights, scores, other, free, advice)
+
+
+def _label_passes(model: Any, length: int, batch: int) -> float:
+    """Count the passes of ``head_labels``, in the model and one random copy."""
+    layers, exact = n_layers(model), 16
+    n_heads = layers * model.cfg.n_heads
+    patterns = 1 + repeated_tokens(model, None, 4, 0).numel() / (batch * length)
+    estimates = 2 + DRAWS if n_heads > exact else 0
+    run = min(exact, n_heads)
+    # Nothing changes before the first query that misses a key; each layer's batch has an unmodified text too.
+    seen = 1 - min(1, (4 + length // 4) / length)
+    changed = seen * (layers + 1) / 2 * (run + min(run, layers)) / layers
+    return float(2 * (patterns + estimates + 3 - seen + 1 / layers + changed))
 
 
 def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
@@ -175,10 +193,14 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
         cells = heads * batch * length**2
         step = min(cells, max(2**20, min(64 * length, 2**22)))
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
-    elif tool in _PASSES:
+    elif tool in _PASSES or tool == "head_labels":
         runs = 1 + max(1, min(heads, texts_at_once(cfg, length) // batch))  # in one batch, and the unmodified text
         scores, other = runs * scores, runs * other + 24 * tokens * getattr(cfg, "d_vocab", 0)
-        if tool == "head_effects":  # what a backward pass needs of every layer, and gradients of five passes
+        other += model_bytes(model) * (tool == "head_labels")  # a random copy
+        if tool in (
+            "head_effects",
+            "head_labels",
+        ):  # what a backward pass needs of every layer, and gradients of five passes
             scores += layers * copies * heads * tokens * length * size
             other += layers * tokens * (16 * d_model + 8 * d_mlp + (8 + 2 * 7) * heads * width) * size
             other += 16 * tokens * getattr(cfg, "d_vocab", 0)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
+from tl_posdisent.experiments.causal.streaming_effects import streaming_effects
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward_pass import Hook, running
@@ -42,6 +42,7 @@ def head_labels(
     sinks: int = 4,
     window: int | None = None,
     streaming: bool = True,
+    exact: int = 16,
     length: int | None = None,
     repeats: int = 4,
     threshold: float = 0.5,
@@ -61,8 +62,9 @@ def head_labels(
     * ``local``: the last ``local`` keys, the query's own included, for queries that see more.
 
     ``entropy`` is the entropy of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token,
-    if this head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). Duplicate tokens and
-    induction are measured on repeated random tokens, the others on ``tokens``.
+    if this head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). It is estimated for all
+    heads at once (``head_effects``), and the heads with the largest estimates are run. Duplicate tokens and induction
+    are measured on repeated random tokens, the others on ``tokens``.
 
     Args:
         model, attention_mask, layers: as in ``additivity``.
@@ -70,10 +72,12 @@ def head_labels(
         local: number of last keys that count as local.
         sinks, window: as in ``streaming_ablation``.
         streaming: False omits this measure, which takes most of the time.
+        exact: number of heads, in each model, that are run one by one for ``streaming``: those with the largest
+            estimates.
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         repeats: number of random sequences to average over.
         threshold: threshold for ``label``, see below.
-        seed: seed of the random sequences.
+        seed: seed of the random sequences, and of the estimates of ``streaming``.
         seeds: number of random copies of the model (``random_control``), or a list of their seeds; 0 or ``()`` for
             none.
         std: standard deviation of the copies' weights (a single one), as in ``random_control``.
@@ -81,7 +85,8 @@ def head_labels(
 
     Returns:
         One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with the suffix ``_random``
-        its mean over the random copies. ``label`` names those of the first four measures that reach at least the
+        its mean over the random copies. ``streaming_exact`` says whether ``streaming`` was run (with ``_random``: in
+        which share of the copies). ``label`` names those of the first four measures that reach at least the
         fraction ``threshold`` of the way from the random copies' value (without copies: from 0) to 1, joined by ``+``;
         if there are none, ``"local"`` if that measure reaches it; else it is empty.
         ``table.attrs["random weights"]`` describes the copies, ``table.attrs["start_token"]`` is the token that begins
@@ -102,6 +107,7 @@ def head_labels(
     check_integer("repeats", repeats, 1)
     check_number("threshold", threshold, above=0)
     check_flag("streaming", streaming)
+    check_integer("exact", exact, 0)
     seeds = check_seeds(seeds, 0)
     reading = read_model(model, layers)
     copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
@@ -118,9 +124,9 @@ def head_labels(
             one = read_model(m, layers)
             table = _measured(one, texts, copied, layers, local)
             if streaming:
-                common: dict[str, Any] = {"attention_mask": texts.real, "layers": layers, "progress": False}
-                restricted = streaming_ablation(one, texts.tokens, sinks=sinks, window=window, **common)
-                table["streaming"] = restricted.set_index(_HEAD)["effect"]
+                options: dict[str, Any] = {"sinks": sinks, "window": window, "layers": layers}
+                restricted = streaming_effects(one, texts, exact=exact, seed=seed, **options)
+                table[["streaming", "streaming_exact"]] = restricted[["effect", "exact"]]
             found.append(table)
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)

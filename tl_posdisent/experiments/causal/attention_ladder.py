@@ -113,12 +113,12 @@ def attention_ladder(
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
         standard error or rounding; ``se``, its standard error; ``recovered_mean``, ``se_mean``, the same share from the
         head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per predicted token;
-        ``recovered_kl``, the share of the divergence under uniform attention that this rung removes, 1 - KL(untouched ‖ this) /
-        KL(untouched ‖ uniform), NaN where the latter is within rounding; ``se_kl`` and ``error_kl``, the standard
-        errors of ``recovered_kl`` and ``kl``; ``error``, the standard error of this loss minus the untouched one;
-        ``blocks``, the number of blocks behind the standard errors: the texts or, if there are fewer than ten, equal
-        blocks of each text, treated as independent; ``df``, their degrees of freedom; ``parameters``, the number
-        fitted; ``causal``, whether predictions depend only on earlier tokens. With ``metric``, ``value`` is its mean
+        ``recovered_kl``, the share of the divergence under uniform attention that this rung removes,
+        1 - KL(untouched ‖ this) / KL(untouched ‖ uniform), NaN where the latter is within rounding; ``se_kl`` and
+        ``error_kl``, the standard errors of ``recovered_kl`` and ``kl``; ``error``, the standard error of this loss
+        minus the untouched one; ``blocks``, the number of blocks behind the standard errors: the texts or, if there are
+        fewer than ten, equal blocks of each text, treated as independent; ``df``, their degrees of freedom;
+        ``parameters``, the number fitted; ``causal``, whether predictions depend only on earlier tokens. With ``metric``, ``value`` is its mean
         over texts, ``recovered`` is its share, ``se`` and ``error`` are over texts (NaN for a single text, for which
         any difference between the two ends counts), and ``recovered_kl``, ``se_kl`` and ``error_kl`` are left out.
 

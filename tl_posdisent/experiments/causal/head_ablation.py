@@ -128,15 +128,21 @@ def streaming_ablation(
         (40, True)
     """
     check_metric(metric)
-    check_integer("sinks", sinks, 0)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    window = max(1, texts.longest // 4) if window is None else check_integer("window", window, 1)
-    if sinks + window >= texts.longest:
-        limit = f"less than the {texts.longest} tokens of the longest text"
-        raise ValueError(f"window and sinks must hide keys, together {limit}, got {window} and {sinks}")
+    window = visible_window(texts, sinks, window)
     check_reach(model, [spec.layer for spec, _ in chosen])
     units, edit = [units_of(spec, some) for spec, some in chosen], hiding("streaming_ablation", sinks, window)
     options: dict[str, Any] = {"kind": lambda spec: "streaming", "start": sinks + window, "progress": progress}
     return effect_table(reading, texts, units, _hooks_by(edit), metric, **options)
+
+
+def visible_window(texts: Texts, sinks: int, window: int | None) -> int:
+    """Validate the numbers of first and last keys that stay visible, and return the window, or its default."""
+    check_integer("sinks", sinks, 0)
+    window = max(1, texts.longest // 4) if window is None else check_integer("window", window, 1)
+    if sinks + window >= texts.longest:
+        limit = f"less than the {texts.longest} tokens of the longest text"
+        raise ValueError(f"window and sinks must hide keys, together {limit}, got {window} and {sinks}")
+    return window
