@@ -118,9 +118,10 @@ def attention_ladder(
         ``error_kl``, the standard errors of ``recovered_kl`` and ``kl``; ``error``, the standard error of this loss
         minus the untouched one; ``blocks``, the number of blocks behind the standard errors: the texts or, if there are
         fewer than ten, equal blocks of each text, treated as independent; ``df``, their degrees of freedom;
-        ``parameters``, the number fitted; ``causal``, whether predictions depend only on earlier tokens. With ``metric``, ``value`` is its mean
-        over texts, ``recovered`` is its share, ``se`` and ``error`` are over texts (NaN for a single text, for which
-        any difference between the two ends counts), and ``recovered_kl``, ``se_kl`` and ``error_kl`` are left out.
+        ``parameters``, the number fitted; ``causal``, whether predictions depend only on earlier tokens. With
+        ``metric``, ``value`` is its mean over texts, ``recovered`` is its share, ``se`` and ``error`` are over texts
+        (NaN for a single text, for which any difference between the two ends counts), and ``recovered_kl``, ``se_kl``
+        and ``error_kl`` are left out.
 
     Raises:
         ValueError: an unknown option; held-out texts longer than those of ``tokens``; otherwise as ``head_ablation``
