@@ -70,27 +70,65 @@ def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:
     return texts[:, :n], torch.cat([texts[:, :1], texts[:, n : 2 * n - 1]], 1)
 
 
+SHARES = (0.5, 1, 2, 3, 4, 6, 9)  # of all heads, in ninths
+
+
 def replaced_heads(model: Any) -> pd.DataFrame:
     """The cost of the first n heads replaced together, in nats per token of the first parts of four speeches; attention
-    is fitted to parts of four others, and heads are ordered by parts of two more."""
-    parts, n_heads = trained_and_random.texts(model), model.cfg.n_layers * model.cfg.n_heads
-    interventions = some_interventions(model, parts[14:18])
-    window = interventions["4 first keys and 32 last"]
-    simple = {"static": interventions["static"], "window": window, "uniform": interventions["uniform"]}
-    sets = {"static": simple["static"], "window": window, "cheapest of three": simple}
-    counts = sorted({max(1, round(n_heads * share / 9)) for share in (0.5, 1, 2, 3, 4, 6, 9)})
-    tables = []
-    for name, some in sets.items():
-        found = tp.replaceable_heads(
-            model,
-            parts[[8, 9, 18, 19]],
-            some,
-            heldout=parts[:4],
-            counts=counts,
-            beside=["random", "first order"] if name == "static" else ["random"],
-            progress=False,
-        )
+    is fitted to parts of four others, and heads are ordered by parts of two more. Also in a copy with random weights,
+    in the order by curvature."""
+    parts = trained_and_random.texts(model)
+    texts = {"fitted": parts[14:18], "ordered": parts[[8, 9, 18, 19]], "heldout": parts[:4]}
+    copy = next(tp.random_control(model))
+    tables = [
+        curves(model, **texts).assign(weights="trained"),
+        curves(copy, **texts, alone=True).assign(weights="random"),
+    ]
+    columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se", "kl"]
+    return pd.concat(tables, ignore_index=True)[columns].round(5)
+
+
+def curves(model: Any, fitted: Tensor, ordered: Tensor, heldout: Tensor, *, alone: bool = False) -> pd.DataFrame:
+    """Cost by what replaces heads, order and number of heads; ``alone`` for the order by curvature alone, and one
+    replacement at a time."""
+    n_heads = model.cfg.n_layers * model.cfg.n_heads
+    counts, tables = sorted({max(1, round(n_heads * share / 9)) for share in SHARES}), []
+    for name, some in replacements(model, fitted).items():
+        if alone and name not in ("static", "window"):
+            continue
+        beside: list[Any] = ["random", "first order"] if name == "static" else ["random"]
+        options: dict[str, Any] = {"counts": counts, "beside": [] if alone else beside, "progress": False}
+        found = tp.replaceable_heads(model, ordered, some, heldout=heldout, **options)
         print(name, found, found.order["intervention"].value_counts().to_dict(), flush=True)
         tables.append(found.curve.assign(replaced_by=name))
-    columns = ["replaced_by", "order", "heads", "loss", "added_loss", "se", "kl"]
+    return pd.concat(tables, ignore_index=True)
+
+
+def replacements(model: Any, fitted: Tensor) -> dict[str, Any]:
+    """Static attention, first keys and a window, and the cheaper of these and of uniform attention, by name."""
+    n = fitted.shape[1]
+    static = fitted_attention(model, fitted)
+    window = tp.lambda_mask(model, min(4, n // 8), min(32, n // 4), n)
+    three = {"static": static, "window": window, "uniform": substitute_attention(model, "uniform")}
+    return {"static": static, "window": window, "cheapest of three": three}
+
+
+def remaining_heads(model: Any, budget: float = 0.05) -> pd.DataFrame:
+    """By label: all heads, and those that remain when as many as the budget allows are replaced together. Texts as in
+    ``replaced_heads``; labels of the first two that are measured there."""
+    parts, tables = trained_and_random.texts(model), []
+    labels = tp.head_labels(model, parts[:2], streaming=False, progress=False)
+    labels["label"] = labels["label"].replace("", "none")
+    for name, hooks in list(replacements(model, parts[14:18]).items())[:2]:
+        found = tp.replaceable_heads(
+            model, parts[[8, 9, 18, 19]], hooks, heldout=parts[:4], budget=budget, beside=[], progress=False
+        )
+        left = found.order.iloc[found.n :].merge(labels[["layer", "head", "label"]])["label"].value_counts()
+        counted = pd.DataFrame({"heads": labels["label"].value_counts()}).rename_axis("label")
+        counted["remaining"] = left.reindex(counted.index, fill_value=0)
+        run = found.curve.set_index("heads").loc[found.n]
+        values = {"replaced_by": name, "replaced": found.n, "added_loss": run["added_loss"], "se": run["se"]}
+        tables.append(counted.reset_index().assign(**values))
+        print(tables[-1].to_string(), flush=True)
+    columns = ["replaced_by", "replaced", "added_loss", "se", "label", "heads", "remaining"]
     return pd.concat(tables, ignore_index=True)[columns].round(5)

@@ -18,6 +18,7 @@ from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.tables import HasTable
@@ -73,6 +74,10 @@ class ReplaceableHeads(HasTable):
                     "interventions", f"must act on the first {n} heads of the order, but none acts on {where}"
                 )
         return hooks
+
+    def plot(self, *, title: str | None = None) -> Any:
+        """Plot the curve: see ``plot_replaced_heads``."""
+        return public_name("viz", "plot_replaced_heads")(self, title=title)
 
     def to_frame(self) -> pd.DataFrame:
         """Return the curve."""
