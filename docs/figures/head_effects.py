@@ -84,7 +84,7 @@ def replaced_heads(model: Any) -> pd.DataFrame:
         curves(model, **texts).assign(weights="trained"),
         curves(copy, **texts, alone=True).assign(weights="random"),
     ]
-    columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se", "kl"]
+    columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se"]
     return pd.concat(tables, ignore_index=True)[columns].round(5)
 
 
