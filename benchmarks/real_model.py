@@ -72,7 +72,8 @@ def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], in
         "additive_substitution, a head, both controls": (table(tp.additive_substitution, **some), n_heads, 2.4),
         "attention_ladder, a head": (table(tp.attention_ladder, **some), n_heads, 8.0),
         "attention_ladder, all at once, two texts": (on_two_texts(tp.attention_ladder, unit="all"), 1, 120.0),
-        "head_labels": (table(tp.head_labels), 1, 200.0),
+        "head_labels": (table(tp.head_labels), 1, 60.0),
+        "head_labels, all heads exactly": (table(tp.head_labels, exact=10**6), 1, 200.0),
     }
 
 
