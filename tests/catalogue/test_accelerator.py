@@ -34,7 +34,7 @@ SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
 # what is tried here, for minutes.
 ELSEWHERE = {"estimate", "read_model", "report", "check_model"}
 # torch's engine makes backward passes on the first imitated device alone.
-BACKWARD = {"head_effects", "replaceable_heads", "estimated_ladder"}
+BACKWARD = {"head_effects", "position_effects", "replaceable_heads", "estimated_ladder"}
 
 
 def has_tensors(value: Any) -> bool:

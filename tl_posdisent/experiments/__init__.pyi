@@ -20,6 +20,7 @@ from .causal.metrics import logit_difference as logit_difference
 from .causal.patching import component_patching as component_patching
 from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
+from .causal.position_effects import position_effects as position_effects
 from .causal.replaceable_heads import ReplaceableHeads as ReplaceableHeads
 from .causal.replaceable_heads import replaceable_heads as replaceable_heads
 from .cost import Estimate as Estimate

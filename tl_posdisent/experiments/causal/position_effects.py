@@ -1,0 +1,164 @@
+"""Effects of interventions on every head at each position alone, estimated for all heads and positions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from tl_posdisent.experiments.causal.estimated_effects import Estimates, wide
+from tl_posdisent.experiments.causal.head_effects import Interventions
+from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
+from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.result_gradients import ResultGradients
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts
+from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads
+from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.texts import Tokens
+from tl_posdisent.utils.precision import own_sums
+from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.validation import check_integer, check_seed
+
+
+def position_effects(
+    model: Any,
+    tokens: Tokens,
+    interventions: Interventions,
+    metric: Metric = next_token_loss,
+    *,
+    attention_mask: Tensor | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    draws: int = 4,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Estimate the effect of interventions on each head at each position alone, for all heads and positions at once.
+
+    ``head_effects`` changes a head's result at all positions of a text. Here each row changes it at one position: at
+    which tokens of a text does a head's attention matter? The passes are those of ``head_effects`` without exact runs.
+
+    Args:
+        model, tokens, interventions, metric, attention_mask, layers, heads, draws, seed, progress: as in
+            ``head_effects``.
+
+    Returns:
+        One row per intervention, head, text and position: ``intervention``, ``layer``, ``head`` (missing where a
+        layer's results are not laid out by heads), ``batch``, ``position`` (from 0 at the text's first token), and
+
+        * ``first``: first-order effect on the metric of this text. Its sum over positions, averaged over texts, is
+          ``first`` of ``head_effects``;
+        * ``curvature``: estimate of KL(unmodified ‖ changed) if the head's result is replaced at this position alone,
+          in nats per predicted token of the text. Divergences of several positions do not add up to that of all.
+
+    Raises:
+        ValueError: what ``head_effects`` refuses.
+
+    Example:
+        >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import position_effects
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> table = position_effects(model, tokens, ablate_heads(model, None), layers=4, heads=[2], progress=False)
+        >>> len(table), bool((table["curvature"] >= 0).all())
+        (64, True)
+        >>> int(table.loc[table["curvature"].idxmax(), "position"]) < 64  # where the result of L4H2 matters most
+        True
+    """
+    check_metric(metric)
+    check_integer("draws", draws, 0)
+    check_seed(seed)
+    reading = read_model(model, layers)
+    model, among = reading.model, any_heads(reading, layers, heads)
+    texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
+    items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
+    total = len(texts.tokens) * (2 + draws + len(items) / 2)
+    with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+        estimates = _PositionEstimates(model, items, texts.lengths, draws, seed, bar)
+        for part in parts:
+            estimates.add(part)
+        estimates.check_changes()
+    found = [
+        _rows(item, layer, head, texts.lengths, first[:, row], curvature[:, row])
+        for item, firsts, curvatures in zip(items, estimates.first_at, estimates.curvature_at, strict=True)
+        for layer, first, curvature in ((layer, firsts[layer], curvatures[layer]) for layer in item.rows)
+        for row, head in enumerate(item.rows[layer])
+    ]
+    table = pd.concat(found, ignore_index=True).astype({"layer": int, "head": "Int64"})
+    table.attrs["metric"] = metric_name(metric)
+    return reading.note(table)
+
+
+class _PositionEstimates(Estimates):
+    """Estimates for each intervention, layer, head and position, text by text.
+
+    Attributes:
+        first_at, curvature_at: as ``first`` and ``curvature`` of ``Estimates``, with a third axis of positions. They
+            are NaN after the end of a text.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        items: Sequence[NamedIntervention],
+        lengths: Sequence[int],
+        draws: int,
+        seed: int,
+        bar: Any,
+    ) -> None:
+        super().__init__(model, items, len(lengths), draws, seed, bar)
+        shape = [{layer: (len(lengths), len(rows), max(lengths)) for layer, rows in item.rows.items()} for item in items]
+        self.first_at, self.curvature_at = (
+            [
+                {layer: torch.full(size, torch.nan, dtype=torch.float64, device="cpu") for layer, size in sizes.items()}
+                for sizes in shape
+            ]
+            for _ in range(2)
+        )
+
+    @own_sums()
+    def _add(self, n: int, layer: int, places: Tensor, delta: Tensor, run: ResultGradients, n_texts: int) -> None:
+        self.changed[n] |= bool((delta != 0).any())
+        rows, length = self.items[n].rows[layer], delta.shape[1]
+        self.first_at[n][layer][places, :, :length] = n_texts * _products(run.metric[layer], delta, rows)
+        if run.surprise:
+            products = [_products(surprise[layer], delta, rows) for surprise in run.surprise]
+            squares = torch.stack(products).square().mean(0)
+            self.curvature_at[n][layer][places, :, :length] = squares / 2 / run.n_predictions
+
+
+def _products(
+    gradient: Float[Tensor, "text pos *rest"], delta: Float[Tensor, "text pos *rest"], rows: Sequence[int | None]
+) -> Float64[Tensor, "text row pos"]:
+    """Sum the products of a gradient and a change over components, for each row and position."""
+    products = wide(gradient) * delta
+    if rows == [None]:
+        return products.flatten(2).double().sum(2)[:, None].cpu()
+    return products.double().sum(3)[:, :, rows].transpose(1, 2).cpu()
+
+
+def _rows(
+    item: NamedIntervention,
+    layer: int,
+    head: int | None,
+    lengths: Sequence[int],
+    first: Float64[Tensor, "text pos"],
+    curvature: Float64[Tensor, "text pos"],
+) -> pd.DataFrame:
+    """Tabulate one head: its texts one after the other, without the padding."""
+    real = torch.arange(first.shape[1]) < torch.tensor(lengths)[:, None]
+    columns: dict[str, Any] = {
+        "intervention": item.name,
+        "layer": layer,
+        "head": pd.array([head] * sum(lengths), dtype="Int64"),
+        "batch": np.repeat(np.arange(len(lengths)), lengths),
+        "position": np.concatenate([np.arange(length) for length in lengths]),
+        "first": first[real].numpy(),
+        "curvature": curvature[real].numpy(),
+    }
+    return pd.DataFrame(columns)
