@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -24,6 +25,7 @@ class Document(HTMLParser):
         self.tables: dict[str, list[list[str]]] = {}
         self.scripts: list[str] = []
         self.figures: list[dict[str, Any]] = []
+        self.data: dict[str, Any] = {}  # other data, by id
         self.attributes: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.wrong: list[str] = []
@@ -44,7 +46,9 @@ class Document(HTMLParser):
         elif tag in ("td", "th"):
             self._rows[-1].append("")
         elif tag == "script":
-            self._is_data = "type" in dict(attrs)
+            self._is_packed, waiting = (dict(attrs).get("class") == name for name in ("packed", "waiting"))
+            self._is_data = "type" in dict(attrs) and not (self._is_packed or waiting)
+            self._name = dict(attrs).get("id")
             if not self._is_data:
                 self.scripts.append("")
 
@@ -57,9 +61,13 @@ class Document(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if "script" in self._open and self._is_data:
-            self.figures.append(json.loads(data, object_hook=_decoded))
+            found = json.loads(data, object_hook=_decoded)
+            if self._name is None:
+                self.figures.append(found)
+            else:
+                self.data[self._name] = found
         elif "script" in self._open:
-            self.scripts[-1] += data
+            self.scripts[-1] += gzip.decompress(base64.b64decode(data)).decode() if self._is_packed else data
         elif "style" not in self._open:
             self.text += data
         if {"td", "th"} & set(self._open):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
+from tl_posdisent.report.atlas_map import choices, map_figure
+from tl_posdisent.report.every_head import HEAD
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
-from tl_posdisent.report.measurements import HEAD, Found, SectionName, by_head
-from tl_posdisent.report.words import MISSING, number, signed
+from tl_posdisent.report.measurements import Found, SectionName, by_head, powers
+from tl_posdisent.report.panels import SHOWN, Panels, panel_data
+from tl_posdisent.report.words import ABOUT, MISSING, NO_LABEL, number, signed
 from tl_posdisent.utils.validation import head_label
-from tl_posdisent.viz.plots.heatmaps import plot_heads, verdict_texts
+from tl_posdisent.viz.plots.heatmaps import verdict_texts
+from tl_posdisent.viz.widgets.offline import script_json
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -28,37 +33,68 @@ def looks_at(heads: pd.DataFrame) -> pd.Series:
     return pd.DataFrame(shares).fillna(-1.0).idxmax(axis=1).where(heads["r"].notna(), MISSING)
 
 
-def atlas(found: Mapping[SectionName, Found]) -> Markup:
-    """Render the section as HTML; empty without the section ``additivity``, whose shares colour the map."""
-    if "additivity" not in found or found["additivity"].refused:
-        return Markup()
-    heads = atlas_table(found)
-    told = _known(heads, found)
-    partly: dict[SectionName, str] = {"ablation": "added loss", "ladder": "gap and verdict"}
-    sampled = [f"For {of}, {found[x].sampled}." for x, of in partly.items() if x in found and found[x].sampled]
-    drawn = plot_heads(heads, "what − where", signed=True)
-    drawn.update_traces(colorbar_title_text="what − where<br>(share of variance)")
-    grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told")
-    drawn.update_traces(customdata=grid.fillna("").to_numpy(), hovertemplate="%{customdata}")
-    ranked = heads.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
-    rows = heads if len(heads) <= ROWS else ranked  # if there are many heads, those that other sections link to
-    titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss"}
+class AtlasTable(NamedTuple):
+    """A row for each head, and its distance component at distances 0, 1, 2, 4 … (the columns of ``profiles``)."""
+
+    heads: pd.DataFrame
+    profiles: pd.DataFrame
+
+
+def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Panels | None = None) -> Markup:
+    """Render the section as HTML from its table (``atlas_table``) and the measurements of the panels."""
+    heads, profiles = measured
+    told = _hover_texts(heads, found)
+    shown = listed(heads)
+    partly: dict[SectionName, str] = {"ablation": "Added loss", "ladder": "KL and verdict"}
+    titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss", "kl": "KL"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at"}
-    shown = rows.drop(columns=["r"] if "r_held_out" in rows else []).fillna(
-        dict.fromkeys(("label", "verdict", "profile"), MISSING)
-    )
-    height, linked = map_height(heads["layer"].nunique()), len(heads) <= ROWS
+    options = choices(heads)
+    caption, height = "What − where, by head", map_height(heads["layer"].nunique())
     return render(
         "atlas",
-        distances=heads.attrs["distances"],
-        sampled=sampled,
-        map=figure(drawn, "What − where, by head", height=height, linked=linked),
-        table=table("atlas", "Every head", shown, titles, {"effect": 4, "gap": 4, "range": 2}, heads="named"),
+        distances=list(profiles.columns),
+        has={name for name in ("label", "effect", "kl") if name in heads},
+        estimated={of: found[name].agreement for name, of in partly.items() if name in found and found[name].run},
+        map=figure(map_figure(heads, told), caption, height=height, choices=options),
+        choices=options,
+        panels=None if panels is None else Markup(script_json(panel_data(panels, profiles))),
+        panel=panels,
+        shown=min(SHOWN, len(panels.words)) if panels else 0,
+        table=table("atlas", "Every head", _cells(shown), titles, {"range": 2}, heads="linked"),
     )
 
 
-def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
-    """Make a table with a row for each head and the columns of the sections that were measured."""
+def listed(heads: pd.DataFrame) -> pd.DataFrame:
+    """Return the heads that have a row and a panel: all, or if there are many, those that other sections link to."""
+    ranked = heads.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
+    return heads if len(heads) <= ROWS else ranked.head(ROWS)
+
+
+def pairs_of(heads: pd.DataFrame) -> list[tuple[int, int]]:
+    """Return layer and head of each row."""
+    return [*heads[HEAD].astype(int).itertuples(index=False, name=None)]
+
+
+def _cells(heads: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns of the table, with the mark of estimates at numbers and verdicts that no run gave."""
+    shown = heads.drop(columns=["effect_exact", "kl_exact", *(["r"] if "r_held_out" in heads else [])], errors="ignore")
+    for name, of in {"effect": "effect_exact", "kl": "kl_exact", "verdict": "kl_exact"}.items():
+        if name in heads:
+            texts = heads[name].map(lambda x: x if isinstance(x, str) else number(x, 4) if pd.notna(x) else MISSING)
+            shown[name] = [
+                text if exact or text == MISSING else ABOUT + text
+                for text, exact in zip(texts, heads[of].tolist(), strict=True)
+            ]
+    return shown.fillna(dict.fromkeys(("label", "profile"), MISSING))
+
+
+def atlas_table(found: Mapping[SectionName, Found]) -> AtlasTable | None:
+    """Make a table with a row for each head and the columns of the sections that were measured.
+
+    None without the section ``additivity``, whose shares colour the map.
+    """
+    if "additivity" not in found or found["additivity"].refused:
+        return None
     heads = by_head(found["additivity"].trained)
     columns = ["share_distance", "share_key", *(name for name in ("r", "r_held_out") if name in heads)]
     heads = heads[[*HEAD, *columns]].assign(looks=looks_at(heads))
@@ -66,23 +102,37 @@ def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
     heads.insert(2, "looks", heads.pop("looks"))
     measured = {name: one.trained for name, one in found.items() if not one.refused}
     if "labels" in measured:
-        heads = heads.merge(label_words(measured["labels"])[[*HEAD, "label"]], on=HEAD, how="left")
+        labels = label_words(measured["labels"])[[*HEAD, "label"]].fillna({"label": NO_LABEL})
+        heads = heads.merge(labels, on=HEAD, how="left")
     if "ablation" in measured:
-        heads = heads.merge(measured["ablation"][[*HEAD, "effect"]], on=HEAD, how="left")
+        effects = measured["ablation"][[*HEAD, "effect", "exact"]].rename(columns={"exact": "effect_exact"})
+        heads = heads.merge(effects, on=HEAD, how="left")
     if "ladder" in measured:
-        verdicts = head_verdicts(measured["ladder"])[[*HEAD, "gap", "verdict"]]
-        heads = heads.merge(verdicts.astype(dict.fromkeys(HEAD, int)), on=HEAD, how="left")
-    distances: list[int] = []
+        heads = heads.merge(_verdicts(measured["ladder"]), on=HEAD, how="left")
+    profiles = pd.DataFrame(index=pd.MultiIndex.from_arrays([[], []], names=HEAD))
     if "distance" in measured:
         profiles = measured["distance"].pivot(index=HEAD, columns="distance", values="value")
-        distances = [d for d in (0, *(2**n for n in range(20))) if d in profiles]
-        heights = profiles[distances].sub(profiles[distances].min(axis=1), axis=0)
-        ranges = heights.max(axis=1)
-        steps = heights.div(ranges.replace(0.0, 1.0), axis=0).mul(len(_BLOCKS) - 1).round().astype(int)
-        lines = ["".join(_BLOCKS[step] for step in row) for row in steps.to_numpy()]
-        heads = heads.merge(ranges.to_frame("range").assign(profile=lines).reset_index(), on=HEAD, how="left")
-    heads.attrs["distances"] = distances
-    return heads
+        profiles = profiles[powers(profiles.columns)]
+        heads = heads.merge(_profile_lines(profiles), on=HEAD, how="left")
+    for name in {"effect_exact", "kl_exact"} & {*heads.columns}:
+        heads[name] = heads[name].eq(True)  # heads without a number have no mark
+    return AtlasTable(heads, profiles)
+
+
+def _verdicts(ladder: pd.DataFrame) -> pd.DataFrame:
+    """Return the divergence with the mean output, the verdict, and whether they come from runs, of each head."""
+    verdicts = head_verdicts(ladder)[[*HEAD, "gap_mean", "verdict"]].rename(columns={"gap_mean": "kl"})
+    exact = ladder.groupby(HEAD)["exact"].all().rename("kl_exact").reset_index()
+    return verdicts.merge(exact, on=HEAD).astype(dict.fromkeys(HEAD, int))
+
+
+def _profile_lines(profiles: pd.DataFrame) -> pd.DataFrame:
+    """Draw each profile as a line of blocks, on its own scale, with its range; a blank where a window has no keys."""
+    heights = profiles.sub(profiles.min(axis=1), axis=0)
+    ranges = heights.max(axis=1)
+    steps = heights.div(ranges.replace(0.0, 1.0), axis=0).mul(len(_BLOCKS) - 1).round().fillna(-1).astype(int)
+    lines = ["".join("\u2002" if step < 0 else _BLOCKS[step] for step in row) for row in steps.to_numpy()]
+    return ranges.to_frame("range").assign(profile=lines).reset_index()
 
 
 def label_words(labels: pd.DataFrame) -> pd.DataFrame:
@@ -91,7 +141,7 @@ def label_words(labels: pd.DataFrame) -> pd.DataFrame:
     return labels.assign(label=words.where(words != "", None))
 
 
-def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]:
+def _hover_texts(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]:
     """Make the hover text of each head in the map."""
     ladder = found.get("ladder")
     climbed: dict[tuple[int, int], str] = {}
@@ -107,9 +157,12 @@ def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]
         if isinstance(row.get("label"), str):
             lines.append(f"label: {row['label']}")
         if np.isfinite(row.get("effect", np.nan)):
-            lines.append(f"added loss without it: {signed(row['effect'], 4)} nats per token")
+            about = "" if row["effect_exact"] else ABOUT
+            lines.append(f"added loss without it: {about}{signed(row['effect'], 4)} nats per token")
         if at in climbed:
-            lines.append(f"ladder: {climbed[at]}")
+            about = "" if row["kl_exact"] else ABOUT
+            lines.append(f"KL with its mean output: {about}{number(row['kl'], 4)} nats per token")
+            lines.append(f"ladder: {about}{climbed[at]}")
         if isinstance(row.get("profile"), str):
             lines.append(f"profile: {row['profile']} over {number(row['range'], 2)}")
         texts.append("<br>".join(lines))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from torch import Tensor
 
 from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
 from tl_posdisent.models.texts import Tokens
-from tl_posdisent.report.atlas import atlas
+from tl_posdisent.report.atlas import atlas, atlas_table, listed, pairs_of
 from tl_posdisent.report.markup import read, render
-from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, measure, read_subject
+from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, measure
+from tl_posdisent.report.panels import measure_panels
 from tl_posdisent.report.provenance import analysed, reproduce
 from tl_posdisent.report.sections import TITLES, section
+from tl_posdisent.report.subject import read_subject
 from tl_posdisent.report.verdict import headline, verdict
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import whole_file
@@ -112,7 +117,9 @@ def report(
     what = "text" if isinstance(text, (str, list)) else "tokens"
     call = command or f"from tl_posdisent import report\n\nreport(model, {what}, {target.name!r}{given})"
     measured = {name: section(name, subject, one) for name, one in found.items()}
-    opening = atlas(found)
+    heads = atlas_table(found)
+    panels = None if heads is None else measure_panels(subject, pairs_of(listed(heads.heads)), seed)
+    opening = Markup() if heads is None else atlas(found, heads, panels)
     parts = [
         opening,
         verdict(found),
@@ -133,8 +140,23 @@ def report(
 
 
 def page(title: str, sections: Sequence[Markup], contents: Mapping[str, str], widgets: Sequence[str]) -> str:
-    """Assemble the HTML document from the sections, their titles by id (``contents``) and the widgets' scripts."""
+    """Assemble the HTML document from the sections, their titles by id (``contents``) and the widgets' scripts.
+
+    Libraries are compressed, and a script unpacks them and runs all others in their order.
+    """
     scripts = [get_plotlyjs(), read("page.js")] if any('<div class="plot"' in one for one in sections) else []
+    scripts += [read("atlas.js")] if "atlas" in contents else []
     scripts += [library(), *widgets] if widgets else []
-    values = {"title": title, "sections": sections, "contents": contents, "scripts": scripts}
-    return render("page", style=read("page.css"), policy=policy(scripts), **values) + "\n"
+    stored = [(len(script) > _LARGE, _packed(script) if len(script) > _LARGE else script) for script in scripts]
+    loader = read("load.js") if scripts else ""
+    values = {"title": title, "sections": sections, "contents": contents, "scripts": stored, "loader": loader}
+    return render("page", style=read("page.css"), policy=policy([*scripts, loader] if scripts else []), **values) + "\n"
+
+
+_LARGE = 100_000  # characters of a script that is compressed
+
+
+@cache
+def _packed(script: str) -> str:
+    """Compress a script, and write it in base64; the same script always gives the same text."""
+    return b64encode(gzip.compress(script.encode("utf-8"), 9, mtime=0)).decode("ascii")

@@ -5,6 +5,7 @@ Templates escape everything that is not ``Markup``. Strings from a model, a text
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pandas.api.types import is_float_dtype
 from tl_posdisent.report.words import number
 from tl_posdisent.utils.validation import head_label, printable
 from tl_posdisent.viz.palette import BLACK, WHITE, ink, on_scale
+from tl_posdisent.viz.widgets.offline import script_json
 
 ROWS = 512
 """A table has at most this many rows, which keeps the file of a large model small."""
@@ -66,12 +68,12 @@ def table(
     frame: pd.DataFrame,
     titles: Mapping[str, str] | None = None,
     digits: int | Mapping[str, int] = 3,
-    heads: Literal["plain", "named"] = "plain",
+    heads: Literal["plain", "linked"] = "plain",
 ) -> Markup:
     """Render the first 512 rows of a table in a box that scrolls.
 
     The first column names the rows. If the table has ``layer`` and ``head``, these two columns become one label, which
-    is the target of links if ``heads="named"``.
+    is the target of links if ``heads="linked"``.
     """
     if len(frame) > ROWS:
         caption = f"{caption}: the first {ROWS} of {len(frame)} rows"
@@ -86,15 +88,23 @@ def table(
         columns = {"head": [head_label(int(layer), int(head)) for layer, head in pairs]} | columns
     names = [(titles or {}).get(column, column.replace("_", " ")) for column in columns]
     rows = list(zip(*columns.values(), strict=True))
-    return part("table", name, caption, names, rows, heads == "named")
+    return part("table", name, caption, names, rows, heads == "linked")
 
 
-def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = False) -> Markup:
+def figure(
+    drawn: go.Figure,
+    caption: str,
+    *,
+    height: int = 340,
+    linked: bool = False,
+    choices: Mapping[str, Any] | None = None,
+) -> Markup:
     """Render a plotly figure with its caption, as data that the page's script draws.
 
-    ``linked`` is for maps of heads: a click on a cell leads to the row of its head.
+    ``linked`` is for maps of heads: a click on a cell leads to the row of its head. ``choices`` is what else the script
+    may draw in the figure's place.
     """
-    drawn = go.Figure([legible for trace in drawn.data for legible in _legible(trace)], drawn.layout)
+    drawn = go.Figure([one for trace in drawn.data for one in legible(trace)], drawn.layout)
     drawn.update_layout(
         template="plotly_white",
         title=None,
@@ -108,10 +118,12 @@ def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = 
     written = [trace for trace in drawn.data if getattr(trace, "texttemplate", None)]
     room = max([180 + (38 if ".2f" in trace.texttemplate else 48) * len(trace.x) for trace in written], default=0)
     data = Markup(drawn.to_json())  # plotly escapes <, > and /
+    if choices is not None:
+        data = Markup(script_json(json.loads(data) | {"choices": choices}))
     return part("figure", data, caption, height, room)
 
 
-def _legible(trace: Any) -> list[Any]:
+def legible(trace: Any) -> list[Any]:
     """Split a heat map with numbers into two, with black and with white text: plotly's own choice lacks contrast."""
     if not isinstance(trace, go.Heatmap) or trace.texttemplate is None:
         return [trace]

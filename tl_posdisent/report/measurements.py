@@ -1,4 +1,4 @@
-"""The model and texts that a report reads, and one measurement per section, from a subject and a seed to a table."""
+"""One measurement per section of a report, from a subject and a seed to a table."""
 
 from __future__ import annotations
 
@@ -6,190 +6,38 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_patterns
-from tl_posdisent.experiments.causal.attention_ladder import attention_ladder
-from tl_posdisent.experiments.causal.head_ablation import head_ablation
-from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.reading.tokens import token_words
-from tl_posdisent.models.size import count_parameters
-from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.report.every_head import HEAD, ablation, for_estimates, ladder
+from tl_posdisent.report.subject import POSITIONS, TOKENS, Subject
+from tl_posdisent.report.words import number
 from tl_posdisent.utils.progress import progress_bar
-
-POSITIONS = 1024
-"""The longest text that is measured: the size of scores grows with its square."""
-STRETCH = 512
-"""Longer strings are cut into stretches of at most this many tokens."""
-TOKENS = 4096
-"""Maximum number of tokens of all texts together."""
-_NAMELESS = ("", "custom", "external")  # TransformerLens's names for models that were not loaded by a name
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, and the layers, heads and texts that are measured.
-
-    Attributes:
-        tokens: ids of the measured texts, padded on the right (where ``real`` is False).
-        given: number of tokens passed by the caller.
-        words: the first text, one string per position.
-        asked: the requested layers; None for all.
-        specs, heads: specs and heads of these layers.
-        n_parameters: number of parameters of the model (``count_parameters``).
-        sample: a sentence on how the heads were sampled, or empty; ``sampled`` is the number of requested heads, or 0
-            without sampling.
-    """
-
-    reading: ModelReading
-    tokens: Int[Tensor, "batch pos"]
-    real: Bool[Tensor, "batch pos"]
-    given: int
-    words: list[str]
-    asked: list[int] | None
-    specs: list[AttentionSpec]
-    heads: dict[int, list[int]]
-    n_parameters: int
-    sample: str = ""
-    sampled: int = 0
-
-    @property
-    def model(self) -> Any:
-        return self.reading.model
-
-    @property
-    def lengths(self) -> list[int]:
-        return [int(n) for n in self.real.sum(1)]
-
-    @property
-    def first(self) -> Int[Tensor, "1 pos"]:
-        return self.tokens[:1, : self.lengths[0]]
-
-    @property
-    def texts(self) -> dict[str, Any]:
-        """Arguments ``tokens`` and ``attention_mask`` of an experiment on all texts."""
-        return {"tokens": self.tokens} | ({} if bool(self.real.all()) else {"attention_mask": self.real})
-
-    @property
-    def layers(self) -> list[int]:
-        return [spec.layer for spec in self.specs]
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Layer and head of each head that is shown."""
-        return [(layer, head) for layer, some in self.heads.items() for head in some]
-
-    def some(self, positions: int, tokens: int) -> Subject:
-        """Keep the beginnings of the first texts: at most ``positions`` of each, and ``tokens`` altogether."""
-        rows = max(1, tokens // min(positions, self.tokens.shape[1]))
-        return replace(self, tokens=self.tokens[:rows, :positions], real=self.real[:rows, :positions])
-
-    def only(self, pairs: list[tuple[int, int]], sample: str) -> Subject:
-        """Keep a sample of the heads."""
-        heads = {layer: [head for head in some if (layer, head) in pairs] for layer, some in self.heads.items()}
-        heads = {layer: some for layer, some in heads.items() if some}
-        specs = [spec for spec in self.specs if spec.layer in heads]
-        return replace(self, asked=list(heads), specs=specs, heads=heads, sample=sample, sampled=len(self.pairs))
-
-    def sizes(self) -> str:
-        """Number and lengths of the texts, in words."""
-        n, low, high = len(self.tokens), min(self.lengths), max(self.lengths)
-        return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
-
-    def name(self) -> str:
-        """Return the model's name, or its architecture if it has no name."""
-        tokenizer = getattr(self.model, "tokenizer", None)
-        for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
-            if isinstance(name, str) and name not in _NAMELESS:
-                files = [*Path(name).glob("*.gguf")] if Path(name).is_dir() else []
-                whole = files[0].stem if len(files) == 1 else Path(name).resolve().name
-                return whole if Path(name).is_dir() and whole else name
-        return self.specs[0].architecture
-
-
-def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
-    """Check the arguments of a report and read the model."""
-    reading = read_model(model)
-    chosen = reading.heads(layers, heads)
-    specs = reading.specs(list(chosen))
-    model = reading.model
-    try:
-        texts = read_texts(model, text, attention_mask)
-    except ValueError as error:
-        if isinstance(error, ArgumentError) and error.argument == "attention_mask":
-            raise
-        raise ArgumentError("text", f"cannot be used: {error}") from error
-    context = getattr(model.cfg, "n_ctx", None) or POSITIONS
-    order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
-    tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding moved to the right
-    if isinstance(text, str) and tokens.shape[1] > min(STRETCH, context):
-        tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
-        real = torch.ones_like(tokens, dtype=torch.bool)
-    asked = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
-    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen, count_parameters(model))
-    subject = whole.some(min(POSITIONS, context), TOKENS)
-    return replace(subject, words=token_words(model, subject.first[0]))
-
-
-def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
-    """Split a long text into texts of equal length, each after the model's BOS token, if it has one."""
-    bare = model.to_tokens(text, truncate=False, prepend_bos=False)[0].to(ids.device)
-    begin = len(ids) - len(bare)
-    if begin < 0 or not torch.equal(ids[begin:], bare):
-        begin = 0
-    first, rest = ids[:begin], ids[begin:]
-    texts = -(-len(rest) // (longest - begin))
-    rows = rest[: len(rest) // texts * texts].view(texts, -1)
-    return torch.cat([first.expand(texts, -1), rows], 1)
-
 
 READ = {"labels": (512, 1024), "perturbation": (512, 1024), "ablation": (128, 512), "ladder": (128, 1024)}
 """Positions of each text, and tokens altogether, of sections that read less than the report."""
-PASSES = {"ablation": 0.53, "ladder": 5.0}
-"""Forward passes per head, measured on a model of 30 layers of 9 heads."""
-BUDGET = 3e12
-"""Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. They take a
-minute or two on a CPU; models of a few million parameters need less for all heads."""
-LEAST = 12
-"""Minimum number of heads in a sample."""
 
 
-def narrowed(name: str, subject: Subject, seed: int) -> Subject:
-    """Select the texts and heads that a section measures: all heads, or a random sample within its budget."""
+def narrowed(name: str, subject: Subject) -> Subject:
+    """Select the texts that a section measures."""
     positions, tokens = READ.get(name, (POSITIONS, TOKENS))
     part = subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
-    each = PASSES.get(name, 0) * subject.n_parameters * sum(part.lengths)
-    n = max(LEAST, int(BUDGET / each)) if each else len(subject.pairs)
-    if n >= len(subject.pairs):
-        return part
-    random = np.random.default_rng(seed)
-    layers: dict[int, list[tuple[int, int]]] = {}
-    for index in random.permutation(len(subject.pairs)):
-        layers.setdefault(subject.pairs[index][0], []).append(subject.pairs[index])
-    # Take one head from each layer in turn, with the layers in random order.
-    drawn = [pair for some in zip_longest(*layers.values()) for pair in some if pair is not None][:n]
-    how = f"Measured on {n} of the {len(subject.pairs)} heads, drawn from all layers with seed {seed}."
-    return part.only(drawn, how)
+    return for_estimates(subject, part, positions, tokens) if name == "ladder" else part
 
 
 SectionName = Literal[
@@ -197,15 +45,10 @@ SectionName = Literal[
 ]
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
-HEAD = ["layer", "head"]
 SHARES = ["share_distance", "share_query", "share_key"]
 FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
 PERTURBATIONS = 2
 _LEAST = 3  # texts of at most this many tokens keep their first key
-IDLE = ("not used", "no effect")
-"""Verdicts of heads whose output or attention the predictions do not need."""
-
-LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
 _PROFILES = 12  # layers whose distance profiles are drawn
 
 
@@ -229,11 +72,32 @@ class Found:
     read: Subject | None = None
 
     @property
-    def sampled(self) -> str:
-        """The number of measured heads, in words; empty if all were measured."""
-        if self.read is None or not self.read.sampled:
+    def run(self) -> list[tuple[int, int]]:
+        """Layer and head of the heads that were run, if the numbers of the others are estimates; else empty."""
+        if self.refused or "exact" not in self.trained or self.trained["exact"].all():
+            return []
+        exact = self.trained[self.trained["exact"]][HEAD].drop_duplicates().astype(int)
+        return [*exact.itertuples(index=False, name=None)]
+
+    @property
+    def agreement(self) -> str:
+        """State for how many heads the model was run, and how well the estimates of the others agree with runs."""
+        if not self.run:
             return ""
-        return f"{len(self.read.pairs)} of the {self.read.sampled} heads were measured"
+        n, audit = len(self.trained[HEAD].drop_duplicates()), self.trained.attrs["audit"]
+        text = (
+            f"The model was run for {len(self.run)} of {n} heads: {audit['exact']} with the largest estimates, and "
+            f"{audit['audited']} of the others drawn at random. The numbers of the other {n - len(self.run)} are "
+            "estimated from gradients."
+        )
+        if np.isfinite(audit["rank_correlation"]):
+            text += f" Of those drawn, estimates and runs have a rank correlation of {number(audit['rank_correlation'], 2)}."
+        if audit["overlooked"]:
+            text += (
+                f" {audit['overlooked']} of those drawn belong among the {audit['exact']} largest, so the heads without "
+                "a run may include others."
+            )
+        return text
 
 
 class Copies(NamedTuple):
@@ -297,7 +161,7 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
 
 def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int, copies: Copies) -> Found:
     """Run one measurement, or return why it failed: an unsuitable input (``ValueError``) or a failed computation."""
-    part = narrowed(name, subject, seed)
+    part = narrowed(name, subject)
     try:
         if name == "heads":
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
@@ -347,49 +211,34 @@ def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "
     return perturbation_curve(subject.reading, **subject.texts, kinds=kinds, **options)
 
 
-def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
-    return head_ablation(**_common(subject), heads=subject.pairs)
+def profiled(specs: Sequence[AttentionSpec]) -> list[int]:
+    """Choose the layers whose distance profiles are drawn, at equal steps."""
+    picked = np.unique(np.linspace(0, len(specs) - 1, _PROFILES).round().astype(int))
+    return [specs[n].layer for n in picked]
 
 
-def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
-    """Measure uniform attention and the mean output for every head, and the other rungs where neither surely suffices.
-
-    Heads with a failed run have no verdict and therefore no rows.
-    """
-    tokens, real, order = subject.tokens, subject.real, np.argsort([-n for n in subject.lengths], kind="stable")
-    texts: dict[str, Any] = {"tokens": tokens[order[::2]], "attention_mask": real[order[::2]]}
-    if len(order) > 1:  # hold out every second text, but not the longest; a single text serves as both
-        texts |= {"heldout": tokens[order[1::2]], "heldout_mask": real[order[1::2]]}
-    failures: dict[str, str] = {}
-
-    def climb(heads: list[tuple[int, int]], rungs: Sequence[Rung]) -> pd.DataFrame:
-        table = attention_ladder(subject.reading, heads=heads, rungs=rungs, controls=[], progress=False, **texts)
-        failures.update(table.attrs.get("failures", {}))
-        return table[table["loss"].notna().groupby([table[name] for name in HEAD]).transform("all")]
-
-    table = climb(subject.pairs, ["uniform"])
-    verdicts = head_verdicts(table)
-    idle = verdicts["verdict"].isin(IDLE)
-    effective = [*verdicts[~idle][HEAD].astype(int).itertuples(index=False, name=None)]
-    if effective:
-        without = table[~pd.MultiIndex.from_frame(table[HEAD]).isin(effective)]
-        table = pd.concat([without, climb(effective, LADDER)]).sort_values(HEAD, kind="stable", ignore_index=True)
-    table.attrs = {"failures": failures}
-    return table
+def powers(distances: Any) -> list[int]:
+    """Return those of the distances 0, 1, 2, 4, 8 … that are there: the places of the profiles in the atlas."""
+    known = set(distances)
+    return [distance for distance in (0, *(2**n for n in range(20))) if distance in known]
 
 
 def _distance(subject: Subject, seed: int) -> pd.DataFrame:
-    """Fit each head's distance component to all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
-    picked = np.unique(np.linspace(0, len(subject.specs) - 1, _PROFILES).round().astype(int))
+    """Fit each head's distance component to all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``.
+
+    Layers that are not drawn have the distances of the atlas only, so that the table of a large model is small.
+    """
     tables: list[pd.DataFrame] = []
-    tokens = subject.tokens
+    tokens, drawn = subject.tokens, profiled(subject.specs)
 
     def fitted(spec: AttentionSpec, scores: Tensor) -> None:
         fit = fit_additive(scores, pool=True, **_cells(spec))
         table = fit.to_frame("distance").assign(layer=spec.layer)
+        if spec.layer not in drawn:
+            table = table[table["distance"].isin(powers(table["distance"]))]
         tables.append(table.assign(cells=tokens.shape[1] - table["distance"].abs()))
 
-    for_each_scores(subject.model, tokens, [subject.specs[n] for n in picked], fitted)
+    for_each_scores(subject.model, tokens, subject.specs, fitted)
     return _chosen(subject, pd.concat(tables, ignore_index=True))[[*HEAD, "distance", "value", "cells"]]
 
 
@@ -419,8 +268,8 @@ _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "shares": partial(_of_layers, controlled_distance),
     "subspaces": partial(_of_layers, subspace_patterns),
     "perturbation": _perturbation,
-    "ablation": _ablation,
-    "ladder": _ladder,
+    "ablation": ablation,
+    "ladder": ladder,
 }
 _COMPARED: tuple[SectionName, ...] = ("additivity", "shares", "subspaces")  # these have a random-weights baseline
 _FAILURES = (ValueError, RuntimeError, MemoryError)

@@ -9,9 +9,10 @@ for (const plot of document.querySelectorAll(".plot")) {
   addEventListener("afterprint", () => Plotly.relayout(plot, { width: null, autosize: true }));
 }
 // A click on a column's title sorts: numbers from the largest, heads and words from the first, what is missing last.
-const value = (text) => Number(text.replace("−", "-"));
+const plain = (text) => text.replace(/^≈\s/, ""); // the mark of estimates
+const value = (text) => Number(plain(text).replace("−", "-"));
 const compare = (a, b) =>
-  isNaN(value(a)) || isNaN(value(b)) ? a.localeCompare(b, "en", { numeric: true }) : value(a) - value(b);
+  isNaN(value(a)) || isNaN(value(b)) ? plain(a).localeCompare(plain(b), "en", { numeric: true }) : value(a) - value(b);
 for (const title of document.querySelectorAll("#table-atlas thead th")) {
   const sort = () => {
     const table = title.closest("table"), rows = [...table.tBodies[0].rows];

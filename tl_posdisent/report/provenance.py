@@ -11,7 +11,8 @@ from markupsafe import Markup
 
 from tl_posdisent.models.loading.random_init import described_copies
 from tl_posdisent.report.markup import render
-from tl_posdisent.report.measurements import Copies, Subject
+from tl_posdisent.report.measurements import Copies
+from tl_posdisent.report.subject import Subject
 from tl_posdisent.report.words import millions, numbers, plural
 
 

@@ -12,20 +12,19 @@ from markupsafe import Markup
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
+from tl_posdisent.report.every_head import HEAD, IDLE, LADDER
 from tl_posdisent.report.measurements import (
-    HEAD,
-    IDLE,
-    LADDER,
     PERTURBATIONS,
     SHARES,
     Exhibits,
     Found,
     SectionName,
-    Subject,
     by_head,
+    profiled,
 )
+from tl_posdisent.report.subject import Subject
 from tl_posdisent.report.verdict import told_apart
-from tl_posdisent.report.words import MISSING
+from tl_posdisent.report.words import NO_LABEL, exact_or_estimated
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
@@ -61,15 +60,15 @@ def section(name: SectionName, subject: Subject, found: Found) -> tuple[Markup, 
     elif not found.refused:
         content = render(f"sections/{name}", **_SECTIONS[name](subject, found))
     reason = {"refused": found.refused, "failed": found.failed, "note": None if found.refused else found.note}
-    measured_heads = ", ".join(head_label(*pair) for pair in read.pairs) if read and read.sampled else ""
-    about = {"read": read and _reads(subject, read), "measured_heads": measured_heads}
+    run = ", ".join(head_label(*pair) for pair in found.run) if read else ""
+    about = {"read": read and _reads(subject, read), "agreement": found.agreement if read else "", "run": run}
     return render("section", id=name, title=TITLES[name], content=content, **reason, **about), scripts
 
 
 def _reads(subject: Subject, read: Subject) -> str:
-    """State which of the report's texts and heads the section measured."""
+    """State which of the report's texts the section measured."""
     of = "" if read.lengths == subject.lengths else f", of {subject.sizes()}"
-    return f"Read: {read.sizes()}{of}. {read.sample}".strip()
+    return f"Read: {read.sizes()}{of}."
 
 
 def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
@@ -103,10 +102,11 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
 
 
 def _distance(subject: Subject, found: Found) -> dict[str, Any]:
-    profiles, layers = found.trained, found.trained["layer"].unique()
+    layers = profiled(subject.specs)
     figures = [
         figure(plot_distance(rows.drop(columns="layer")), f"Distance component of the heads of layer {layer}")
-        for layer, rows in profiles.groupby("layer")
+        for layer, rows in found.trained.groupby("layer")
+        if layer in layers
     ]
     return {"figures": figures, "drawn": len(layers), "layers": len(subject.layers)}
 
@@ -147,8 +147,8 @@ def _subspaces(subject: Subject, found: Found) -> dict[str, Any]:
 
 
 def _labels(subject: Subject, found: Found) -> dict[str, Any]:
-    every = label_words(found.trained).fillna({"label": MISSING})
-    ranked = every.sort_values("label", key=lambda label: label == MISSING, kind="stable")  # those with a label first
+    every = label_words(found.trained).fillna({"label": NO_LABEL})
+    ranked = every.sort_values("label", key=lambda label: label == NO_LABEL, kind="stable")  # those with a label first
     return {"every": table("heads-labels", "Every head", ranked)}
 
 
@@ -164,19 +164,19 @@ def _perturbation(subject: Subject, found: Found) -> dict[str, Any]:
 
 
 def _ablation(subject: Subject, found: Found) -> dict[str, Any]:
-    drops = found.trained[[*HEAD, "value", "effect"]]
-    titles = {"value": "loss without it", "effect": "added loss"}
+    drops = found.trained[[*HEAD, "value", "effect", "exact"]]
+    drops = drops.assign(exact=exact_or_estimated(drops["exact"]))
+    titles = {"value": "loss without it", "effect": "added loss", "exact": "exact or estimated"}
     caption = f"Largest added loss; the loss of the whole model is {found.trained['baseline'].iloc[0]:.4f}"
     worst = drops.sort_values("effect", ascending=False, kind="stable").head(8)
-    every = "Every head measured" if found.sampled else "Every head"
     drawn = plot_heads(found.trained, "effect", signed=True)
     drawn.update_traces(colorbar_title_text="added loss<br>(nats per token)")
     height = map_height(drops["layer"].nunique())
     return {
         "map": figure(drawn, "Added loss without the head", height=height),
         "largest": table("ablation", caption, worst, titles, 4),
-        "which": every.lower(),
-        "every": table("heads-ablation", every, drops, titles, 4),
+        "every": table("heads-ablation", "Every head", drops, titles, 4),
+        "estimated": bool(found.run),
     }
 
 
@@ -186,8 +186,9 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap")
     gaps.update_traces(colorbar_title_text="divergence<br>(nats per token)")
     values = {
-        "held_out": len(subject.tokens) > 1,
+        "held_out": len((found.read or subject).tokens) > 1,
         "negligible": NEGLIGIBLE,
+        "estimated": bool(found.run),
         "verdicts": figure(
             plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height
         ),
@@ -197,10 +198,12 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     shown = verdicts[~verdicts["verdict"].isin(IDLE)].sort_values("gap", ascending=False, kind="stable")
     if shown.empty:
         return values
-    recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered_kl")[[*LADDER]].reset_index()
-    listed = shown[[*HEAD, "verdict", "gap", "error"]].merge(recovered, on=HEAD, how="left")
+    recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered_kl").reindex(columns=[*LADDER]).reset_index()
+    exact = rungs.groupby(HEAD)["exact"].all().reset_index()
+    listed = shown[[*HEAD, "verdict", "gap", "error"]].merge(recovered, on=HEAD, how="left").merge(exact, on=HEAD)
+    listed["exact"] = exact_or_estimated(listed["exact"])
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
-    titles |= {"first_token": "first token"}
+    titles |= {"first_token": "first token", "exact": "exact or estimated"}
     caption = "Heads that are not surely without effect: the gap, and the share of it that each pattern recovers"
     return values | {"table": table("ladder", caption, listed, titles)}
 

@@ -12,16 +12,9 @@ from tl_posdisent.experiments.attention_scores.trained_vs_random import above_ra
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words, looks_at
 from tl_posdisent.report.markup import head_link, part, render, table
-from tl_posdisent.report.measurements import (
-    HEAD,
-    IDLE,
-    PERTURBATIONS,
-    SHARES,
-    Found,
-    SectionName,
-    Subject,
-    by_head,
-)
+from tl_posdisent.report.every_head import HEAD, IDLE
+from tl_posdisent.report.measurements import PERTURBATIONS, SHARES, Found, SectionName, by_head
+from tl_posdisent.report.subject import Subject
 from tl_posdisent.report.words import MISSING, millions, number, plural, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
@@ -38,10 +31,10 @@ def verdict(found: Mapping[SectionName, Found]) -> Markup:
     for name, write in _VERDICTS.items():
         if name in measured:
             one = measured[name]
-            only = [f"Only {one.sampled}."] if one.sampled else []
-            if one.read and sum(one.read.lengths) < longest:
-                only.append(f"Read: {one.read.sizes()}.")
-            sentences += [Markup(" ").join([sentence, *only]) for sentence in write(one)]
+            read = [f"Read: {one.read.sizes()}."] if one.read and sum(one.read.lengths) < longest else []
+            for n, sentence in enumerate(write(one)):
+                estimated = [one.agreement if n == 0 else f"The model was run for {len(one.run)} of these heads."]
+                sentences.append(Markup(" ").join([sentence, *(estimated if one.run else []), *read]))
     return render("verdict", sentences=sentences) if sentences else Markup()
 
 
@@ -141,6 +134,7 @@ def _ablation_verdict(found: Found) -> list[Markup]:
     if not most["effect"] > 0:
         return [Markup("Ablating a single head never raises the loss {}.").format(link("ablation"))]
     label, effect = head_label(int(most["layer"]), int(most["head"])), number(most["effect"])
+    effect = effect if most["exact"] else f"an estimated {effect}"
     sentence = Markup(
         "Ablating {} raises the loss most, by {} nats per token; of {}, {} raise it by more than {} when ablated "
         "alone {}."
@@ -159,11 +153,11 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     if not count:
         return [first]
     n = verdicts[used]["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
-    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "undecided")
+    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "more than static")
     second = Markup(
         "By the simplest attention that recovers 95 % of the divergence under uniform attention, the {} counted are: "
         "{}."
-    ).format(count, _counted({kind: n[kind] for kind in kinds if kind in n}))
+    ).format(count, _counted({kind: n[kind] for kind in (*kinds, "undecided") if kind in n}))
     third = Markup(
         "These are {} tests: of heads that diverge by no more than {} nats, at most {} would be counted by chance. "
         "With the false discovery rate held at 5 %, {} remain."

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MISSING = "–"
 """The placeholder for a missing number."""
+NO_LABEL = "none"
+"""The label of a head that has none."""
+ABOUT = "≈\u00a0"
+"""The mark of estimates."""
+
+
+def exact_or_estimated(exact: Iterable[bool]) -> list[str]:
+    """Say of each head whether its numbers come from runs of the model."""
+    return ["exact" if known else "estimated" for known in exact]
 
 
 def number(x: float | int, digits: int = 3) -> str:

@@ -44,8 +44,9 @@ VERDICTS = {
     "additive": SKY,
     "banded": GREEN,
     "query-dependent": PINK,
+    "more than static": PLUM,
 }
-"""The colour of each verdict of ``head_verdicts``; undecided ones, and those of an incomplete ladder, are grey."""
+"""The colour of each verdict of ``head_verdicts``; undecided ones, and those of other incomplete ladders, are grey."""
 
 
 def component_colour(name: str) -> str:

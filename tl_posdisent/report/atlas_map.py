@@ -1,0 +1,84 @@
+"""The map of the atlas, and what a reader can choose to see in it: colours and axes, all computed here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from tl_posdisent.report.markup import legible
+from tl_posdisent.utils.validation import head_label
+from tl_posdisent.viz.palette import GREY
+from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
+
+UNKNOWN = "#b9b9b9"
+"""The colour of heads without a number, which is in none of the scales."""
+_COLOURS = {
+    "what − where": "what − where (share of variance)",
+    "share_distance": "distance alone (share of variance)",
+    "share_key": "key alone (share of variance)",
+    "r_held_out": "held-out r",
+    "r": "r",
+    "effect": "added loss (nats per token)",
+    "kl": "KL (nats per token)",
+}
+_SIGNED = ("what − where", "effect")
+
+
+def choices(heads: pd.DataFrame) -> dict[str, Any]:
+    """Return what the page's script chooses from: for each measure a map, the colours of points, and numbers for axes.
+
+    ``heads`` is the table of the atlas; numbers are in the order of its rows, null where there are none.
+    """
+    names = [name for name in _COLOURS if name in heads and not (name == "r" and "r_held_out" in heads)]
+    names = [name for name in names if heads[name].notna().any()]
+    colours = {name: _numeric(heads, name) for name in names}
+    if "verdict" in heads and heads["verdict"].notna().any():
+        colours["verdict"] = _of_verdicts(heads)
+    axes = {name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names if name not in _SIGNED[:1]}
+    labels = [head_label(int(layer), int(head)) for layer, head in zip(heads["layer"], heads["head"], strict=True)]
+    return {"colours": colours, "axes": axes, "labels": labels, "unknown": UNKNOWN}
+
+
+def map_figure(heads: pd.DataFrame, told: Sequence[str]) -> go.Figure:
+    """Draw the map that is shown first; its hover texts are those of all others."""
+    drawn = _with_title(plot_heads(heads, "what − where", signed=True), _COLOURS["what − where"])
+    grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told").fillna("")
+    drawn.update_traces(customdata=grid.to_numpy(), hovertemplate="%{customdata}<extra></extra>")
+    return drawn.update_layout(plot_bgcolor=UNKNOWN)
+
+
+def _numeric(heads: pd.DataFrame, name: str) -> dict[str, Any]:
+    drawn = _with_title(plot_heads(heads, name, signed=name in _SIGNED), _COLOURS[name])
+    (heat,) = drawn.data
+    return _choice(_COLOURS[name], heat, _numbers(heads[name]))
+
+
+def _of_verdicts(heads: pd.DataFrame) -> dict[str, Any]:
+    known = heads.dropna(subset="verdict")
+    (heat,) = plot_verdicts(known.assign(gap=known["kl"])).data
+    codes = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
+    kinds = heads["verdict"].str.replace("^undecided .*", "undecided", regex=True)
+    heat.update(text=None, texttemplate=None)
+    return _choice("verdict", heat, [None if pd.isna(kind) else codes[kind] for kind in kinds])
+
+
+def _choice(title: str, heat: go.Heatmap, values: list[Any]) -> dict[str, Any]:
+    """Return the traces of a heat map, the same colours for points, and the number behind each head's colour."""
+    heat.update(hovertemplate="%{customdata}<extra></extra>", customdata=None)
+    traces = json.loads(go.Figure(legible(heat)).to_json())["data"]
+    scale = {"colorscale": heat.colorscale, "cmin": heat.zmin, "cmax": heat.zmax, "colorbar": heat.colorbar.to_plotly_json()}
+    line = {"color": GREY, "width": 0.5}
+    marker = json.loads(go.Figure(go.Scatter(marker={**scale, "size": 9, "line": line})).to_json())["data"][0]["marker"]
+    return {"title": title, "map": traces, "marker": marker, "values": values}
+
+
+def _with_title(drawn: go.Figure, title: str) -> go.Figure:
+    return drawn.update_traces(colorbar_title_text=title.replace(" (", "<br>("))
+
+
+def _numbers(values: pd.Series) -> list[float | None]:
+    return [None if pd.isna(x) else float(f"{x:.6g}") for x in values]

@@ -1,0 +1,129 @@
+"""What the panel of one head shows: its scores at the beginning of a text, and the tokens where it matters most."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.experiments.causal.position_effects import position_effects
+from tl_posdisent.hooks.ablate import ablate_heads
+from tl_posdisent.models.capture import for_each_scores
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import read_texts
+from tl_posdisent.report.every_head import DRAWS, HEAD
+from tl_posdisent.report.subject import Subject
+from tl_posdisent.utils.validation import head_label, printable
+
+SHOWN = 48
+"""Number of positions of the score map."""
+READ = 128
+"""Number of positions at which heads are replaced, and of each text over which mean outputs are averaged."""
+_MEANS = 1024  # tokens altogether over which mean outputs are averaged
+_MASKED = 255
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Panels:
+    """The measurements of the panels.
+
+    Attributes:
+        words: tokens of the first text.
+        causal: whether keys after the query are masked in all layers.
+        scores: by layer and head, the scores of the first positions, ``[query, key]``; NaN where they are masked.
+        effects: by layer and head, the estimated divergence if the head's result is replaced by its mean at one
+            position, in nats per predicted token.
+        refused: why there are no effects; empty if there are.
+    """
+
+    words: list[str]
+    causal: bool
+    scores: Mapping[Pair, Float[np.ndarray, "query key"]]
+    effects: Mapping[Pair, Float[np.ndarray, "position"]]
+    refused: str = ""
+
+
+def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels:
+    """Measure scores and effects by position of some heads in the beginning of the first text."""
+    specs = [spec for spec in subject.specs if spec.layer in {layer for layer, _ in pairs}]
+    scores = _scores(subject, specs, pairs)
+    try:
+        effects, refused = _effects(subject, pairs, seed), ""
+    except (ValueError, RuntimeError, MemoryError) as error:
+        effects, refused = {}, str(error)
+    return Panels(subject.words, all(spec.causal for spec in specs), scores, effects, refused)
+
+
+def _scores(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> dict[Pair, Any]:
+    found: dict[Pair, Any] = {}
+
+    def keep(spec: AttentionSpec, scores: Tensor) -> None:
+        visible = spec.mask(scores.shape[-1]).to(scores.device)
+        for layer, head in pairs:
+            if layer == spec.layer:
+                found[layer, head] = scores[0, head].double().masked_fill(~visible, torch.nan).cpu().numpy()
+
+    for_each_scores(subject.model, subject.first[:, :SHOWN], specs, keep)
+    return found
+
+
+def _effects(subject: Subject, pairs: Sequence[Pair], seed: int) -> dict[Pair, Any]:
+    """Estimate the divergence if a head's result is replaced by its mean output at one position of the first text."""
+    reference: Any = read_texts(subject.model, *subject.some(READ, _MEANS).texts.values())
+    mean = ablate_heads(subject.reading, pairs, mode="mean", reference=reference)
+    options: dict[str, Any] = {"heads": pairs, "draws": DRAWS, "seed": seed, "progress": False}
+    table = position_effects(subject.reading, subject.first[:, :READ], {"mean": mean}, **options)
+    return {(int(layer), int(head)): some["curvature"].to_numpy() for (layer, head), some in table.groupby(HEAD)}
+
+
+def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
+    """Encode the panels for the page's script: numbers as bytes in base64, of each head on its own scale.
+
+    A score is ``low + byte / 254 * (high - low)``, and 255 where it is masked; if all heads are causal, only keys up to
+    the query's are there, row by row. An effect is ``top * (byte / 255)²``.
+    """
+    heads = {}
+    for (layer, head), scores in panels.scores.items():
+        one: dict[str, Any] = {"scores": _encoded_scores(scores, panels.causal)}
+        if (layer, head) in panels.effects:
+            one["effects"] = _encoded_effects(panels.effects[layer, head])
+        if (layer, head) in profiles.index:
+            one["profile"] = [None if np.isnan(x) else round(x, 3) for x in profiles.loc[(layer, head)]]
+        heads[head_label(layer, head)] = one
+    read = max([SHOWN, *map(len, panels.effects.values())])
+    return {
+        "words": [printable(word) for word in panels.words[:read]],
+        "shown": min(SHOWN, len(panels.words)),
+        "causal": panels.causal,
+        "distances": [int(x) for x in profiles.columns],
+        "heads": heads,
+    }
+
+
+def _encoded_scores(scores: Float[np.ndarray, "query key"], causal: bool) -> list[Any]:
+    """Return the lowest and highest score, and the bytes."""
+    known = np.isfinite(scores)
+    low, high = (float(end) for end in (scores[known].min(), scores[known].max())) if known.any() else (0.0, 0.0)
+    with np.errstate(invalid="ignore"):
+        steps = (scores - low) / ((high - low) or 1.0) * (_MASKED - 1)
+    cells = np.where(known, np.nan_to_num(steps).round().clip(0, _MASKED - 1), _MASKED).astype(np.uint8)
+    return [low, high, _base64(cells[np.tril_indices(len(cells))] if causal else cells.ravel())]
+
+
+def _encoded_effects(effects: Float[np.ndarray, "position"]) -> list[Any]:
+    """Return the largest effect, and the bytes."""
+    top = float(effects.max())
+    return [top, _base64((np.sqrt(effects / (top or 1.0)) * 255).round().astype(np.uint8))]
+
+
+def _base64(values: np.ndarray) -> str:
+    return b64encode(values.tobytes()).decode("ascii")

@@ -1,0 +1,149 @@
+"""The model, the layers and heads, and the texts that a report reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tokens import special_id, token_words
+from tl_posdisent.models.size import count_parameters
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
+
+POSITIONS = 1024
+"""The longest text that is measured: the size of scores grows with its square."""
+STRETCH = 512
+"""Longer strings are cut into stretches of at most this many tokens."""
+TOKENS = 4096
+"""Maximum number of tokens of all texts together."""
+_NAMELESS = ("", "custom", "external")  # TransformerLens's names for models that were not loaded by a name
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and the layers, heads and texts that are measured.
+
+    Attributes:
+        tokens: ids of the measured texts, padded on the right (where ``real`` is False).
+        given: number of tokens passed by the caller.
+        words: the first text, one string per position.
+        asked: the requested layers; None for all.
+        specs, heads: specs and heads of these layers.
+        n_parameters: number of parameters of the model (``count_parameters``).
+    """
+
+    reading: ModelReading
+    tokens: Int[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
+    given: int
+    words: list[str]
+    asked: list[int] | None
+    specs: list[AttentionSpec]
+    heads: dict[int, list[int]]
+    n_parameters: int
+
+    @property
+    def model(self) -> Any:
+        return self.reading.model
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(n) for n in self.real.sum(1)]
+
+    @property
+    def first(self) -> Int[Tensor, "1 pos"]:
+        return self.tokens[:1, : self.lengths[0]]
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """Arguments ``tokens`` and ``attention_mask`` of an experiment on all texts."""
+        return {"tokens": self.tokens} | ({} if bool(self.real.all()) else {"attention_mask": self.real})
+
+    @property
+    def layers(self) -> list[int]:
+        return [spec.layer for spec in self.specs]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Layer and head of each head that is shown."""
+        return [(layer, head) for layer, some in self.heads.items() for head in some]
+
+    def some(self, positions: int, tokens: int) -> Subject:
+        """Keep the beginnings of the first texts: at most ``positions`` of each, and ``tokens`` altogether."""
+        rows = max(1, tokens // min(positions, self.tokens.shape[1]))
+        return replace(self, tokens=self.tokens[:rows, :positions], real=self.real[:rows, :positions])
+
+    def pieces(self, length: int, tokens: int) -> Subject:
+        """Cut the texts into texts of at most ``length`` tokens, ``tokens`` altogether.
+
+        Each part of a text that begins with the model's BOS token begins with it too.
+        """
+        bos, found = special_id(self.model, "bos"), list[Tensor]()
+        for text, real in zip(self.tokens, self.real, strict=True):
+            ids = text[real]
+            begin = ids[:1] if ids[0] == bos else ids[:0]
+            rest, body = ids[len(begin) :], length - len(begin)
+            parts = [rest[first : first + body] for first in range(0, len(rest), body)]
+            found += [torch.cat([begin, part]) for part in parts if len(part) == body or len(parts) == 1]
+        found = found[: max(1, tokens // length)]
+        real = pad_sequence([torch.ones_like(part, dtype=torch.bool) for part in found], True, False)
+        return replace(self, tokens=pad_sequence(found, True, 0), real=real)
+
+    def sizes(self) -> str:
+        """Number and lengths of the texts, in words."""
+        n, low, high = len(self.tokens), min(self.lengths), max(self.lengths)
+        return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
+
+    def name(self) -> str:
+        """Return the model's name, or its architecture if it has no name."""
+        tokenizer = getattr(self.model, "tokenizer", None)
+        for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
+            if isinstance(name, str) and name not in _NAMELESS:
+                files = [*Path(name).glob("*.gguf")] if Path(name).is_dir() else []
+                whole = files[0].stem if len(files) == 1 else Path(name).resolve().name
+                return whole if Path(name).is_dir() and whole else name
+        return self.specs[0].architecture
+
+
+def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
+    """Check the arguments of a report and read the model."""
+    reading = read_model(model)
+    chosen = reading.heads(layers, heads)
+    specs = reading.specs(list(chosen))
+    model = reading.model
+    try:
+        texts = read_texts(model, text, attention_mask)
+    except ValueError as error:
+        if isinstance(error, ArgumentError) and error.argument == "attention_mask":
+            raise
+        raise ArgumentError("text", f"cannot be used: {error}") from error
+    context = getattr(model.cfg, "n_ctx", None) or POSITIONS
+    order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
+    tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding moved to the right
+    if isinstance(text, str) and tokens.shape[1] > min(STRETCH, context):
+        tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
+        real = torch.ones_like(tokens, dtype=torch.bool)
+    asked = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
+    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen, count_parameters(model))
+    subject = whole.some(min(POSITIONS, context), TOKENS)
+    return replace(subject, words=token_words(model, subject.first[0]))
+
+
+def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
+    """Split a long text into texts of equal length, each after the model's BOS token, if it has one."""
+    bare = model.to_tokens(text, truncate=False, prepend_bos=False)[0].to(ids.device)
+    begin = len(ids) - len(bare)
+    if begin < 0 or not torch.equal(ids[begin:], bare):
+        begin = 0
+    first, rest = ids[:begin], ids[begin:]
+    texts = -(-len(rest) // (longest - begin))
+    rows = rest[: len(rest) // texts * texts].view(texts, -1)
+    return torch.cat([first.expand(texts, -1), rows], 1)
