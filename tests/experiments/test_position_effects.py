@@ -72,7 +72,9 @@ def test_small_changes_have_the_exact_divergence() -> None:
     """The error of a mean over draws is that of 400 draws for each of three texts."""
     model = zoo.load("bridge", "llama-gqa").double()
     small, position = 1 - 1e-2, 5
-    table = by_position(model, {"less": [(f"blocks.{n}.attn.hook_z", lambda z, hook: z * small) for n in (0, 1)]}, draws=400)
+    table = by_position(
+        model, {"less": [(f"blocks.{n}.attn.hook_z", lambda z, hook: z * small) for n in (0, 1)]}, draws=400
+    )
     at = table[table["position"] == position].groupby(HEAD[1:])["curvature"].mean()
     exact = by_head(model, {"less": at_position(position, small)}, draws=0, exact=16)["kl"]
     assert len(exact) == 16

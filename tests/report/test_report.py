@@ -17,7 +17,8 @@ from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
-from tl_posdisent.report.measurements import FRACTIONS, LADDER, SECTIONS
+from tl_posdisent.report.every_head import LADDER
+from tl_posdisent.report.measurements import FRACTIONS, SECTIONS
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
@@ -169,24 +170,24 @@ def test_labels_are_those_of_head_labels(made: Callable[[str], tuple[Any, Docume
     """In the section, in the atlas, in the hover text and in the sentence that counts them."""
     model, document = made(BACKENDS[0])
     table = tp.head_labels(model, TOKENS, streaming=False, seed=5, seeds=[5, 6], progress=False)
-    table["words"] = [label.replace("_", " ").replace("+", " + ") or "–" for label in table["label"]]
+    table["words"] = [label.replace("_", " ").replace("+", " + ") or "none" for label in table["label"]]
     labels = table["words"].tolist()
-    assert set(labels) > {"–"}
+    assert set(labels) > {"none"}
     assert [row["label"] for row in document.rows("atlas")] == labels
     hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
-    assert ["".join(re.findall("<br>label: ([a-z +]+)", text)) or "–" for text in hover] == labels
+    assert ["".join(re.findall("<br>label: ([a-z +]+)", text)) for text in hover] == labels
     ranked = table.sort_values("label", key=lambda label: label == "", kind="stable")
     assert [row["label"] for row in document.rows("heads-labels")] == ranked["words"].tolist()
     measures = {
         name.replace("_", " "): name for name in table.columns if name.startswith(("prev", "ind", "loc", "ent"))
     }
     agrees(document, "heads-labels", measures, ranked)
-    named = [name for label in labels if label != "–" for name in label.split(" + ")]
+    named = [name for label in labels if label != "none" for name in label.split(" + ")]
     (counted,) = re.findall(
         r"(\d+) of 40 heads have a label, by the keys that they attend to: (.*?) \(",
         " ".join(document.text.split()),
     )
-    assert int(counted[0]) == 40 - labels.count("–")
+    assert int(counted[0]) == 40 - labels.count("none")
     assert sorted(counted[1].split(", ")) == sorted(f"{n} {name}" for name, n in Counter(named).items())
 
 
@@ -197,12 +198,19 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tup
     for name in ("head", "distance alone", "key alone", "held-out r"):
         assert [row[name] for row in atlas] == [row[name] for row in r]
     assert [row["added loss"] for row in atlas] == [row["added loss"] for row in drops]
+    ladder = tp.attention_ladder(model, TOKENS[:1], heldout=TOKENS[1:], rungs=["uniform"], controls=[], progress=False)
+    means = tp.head_verdicts(ladder)["gap_mean"]
+    assert column(document, "atlas", "KL") == pytest.approx(means.tolist(), abs=6e-5)
+    assert means.max() > 0.01
     climbed = {row["head"]: row for row in document.rows("ladder")}
     assert climbed
+    assert {row["exact or estimated"] for name in ("ladder", "heads-ablation") for row in document.rows(name)} == {
+        "exact"
+    }
+    assert not any("≈" in cell or cell == "–" for row in atlas for cell in row.values())
     for row in atlas:
         verdict = climbed[row["head"]]["verdict"] if row["head"] in climbed else None
         assert row["verdict"] in ((verdict,) if verdict else ("no effect", "not used"))
-        assert verdict is None or row["gap"].startswith(climbed[row["head"]]["gap (nats per token)"][:-1])
     shares = [{name: as_number(row[f"{name} alone"]) for name in ("key", "distance")} for row in atlas]
     maps = [np.where(np.isnan(trace["z"]), 0, trace["z"]) for trace in document.drawn("What − where")]
     expected = [share["key"] - share["distance"] for share in shares]
@@ -212,7 +220,7 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tup
     for text, row, share in zip(hover, atlas, shares, strict=True):
         assert f"<b>{row['head']}</b> looks at: {row['looks at']}<br>distance alone {row['distance alone']}" in text
         assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
-        assert f"ladder: {row['verdict']}<br>" in text
+        assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {row['verdict']}<br>" in text
         assert f"profile: {row['profile']} over {row['range']}" in text
         other = {"where": "key", "what": "distance"}.get(row["looks at"])
         assert other is None or share[other] <= max(share.values())
@@ -229,7 +237,8 @@ def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[
     _, document = made(backend)
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
-    assert len(document.hashes) == 2 + 1 + 5  # plotly and what draws all figures, circuitsvis and five widgets
+    # Plotly, what draws all figures and the atlas; circuitsvis and five widgets; what unpacks and runs all of them.
+    assert len(document.hashes) == 3 + 1 + 5 + 1
     assert len(document.figures) == 1 + 2 + 5 + 1 + 2 + 1 + 1 + 2
     assert "default-src 'none'" in document.policy
     assert "http" not in document.policy

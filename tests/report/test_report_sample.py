@@ -1,21 +1,27 @@
-"""A report of a large model measures some of its heads and says which; one that fails leaves the others."""
+"""A report of a large model runs some of its heads and estimates the others; a section that fails leaves the others."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
+import torch
+from scipy.stats import spearmanr
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
-from tl_posdisent.report import measurements
-from tl_posdisent.report import measurements as sample
-from tl_posdisent.report.measurements import narrowed, read_subject
+from tl_posdisent.experiments import estimated_ladder
+from tl_posdisent.models.reading.tokens import special_id
+from tl_posdisent.report import every_head, measurements
+from tl_posdisent.report.measurements import narrowed
+from tl_posdisent.report.subject import read_subject
 
+HEAD = ["layer", "head"]
+LONGER = tp.demo_tokens(length=513)[:, 1:].view(2, 256)
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 OPTIONS: Any = {"control": 0, "seed": 5, "progress": False}
 
@@ -24,58 +30,159 @@ def said(document: Document) -> str:
     return " ".join(document.text.split())
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_a_sample_is_named_and_its_numbers_are_those_of_its_heads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def estimated(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """A report of which the budget is for no head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(every_head, "BUDGET", 1.0)
+        path = tmp_path_factory.mktemp("report") / "r.html"
+        sections: Any = ["additivity", "distance", "labels", "ablation", "ladder"]
+        return Document(tp.report(tp.load_demo_model(), LONGER, path, sections=sections, **OPTIONS))
+
+
+def run_in(document: Document, section: str) -> list[str]:
+    """The heads that a section lists as run."""
+    folded = document.source.split(f'<section id="{section}">')[1].split("The heads that were run</summary>")[1]
+    return re.findall(r"L\dH\d", folded.split("</details>")[0])
+
+
+def test_every_head_has_every_number(estimated: Document) -> None:
+    """No dash in the atlas; what is estimated is marked there and in the tables of the sections."""
+    assert estimated.wrong == []
+    rows = estimated.rows("atlas")
+    assert len(rows) == 40
+    assert not [cell for row in rows for cell in row.values() if cell == "–"]
+    for section, columns in {"ablation": ["added loss"], "ladder": ["KL", "verdict"]}.items():
+        run = run_in(estimated, section)
+        assert len(run) == 16
+        for row in rows:
+            assert all(("≈" in row[column]) == (row["head"] not in run) for column in columns)
+        table = estimated.rows("heads-ablation" if section == "ablation" else "ladder")
+        exact = {row["head"]: row["exact or estimated"] for row in table}
+        assert exact == {head: "exact" if head in run else "estimated" for head in exact}
+        assert set(exact.values()) == {"exact", "estimated"}
+    assert "Numbers and verdicts marked ≈ are estimates from gradients" in said(estimated)
+
+
+def test_added_losses_are_those_of_head_effects(estimated: Document) -> None:
+    model, tokens = tp.load_demo_model(), LONGER[:, :128]
+    zero = {"zero": tp.ablate_heads(model, None)}
+    effects = tp.head_effects(model, tokens, zero, draws=every_head.DRAWS, exact=8, audit=8, seed=5, progress=False)
+    expected = effects["exact"].fillna(effects["estimate"])
+    for table in ("heads-ablation", "atlas"):
+        shown = [as_number(row["added loss"].removeprefix("≈\u00a0")) for row in estimated.rows(table)]
+        assert shown == pytest.approx(expected.tolist(), abs=6e-5)
+    labels = effects["layer"].map("L{}".format) + effects["head"].map("H{}".format)
+    run = run_in(estimated, "ablation")
+    assert run == labels[effects["exact"].notna()].tolist()
+    values = tp.head_ablation(model, tokens, heads=run, progress=False)
+    shown = [as_number(r["loss without it"]) for r in estimated.rows("heads-ablation") if r["head"] in run]
+    assert shown == pytest.approx(values["value"].tolist(), abs=6e-5)
+    audit = effects.attrs["audit"]["zero"]
+    stated = f"a rank correlation of {audit['rank_correlation']:.2f}."
+    assert stated.replace("-", "−") in estimated.source.split('<section id="ablation">')[1]
+
+
+@pytest.mark.filterwarnings("ignore:a static head's direction")
+def test_divergences_and_verdicts_are_those_of_the_ladders(estimated: Document) -> None:
+    """Estimates are those of ``estimated_ladder``, and runs those of ``attention_ladder``, on the same texts."""
     model = tp.load_demo_model()
-    monkeypatch.setattr(sample, "BUDGET", 1.0)
-    path = tp.report(model, TOKENS, tmp_path / "r.html", sections=["ablation", "ladder"], **OPTIONS)
-    document = Document(path)
-    assert document.wrong == []
-    text = said(document)
-    assert text.count("Measured on 12 of the 40 heads, drawn from all layers with seed 5.") == 2
-    lists = [re.findall(r"L\dH\d", part) for part in document.source.split("The heads measured</summary>")[1:]]
-    ablated, climbed = (list(dict.fromkeys(part[:12])) for part in lists)
-    assert len(ablated) == len(climbed) == 12
-    assert [row["head"] for row in document.rows("heads-ablation")] == ablated
-    drops = tp.head_ablation(model, TOKENS, heads=ablated, progress=False)
-    shown = [as_number(row["loss without it"]) for row in document.rows("heads-ablation")]
-    assert shown == pytest.approx(drops["value"].tolist(), abs=6e-5)
-    assert sum(int((~np.isnan(trace["z"].astype(float))).sum()) for trace in document.drawn("Verdict by head")) == 12
-    sentences = re.findall(r"<li>(.*?)</li>", document.source.split('<section id="verdict">')[1].split("</section>")[0])
-    assert [re.search(r'href="#(\w+)"', each)[1] for each in (sentences[0], sentences[-1])] == ["ladder", "ablation"]  # type: ignore[index]
-    assert all("12 of the 40 heads were measured" in sentence for sentence in sentences)
+    texts = LONGER.view(8, 64)
+    assert "Read: 8 texts of 64 tokens, of 2 texts of 256 tokens." in said(estimated)
+    fitted, heldout = texts[::4], texts[[1, 2, 3, 5, 6, 7]]
+    options: Any = {"heldout": heldout, "progress": False}
+    estimates = estimated_ladder(model, fitted, exact=0, draws=every_head.DRAWS, seed=5, **options)
+    verdicts = tp.head_verdicts(estimates).set_index(HEAD)
+    run = run_in(estimated, "ladder")
+    exact = tp.head_verdicts(
+        tp.attention_ladder(model, fitted, heads=run, rungs=every_head.LADDER, controls=[], **options)
+    ).set_index(HEAD)
+    kl = pd.Series(exact["gap_mean"])
+    for row, (place, estimate) in zip(estimated.rows("atlas"), verdicts.iterrows(), strict=True):
+        expected = exact.loc[place] if row["head"] in run else estimate
+        assert as_number(row["KL"].removeprefix("≈\u00a0")) == pytest.approx(expected["gap_mean"], abs=6e-5)
+        assert row["verdict"].removeprefix("≈\u00a0") == expected["verdict"]
+    largest = verdicts["gap_mean"].nlargest(8).index
+    assert set(largest) <= set(kl.index)
+    drawn = kl.index.difference(largest)
+    assert len(drawn) == 8
+    correlation = spearmanr(verdicts["gap_mean"][drawn], kl[drawn])[0]
+    overlooked = len(set(kl.nlargest(8).index) - set(largest))
+    stated = said(estimated)
+    assert f"a rank correlation of {correlation:.2f}." in stated
+    assert (f" {overlooked} of those drawn belong" in stated) == (overlooked > 0)
 
 
-@pytest.mark.parametrize("n", [1, 3, 5, 12, 39])
-def test_drawn_heads_are_spread_over_layers_and_follow_the_seed(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "BUDGET", 0.0)
-    monkeypatch.setattr(sample, "LEAST", n)
-    subject = read_subject(tp.load_demo_model(), TOKENS, None, None, None)
-    samples = [narrowed("ablation", subject, seed).pairs for seed in (0, 0, 1)]
-    assert samples[0] == samples[1]
-    assert samples[0] != samples[2] or n == 39
-    for pairs in samples:
-        assert len(set(pairs)) == n
-        assert set(pairs) <= set(subject.pairs)
-        sizes = pd.Series([layer for layer, _ in pairs]).value_counts()
-        assert len(sizes) == min(n, 5)
-        assert sizes.max() - sizes.min() <= 1
-    assert narrowed("shares", subject, 0).pairs == subject.pairs
+def test_sentences_say_how_many_heads_were_run(estimated: Document) -> None:
+    verdict = estimated.source.split('<section id="verdict">')[1].split("</section>")[0]
+    sentences = [
+        x for x in re.findall(r"<li>(.*?)</li>", verdict) if re.search('#(ladder|ablation)"', x) or "tests" in x
+    ]
+    assert all("16 of 40 heads: 8 with the largest estimates, and 8 of the others drawn" in x for x in sentences[::3])
+    assert "The model was run for 16 of these heads." in sentences[1]
+    assert "estimated from gradients. Among those drawn, estimates and runs have a rank correlation of" in verdict
+    ladder = " ".join(estimated.text.split("Attention ladder")[-1].split())
+    assert "a head for which these do not suffice is more than static" in ladder
+    counted = re.findall(r"counted are: (.*?)\. The model", " ".join(verdict.split()))[0]
+    shown = [row["verdict"].removeprefix("≈\u00a0") for row in estimated.rows("atlas")]
+    if n := shown.count("more than static"):
+        assert f"{n} <em>more than static</em>" in counted
+
+
+@pytest.mark.parametrize("n", [16, 18, 39, 40])
+def test_the_budget_is_for_so_many_heads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a small budget, at most twelve, are heads drawn at random; of all heads none has to be drawn."""
+    subject = narrowed("ablation", read_subject(tp.load_demo_model(), TOKENS, None, None, None))
+    each = every_head.PASSES["ablation"] * subject.n_parameters * 96
+    monkeypatch.setattr(every_head, "BUDGET", 1.01 * each * n)
+    assert every_head.affordable("ablation", subject) == n
+    table = every_head.ablation(subject, 0)
+    assert table["exact"].sum() == n
+    assert table[["value", "effect"]].notna().all(axis=None)
+    assert table["value"].tolist() == pytest.approx((table["baseline"] + table["effect"]).tolist())
+    whole = tp.head_ablation(tp.load_demo_model(), TOKENS, progress=False)
+    assert table["baseline"].tolist() == pytest.approx(whole["baseline"].tolist(), rel=1e-6)
+    exact = table["exact"]
+    assert table["effect"][exact].tolist() == pytest.approx(whole["effect"][exact].tolist(), abs=2e-6)
+    if n < 40:
+        drawn = min(12, n // 2)
+        assert (table.attrs["audit"]["exact"], table.attrs["audit"]["audited"]) == (n - drawn, drawn)
 
 
 def test_small_models_are_measured_whole() -> None:
     subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=1024).view(2, 512), None, None, None)
-    for name in measurements.SECTIONS:
-        part = narrowed(name, subject, 0)
-        assert (part.pairs, part.sample) == (subject.pairs, "")
+    for name in ("ablation", "ladder"):
+        part = narrowed(name, subject)
+        assert every_head.affordable(name, part) == 40
+        assert part.lengths == [128, 128]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [((256, 256), [64] * 8), ((50, 30), [20] * 3), ((1200, 9), [128] * 7)]
+)
+def test_texts_are_cut_for_estimates(lengths: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part begins with the BOS token if the text does, and holds the next tokens of the text."""
+    monkeypatch.setattr(every_head, "BUDGET", 1.0)
+    model = tp.load_demo_model()
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    tokens = torch.randint(1, 1000, real.shape, generator=torch.Generator().manual_seed(0))
+    subject = replace(read_subject(model, TOKENS, None, None, None), tokens=tokens, real=real)
+    part = narrowed("ladder", subject)
+    assert part.lengths[: len(expected)] == expected
+    assert part.tokens[0, : expected[0]].tolist() == tokens[0, : expected[0]].tolist()
+    assert part.tokens[1, : expected[0]].tolist() == tokens[0, expected[0] : 2 * expected[0]].tolist()
+    bos = special_id(model, "bos")
+    assert bos is not None
+    tokens[:, 0] = bos
+    behind = narrowed("ladder", replace(subject, tokens=tokens))
+    n = behind.lengths[0]
+    assert behind.tokens[1, :n].tolist() == [bos, *tokens[0, n : 2 * n - 1].tolist()]
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_each_section_says_what_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tp.load_demo_model()
-    monkeypatch.setitem(sample.READ, "ablation", (16, 20))
+    monkeypatch.setitem(measurements.READ, "ablation", (16, 20))
     document = Document(
         tp.report(model, TOKENS, tmp_path / "r.html", sections=["additivity", "ablation"], layers=[3], **OPTIONS)
     )
@@ -92,7 +199,7 @@ def test_a_section_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("out of <memory>")
 
     model = tp.load_demo_model()
-    monkeypatch.setattr(measurements, "head_ablation", fail)
+    monkeypatch.setattr(every_head, "head_ablation", fail)
     options = OPTIONS | {"layers": [4], "sections": ["additivity", "ablation"]}
     with pytest.warns(UserWarning, match="the section ablation could not be measured: RuntimeError: out of"):
         document = Document(tp.report(model, TOKENS, tmp_path / "r.html", **options))
@@ -142,7 +249,7 @@ def test_a_head_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
         return measure
 
     for name in ("head_ablation", "attention_ladder"):
-        monkeypatch.setattr(measurements, name, without_second(getattr(measurements, name)))
+        monkeypatch.setattr(every_head, name, without_second(getattr(every_head, name)))
     options = OPTIONS | {"layers": [1], "sections": ["ablation", "ladder"]}
     document = Document(tp.report(tp.load_demo_model(), TOKENS, tmp_path / "r.html", **options))
     assert document.wrong == []

@@ -14,8 +14,9 @@ from support.documents import Document
 
 from tl_posdisent import demo_tokens, load_demo_model
 from tl_posdisent.demo import demo_hf_model
-from tl_posdisent.report.measurements import Found, read_subject
+from tl_posdisent.report.measurements import Found
 from tl_posdisent.report.sections import section
+from tl_posdisent.report.subject import read_subject
 from tl_posdisent.report.verdict import verdict
 
 NAN = float("nan")
@@ -49,7 +50,7 @@ def climbed(kl: dict[str, float], mean: float = 0.5) -> pd.DataFrame:
     """A ladder of one head with these divergences, and 1 with uniform attention; standard errors of a tenth."""
     every = {"mean_output": mean, "uniform": 1.0, **kl, "untouched": 0.0}
     rows = pd.DataFrame({"rung": list(every), "kl": list(every.values()), "control": "none", "causal": True})
-    return rows.assign(recovered_kl=1 - rows["kl"], error_kl=rows["kl"] / 10, se_kl=0.001, blocks=10)
+    return rows.assign(recovered_kl=1 - rows["kl"], error_kl=rows["kl"] / 10, se_kl=0.001, blocks=10, exact=True)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -132,7 +133,7 @@ def test_nothing_is_claimed_without_data() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
-    drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)])
+    drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)], exact=True)
     said = plain(verdict({"ablation": Found(drops)}))
     if sign > 0:
         assert "Ablating L0H0 raises the loss most, by 0.500" in said

@@ -44,7 +44,6 @@ def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Pane
     """Render the section as HTML from its table (``atlas_table``) and the measurements of the panels."""
     heads, profiles = measured
     told = _hover_texts(heads, found)
-    shown = listed(heads)
     partly: dict[SectionName, str] = {"ablation": "Added loss", "ladder": "KL and verdict"}
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss", "kl": "KL"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at"}
@@ -60,19 +59,20 @@ def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Pane
         panels=None if panels is None else Markup(script_json(panel_data(panels, profiles))),
         panel=panels,
         shown=min(SHOWN, len(panels.words)) if panels else 0,
-        table=table("atlas", "Every head", _cells(shown), titles, {"range": 2}, heads="linked"),
+        table=table("atlas", "Every head", _cells(ranked(heads)), titles, {"range": 2}, heads="linked"),
     )
 
 
-def listed(heads: pd.DataFrame) -> pd.DataFrame:
-    """Return the heads that have a row and a panel: all, or if there are many, those that other sections link to."""
-    ranked = heads.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
-    return heads if len(heads) <= ROWS else ranked.head(ROWS)
+def ranked(heads: pd.DataFrame) -> pd.DataFrame:
+    """Sort many heads, so that those to which other sections link are among the rows that are shown."""
+    if len(heads) <= ROWS:
+        return heads
+    return heads.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
 
 
-def pairs_of(heads: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return layer and head of each row."""
-    return [*heads[HEAD].astype(int).itertuples(index=False, name=None)]
+def listed(heads: pd.DataFrame) -> list[tuple[int, int]]:
+    """Return layer and head of each row that is shown: these heads have panels."""
+    return [*ranked(heads).head(ROWS)[HEAD].astype(int).itertuples(index=False, name=None)]
 
 
 def _cells(heads: pd.DataFrame) -> pd.DataFrame:

@@ -38,7 +38,9 @@ def choices(heads: pd.DataFrame) -> dict[str, Any]:
     colours = {name: _numeric(heads, name) for name in names}
     if "verdict" in heads and heads["verdict"].notna().any():
         colours["verdict"] = _of_verdicts(heads)
-    axes = {name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names if name not in _SIGNED[:1]}
+    axes = {
+        name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names if name not in _SIGNED[:1]
+    }
     labels = [head_label(int(layer), int(head)) for layer, head in zip(heads["layer"], heads["head"], strict=True)]
     return {"colours": colours, "axes": axes, "labels": labels, "unknown": UNKNOWN}
 
@@ -70,7 +72,12 @@ def _choice(title: str, heat: go.Heatmap, values: list[Any]) -> dict[str, Any]:
     """Return the traces of a heat map, the same colours for points, and the number behind each head's colour."""
     heat.update(hovertemplate="%{customdata}<extra></extra>", customdata=None)
     traces = json.loads(go.Figure(legible(heat)).to_json())["data"]
-    scale = {"colorscale": heat.colorscale, "cmin": heat.zmin, "cmax": heat.zmax, "colorbar": heat.colorbar.to_plotly_json()}
+    scale = {
+        "colorscale": heat.colorscale,
+        "cmin": heat.zmin,
+        "cmax": heat.zmax,
+        "colorbar": heat.colorbar.to_plotly_json(),
+    }
     line = {"color": GREY, "width": 0.5}
     marker = json.loads(go.Figure(go.Scatter(marker={**scale, "size": 9, "line": line})).to_json())["data"][0]["marker"]
     return {"title": title, "map": traces, "marker": marker, "values": values}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
 from tl_posdisent.models.texts import Tokens
-from tl_posdisent.report.atlas import atlas, atlas_table, listed, pairs_of
+from tl_posdisent.report.atlas import atlas, atlas_table, listed
 from tl_posdisent.report.markup import read, render
 from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, measure
 from tl_posdisent.report.panels import measure_panels
@@ -117,9 +117,9 @@ def report(
     what = "text" if isinstance(text, (str, list)) else "tokens"
     call = command or f"from tl_posdisent import report\n\nreport(model, {what}, {target.name!r}{given})"
     measured = {name: section(name, subject, one) for name, one in found.items()}
-    heads = atlas_table(found)
-    panels = None if heads is None else measure_panels(subject, pairs_of(listed(heads.heads)), seed)
-    opening = Markup() if heads is None else atlas(found, heads, panels)
+    table = atlas_table(found)
+    panels = None if table is None else measure_panels(subject, listed(table.heads), seed)
+    opening = Markup() if table is None else atlas(found, table, panels)
     parts = [
         opening,
         verdict(found),

@@ -31,8 +31,8 @@ LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static"
 PASSES = {"ablation": 0.53, "ladder": 5.0}
 """Forward passes per head that is run, measured on a model of 30 layers of 9 heads."""
 BUDGET = 8e12
-"""Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. They take a few
-minutes on a CPU; models of a few million parameters need less for all heads."""
+"""Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. They take
+some minutes on a CPU; models of a few million parameters need less for all heads."""
 LEAST = 16
 """Minimum number of heads that are run."""
 AUDIT = 12
@@ -71,8 +71,10 @@ def ablation(subject: Subject, seed: int) -> pd.DataFrame:
     drawn = min(AUDIT, n // 2)
     effects = head_effects(**options, interventions=zero, draws=DRAWS, exact=n - drawn, audit=drawn, seed=seed)
     known = effects["exact"].notna()
-    table = effects[HEAD].astype(int).assign(
-        baseline=_loss(subject), effect=effects["exact"].where(known, effects["estimate"]), exact=known
+    table = (
+        effects[HEAD]
+        .astype(int)
+        .assign(baseline=_loss(subject), effect=effects["exact"].where(known, effects["estimate"]), exact=known)
     )
     table.insert(3, "value", table["baseline"] + table["effect"])
     table.attrs = {"audit": effects.attrs["audit"]["zero"]}
@@ -128,6 +130,9 @@ def _climbed(subject: Subject, heads: Sequence[tuple[int, int]], texts: dict[str
     """Measure uniform attention and the mean output for each head, and the other rungs where neither surely suffices.
 
     Heads with a failed run have no verdict and therefore no rows.
+
+    Raises:
+        ValueError: a run of every head failed.
     """
     failures: dict[str, str] = {}
 
@@ -137,6 +142,8 @@ def _climbed(subject: Subject, heads: Sequence[tuple[int, int]], texts: dict[str
         return table[table["loss"].notna().groupby([table[name] for name in HEAD]).transform("all")]
 
     table = climb(heads, ["uniform"])
+    if table.empty:
+        raise ValueError(next(iter(failures.values())))
     verdicts = head_verdicts(table)
     idle = verdicts["verdict"].isin(IDLE)
     effective = [*verdicts[~idle][HEAD].astype(int).itertuples(index=False, name=None)]
@@ -161,4 +168,4 @@ def _audit(estimates: pd.Series, exact: pd.Series, largest: list[Any], drawn: li
     correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else np.nan
     top = exact[[*largest, *drawn]].nlargest(len(largest)).index
     overlooked = sum(head in drawn for head in top)
-    return {"exact": len(largest), "audited": len(drawn), "overlooked": overlooked, "rank_correlation": correlation}
+    return {"exact": len(largest), "audited": len(drawn), "overlooked": overlooked, "rank_correlation": float(correlation)}

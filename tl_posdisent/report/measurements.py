@@ -85,17 +85,18 @@ class Found:
         if not self.run:
             return ""
         n, audit = len(self.trained[HEAD].drop_duplicates()), self.trained.attrs["audit"]
+        largest, drawn, overlooked = (audit[name] for name in ("exact", "audited", "overlooked"))
         text = (
-            f"The model was run for {len(self.run)} of {n} heads: {audit['exact']} with the largest estimates, and "
-            f"{audit['audited']} of the others drawn at random. The numbers of the other {n - len(self.run)} are "
-            "estimated from gradients."
+            f"The model was run for {len(self.run)} of {n} heads: {largest} with the largest estimates, and {drawn} of "
+            f"the others drawn at random. The numbers of the other {n - len(self.run)} are estimated from gradients."
         )
         if np.isfinite(audit["rank_correlation"]):
-            text += f" Of those drawn, estimates and runs have a rank correlation of {number(audit['rank_correlation'], 2)}."
-        if audit["overlooked"]:
+            correlation = number(audit["rank_correlation"], 2)
+            text += f" Among those drawn, estimates and runs have a rank correlation of {correlation}."
+        if overlooked:
             text += (
-                f" {audit['overlooked']} of those drawn belong among the {audit['exact']} largest, so the heads without "
-                "a run may include others."
+                f" {overlooked} of those drawn belong{'s' if overlooked == 1 else ''} among the {largest} largest, so "
+                "the heads without a run may include others."
             )
         return text
 

@@ -48,7 +48,7 @@ class Panels:
     words: list[str]
     causal: bool
     scores: Mapping[Pair, Float[np.ndarray, "query key"]]
-    effects: Mapping[Pair, Float[np.ndarray, "position"]]
+    effects: Mapping[Pair, Float[np.ndarray, "pos"]]
     refused: str = ""
 
 
@@ -82,7 +82,9 @@ def _effects(subject: Subject, pairs: Sequence[Pair], seed: int) -> dict[Pair, A
     mean = ablate_heads(subject.reading, pairs, mode="mean", reference=reference)
     options: dict[str, Any] = {"heads": pairs, "draws": DRAWS, "seed": seed, "progress": False}
     table = position_effects(subject.reading, subject.first[:, :READ], {"mean": mean}, **options)
-    return {(int(layer), int(head)): some["curvature"].to_numpy() for (layer, head), some in table.groupby(HEAD)}
+    values = table["curvature"].to_numpy().reshape(len(pairs), -1)
+    places = table[HEAD].drop_duplicates().astype(int).itertuples(index=False, name=None)
+    return dict(zip(places, values, strict=True))
 
 
 def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
@@ -91,13 +93,13 @@ def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
     A score is ``low + byte / 254 * (high - low)``, and 255 where it is masked; if all heads are causal, only keys up to
     the query's are there, row by row. An effect is ``top * (byte / 255)²``.
     """
-    heads = {}
+    heads, lines = {}, dict(zip(profiles.index, profiles.to_numpy().tolist(), strict=True))
     for (layer, head), scores in panels.scores.items():
         one: dict[str, Any] = {"scores": _encoded_scores(scores, panels.causal)}
         if (layer, head) in panels.effects:
             one["effects"] = _encoded_effects(panels.effects[layer, head])
-        if (layer, head) in profiles.index:
-            one["profile"] = [None if np.isnan(x) else round(x, 3) for x in profiles.loc[(layer, head)]]
+        if (layer, head) in lines:
+            one["profile"] = [None if np.isnan(x) else round(x, 3) for x in lines[layer, head]]
         heads[head_label(layer, head)] = one
     read = max([SHOWN, *map(len, panels.effects.values())])
     return {
@@ -119,7 +121,7 @@ def _encoded_scores(scores: Float[np.ndarray, "query key"], causal: bool) -> lis
     return [low, high, _base64(cells[np.tril_indices(len(cells))] if causal else cells.ravel())]
 
 
-def _encoded_effects(effects: Float[np.ndarray, "position"]) -> list[Any]:
+def _encoded_effects(effects: Float[np.ndarray, "pos"]) -> list[Any]:
     """Return the largest effect, and the bytes."""
     top = float(effects.max())
     return [top, _base64((np.sqrt(effects / (top or 1.0)) * 255).round().astype(np.uint8))]

@@ -11,8 +11,8 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words
-from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.every_head import HEAD, IDLE, LADDER
+from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import (
     PERTURBATIONS,
     SHARES,

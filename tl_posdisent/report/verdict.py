@@ -11,8 +11,8 @@ from markupsafe import Markup
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words, looks_at
-from tl_posdisent.report.markup import head_link, part, render, table
 from tl_posdisent.report.every_head import HEAD, IDLE
+from tl_posdisent.report.markup import head_link, part, render, table
 from tl_posdisent.report.measurements import PERTURBATIONS, SHARES, Found, SectionName, by_head
 from tl_posdisent.report.subject import Subject
 from tl_posdisent.report.words import MISSING, millions, number, plural, signed

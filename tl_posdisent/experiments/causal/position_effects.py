@@ -112,7 +112,9 @@ class _PositionEstimates(Estimates):
         bar: Any,
     ) -> None:
         super().__init__(model, items, len(lengths), draws, seed, bar)
-        shape = [{layer: (len(lengths), len(rows), max(lengths)) for layer, rows in item.rows.items()} for item in items]
+        shape = [
+            {layer: (len(lengths), len(rows), max(lengths)) for layer, rows in item.rows.items()} for item in items
+        ]
         self.first_at, self.curvature_at = (
             [
                 {layer: torch.full(size, torch.nan, dtype=torch.float64, device="cpu") for layer, size in sizes.items()}

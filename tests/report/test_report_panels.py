@@ -1,0 +1,149 @@
+"""What the page's script draws is in the page: the measures to choose from, and the numbers of each head's panel."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import zoo
+from support.documents import Document, as_number
+
+import tl_posdisent as tp
+from tl_posdisent.experiments import position_effects
+from tl_posdisent.report.atlas import atlas_table
+from tl_posdisent.report.atlas_map import choices
+from tl_posdisent.report.every_head import DRAWS
+from tl_posdisent.report.measurements import SHARES, Found
+
+TOKENS = tp.demo_tokens(length=161)[:, 1:].view(2, 80)
+
+
+def report_of(model: Any, folder: Path, tokens: Any = TOKENS, **options: Any) -> Document:
+    options = {"sections": ["additivity", "distance", "ablation"], "control": 0, "progress": False} | options
+    return Document(tp.report(model, tokens, folder / "report.html", **options))
+
+
+def decoded(scores: list[Any], n: int, *, causal: bool) -> np.ndarray:
+    """As the page's script reads them."""
+    low, high, text = scores
+    found = np.frombuffer(base64.b64decode(text), np.uint8)
+    cells = np.full((n, n), 255.0)
+    cells[np.tril(np.ones_like(cells)) > 0 if causal else cells > 0] = found
+    return np.where(cells == 255, np.nan, low + cells / 254 * (high - low))
+
+
+def test_panels_have_the_scores_effects_and_profiles_of_each_head(tmp_path: Path) -> None:
+    model = tp.load_demo_model()
+    document = report_of(model, tmp_path, seed=3)
+    data = document.data["panels"]
+    assert [*data["heads"]] == [row["head"] for row in document.rows("atlas")]
+    assert data["words"] == [word.replace("\n", "\\n") for word in model.to_str_tokens(TOKENS[0])]
+    mean = tp.ablate_heads(model, None, mode="mean", reference=TOKENS)
+    effects = position_effects(model, TOKENS[:1], mean, draws=DRAWS, seed=3, progress=False)
+    effects = effects.set_index(["layer", "head", "position"])["curvature"]
+    profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
+    assert data["distances"] == [0, 1, 2, 4, 8, 16, 32, 64]
+    for layer in tp.capture(model, TOKENS[:1, :48]):
+        for head in range(8):
+            one = data["heads"][f"L{layer.layer}H{head}"]
+            expected = np.where(np.tri(48) > 0, layer.scores[0, head].numpy(), np.nan)
+            step = float(np.nanmax(expected) - np.nanmin(expected)) / 254
+            found = decoded(one["scores"], 48, causal=True)
+            assert found == pytest.approx(expected, abs=0.51 * step, nan_ok=True)
+            assert np.nanmax(found) - np.nanmin(found) == pytest.approx(254 * step)
+            top, text = one["effects"]
+            at = effects.loc[layer.layer, head].to_numpy()
+            shares = np.frombuffer(base64.b64decode(text), np.uint8) / 255
+            assert top == pytest.approx(at.max())
+            assert shares == pytest.approx(np.sqrt(at / top), abs=0.51 / 255)
+            assert one["profile"] == pytest.approx(
+                profiles[8 * layer.layer + head, data["distances"]].tolist(), abs=6e-4
+            )
+    assert "replaced by its mean output at this position alone" in " ".join(document.text.split())
+
+
+@pytest.mark.skipif(zoo.TL_MAJOR >= 4, reason="HookedTransformer was removed in TransformerLens 4")
+def test_keys_after_the_query_are_there_if_a_model_sees_them(tmp_path: Path) -> None:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    sizes = {"n_layers": 2, "n_heads": 3, "d_model": 24, "d_head": 8, "d_mlp": 32, "n_ctx": 32, "d_vocab": 61}
+    config = HookedTransformerConfig(**sizes, act_fn="relu", attention_dir="bidirectional", seed=0)
+    model, tokens = HookedTransformer(config).eval(), zoo.random_tokens()
+    data = report_of(model, tmp_path, tokens, sections=["additivity"]).data["panels"]
+    for layer in tp.capture(model, tokens[:1]):
+        for head in range(3):
+            found = decoded(data["heads"][f"L{layer.layer}H{head}"]["scores"], tokens.shape[1], causal=False)
+            expected = layer.scores[0, head].numpy()
+            assert found == pytest.approx(expected, abs=float(0.51 * np.ptp(expected) / 254))
+
+
+def test_a_window_masks_keys(tmp_path: Path, shared_model: Any) -> None:
+    """Scores outside of a layer's window are arbitrary, so they are not shown."""
+    model, tokens = shared_model("bridge", "gemma2"), zoo.random_tokens(length=24)
+    document = report_of(model, tmp_path, tokens, sections=["additivity", "distance"])
+    masks = {spec.layer: spec.mask(24).numpy() for spec in tp.read_model(model).attention}
+    assert min(mask.sum() for mask in masks.values()) < max(mask.sum() for mask in masks.values())
+    for label, one in document.data["panels"]["heads"].items():
+        found = decoded(one["scores"], 24, causal=True)
+        assert (np.isfinite(found) == masks[int(label[1 : label.index("H")])]).all()
+    windowed = [row for row in document.rows("atlas") if "\u2002" in row["profile"]]
+    assert 0 < len(windowed) < len(document.rows("atlas"))  # a blank at distances without keys
+    assert all(row["range"] != "–" for row in windowed)
+
+
+def test_heads_without_results_of_their_own_have_panels_without_effects(tmp_path: Path, shared_model: Any) -> None:
+    model, tokens = shared_model("bridge", "deepseek_v3"), zoo.random_tokens(length=16)
+    document = report_of(model, tmp_path, tokens, sections=["additivity", "ablation", "ladder"])
+    assert document.wrong == []
+    assert len(document.data["panels"]["heads"]) == len(document.rows("atlas")) > 1
+    assert not any("effects" in one for one in document.data["panels"]["heads"].values())
+    assert "The tokens at which the head’s attention matters were not measured: " in document.text
+    assert "hook_z" in document.text.split("were not measured: ")[1].split("\n")[0]
+
+
+def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
+    document = report_of(tp.load_demo_model(), tmp_path)
+    (figure,) = [one for one in document.figures if "choices" in one]
+    offered, rows = figure["choices"], document.rows("atlas")
+    assert offered["labels"] == [row["head"] for row in rows]
+    titles = {"share_distance": "distance alone", "share_key": "key alone", "r_held_out": "held-out r"}
+    titles |= {"effect": "added loss", "what − where": "what − where"}
+    assert set(offered["colours"]) == set(titles)
+    assert set(offered["axes"]) == set(titles) - {"what − where"}
+    for name, title in titles.items():
+        numbers = [as_number(row[title]) for row in rows]
+        assert offered["colours"][name]["values"] == pytest.approx(numbers, abs=6e-4)
+        assert name == "what − where" or offered["axes"][name]["values"] == offered["colours"][name]["values"]
+        maps = [trace["z"].astype(float) for trace in offered["colours"][name]["map"]]
+        assert np.nansum(maps, axis=0).ravel() == pytest.approx(numbers, abs=6e-4)
+        marker = offered["colours"][name]["marker"]
+        assert marker["cmin"] <= np.quantile(numbers, 0.05) + 1e-3 < np.quantile(numbers, 0.95) <= marker["cmax"]
+    menus = [tag for tag, _ in document.attributes if tag in ("select", "option", "label")]
+    assert menus.count("select") == menus.count("label") == 3
+    assert menus.count("option") == len(offered["colours"]) + 1 + 2 * len(offered["axes"])
+
+
+def test_a_head_without_a_number_is_no_head_with_0() -> None:
+    """It is null in the data, and its cell has no colour: the background, which is in none of the scales, is seen."""
+    table = pd.DataFrame({"layer": 0, "head": range(4), "r": 0.5, **dict.fromkeys(SHARES, 0.1)})
+    effects = table[["layer", "head"]].assign(effect=[0.5, 0.0, np.nan, -0.25], exact=True)
+    found: Any = {"additivity": Found(table), "ablation": Found(effects)}
+    measured = atlas_table(found)
+    assert measured is not None
+    offered = choices(measured.heads)
+    assert offered["colours"]["effect"]["values"] == offered["axes"]["effect"]["values"] == [0.5, 0.0, None, -0.25]
+    black, white = [trace["z"] for trace in offered["colours"]["effect"]["map"]]
+    seen = [[x is not None and x == x for x in np.ravel(_array(z))] for z in (black, white)]
+    assert np.logical_or(*seen).tolist() == [True, True, False, True]
+    scales = str([colour["marker"]["colorscale"] for colour in offered["colours"].values()])
+    assert offered["unknown"] not in scales
+
+
+def _array(z: Any) -> np.ndarray:
+    if isinstance(z, dict):
+        return np.frombuffer(base64.b64decode(z["bdata"]), z["dtype"])
+    return np.array(z, dtype=float)
