@@ -104,6 +104,7 @@ def test_a_cell_says_its_number_and_leads_to_its_head(path: Path, opened: Open) 
     page.page.wait_for_url("**#L3H4")
     row = page.page.locator("#table-atlas tr", has=page.page.locator("#L3H4"))
     assert row.is_visible()
+    assert page.page.locator("#panel h3").inner_text() == "L3H4"
     assert float(row.locator("td").nth(4).inner_text()) == pytest.approx(float(r), abs=6e-4)
 
 
@@ -124,6 +125,115 @@ def test_the_atlas_is_sorted_by_a_click_on_a_title(path: Path, opened: Open) -> 
         assert [float(text.replace("−", "-")) for text in texts(n)] == numbers[::-1]
     titles.first.click()
     assert texts(0) == [f"L{layer}H{head}" for layer in range(5) for head in range(8)]
+
+
+def test_the_mark_of_estimates_does_not_matter_for_the_order(path: Path, opened: Open) -> None:
+    page = opened(path)
+    page.settle(CANVASES)
+    cells = page.page.locator("#table-atlas tbody tr td:nth-of-type(7)")
+    page.page.evaluate(
+        """() => document.querySelectorAll("#table-atlas tbody tr td:nth-of-type(7)")
+        .forEach((cell, n) => { if (n % 3 === 0) cell.textContent = "≈\u00a0" + cell.textContent; })"""
+    )
+    page.page.locator("#table-atlas thead th").get_by_text("added loss", exact=True).click()
+    texts = cells.all_inner_texts()
+    numbers = [float(text.removeprefix("≈\u00a0").replace("−", "-")) for text in texts]
+    assert numbers == sorted(numbers, reverse=True)
+    assert 10 < sum("≈" in text for text in texts) < 20
+
+
+def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
+    """Colours and points are those of the numbers in the table; all works by keyboard."""
+    page = opened(path)
+    page.settle(CANVASES)
+    plot, rows = page.page.locator("#atlas .plot").first, page.page.locator("#table-atlas tbody tr")
+    titles = page.page.locator("#table-atlas thead th").all_inner_texts()
+    number = {
+        title: [float(x.replace("−", "-")) for x in rows.locator(f"td:nth-of-type({n})").all_inner_texts()]
+        for n, title in enumerate(titles)
+        if title in ("KL", "added loss", "distance alone")
+    }
+    assert page.page.get_by_label("Vertical axis").is_disabled()
+    page.page.get_by_role("combobox", name="Colour").select_option(label="KL (nats per token)")
+    drawn = page.page.evaluate(
+        "() => document.querySelector('#atlas .plot')._fullData.map(trace => [...trace.z].map(r => [...r]))"
+    )
+    black, white = ([x for row in trace for x in row] for trace in drawn)
+    cells = [a if a is not None and a == a else b for a, b in zip(black, white, strict=True)]  # of one or the other
+    assert cells == pytest.approx(number["KL"], abs=6e-5)
+    assert plot.get_attribute("aria-label") == "KL (nats per token), by head"
+    across = page.page.get_by_label("Horizontal axis")
+    across.focus()
+    across.press("ArrowDown")  # from the map to the first measure
+    page.page.get_by_label("Vertical axis").select_option(label="added loss (nats per token)")
+    points = page.page.evaluate(
+        "() => document.querySelector('#atlas .plot')._fullData.filter(t => t.x.length)"
+        ".map(t => [[...t.x], [...t.y], [...t.marker.color]])"
+    )
+    ((x, y, colour),) = points  # every head has a number
+    assert x == pytest.approx(number["distance alone"], abs=6e-4)
+    assert y == pytest.approx(number["added loss"], abs=6e-5)
+    assert colour == pytest.approx(number["KL"], abs=6e-5)
+    page.page.get_by_role("combobox", name="Colour").select_option(label="verdict")
+    most = number["added loss"].index(max(number["added loss"]))
+    point = plot.locator(".scatterlayer .trace path.point").nth(most)
+    box = point.bounding_box()
+    page.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    label = rows.nth(most).locator("a").inner_text()
+    plot.locator(".hoverlayer text").first.wait_for()
+    assert plot.locator(".hoverlayer text").first.text_content().startswith(label)
+    page.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.page.wait_for_url(f"**#{label}")
+    assert page.page.locator("#panel h3").inner_text() == label
+    across.select_option("map")
+    assert plot.get_attribute("aria-label") == "verdict, by head"
+    assert page.page.evaluate(_OVERLAPS) == []
+
+
+def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
+    """It has the numbers of the row, the scores of the head, and the tokens; a row is not hidden by the titles."""
+    page, model = opened(path), tp.load_demo_model()
+    page.settle(CANVASES)
+    tokens = model.to_tokens(tp.demo_text()[:2500], truncate=False)[:, :48]
+    scores = tp.capture(model, tokens, layers=[2])[0].scores[0, 5]
+    assert not page.page.locator("#panel").is_visible()
+    row = page.page.locator("#table-atlas tr", has=page.page.locator("#L2H5"))
+    row.locator("td").nth(2).click()
+    page.page.wait_for_url("**#L2H5")
+    page.settle(CANVASES + 1)
+    panel = page.page.locator("#panel")
+    assert panel.locator("dd").all_inner_texts() == row.locator("td").all_inner_texts()
+    titles = page.page.locator("#table-atlas thead th").all_inner_texts()
+    assert panel.locator("dt").all_inner_texts() == titles[1:]
+    canvas = panel.locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    box, width = canvas.bounding_box(), 620
+    for query, key in ((20, 3), (47, 46)):
+        cell = (width - 74) / 48
+        place = ((74 + (key + 0.5) * cell) / width, (query + 0.5) * cell / width)
+        page.page.mouse.move(box["x"] + place[0] * box["width"], box["y"] + place[1] * box["height"])
+        said = panel.locator("output").inner_text()
+        words = [model.to_str_tokens(tokens[0])[n] for n in (query, key)]
+        assert said.startswith(f"query “{words[0]}” ({query}), key “{words[1]}” ({key}): score ")
+        step = float(scores[scores.isfinite()].max() - scores[scores.isfinite()].min()) / 254
+        found = float(said.rsplit(" ", 1)[1].replace("−", "-"))
+        assert found == pytest.approx(float(scores[query, key]), abs=step + 0.01)
+    page.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.02 * box["height"])
+    assert panel.locator("output").inner_text().endswith("masked")
+    spans = panel.locator(".text span")
+    assert spans.count() == 128
+    assert "".join(spans.all_text_contents()[:48]) == "".join(model.to_str_tokens(tokens[0])).replace("\n", "\\n")
+    assert "nats per predicted token" in spans.nth(7).get_attribute("title")
+    page.screenshot("report_panel")
+    for label in ("L4H7", "L0H0", "L3H1"):
+        page.page.evaluate("(label) => { location.hash = label }", label)
+        page.page.wait_for_function("(label) => document.querySelector('#panel h3').textContent === label", arg=label)
+        hidden = page.page.evaluate(
+            """(label) => document.getElementById(label).getBoundingClientRect().top -
+            document.querySelector("#table-atlas thead").getBoundingClientRect().bottom""",
+            label,
+        )
+        assert hidden >= 0
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -168,4 +168,5 @@ def _audit(estimates: pd.Series, exact: pd.Series, largest: list[Any], drawn: li
     correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else np.nan
     top = exact[[*largest, *drawn]].nlargest(len(largest)).index
     overlooked = sum(head in drawn for head in top)
-    return {"exact": len(largest), "audited": len(drawn), "overlooked": overlooked, "rank_correlation": float(correlation)}
+    counts = {"exact": len(largest), "audited": len(drawn), "overlooked": overlooked}
+    return {**counts, "rank_correlation": float(correlation)}
