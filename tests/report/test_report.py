@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
             model = tp.load_demo_model(backend=backend)
             path = tmp_path_factory.mktemp("report") / "new" / "report.html"
             assert tp.report(model, TOKENS, path, control=2, seed=5, progress=False) == path
-            assert path.stat().st_size < 7_000_000
+            assert path.stat().st_size < 4_000_000
             kept[backend] = model, Document(path)
         return kept[backend]
 

@@ -16,8 +16,8 @@ import tl_posdisent as tp
 from tl_posdisent.experiments import position_effects
 from tl_posdisent.report.atlas import atlas_table
 from tl_posdisent.report.atlas_map import choices
-from tl_posdisent.report.every_head import DRAWS
 from tl_posdisent.report.measurements import SHARES, Found
+from tl_posdisent.report.panels import DRAWS
 
 TOKENS = tp.demo_tokens(length=161)[:, 1:].view(2, 80)
 

@@ -14,7 +14,7 @@ from tl_posdisent.report.atlas_map import choices, map_figure
 from tl_posdisent.report.every_head import HEAD
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import Found, SectionName, by_head, powers
-from tl_posdisent.report.panels import SHOWN, Panels, panel_data
+from tl_posdisent.report.panels import DRAWS, SHOWN, Panels, panel_data
 from tl_posdisent.report.words import ABOUT, MISSING, NO_LABEL, number, signed
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.heatmaps import verdict_texts
@@ -58,6 +58,8 @@ def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Pane
         choices=options,
         panels=None if panels is None else Markup(script_json(panel_data(panels, profiles))),
         panel=panels,
+        draws=DRAWS,
+        error=round(100 * (2 / DRAWS) ** 0.5),
         shown=min(SHOWN, len(panels.words)) if panels else 0,
         table=table("atlas", "Every head", _cells(ranked(heads)), titles, {"range": 2}, heads="linked"),
     )

@@ -53,8 +53,9 @@ def report(
     text.
 
     Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether; a string of more
-    than 512 tokens is cut into equal stretches. Sections that need a forward pass for each run read less, and
-    measure a sample of the heads of a large model; each section states what it read.
+    than 512 tokens is cut into equal stretches. Sections that need a forward pass for each head read less, and
+    run only some heads of a large model: the numbers of the others are estimated, and marked. Each section states what
+    it read.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; hooks on it act on
@@ -70,7 +71,7 @@ def report(
             ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. A section that cannot be
             measured states the reason.
         title: title of the page; the default names the model.
-        seed: seed of random initialisations, perturbations and samples of heads.
+        seed: seed of random initialisations, perturbations, estimates, and the heads that are run at random.
         command: the command line to print under "How to reproduce"; default this call.
         progress: show one bar.
 

@@ -18,7 +18,7 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import read_texts
-from tl_posdisent.report.every_head import DRAWS, HEAD
+from tl_posdisent.report.every_head import HEAD
 from tl_posdisent.report.subject import Subject
 from tl_posdisent.utils.validation import head_label, printable
 
@@ -26,6 +26,8 @@ SHOWN = 48
 """Number of positions of the score map."""
 READ = 128
 """Number of positions at which heads are replaced, and of each text over which mean outputs are averaged."""
+DRAWS = 32
+"""Draws of labels: the estimates of one text have a relative error of about √(2 / draws)."""
 _MEANS = 1024  # tokens altogether over which mean outputs are averaged
 _MASKED = 255
 
