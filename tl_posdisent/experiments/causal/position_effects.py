@@ -153,7 +153,8 @@ def _rows(
     curvature: Float64[Tensor, "text pos"],
 ) -> pd.DataFrame:
     """Tabulate one head: its texts one after the other, without the padding."""
-    real = torch.arange(first.shape[1]) < torch.tensor(lengths)[:, None]
+    places = torch.arange(first.shape[1], device="cpu")
+    real = places < torch.tensor(lengths, device="cpu")[:, None]
     columns: dict[str, Any] = {
         "intervention": item.name,
         "layer": layer,
