@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy.stats import spearmanr
+from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
@@ -147,6 +148,23 @@ def test_the_budget_is_for_so_many_heads(n: int, monkeypatch: pytest.MonkeyPatch
     if n < 40:
         drawn = min(12, n // 2)
         assert (table.attrs["audit"]["exact"], table.attrs["audit"]["audited"]) == (n - drawn, drawn)
+
+
+@pytest.mark.filterwarnings("ignore:16 of the heads or layers could not be measured")
+@pytest.mark.parametrize(("name", "sections"), [("deepseek_v3", ["ablation", "ladder"]), ("bloom", ["ladder"])])
+def test_what_cannot_be_run_cannot_be_estimated(
+    name: str, sections: Any, tmp_path: Path, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is refused whole, is refused with the same reason if its heads are estimated."""
+    model, texts = shared_model("bridge", name), zoo.random_tokens(length=24, batch=4)
+    reasons = []
+    for least in (every_head.LEAST, 4):
+        monkeypatch.setattr(every_head, "LEAST", least)
+        monkeypatch.setattr(every_head, "BUDGET", 1.0)
+        path = tp.report(model, texts, tmp_path / "r.html", sections=["additivity", *sections], **OPTIONS)
+        reasons.append(re.findall(r"Not for this model.</strong> (?:ValueError: )?(.*?)</p>", path.read_text()))
+    assert len(reasons[0]) == len(sections)
+    assert reasons[0] == reasons[1]
 
 
 def test_small_models_are_measured_whole() -> None:

@@ -52,7 +52,7 @@ def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Pane
     return render(
         "atlas",
         distances=list(profiles.columns),
-        has={name for name in ("label", "effect", "kl") if name in heads},
+        has={name for name in ("effect", "kl") if name in heads},
         estimated={of: found[name].agreement for name, of in partly.items() if name in found and found[name].run},
         map=figure(map_figure(heads, told), caption, height=height, choices=options),
         choices=options,
