@@ -88,22 +88,24 @@ def held_out(scores: list[np.ndarray], cells: list[np.ndarray], text: int) -> fl
     return float(np.sqrt(max(0.0, 1 - np.sum(rest**2) / np.sum((y[text] - y[text].mean()) ** 2))))
 
 
-@pytest.mark.parametrize("lengths", [(24, 24, 24), (24, 17, 24, 9), (24, 17)])
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("lengths", [(24, 24, 24), (24, 17, 24, 9), (24, 17), (9, 24, 17)])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
-def test_profile_of_other_texts(kind: str, name: str, lengths: tuple[int, ...], shared_model: Any) -> None:
+def test_profile_of_other_texts(kind: str, name: str, lengths: tuple[int, ...], sinks: int, shared_model: Any) -> None:
     model, generator = shared_model(kind, name), torch.Generator().manual_seed(5)
     ids = torch.randint(3, 60, (len(lengths), 24), generator=generator)
     real = torch.arange(24) < torch.tensor(lengths)[:, None]
-    table = table_of(model, ids, attention_mask=real.long(), layers=[1]).set_index(["batch", "head"])["r_held_out"]
+    table = table_of(model, ids, attention_mask=real.long(), layers=[1], sinks=sinks)
+    table = table.set_index(["batch", "head"])["r_held_out"]
     (spec,), head = read_model(model).specs([1]), 5
     scores = [
         tp.capture(model, row[None, :n], layers=[1])[0].scores[0, head].double().numpy()
         for row, n in zip(ids, lengths, strict=True)
     ]
     for text, length in enumerate(lengths):
-        cells = [spec.mask(n).numpy() for n in lengths]
-        others = max(n for other, n in enumerate(lengths) if other != text)
-        cells[text] = cells[text] & (np.abs(np.subtract.outer(range(length), range(length))) < others)
+        cells = [spec.mask(n).numpy() & (np.arange(n) >= sinks) for n in lengths]
+        others = {d for n, x in enumerate(cells) if n != text for d in np.subtract(*np.nonzero(x)).tolist()}
+        cells[text] = cells[text] & np.isin(np.subtract.outer(range(length), range(length)), list(others))
         assert table[text, head] == pytest.approx(held_out(scores, cells, text), abs=1e-6)
 
 

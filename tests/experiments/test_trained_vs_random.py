@@ -65,6 +65,18 @@ def test_each_measure_is_that_of_its_own_function(kind: str, name: str, shared_m
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7, msg=f"{measure}, {column}")
 
 
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_the_longest_of_texts_of_unequal_length_is_held_out_too(sinks: int, shared_model: Model) -> None:
+    """Without sinks, the number is that of ``additivity``."""
+    model, real = shared_model("bridge", "llama-gqa"), torch.arange(12) < torch.tensor([[12], [9]])
+    texts: dict[str, Any] = {"tokens": TOKENS, "attention_mask": real.long(), "layers": [1], "progress": False}
+    table = trained_vs_random(model, **texts, seeds=1, sinks=sinks).set_index("measure").loc["r_held_out"]
+    assert table["trained"].notna().all()
+    if not sinks:
+        both = additivity(model, **texts).pivot(index="head", columns="batch", values="r_held_out")
+        assert table.set_index("head")["trained"].tolist() == pytest.approx(both.mean(axis=1).tolist(), abs=1e-6)
+
+
 def test_a_layer_is_the_mean_of_its_heads(shared_model: Model) -> None:
     model, options = shared_model("bridge", "llama-gqa"), {"seeds": [1, 2], "progress": False, "layers": [1]}
     heads = trained_vs_random(model, TOKENS, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -113,13 +113,15 @@ class Part(NamedTuple):
     near: Part | None = None
 
 
-def part_of(texts: Texts, rows: Tensor, scores: Tensor, cells: Cells) -> Part:
-    """Compute the marginal sums of the scores of some of the texts."""
+def part_of(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callable[[int], Cells]) -> Part:
+    """Compute the marginal sums of the scores of some of the texts; ``cells_at`` returns the cells of a length."""
     near, n = None, scores.shape[-1]
-    of_others = sorted(texts.lengths)[-2] if len(texts.tokens) > 1 else n
+    cells, of_others = cells_at(n), sorted(texts.lengths)[-2] if len(texts.tokens) > 1 else n
     if of_others < n:
-        at = torch.arange(n, device=scores.device)
-        some = make_cells(scores.shape, cells.to_mask() & ((at[:, None] - at).abs() < of_others), device=scores.device)
+        theirs, at = cells_at(of_others), torch.arange(n, device=scores.device)
+        distance = at[:, None] - at
+        known = (distance >= theirs.low) & (distance < theirs.low + theirs.n_distance)
+        some = make_cells(scores.shape, cells.to_mask() & known, device=scores.device)
         near = Part(rows, read_marginals(scores, some), some)
     return Part(rows, read_marginals(scores, cells), cells, near)
 
@@ -137,10 +139,11 @@ def _read_group(
     parts: dict[int, Part] = {}
 
     def read(spec: AttentionSpec, scores: Tensor) -> None:
-        cells = make_cells(
-            scores.shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, group.tokens.shape[1])
-        )
-        parts[spec.layer] = part_of(texts, group.rows, scores, cells)
+        def cells_at(n: int) -> Cells:
+            shape = (*scores.shape[:-2], n, n)
+            return make_cells(shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, n))
+
+        parts[spec.layer] = part_of(texts, group.rows, scores, cells_at)
         bar.update()
 
     for_each_scores(model, group.tokens, specs, read)

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.additive.cells import make_cells
+from tl_posdisent.additive.cells import Cells, make_cells
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -125,12 +125,14 @@ def _measure(
     at, tool = range(texts.longest) if distances is None else distances, "trained_vs_random"
 
     def measure(layer: Captured) -> _OfTexts:
-        rotary, n = layer.spec.require_rotary(tool), layer.q_rot.shape[1]
-        late = torch.arange(n, device=layer.q.device) >= sinks
-        mask = cells_of(layer.spec, late[:, None] & late if sinks else None, n)
-        cells = make_cells(layer.scores.shape, device=layer.scores.device, **mask)
-        rows = torch.arange(len(layer.q), device=cells.counts.device)
-        fitted = part_of(texts, rows, layer.scores, cells)
+        rotary, scores = layer.spec.require_rotary(tool), layer.scores
+
+        def cells_at(n: int) -> Cells:
+            late = torch.arange(n, device=scores.device) >= sinks
+            mask = cells_of(layer.spec, late[:, None] & late if sinks else None, n)
+            return make_cells((*scores.shape[:-2], n, n), device=scores.device, **mask)
+
+        fitted = part_of(texts, torch.arange(len(scores), device=scores.device), scores, cells_at)
         plane = positional_symbolic_qk(layer.q, layer.k, rotary)
         pivot = fitted.read.pivot  # [text, head] in float64
         points = [pivot.new_tensor(plane[x].tolist()).view_as(pivot) for x in ("positional", "symbolic")]
