@@ -116,7 +116,7 @@ def estimated_ladder(
     check_integer("audit", audit, 0)
     check_integer("looks", looks, 1)
     check_number("share", share, above=0, most=1)
-    check_number("negligible", negligible, least=0)
+    check_number("negligible", negligible, above=0)
     check_seed(seed)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
