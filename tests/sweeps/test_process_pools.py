@@ -90,6 +90,7 @@ def test_ctrl_c_cancels_what_has_not_begun(pool: ProcessPoolExecutor, tmp_path: 
 
 def test_files_that_cannot_grow_stop_the_sweep(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     """What a full disk does, by a limit on the workers' files; a part is larger than that."""
+    pool.submit(os.getpid).result()  # workers start with the first call
     before, pids = resource.getrlimit(resource.RLIMIT_FSIZE), list(pool._processes)
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -97,7 +98,9 @@ def test_files_that_cannot_grow_stop_the_sweep(pool: ProcessPoolExecutor, tmp_pa
         with pytest.raises(OSError, match="File too large"):
             sweep(jobs("demo", LAST, TEXTS.split(4)), pool, out=tmp_path, progress=False)
     finally:
-        pool.submit(os.getpid).result()
+        deadline = time.monotonic() + 60
+        while any(os.listdir(tmp_path / "parts")) and time.monotonic() < deadline:  # the other worker is writing
+            time.sleep(0.05)
         for pid in pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path / "parts") == os.listdir(tmp_path / "failed") == []
