@@ -90,7 +90,7 @@ def test_ctrl_c_cancels_what_has_not_begun(pool: ProcessPoolExecutor, tmp_path: 
 
 def test_files_that_cannot_grow_stop_the_sweep(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     """What a full disk does, by a limit on the workers' files; a part is larger than that."""
-    pool.submit(os.getpid).result()  # workers start with the first call
+    list(pool.map(time.sleep, [0.3, 0.3]))  # both workers start
     before, pids = resource.getrlimit(resource.RLIMIT_FSIZE), list(pool._processes)
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, before[1]))
