@@ -30,10 +30,10 @@ LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static"
 
 PASSES = {"ablation": 0.62, "ladder": 7.0}
 """Forward passes of all texts per head that is run, by processor time on a model of 30 layers of 9 heads."""
-BUDGET = 1e13
+BUDGET = 2.5e12
 """Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. They take
-some minutes on a CPU; models of a few million parameters need less for all heads."""
-LEAST = 16
+a minute or two on a CPU; models of a few million parameters need less for all heads."""
+LEAST = 8
 """Minimum number of heads that are run."""
 AUDIT = 12
 """Number of these heads that are drawn at random, at most half of them."""
