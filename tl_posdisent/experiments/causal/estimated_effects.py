@@ -98,9 +98,9 @@ class Estimates:
     def _add(self, n: int, layer: int, places: Tensor, delta: Tensor, run: ResultGradients, n_texts: int) -> None:
         self.changed[n] |= bool((delta != 0).any())
         rows = self.items[n].rows[layer]
-        self.first[n][layer][places] = n_texts * _products(run.metric[layer], delta, rows)
+        self.first[n][layer][places] = n_texts * products_by_position(run.metric[layer], delta, rows).sum(2)
         if run.surprise:
-            products = [_products(surprise[layer], delta, rows) for surprise in run.surprise]
+            products = [products_by_position(surprise[layer], delta, rows).sum(2) for surprise in run.surprise]
             self.curvature[n][layer][places] = torch.stack(products).square().mean(0) / 2 / run.n_predictions
 
 
@@ -122,11 +122,11 @@ def _value(part: Part, outputs: list[Any]) -> Tensor:
     return value.double().mean()
 
 
-def _products(
+def products_by_position(
     gradient: Float[Tensor, "text pos *rest"], delta: Float[Tensor, "text pos *rest"], rows: Sequence[int | None]
-) -> Float64[Tensor, "text row"]:
-    """Sum the products of a gradient and a change over positions and components, for each row."""
+) -> Float64[Tensor, "text row pos"]:
+    """Sum the products of a gradient and a change over components, for each row and position."""
     products = wide(gradient) * delta
     if rows == [None]:
-        return products.flatten(1).double().sum(1, keepdim=True).cpu()
-    return products.double().sum((1, 3))[:, rows].cpu()
+        return products.flatten(2).double().sum(2)[:, None].cpu()
+    return products.double().sum(3)[:, :, rows].transpose(1, 2).cpu()

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import Estimates, wide
+from tl_posdisent.experiments.causal.estimated_effects import Estimates, products_by_position
 from tl_posdisent.experiments.causal.head_effects import Interventions
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
@@ -127,21 +127,11 @@ class _PositionEstimates(Estimates):
     def _add(self, n: int, layer: int, places: Tensor, delta: Tensor, run: ResultGradients, n_texts: int) -> None:
         self.changed[n] |= bool((delta != 0).any())
         rows, length = self.items[n].rows[layer], delta.shape[1]
-        self.first_at[n][layer][places, :, :length] = n_texts * _products(run.metric[layer], delta, rows)
+        self.first_at[n][layer][places, :, :length] = n_texts * products_by_position(run.metric[layer], delta, rows)
         if run.surprise:
-            products = [_products(surprise[layer], delta, rows) for surprise in run.surprise]
+            products = [products_by_position(surprise[layer], delta, rows) for surprise in run.surprise]
             squares = torch.stack(products).square().mean(0)
             self.curvature_at[n][layer][places, :, :length] = squares / 2 / run.n_predictions
-
-
-def _products(
-    gradient: Float[Tensor, "text pos *rest"], delta: Float[Tensor, "text pos *rest"], rows: Sequence[int | None]
-) -> Float64[Tensor, "text row pos"]:
-    """Sum the products of a gradient and a change over components, for each row and position."""
-    products = wide(gradient) * delta
-    if rows == [None]:
-        return products.flatten(2).double().sum(2)[:, None].cpu()
-    return products.double().sum(3)[:, :, rows].transpose(1, 2).cpu()
 
 
 def _rows(
