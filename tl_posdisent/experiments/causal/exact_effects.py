@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
+from tl_posdisent.experiments.causal.metrics import as_numbers, divergences, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
 from tl_posdisent.experiments.causal.runs import HooksOf, Runs
@@ -101,5 +101,5 @@ def _divergences(outputs: Sequence[Any], clean: Sequence[Any], part: Part) -> Fl
     for group, before, after in zip(part.texts.groups, clean, outputs, strict=True):
         p, q = (predictions(x, group.tokens) for x in (before, after))
         if p is not None and q is not None:
-            found[group.rows.cpu()] = (p.exp() * (p - q)).sum(-1).double().mean(1).cpu()
+            found[group.rows.cpu()] = divergences(p, q).double().mean(1).cpu()
     return found

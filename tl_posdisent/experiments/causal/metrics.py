@@ -280,14 +280,15 @@ def compare(
     found = []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
         parts = [
-            (losses, _divergences(before[:, some], log_p)[:, : losses.shape[1]])  # none after the last token
+            (losses, divergences(before[:, some], log_p)[:, : losses.shape[1]])  # none after the last token
             for some, log_p, losses in _in_blocks(output, group.tokens)
         ]
         found.append([torch.cat(x, 1) for x in zip(*parts, strict=True)])
     return all_tokens([losses for losses, _ in found]), all_tokens([divergences for _, divergences in found])
 
 
-def _divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
+def divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Compute KL(p ‖ q) of predictions from their log probabilities, at each position."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import run_under
+from tl_posdisent.experiments.causal.metrics import divergences, run_under
 from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
@@ -161,6 +161,6 @@ def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tenso
         found["perplexity"].append(loss)
         found["accuracy"].append((now.argmax(-1) == target[1:]).double())
         found["added_loss"].append(added[intact])
-        found["kl"].append((before.exp() * (before - now)).sum(-1).double()[intact])
+        found["kl"].append(divergences(before, now).double()[intact])
     shares = {"moved": perturbed.moved.double().flatten(), "intact": perturbed.intact.double().flatten()}
     return shares | {name: torch.cat(values) for name, values in found.items()}
