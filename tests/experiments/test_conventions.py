@@ -115,6 +115,20 @@ def test_forms_of_layers(function: Call, shared_reading: Any) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
+@experiments("layers")
+def test_kinds_of_layers(function: Call, shared_reading: Any) -> None:
+    """Local ones have a window: two of Gemma 3's three. Without any the kind is refused, as other words are."""
+    reading = shared_reading("bridge", "gemma3")
+    same(call(function, reading, layers="local"), call(function, reading, layers=[0, 1]))
+    same(call(function, reading, layers="global"), call(function, reading, layers=2))
+    with pytest.raises(ValueError, match=r'^layers must be integers, "global" or "local", got .windowed.'):
+        call(function, reading, layers="windowed")
+    without = shared_reading("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match=r'^layers must be "global" or integers .* no layer has a sliding window'):
+        call(function, without, layers="local")
+
+
+@pytest.mark.usefixtures("unchecked")
 @experiments("heads", "layers")
 def test_forms_of_heads(function: Call, shared_reading: Any) -> None:
     """Heads of each layer, or pairs; a dict is refused."""

@@ -62,6 +62,8 @@ def test_what_it_is(model: Any, tokens: Tensor) -> None:
     specs = read_model(model).specs()
     assert [n for n, spec in enumerate(specs) if spec.window is None] == [GLOBAL, 11, 17]
     assert {spec.window for spec in specs} == {512, None}
+    assert read_model(model).specs("global") == [specs[n] for n in (GLOBAL, 11, 17)]
+    assert len(read_model(model).specs("local")) == 15
     for layer, base in ((LOCAL, 1e4), (GLOBAL, 1e6)):
         assert specs[layer].rotary.frequencies[1].item() == pytest.approx(base ** (-2 / 256), rel=1e-5)
 

@@ -102,7 +102,7 @@ class Given:
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Dtype of the weights.")
     length: int | None = Option(None, min=2, help="Tokens per text; default the context, at most 512.")
     texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
-    layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7; default all.")
+    layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7, or global or local; default all.")
     heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")
     control: int = Option(1, min=0, help="Number of random initialisations for the baseline, from --seed on.")
     std: str = Option(
@@ -113,7 +113,7 @@ class Given:
 
     def __post_init__(self) -> None:
         check_out(self.out)
-        self.chosen_layers, self.chosen_heads = whole_numbers("layers", self.layers), head_numbers(self.heads)
+        self.chosen_layers, self.chosen_heads = layer_numbers(self.layers), head_numbers(self.heads)
         self.chosen_std = standard_deviation(self.std)
         self.exit_code = 0
 
@@ -190,6 +190,19 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
         if all(ranges):
             return [number for found in ranges for number in found]
     raise ValueError(f"--{option} must be numbers or ranges such as 0-3, separated by commas, got {text!r}")
+
+
+def layer_numbers(text: str | None) -> list[int] | Literal["global", "local"] | None:
+    """Parse ``--layers``: numbers as in ``whole_numbers``; ``"global"`` and ``"local"`` stay unchanged.
+
+    >>> layer_numbers("0,3-5"), layer_numbers("local")
+    ([0, 3, 4, 5], 'local')
+    """
+    match text:
+        case "global" | "local":
+            return text
+        case _:
+            return whole_numbers("layers", text)
 
 
 def standard_deviation(text: str) -> float | Literal["config"]:

@@ -13,10 +13,10 @@ from torch import Tensor
 from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.hooks.edits.running_positions import real_tokens
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import hook_name
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.reading.tokens import check_tokens, refuse_padding

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, within_band
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, is_number

@@ -15,13 +15,10 @@ from tl_posdisent.hooks.edits.edit import Edit, Intervention
 from tl_posdisent.hooks.edits.hook_function import HookFunction
 from tl_posdisent.hooks.edits.rotation_edits import RotationEdit
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import head_label, is_integer, listed
-
-Layers = int | Iterable[int] | None
-"""None for all layers, an integer, or integers; negative ones count from the end."""
 
 Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
 """None for all heads of the layers, integers for the same heads in each, or labels ``"L16H0"`` and pairs

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import DistanceMap
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.validation import check_integer
 
 

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, rotation_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, rotation_hooks
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_number, check_seed, real_tensor
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, PositionMap, PositionScale, mapped
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotation_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, rotation_hooks
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_number, listed, real_tensor
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import Component
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.utils.validation import check_choice

@@ -17,8 +17,9 @@ from tl_posdisent.additive.attention.rungs import (
     rung_logits,
 )
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice

@@ -7,7 +7,7 @@ interventions, which may have replaced the rotation tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, overload
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward_pass import Ended, Hook, running
 from tl_posdisent.models.reading.memory import require_room
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
@@ -70,7 +70,7 @@ def capture(
     tokens: Tokens,
     function: None = None,
     *,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     scores: bool = True,
     attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
 ) -> list[Captured]: ...
@@ -80,7 +80,7 @@ def capture(
     tokens: Tokens,
     function: Callable[[Captured], _Result],
     *,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     scores: bool = True,
     attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
 ) -> list[_Result]: ...
@@ -89,7 +89,7 @@ def capture(
     tokens: Tokens,
     function: Callable[[Captured], Any] | None = None,
     *,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     scores: bool = True,
     attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
 ) -> list[Any]:

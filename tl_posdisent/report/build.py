@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from torch import Tensor
 
 from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.report.atlas import atlas, atlas_table, listed
 from tl_posdisent.report.markup import read, render
@@ -36,7 +37,7 @@ def report(
     path: str | PathLike[str],
     *,
     attention_mask: Tensor | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     control: int = 1,
     std: Scale = "config",
     heads: int | str | Iterable[int | str | tuple[int, int]] | None = None,

@@ -53,11 +53,11 @@ def fit(
     """
     from tl_posdisent.experiments.attention_scores.additivity import additivity
     from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
-    from tl_posdisent.utils.validation import check_heads
+    from tl_posdisent.models.reading.model_reading import read_model
 
     given.texts = texts or 0
     model, tokens, what = given.read()
-    chosen = check_heads(given.chosen_layers, given.chosen_heads, int(model.cfg.n_layers), int(model.cfg.n_heads))
+    chosen = read_model(model, given.chosen_layers).heads(given.chosen_layers, given.chosen_heads)
 
     def measure(m: Any) -> Any:
         table = additivity(m, tokens, layers=list(chosen), pool=pool, progress=given.progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -15,7 +15,7 @@ from tl_posdisent.additive.fit import explained_around, fit_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.memory import require_room
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
@@ -29,7 +29,7 @@ def additivity(
     tokens: Tokens,
     *,
     attention_mask: Tensor | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     sinks: int = 0,
     pool: bool = False,

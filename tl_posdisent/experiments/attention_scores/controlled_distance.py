@@ -22,7 +22,7 @@ from tl_posdisent.experiments.attention_scores.measure_layers import measure_lay
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import Captured, for_each_scores
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
@@ -39,7 +39,7 @@ def controlled_distance(
     *,
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -92,7 +92,7 @@ def dummy_distance_check(
     *,
     attention_mask: Tensor | None = None,
     distances: Iterable[int] | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.

@@ -17,7 +17,7 @@ from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import device_of
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tokens import special_id
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -37,7 +37,7 @@ def head_labels(
     tokens: Tokens | None = None,
     *,
     attention_mask: Tensor | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     local: int = 8,
     sinks: int = 4,
     window: int | None = None,

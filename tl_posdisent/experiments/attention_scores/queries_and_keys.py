@@ -5,7 +5,7 @@ Each function applies the function of the same name with ``_qk`` (in ``rope``) t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
 from tl_posdisent.models.capture import Captured, spread_rows
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
@@ -34,7 +34,7 @@ def positional_symbolic(
     tokens: Tokens,
     *,
     attention_mask: Tensor | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     by_subspace: bool = False,
     sinks: int = 0,
     progress: bool = True,
@@ -80,7 +80,7 @@ def preference_flips(
     attention_mask: Tensor | None = None,
     near: Sequence[float] | Tensor = NEAR,
     far: Sequence[float] | Tensor | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     sinks: int = 0,
     queries: int | None = None,
     progress: bool = True,
@@ -158,7 +158,7 @@ def subspace_patterns(
     *,
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:

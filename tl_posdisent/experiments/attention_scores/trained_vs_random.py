@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, make_cells
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
@@ -54,7 +54,7 @@ def trained_vs_random(
     std: Scale | Iterable[Scale] = "config",
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:

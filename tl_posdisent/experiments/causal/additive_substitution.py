@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -23,7 +23,7 @@ from tl_posdisent.hooks.score_components import Part, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
 from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
@@ -42,7 +42,7 @@ def additive_substitution(
     *,
     attention_mask: Tensor | None = None,
     axes: Axes = "three",
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     controls: Collection[Control] = _CONTROLS,
     seed: int = 0,
     progress: bool = True,

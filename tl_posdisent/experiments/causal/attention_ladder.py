@@ -24,12 +24,12 @@ from tl_posdisent.additive.attention.rungs import (
 )
 from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
 from tl_posdisent.hooks.fitted_attention import Attended, Stored, attended, fit_in_turn, stored_hooks
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, rung_hooks
 from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_parts import dtype_of
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming

@@ -24,10 +24,10 @@ from tl_posdisent.experiments.causal.named_interventions import NamedInterventio
 from tl_posdisent.experiments.causal.text_parts import Part, differentiable_texts
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads
 from tl_posdisent.hooks.substitute import substitute_attention
 from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.progress import progress_bar

@@ -28,9 +28,9 @@ from tl_posdisent.experiments.causal.exact_effects import ExactEffects
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads
 from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed

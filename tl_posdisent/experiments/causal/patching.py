@@ -13,13 +13,13 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import COUPLED, HooksOf, effect_table, read_source, units_of
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, replace_scores
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
 from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_parts import hook_name
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError

@@ -17,9 +17,9 @@ from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
-from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads
+from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.progress import progress_bar

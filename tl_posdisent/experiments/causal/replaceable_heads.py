@@ -13,9 +13,9 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.head_effects import Interventions, head_effects
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, clean_losses, compare, run_texts
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, joined
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, joined
 from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.lazy_names import public_name

@@ -10,9 +10,9 @@ import pandas as pd
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation, visible_window
 from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.hooks.ablate import check_reach
-from tl_posdisent.hooks.hook_list import Layers, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import any_heads, hooks_for
 from tl_posdisent.hooks.lambda_mask import hiding
-from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading
 from tl_posdisent.models.texts import Texts
 
 DRAWS = 4  # of labels, for each text

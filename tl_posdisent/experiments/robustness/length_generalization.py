@@ -16,7 +16,7 @@ from tl_posdisent.experiments.causal.metrics import as_log_probabilities, token_
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
@@ -86,7 +86,7 @@ def length_generalization(
     attention_mask: Tensor | None = None,
     in_range: int | None = None,
     by: By = "bucket",
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.

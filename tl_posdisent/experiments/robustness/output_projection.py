@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.experiments.robustness.attention_outputs import for_each_output
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.forward_pass import Hook
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.restoring import without_gradients
@@ -29,7 +29,7 @@ def output_projection(
     attention_mask: Tensor | None = None,
     in_range: int | None = None,
     start: int = 0,
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
 ) -> pd.DataFrame:
     """Project the attention outputs of each layer on the principal components of those within the training length.
 

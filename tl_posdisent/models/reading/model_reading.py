@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, Literal, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import pandas as pd
@@ -17,7 +17,12 @@ from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices
+from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices, shown
+
+Layers = int | Iterable[int] | Literal["global", "local"] | None
+"""None for all layers; an integer, or integers, of which negative ones count from the end; ``"local"`` for the layers
+with a sliding window, ``"global"`` for the others with attention.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +70,7 @@ class ModelReading(HasTable):
             rows.append(
                 {
                     "layer": spec.layer,
-                    "attention": "global" if spec.window is None else "local",
+                    "attention": spec.kind,
                     "window": spec.window,
                     "causal": spec.causal,
                     "heads": spec.n_heads,
@@ -86,10 +91,10 @@ class ModelReading(HasTable):
         """An ``AttentionSpec`` for each layer with attention."""
         return tuple(self.specs())
 
-    def specs(self, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
+    def specs(self, layers: Layers = None) -> list[AttentionSpec]:
         """Return the specs of these layers in the order given (default all with attention); raise as ``read_model``."""
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
-        picked = attending if layers is None else check_indices("layers", layers, self.n_layers)
+        picked = attending if layers is None else check_indices("layers", self._numbers(layers), self.n_layers)
         self._refuse_without_attention(picked)
         missing = [layer for layer in picked if layer not in self.read or not self.read[layer].certain]
         if missing:
@@ -99,7 +104,7 @@ class ModelReading(HasTable):
                     self.read[spec.layer] = spec
         return [self.read[layer] for layer in picked]
 
-    def rotary(self, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+    def rotary(self, layers: Layers, tool: str) -> list[AttentionSpec]:
         """Return the specs of these layers, by default all with RoPE; raise if ``tool`` cannot change a rotation."""
         specs = self.specs(layers)
         if layers is None:
@@ -115,11 +120,28 @@ class ModelReading(HasTable):
         labels such as ``"L16H0"`` or pairs ``(layer, head)``. Negative indices count from the end.
         """
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
-        chosen = check_heads(layers, heads, self.n_layers, self.model.cfg.n_heads, default=attending)
+        chosen = check_heads(self._numbers(layers), heads, self.n_layers, self.model.cfg.n_heads, default=attending)
         self._refuse_without_attention(list(chosen))
         for spec in self.specs(list(chosen)):
             check_indices("heads", chosen[spec.layer], spec.n_heads)
         return chosen
+
+    def _numbers(self, layers: Any) -> Any:
+        """Return the layers of a kind, given ``"global"`` or ``"local"``; return anything but a string unchanged."""
+        if not isinstance(layers, str):
+            return layers
+        if layers not in ("global", "local"):
+            raise ArgumentError("layers", f'must be integers, "global" or "local", got {shown(layers)}')
+        found = [spec.layer for spec in self.attention if spec.kind == layers]
+        if not found:
+            other = "local" if layers == "global" else "global"
+            has = "a sliding window" if layers == "local" else "no sliding window"
+            raise ArgumentError(
+                "layers",
+                f'must be "{other}" or integers for {architecture(self.model)}, of which no layer has {has}, '
+                f"got {shown(layers)}",
+            )
+        return found
 
     def note(self, table: pd.DataFrame) -> pd.DataFrame:
         """Record the layers without attention, if any, in the ``attrs`` of a table over layers."""
@@ -140,7 +162,7 @@ _READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec]
 """State and findings for each model that was read, dropped with the model: specs never refer to the model itself."""
 
 
-def read_model(model: Any, layers: int | Iterable[int] | None = None, *, fresh: bool = False) -> ModelReading:
+def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> ModelReading:
     """Read the attention of a model; the reading is kept with the model until the model changes.
 
     There is no list of architectures. The model runs three or four times on about ten tokens; the rotation, scale,
@@ -150,8 +172,9 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None, *, fresh: 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
             ``ModelReading``, which is returned after a check that it still describes its model.
-        layers: layers to read now: None for all with attention, an integer, or integers; negative ones count from the
-            end. The others are read when they are needed.
+        layers: layers to read now: None for all with attention, an integer, or integers, of which negative ones count
+            from the end; ``"local"`` for those with a sliding window, ``"global"`` for the others. In this form every
+            function takes layers. Layers that are left out are read when they are needed.
         fresh: read the model again even if a reading is kept. A change of modules, rotary tables, dtype, device,
             settings, attention implementation, grouping of keys or permanent hooks is detected without it. Changed
             weights need no new reading, since a reading describes what the architecture does; use ``fresh`` for changes

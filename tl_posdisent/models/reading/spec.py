@@ -93,6 +93,11 @@ class AttentionSpec:
         """Return the state for pickle, without the hook points, which belong to a model in this process."""
         return vars(self) | {"points": {}}
 
+    @property
+    def kind(self) -> str:
+        """``"local"`` with a sliding window, else ``"global"``."""
+        return "global" if self.window is None else "local"
+
     def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Say whether the layer's mask lets a query see a key at this distance."""
         near = distance.abs() < (self.window or torch.iinfo(torch.int64).max)
