@@ -54,7 +54,13 @@ def every_verdict(model: Any, texts: int = 16, exact: int | None = 40, audit: in
     tables = []
     for name, some in {"a": speech < 4, "b": (speech >= 4) & (speech < 8)}.items():
         table = estimated_ladder(
-            model, halves[speech >= 8][:4], heldout=halves[some][:texts], exact=exact, audit=audit, looks=3, progress=False
+            model,
+            halves[speech >= 8][:4],
+            heldout=halves[some][:texts],
+            exact=exact,
+            audit=audit,
+            looks=3,
+            progress=False,
         )
         verdicts = tp.head_verdicts(table)
         print(name, table.attrs["audit"], verdicts["verdict"].value_counts().to_dict(), flush=True)

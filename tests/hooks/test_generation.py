@@ -20,6 +20,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive
+from tl_posdisent.hooks.edits.cached_text import before_and_now
 from tl_posdisent.models.reading.forward_pass import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -340,3 +341,18 @@ def test_transformers_own_generation(search: dict[str, Any], left: bool, shared_
             assert (found - plain).abs().max() > 0.01
             n_right += 1
     assert n_right == (0 if "num_beams" in search else 6)
+
+
+@pytest.mark.parametrize(
+    ("positions", "n_key", "before", "expected"),
+    [
+        ([[5, 6], [9, 10]], 5, None, [[2, 3, 4, 5, 6], [6, 7, 8, 9, 10]]),  # unknown: up to the first query's
+        ([1, 2], 4, None, [0, 0, 1, 2]),  # no position is below 0
+        ([8, 9], 4, [0, 3, 7], [3, 7, 8, 9]),  # a window has dropped the first
+        ([8, 9], 5, [3, 7], [5, 6, 7, 8, 9]),  # too few are known
+        ([8, 9], 2, [3, 7], [8, 9]),
+    ],
+)
+def test_positions_of_the_keys_in_a_cache(positions: Any, n_key: int, before: Any, expected: Any) -> None:
+    known = None if before is None else torch.tensor(before)
+    assert before_and_now(torch.tensor(positions), n_key, known).tolist() == expected
