@@ -120,8 +120,10 @@ format: .venv/dev.stamp ## apply ruff's fixes
 types: .venv/dev.stamp ## mypy, strict
 	.venv/bin/python -m mypy
 
-docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is an error
+docs: .venv/docs.stamp ## the documentation, into docs/_build/html, with a report of the demo model; a warning is an error
 	$(OFFLINE) .venv/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
+	test -f out/demo.html || $(MAKE) --no-print-directory demo-report
+	cp out/demo.html docs/_build/html/demo_report.html
 
 bench: .venv/bench.stamp ## all benchmarks: tables on the screen, JSON in out/bench/
 	for script in dense_fit linear_fit attention_fit controlled plane whole_model head_ablation; do \

@@ -69,6 +69,11 @@ def insert_notebooks(app: Any, name: str, content: list[str]) -> None:
         content[0] = content[0].replace(comment, notebook_as_markdown(file))
 
 
+def drop_stubs(app: Any, name: str, content: list[str]) -> None:
+    """Leave out what a page says where it is shown without the parts that are inserted here."""
+    content[0] = re.sub(r"<!-- on a code host -->.*?<!-- end -->\n*", "", content[0], flags=re.DOTALL)
+
+
 def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are written to be read in an editor; two of their habits mean something else to Sphinx.
 
@@ -89,5 +94,6 @@ def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any,
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
+    app.connect("source-read", drop_stubs, priority=400)  # before anything is inserted
     app.connect("source-read", insert_notebooks)
     app.connect("source-read", api_pages.insert)

@@ -22,6 +22,11 @@ MEANING = {
     "key": "what is there",
     "residual": "all else",
 }
+# Of the ground and the two kinds of words, in a light and in a dark theme.
+COLOURS = (
+    "<style>rect{fill:#fff}.major{fill:#222}.minor{fill:#555}"
+    "@media (prefers-color-scheme: dark){rect{fill:#161b22}.major{fill:#e6edf3}.minor{fill:#a9b3be}}</style>"
+)
 
 
 def draw(model: Any) -> str:
@@ -32,22 +37,22 @@ def draw(model: Any) -> str:
     maps = {name: fit.component(name) for name in ("distance", "query", "key")}
     maps = {"scores": scores - fit.intercept, **maps, "residual": fit.residual(scores)}
     limit = maps["scores"][fit.mask].abs().quantile(0.98)
-    parts = [text(LEFT + SIDE + GAP / 2 + n * (SIDE + GAP), 138, sign, 34, "#222") for n, sign in enumerate("=+++")]
+    parts = [text(LEFT + SIDE + GAP / 2 + n * (SIDE + GAP), 138, sign, 34) for n, sign in enumerate("=+++")]
     for n, (name, values) in enumerate(maps.items()):
         x = LEFT + n * (SIDE + GAP)
-        parts.append(text(x + SIDE / 2, 30, name, 25, "#222", "bold"))
-        parts.append(text(x + SIDE / 2, TOP + SIDE + 28, MEANING[name], 21, "#555"))
+        parts.append(text(x + SIDE / 2, 30, name, 25, weight="bold"))
+        parts.append(text(x + SIDE / 2, TOP + SIDE + 28, MEANING[name], 21, "minor"))
         level = ((values / limit).clamp(-1, 1) + 1) / 2 * (LEVELS - 1)
         drawn = strokes(level.round().long().where(fit.mask, -1))
         parts.append(f'<g transform="translate({x},{TOP}) scale({SIDE / LENGTH:.3f})">{drawn}</g>')
     about = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     style = 'shape-rendering="crispEdges" font-family="\'Open Sans\', verdana, arial, sans-serif" text-anchor="middle"'
-    white = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#fff"/>'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {about} {style}>', white, *parts, "</svg>\n"])
+    ground = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {about} {style}>', COLOURS, ground, *parts, "</svg>\n"])
 
 
-def text(x: float, y: float, words: str, size: int, colour: str, weight: str = "normal") -> str:
-    return f'<text x="{x:g}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{colour}">{words}</text>'
+def text(x: float, y: float, words: str, size: int, kind: str = "major", weight: str = "normal") -> str:
+    return f'<text x="{x:g}" y="{y}" font-size="{size}" font-weight="{weight}" class="{kind}">{words}</text>'
 
 
 def strokes(levels: Tensor) -> str:

@@ -45,6 +45,12 @@ def test_the_side_bar_leads_to_every_page() -> None:
     assert pages - set(re.findall(r'href="([\w/]+)\.html"', bar)) == set()
 
 
+def test_the_page_of_reports_leads_to_one(opened: Callable[..., Any]) -> None:
+    page = opened(SITE / "report.html", may_fail=True).page
+    page.get_by_role("link", name="report of the demo model").click()
+    assert page.get_by_role("heading", level=1).inner_text().startswith("Position and content in")
+
+
 @pytest.mark.parametrize("width", [390, 1300])
 def test_wide_tables_scroll_in_a_box_of_their_own(opened: Callable[..., Any], width: int) -> None:
     page = opened(SITE / "support.html", width=width, may_fail=True).page
