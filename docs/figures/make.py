@@ -17,6 +17,7 @@ import head_effects
 import pandas as pd
 import plotly.graph_objects as go
 import sum_of_parts
+import text_needed
 import torch
 from plotly.subplots import make_subplots
 
@@ -227,6 +228,13 @@ def smollm2_replaced_heads() -> go.Figure:
     return replaced(trained, random, "SmolLM2-135M")
 
 
+def how_much_text() -> go.Figure:
+    tables = {"SmolLM2": "smollm2", "Gemma 3": "gemma3"}
+    return text_needed.picture(
+        {name: pd.read_csv(FOLDER / folder / "text_needed.csv") for name, folder in tables.items()}
+    )
+
+
 def replaced(trained: pd.DataFrame, random: pd.DataFrame, name: str) -> go.Figure:
     """Curves of static attention and of a window, which fit into one figure."""
     trained = trained[trained["replaced_by"].isin(["static", "window"])]
@@ -256,6 +264,7 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     smollm2_by_layer: (680, 300),
     replaced_heads: (760, 380),
     smollm2_replaced_heads: (760, 380),
+    how_much_text: (900, 420),
 }
 
 

@@ -23,6 +23,7 @@ import downstream
 import head_effects
 import pandas as pd
 import stories
+import text_needed
 import torch
 import trained_and_random
 from torch import Tensor
@@ -615,7 +616,7 @@ STUDIES: list[Callable[..., pd.DataFrame]] = [interventions, heads, layers, rota
 STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, measures]
 STUDIES += [rounding, scales, head_effects.head_effects, head_effects.every_verdict]
 STUDIES += [head_effects.replaced_heads, head_effects.remaining_heads]
-STUDIES += [subspaces, as_small, sources, lengths, beyond, downstream_questions]
+STUDIES += [text_needed.text_needed, subspaces, as_small, sources, lengths, beyond, downstream_questions]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
         "perturbation": {"fractions": (0.05, 0.25)},
