@@ -14,6 +14,7 @@ from torch import Tensor
 import tl_posdisent as tp
 
 LENGTH, TEXTS = 128, 16
+ORDERS = {"r_held_out": 2}  # of the texts, drawn at random; else eight
 HEAD = ["layer", "head"]
 NAMES = {
     "r": "r of one text",
@@ -27,35 +28,41 @@ NAMES = {
 def text_needed(model: Any) -> pd.DataFrame:
     """One row per measure and number of texts: the error of a mean over so many, and how well two of them rank heads.
 
-    Texts of 128 tokens are divided into disjoint sets of n. ``error`` is the root mean square difference of two sets,
-    over heads and pairs of sets, divided by √2; ``spread`` the standard deviation over heads of the mean of all texts;
-    ``rank`` the rank correlation of two sets, mean over pairs.
+    Texts of 128 tokens in random orders are divided into sets of n. ``error`` is the root mean square difference of two
+    sets, over heads and pairs of sets, divided by √2; ``spread`` the standard deviation over heads of the mean of all
+    texts; ``rank`` the rank correlation of two sets, mean over pairs.
     """
     texts = trained_and_random.texts(model)[:TEXTS, :LENGTH]
     found = {name: torch.stack(rows) for name, rows in by_text(model, texts).items()}
-    rows = []
+    generator, rows = torch.Generator().manual_seed(0), []
+    orders = [torch.randperm(TEXTS, generator=generator) for _ in range(8)]
     for n in (1, 2, 4, 8):
-        sets = {name: x.view(TEXTS // n, n, -1).mean(1) for name, x in found.items()}
+        sets = {
+            name: torch.cat([x[order].view(-1, n, x.shape[1]).mean(1) for order in orders]) for name, x in found.items()
+        }
         if n > 1:  # the profile is that of the other texts of a set
-            parts = texts.view(TEXTS // n, n, -1)
+            parts = torch.cat([texts[order].view(-1, n, LENGTH) for order in orders[: ORDERS["r_held_out"]]])
             sets["r_held_out"] = torch.stack([column(additivity(model, x), "r_held_out") for x in parts])
-        for name, values in sets.items():
-            pairs = values.view(len(values) // 2, 2, -1)
-            apart = (pairs[:, 0] - pairs[:, 1]).square().mean().div(2).sqrt()
-            ranks = [pd.Series(a).corr(pd.Series(b), method="spearman") for a, b in pairs.tolist()]
-            rows.append(
-                {
-                    "measure": name,
-                    "texts": n,
-                    "tokens": n * LENGTH,
-                    "error": float(apart),
-                    "spread": float(values.mean(0).std()),
-                    "rank": sum(ranks) / len(ranks),
-                    "pairs": len(pairs),
-                }
-            )
-            print(rows[-1], flush=True)
+        rows += [{"measure": name, "texts": n, "tokens": n * LENGTH, **compared(x)} for name, x in sets.items()]
+        print(rows[-1], flush=True)
     return pd.DataFrame(rows)
+
+
+def means(values: Tensor, n: int) -> Tensor:
+    """``[set, head]`` of ``[text, head]``: each n texts in turn are a set."""
+    return values.view(-1, n, values.shape[1]).mean(1)
+
+
+def compared(sets: Tensor) -> dict[str, float]:
+    """Each set ``[set, head]`` with the next."""
+    pairs = sets.view(len(sets) // 2, 2, -1)
+    ranks = [pd.Series(a).corr(pd.Series(b), method="spearman") for a, b in pairs.tolist()]
+    return {
+        "error": float((pairs[:, 0] - pairs[:, 1]).square().mean().div(2).sqrt()),
+        "spread": float(sets.mean(0).std()),
+        "rank": sum(ranks) / len(ranks),
+        "pairs": len(pairs),
+    }
 
 
 def by_text(model: Any, texts: Tensor) -> dict[str, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -41,6 +42,17 @@ def test_only_the_chosen_layers_change(tool: str, shared_model: Any) -> None:
     late = TOOLS[tool](model, layers=[1], heads=[3, 6])
     assert torch.equal(mixed_of(model, late), mixed_of(model, []))
     assert not torch.equal(mixed_of(model, late, 1), mixed_of(model, [], 1))
+
+
+@EVERY_TOOL
+def test_an_intervention_is_a_value(tool: str, shared_model: Any) -> None:
+    """Nothing of it can be set once it is made."""
+    interventions = TOOLS[tool](shared_model("bridge", "llama-gqa"), layers=[0]).interventions
+    for value in (*interventions, *(x.edit for x in interventions)):
+        for field in dataclasses.fields(value):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, field.name, getattr(value, field.name))
+    assert interventions
 
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in FITTED])
