@@ -218,12 +218,13 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tup
     assert column(document, "atlas", "what − where") == pytest.approx(expected, abs=1.6e-3)
     hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
     for text, row, share in zip(hover, atlas, shares, strict=True):
-        assert f"<b>{row['head']}</b> looks at: {row['looks at']}<br>distance alone {row['distance alone']}" in text
+        assert text.startswith(f"<b>{row['head']}</b> looks at: {row['looks at']}<br>what − where ")
+        assert f"{row['what − where']} ± {row['± standard error']}<br>distance alone {row['distance alone']}" in text
         assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
         assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {row['verdict']}<br>" in text
         assert f"profile: {row['profile']} over {row['range']}" in text
         other = {"where": "key", "what": "distance"}.get(row["looks at"])
-        assert other is None or share[other] <= max(share.values())
+        assert other is None or share[other] < max(share.values())
     profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
     shown = profiles[:, [0, 1, 2, 4, 8, 16, 32]]
     assert column(document, "atlas", "range") == pytest.approx(np.ptp(shown, axis=1), abs=6e-3)

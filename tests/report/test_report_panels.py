@@ -16,6 +16,7 @@ import tl_posdisent as tp
 from tl_posdisent.experiments import position_effects
 from tl_posdisent.report.atlas import atlas_table
 from tl_posdisent.report.atlas_map import choices
+from tl_posdisent.report.looks import OVER_RANDOM
 from tl_posdisent.report.measurements import SHARES, Found
 from tl_posdisent.report.panels import DRAWS
 
@@ -125,6 +126,22 @@ def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
     menus = [tag for tag, _ in document.attributes if tag in ("select", "option", "label")]
     assert menus.count("select") == menus.count("label") == 3
     assert menus.count("option") == len(offered["colours"]) + 1 + 2 * len(offered["axes"])
+
+
+def test_the_map_can_show_the_difference_from_random_heads(tmp_path: Path) -> None:
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=97)[:, 1:].view(2, 48)
+    document = report_of(model, tmp_path, tokens, sections=["additivity"], control=1)
+    (figure,) = [one for one in document.figures if "choices" in one]
+    (random,) = tp.random_control(model, [0])
+    mine, chance = (
+        (table["share_key"] - table["share_distance"]).groupby([table["layer"], table["head"]]).mean()
+        for table in (tp.additivity(one, tokens, progress=False) for one in (model, random))
+    )
+    expected = mine - chance.groupby("layer").transform("mean")
+    for kind in ("colours", "axes"):
+        assert figure["choices"][kind][OVER_RANDOM]["values"] == pytest.approx(expected.tolist(), abs=1e-4)
+    shown = [as_number(row[OVER_RANDOM]) for row in document.rows("atlas")]
+    assert shown == pytest.approx(expected.tolist(), abs=6e-4)
 
 
 def test_a_head_without_a_number_is_no_head_with_0() -> None:

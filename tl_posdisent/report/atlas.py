@@ -12,6 +12,7 @@ from markupsafe import Markup
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.report.atlas_map import choices, map_figure
 from tl_posdisent.report.every_head import HEAD
+from tl_posdisent.report.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import Found, SectionName, by_head, powers
 from tl_posdisent.report.panels import DRAWS, SHOWN, Panels, panel_data
@@ -21,16 +22,6 @@ from tl_posdisent.viz.plots.heatmaps import verdict_texts
 from tl_posdisent.viz.widgets.offline import script_json
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def looks_at(heads: pd.DataFrame) -> pd.Series:
-    """Classify each head as ``"where"``, ``"what"`` or ``"neither"``, by the largest of three shares of its variance.
-
-    These are the shares of the scores' variance that the distance explains alone, that the key explains alone, and that
-    no sum of components explains. The query's share is left out, because the softmax ignores it.
-    """
-    shares = {"where": heads["share_distance"], "what": heads["share_key"], "neither": 1 - heads["r"] ** 2}
-    return pd.DataFrame(shares).fillna(-1.0).idxmax(axis=1).where(heads["r"].notna(), MISSING)
 
 
 class AtlasTable(NamedTuple):
@@ -46,11 +37,12 @@ def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Pane
     told = _hover_texts(heads, found)
     partly: dict[SectionName, str] = {"ablation": "Added loss", "ladder": "KL and verdict"}
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss", "kl": "KL"}
-    titles |= {"r_held_out": "held-out r", "looks": "looks at"}
+    titles |= {"r_held_out": "held-out r", "looks": "looks at", ERROR: "± standard error"}
     options = choices(heads)
     caption, height = "What − where, by head", map_height(heads["layer"].nunique())
     return render(
         "atlas",
+        baseline=found["additivity"].random is not None,
         distances=list(profiles.columns),
         has={name for name in ("effect", "kl") if name in heads},
         estimated={of: found[name].agreement for name, of in partly.items() if name in found and found[name].run},
@@ -99,9 +91,13 @@ def atlas_table(found: Mapping[SectionName, Found]) -> AtlasTable | None:
         return None
     heads = by_head(found["additivity"].trained)
     columns = ["share_distance", "share_key", *(name for name in ("r", "r_held_out") if name in heads)]
-    heads = heads[[*HEAD, *columns]].assign(looks=looks_at(heads))
-    heads.insert(2, "what − where", heads["share_key"] - heads["share_distance"])
-    heads.insert(2, "looks", heads.pop("looks"))
+    decided = looks_at(found["additivity"].trained, found["additivity"].random)
+    missing = [name for name in (ERROR, OVER_RANDOM) if decided[name].isna().all()]  # a single text, no baseline
+    heads = (
+        decided[[*HEAD, "looks", DIFFERENCE, ERROR, OVER_RANDOM]]
+        .drop(columns=missing)
+        .merge(heads[[*HEAD, *columns]], on=HEAD)
+    )
     measured = {name: one.trained for name, one in found.items() if not one.refused}
     if "labels" in measured:
         labels = label_words(measured["labels"])[[*HEAD, "label"]].fillna({"label": NO_LABEL})
@@ -154,8 +150,10 @@ def _hover_texts(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> lis
     texts = []
     for row in heads.to_dict("records"):
         at = int(row["layer"]), int(row["head"])
+        error = f" ± {number(row[ERROR])}" if np.isfinite(row.get(ERROR, np.nan)) else ""
         shares = f"distance alone {number(row['share_distance'])}, key alone {number(row['share_key'])}"
         lines = [f"<b>{head_label(*at)}</b> looks at: {row['looks']}", f"{shares}, r {number(row['r'])}"]
+        lines.insert(1, f"{DIFFERENCE} {signed(row[DIFFERENCE])}{error}")
         if isinstance(row.get("label"), str):
             lines.append(f"label: {row['label']}")
         if np.isfinite(row.get("effect", np.nan)):

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from tl_posdisent.report.looks import DIFFERENCE, OVER_RANDOM
 from tl_posdisent.report.markup import legible
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import GREY
@@ -17,7 +18,8 @@ from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
 UNKNOWN = "#b9b9b9"
 """The colour of heads without a number, which is in none of the scales."""
 _COLOURS = {
-    "what − where": "what − where (share of variance)",
+    DIFFERENCE: "what − where (share of variance)",
+    OVER_RANDOM: "what − where over random (share of variance)",
     "share_distance": "distance alone (share of variance)",
     "share_key": "key alone (share of variance)",
     "r_held_out": "held-out r",
@@ -25,7 +27,7 @@ _COLOURS = {
     "effect": "added loss (nats per token)",
     "kl": "KL (nats per token)",
 }
-_SIGNED = ("what − where", "effect")
+_SIGNED = (DIFFERENCE, OVER_RANDOM, "effect")
 
 
 def choices(heads: pd.DataFrame) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def choices(heads: pd.DataFrame) -> dict[str, Any]:
 
 def map_figure(heads: pd.DataFrame, told: Sequence[str]) -> go.Figure:
     """Draw the map that is shown first; its hover texts are those of all others."""
-    drawn = _with_title(plot_heads(heads, "what − where", signed=True), _COLOURS["what − where"])
+    drawn = _with_title(plot_heads(heads, DIFFERENCE, signed=True), _COLOURS[DIFFERENCE])
     grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told").fillna("")
     drawn.update_traces(customdata=grid.to_numpy(), hovertemplate="%{customdata}<extra></extra>")
     return drawn.update_layout(plot_bgcolor=UNKNOWN)

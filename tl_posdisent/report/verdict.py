@@ -10,12 +10,13 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
-from tl_posdisent.report.atlas import label_words, looks_at
-from tl_posdisent.report.every_head import HEAD, IDLE
+from tl_posdisent.report.atlas import label_words
+from tl_posdisent.report.every_head import IDLE
+from tl_posdisent.report.looks import KINDS, looks_at, looks_of_random
 from tl_posdisent.report.markup import head_link, part, render, table
-from tl_posdisent.report.measurements import PERTURBATIONS, SHARES, Found, SectionName, by_head
+from tl_posdisent.report.measurements import PERTURBATIONS, Found, SectionName, by_head
 from tl_posdisent.report.subject import Subject
-from tl_posdisent.report.words import MISSING, millions, number, plural, signed
+from tl_posdisent.report.words import MISSING, are, millions, number, plural, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
 
@@ -47,42 +48,45 @@ def _additive_verdict(found: Found) -> list[Markup]:
     heads = by_head(found.trained).dropna(subset="r")
     if heads.empty:
         return [Markup("No head has scores that vary in this text.")]
-    n = looks_at(heads).value_counts().reindex(["where", "what", "neither"], fill_value=0)
-    first = Markup(
-        "<strong>In {} of {} the scores depend mainly on where a key is</strong>, in {} mainly on what it is, and in "
-        "{} on neither alone {}: the largest of three shares of their variance is that of the distance alone, that of "
-        "the key alone, or the share that no sum of components explains."
-    ).format(n["where"], plural(len(heads), "head"), n["what"], n["neither"], link("additivity"))
     top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
     names = [head_link(x["layer"], x["head"]) + f" ({number(x['share_distance'], 2)})" for _, x in top.iterrows()]
     most = Markup("Of {}, the share of the distance alone is largest in {}.")
     return [
-        first,
-        *_looks_of_random(found),
+        *_looks(found),
         most.format(plural(len(heads), "head"), Markup(", ").join(names)),
         *_against_random(found, *told_apart(found.trained), "additivity"),
     ]
 
 
-def _looks_of_random(found: Found) -> list[Markup]:
-    """State how many heads of the random copies the same rule calls *where* and *what*, as a baseline."""
-    if found.random is None or not set(SHARES) <= set(found.random):
-        return []
-    random = found.random.drop(columns="batch", errors="ignore").groupby(["seed", *HEAD], as_index=False).mean()
-    n = looks_at(random.dropna(subset="r")).value_counts()
-    where, what, neither = (int(n.get(kind, 0)) for kind in ("where", "what", "neither"))
-    copies = copies_in(found.random)
-    return [
-        Markup(
-            "By the same rule, {} of {} with random weights ({}) depend mainly on where a key is, {} on what it is and "
-            "{} on neither: only a difference from these counts has been learned."
-        ).format(where, plural(where + what + neither, "head"), copies, what, neither)
-    ]
+def _looks(found: Found) -> list[Markup]:
+    """Count the heads that look at *where* and at *what*, state the rule, and what chance decides by the same rule."""
+    where, what, undecided = _counts(looks_at(found.trained, found.random)["looks"])
+    texts = found.trained["batch"].nunique() if "batch" in found.trained else 1
+    baseline = "0, as there is no random-weights baseline: it may not have been learned"
+    if found.random is not None:
+        baseline = f"0 and that of every head of its layer in {copies_in(found.random)}"
+    by = f"by a 95 % interval over {texts} texts" if texts > 1 else "which a single text cannot show"
+    first = Markup(
+        "<strong>In {} of {} the scores depend mainly on where a key is</strong>, in {} mainly on what it is, and {} "
+        "undecided {}: the share of their variance that the key alone explains, minus that of the distance alone, is "
+        "surely below (<em>where</em>) or above (<em>what</em>) {} ({})."
+    ).format(where, plural(where + what + undecided, "head"), what, are(undecided), link("additivity"), baseline, by)
+    if found.random is None:
+        return [first]
+    by_chance = _counts(looks_of_random(found.random))
+    second = Markup(
+        "By the same rule, {} of {} with random weights depend mainly on where a key is and {} on what it is, each "
+        "compared with the other random heads of its layer: as many are decided by chance."
+    ).format(by_chance[0], plural(sum(by_chance), "head"), by_chance[1])
+    return [first, second]
+
+
+def _counts(looks: pd.Series) -> list[int]:
+    return [int((looks == kind).sum()) for kind in KINDS]
 
 
 def copies_in(random: pd.DataFrame) -> str:
-    n = random["seed"].nunique()
-    return f"{n} random cop{'y' if n == 1 else 'ies'}"
+    return plural(random["seed"].nunique(), "random copy", "random copies")
 
 
 def told_apart(table: pd.DataFrame) -> tuple[str, str]:

@@ -31,9 +31,14 @@ def signed(x: float | int, digits: int = 3) -> str:
     return f"+{text}" if x > 0 and text.strip("0.") else text
 
 
-def plural(n: int, what: str) -> str:
-    """``1 layer``, ``5 layers``."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def plural(n: int, one: str, several: str | None = None) -> str:
+    """``1 layer``, ``5 layers``; ``several`` for a word without a plural in s."""
+    return f"{n} {one if n == 1 else several or one + 's'}"
+
+
+def are(n: int) -> str:
+    """``1 is``, ``5 are``."""
+    return plural(n, "is", "are")
 
 
 def numbers(values: Sequence[int]) -> str:

@@ -1,0 +1,77 @@
+"""Whether a head's scores depend on *where* a key is or on *what* it is, more than those of random weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from tl_posdisent.report.every_head import HEAD
+from tl_posdisent.report.words import MISSING
+from tl_posdisent.utils.statistics import significance
+
+DIFFERENCE = "what − where"
+"""The share of the variance of a head's scores that the key alone explains, minus that of the distance alone."""
+ERROR, OVER_RANDOM = f"{DIFFERENCE}_se", f"{DIFFERENCE} over random"
+KINDS = ("where", "what", "undecided")
+CONFIDENCE = 0.95
+"""Confidence of the t-interval over texts that has to exclude 0 and all random heads of the layer."""
+
+
+def looks_at(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame:
+    """Decide for each head of tables of ``additivity`` whether it looks at *where* a key is or at *what* it is.
+
+    A head is *where* (*what*) if its difference what − where lies below (above) 0 and those of all random heads of its
+    layer, by the 95 % t-interval of its mean over texts; else it is *undecided*. Random weights lean to one side too
+    (the last layer of the demo model to *where*, SmolLM2-135M to *what*), so the sign alone shows nothing learned.
+
+    Args:
+        trained: a row for each text, layer and head.
+        random: the same with a column ``seed``, for random weights; None for no baseline, which leaves 0 alone.
+
+    Returns:
+        One row per layer and head: ``what − where``, its standard error over texts, the difference minus the mean of
+        the random heads of the layer (NaN without them), and ``looks``, which is "–" for scores that do not vary.
+    """
+    heads = _differences(trained, HEAD)
+    if random is None:
+        low = high = mean = np.full(len(heads), np.nan)
+        known = np.ones(len(heads), dtype=bool)
+    else:
+        by_layer = _differences(random, ["seed", *HEAD]).groupby("layer")[DIFFERENCE].agg(["min", "max", "mean"])
+        low, high, mean = by_layer.reindex(heads["layer"]).to_numpy().T
+        known = np.isfinite(mean)
+    looks = _decided(heads, low, high, known)
+    return heads[HEAD].assign(
+        **{DIFFERENCE: heads[DIFFERENCE], ERROR: heads["error"], OVER_RANDOM: heads[DIFFERENCE] - mean, "looks": looks}
+    )
+
+
+def looks_of_random(random: pd.DataFrame) -> pd.Series:
+    """Decide the same for each random head, compared with all other random heads of its layer: what chance decides."""
+    heads = _differences(random, ["seed", *HEAD])
+    others = heads.assign(low=np.nan, high=np.nan)
+    for _, values in heads.dropna(subset=DIFFERENCE).groupby("layer")[DIFFERENCE]:
+        ends = values.sort_values()
+        if len(ends) > 1:
+            others.loc[ends.index, ["low", "high"]] = ends.iloc[0], ends.iloc[-1]
+            others.loc[ends.index[0], "low"], others.loc[ends.index[-1], "high"] = ends.iloc[1], ends.iloc[-2]
+    return _decided(heads, others["low"].to_numpy(), others["high"].to_numpy(), others["low"].notna().to_numpy())
+
+
+def _differences(table: pd.DataFrame, index: list[str]) -> pd.DataFrame:
+    """Average what − where over texts: its mean, standard error and degrees of freedom."""
+    values = table.assign(**{DIFFERENCE: table["share_key"] - table["share_distance"]}).groupby(index)[DIFFERENCE]
+    found = values.agg(["mean", "sem", "count"]).reset_index()
+    return found.rename(columns={"mean": DIFFERENCE, "sem": "error"}).assign(df=found["count"] - 1)
+
+
+def _decided(heads: pd.DataFrame, low: np.ndarray, high: np.ndarray, known: np.ndarray) -> pd.Series:
+    """Compare each head with 0 and the lowest and highest random head; ``known`` is False where there is none."""
+    looks = pd.Series("undecided", heads.index).where(heads[DIFFERENCE].notna(), MISSING)
+    numbers = heads[[DIFFERENCE, "error", "df"]].to_numpy()
+    for n, (value, error, df) in enumerate(numbers):
+        below, above = np.fmin(low[n], 0.0) - value, value - np.fmax(high[n], 0.0)
+        for name, beyond in (("where", below), ("what", above)):
+            if known[n] and beyond > 0 and significance(beyond, error, df) >= CONFIDENCE:
+                looks.iloc[n] = name
+    return looks
