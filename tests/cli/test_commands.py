@@ -20,23 +20,33 @@ from typer.testing import Result
 from tl_posdisent import (
     ablate_heads,
     additivity,
+    attention_ladder,
+    component_patching,
     controlled_distance,
     demo_text,
     demo_tokens,
     dummy_distance,
     head_ablation,
     head_effects,
+    head_labels,
+    head_patching,
     lambda_mask,
     length_generalization,
+    limit_frequencies,
     load_demo_model,
+    logit_difference,
     perturbation_curve,
     position_interpolation,
+    position_patching,
     random_control,
     remap_distance,
+    swap_positions,
 )
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
+from tl_posdisent.experiments.causal.metrics import shuffled_order
+from tl_posdisent.hooks import phase_noise
 from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.synthetic import deposit
 
@@ -52,7 +62,9 @@ def model() -> Any:
 
 
 def same(got: pd.DataFrame, expected: pd.DataFrame) -> None:
-    got, expected = got.reset_index(drop=True), expected.reset_index(drop=True)
+    got, expected = got.reset_index(drop=True), expected.reset_index(drop=True).replace("", float("nan"))
+    missing = [name for name in expected.select_dtypes("Int64") if expected[name].isna().all()]
+    expected = expected.astype(dict.fromkeys(missing, float))
     pd.testing.assert_frame_equal(got, expected, check_dtype=False, rtol=1e-6)
 
 
@@ -102,6 +114,38 @@ def stretches(count: int, length: int) -> torch.Tensor:
     return torch.tensor([[0, *ids[(length - 1) * n : (length - 1) * (n + 1)]] for n in range(count)])
 
 
+def costs(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
+    """Losses and divergences by Python's loops, under TransformerLens's hooks."""
+    chosen: dict[str, Any] = {"layers": [3, 4], "heads": [0, 2]}
+    hooks = {
+        "unmodified": [],
+        "dummy_distance(2.0)": dummy_distance(model, 2.0, **chosen),
+        "swap_positions(shuffled)": swap_positions(model, shuffled_order(32, 3), **chosen),
+        "remap_distance(at most 4)": remap_distance(model, lambda d: d.clamp(max=4), **chosen),
+        "limit_frequencies(low=0.01, high=0.5)": limit_frequencies(model, 0.01, 0.5, **chosen),
+        "phase_noise(0.5, seed=3)": phase_noise(model, 0.5, seed=3, **chosen),
+        "ablate_heads(zero)": ablate_heads(model, [0, 2], layers=[3, 4]),
+    }
+    before, clean, found = model(tokens).detach().double().log_softmax(-1), pd.Series(dtype=float), []
+    for name, some in hooks.items():
+        log_p = model.run_with_hooks(tokens, fwd_hooks=some).detach().double().log_softmax(-1)
+        steps = [(t, i) for t in range(len(tokens)) for i in range(31)]
+        by_text = [-sum(float(log_p[t, i, tokens[t, i + 1]]) for i in range(31)) / 31 for t in range(len(tokens))]
+        clean = pd.Series(by_text) if name == "unmodified" else clean
+        added = pd.Series(by_text) - clean
+        kl = sum(float((before[t, i].exp() * (before[t, i] - log_p[t, i])).sum()) for t, i in steps) / len(steps)
+        hits = sum(bool(log_p[t, i].argmax() == tokens[t, i + 1]) for t, i in steps) / len(steps)
+        found.append((name, sum(by_text) / len(by_text), added.mean(), added.sem(), kl, hits))
+    return pd.DataFrame(found, columns=["intervention", "loss", "added_loss", "added_loss_se", "kl", "accuracy"])
+
+
+def patched_texts(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
+    clean = torch.tensor([[0, *demo_tokenizer().encode(SOURCE, add_special_tokens=False)[:15]]])
+    metric = logit_difference(*(model.to_tokens(word, prepend_bos=False)[0, 0].item() for word in (" the", " of")))
+    return head_patching(model, tokens, clean, metric, activation="pattern", layers=[2, 4], heads=[1, 5], **QUIET)
+
+
+SOURCE = "He has refused his assent to laws, the most wholesome and necessary for the public good. " * 2
 ONE, QUIET = demo_tokens(length=32), {"progress": False}
 CASES = {
     "fit": Case(
@@ -166,6 +210,71 @@ CASES = {
         ),
         ONE,
     ),
+    "labels": Case(
+        "labels --length 32 --layers 1,4 --local 3 --sinks 2 --window 5 --exact 2 --threshold 0.2 --control 2 --seed 4",
+        lambda m, t: head_labels(
+            *(m, t),
+            **{"layers": [1, 4], "local": 3, "sinks": 2, "window": 5, "exact": 2, "threshold": 0.2},
+            **{"seed": 4, "seeds": [4, 5]},
+            **QUIET,
+        ),
+        ONE,
+    ),
+    "labels without copies": Case(
+        "labels --length 32 --layers 0 --no-streaming --control 0",
+        lambda m, t: head_labels(m, t, layers=[0], streaming=False, seeds=0, **QUIET),
+        ONE,
+    ),
+    "intervene": Case(
+        "intervene --length 32 --texts 2 --layers 3-4 --heads 0,2 --seed 3 --intervention dummy_distance --distance 2 "
+        "--intervention swap_positions --positions shuffled --intervention remap_distance --ceiling 4 --intervention "
+        "limit_frequencies --low 0.01 --high 0.5 --intervention phase_noise --noise 0.5 --intervention ablate_heads",
+        costs,
+        stretches(2, 32),
+    ),
+    "patch": Case(
+        "patch --length 32 --layers 1,4 --positions doubled --vectors key",
+        lambda m, t: position_patching(m, t, torch.arange(32) * 2, what="key", layers=[1, 4], **QUIET),
+        ONE,
+    ),
+    "patch layers": Case(
+        "patch --length 32 --positions shuffled --seed 5 --vectors layer",
+        lambda m, t: position_patching(m, t, shuffled_order(32, 5), what="layer", **QUIET),
+        ONE,
+    ),
+    "patch a component": Case(
+        "patch --length 32 --layers 4 --component distance --component key",
+        lambda m, t: component_patching(
+            m, t, ["distance", "key"], source_positions=torch.arange(32).flip(0), layers=[4], **QUIET
+        ),
+        ONE,
+    ),
+    "patch texts": Case(
+        "patch --length 16 --source source.txt --activation pattern --layers 2,4 --heads 1,5 "
+        "--answer ' the' --wrong ' of'",
+        patched_texts,
+        demo_tokens(length=16),
+    ),
+    "ladder": Case(
+        "ladder --length 24 --texts 3 --heldout 1 --layers 4 --unit layer --rung uniform --rung distance --rung static "
+        "--rung untouched --random --seed 2",
+        lambda m, t: attention_ladder(
+            *(m, t[:2]),
+            heldout=t[2:],
+            layers=[4],
+            unit="layer",
+            rungs=["uniform", "distance", "static", "untouched"],
+            controls=["shuffled", "random"],
+            seed=2,
+            **QUIET,
+        ),
+        stretches(3, 24),
+    ),
+    "ladder of its own text": Case(
+        "ladder --length 24 --texts 2 --heldout 0 --heads L4H2 --rung distance --no-shuffled",
+        lambda m, t: attention_ladder(m, t, heads=["L4H2"], rungs=["distance"], controls=[], **QUIET),
+        stretches(2, 24),
+    ),
     "ablate accuracy": Case(
         "ablate --length 16 --texts 3 --layers 4 --mode resample --seed 2 --metric accuracy",
         lambda m, t: head_ablation(m, t, right, layers=[4], mode="resample", seed=2, **QUIET),
@@ -175,7 +284,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_table_is_that_of_the_library(name: str, model: Any, tmp_path: Path) -> None:
+def test_the_table_is_that_of_the_library(
+    name: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source.txt").write_text(SOURCE, encoding="utf-8")
     case, out = CASES[name], tmp_path / "new" / "table.csv"
     result = run_command(case.line, "--no-progress", "--out", out)
     same(pd.read_csv(out), case.expected(model, case.tokens))
@@ -304,6 +417,37 @@ def test_a_format_holds_every_digit(suffix: str, tmp_path: Path) -> None:
 # Texts, weights, streams
 
 
+@pytest.mark.parametrize("line", ["fit --length 32 --layers 0 --control 0", "ablate --length 16 --layers 4"])
+def test_the_demo_text_by_its_name(line: str, tmp_path: Path) -> None:
+    """It is the default, also for other models, which say so; --text demo is the same without a note."""
+    assert run_command(f"{line} --text demo --no-progress").stdout == run_command(f"{line} --no-progress").stdout
+    folder = tmp_path / "other"
+    demo_hf_model().save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
+    results = [run_command(line, "--model", folder, *text) for text in ([], ["--text", "demo"])]
+    assert results[0].stdout == results[1].stdout
+    assert ["text: the demo text; --text names another" in each.stderr for each in results] == [True, False]
+
+
+def test_a_short_text_is_read_whole(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("We the people of the United States, in order to form a more perfect union", encoding="utf-8")
+    n = len(demo_tokenizer().encode(text.read_text(encoding="utf-8")))
+    assert f"demo, 1 × {n} tokens" in run_command("ablate --layers 4 --no-progress", "--text", text).stdout
+
+
+def test_a_mistyped_name_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything else done before."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("something was read")
+
+    monkeypatch.setattr("tl_posdisent.cli.options.read_text", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    result = run_command("fit --model smolm2", code=2)
+    assert result.stderr == "error: --model must be a known name, got 'smolm2': did you mean 'smollm2'?\n"
+
+
 def test_text_from_stdin_is_that_of_a_file(tmp_path: Path) -> None:
     words = "Wir, the peôple of these states,\nare free & equal; and so are we. " * 2
     text = tmp_path / "text.txt"
@@ -386,7 +530,17 @@ REFUSED = [
     ("fit --out short.txt/table.csv", "--out cannot be written: "),
     ("fit --model ./none --text short.txt", "--model ./none: no such directory"),
     ("fit --model ./model --text short.txt", "--model ./model has no tokenizer, so it cannot read text"),
-    ("fit --model ./model", "--text is needed: only the demo model has a text of its own"),
+    ("fit --model smolm2 --text nowhere.txt", "--model must be a known name, got 'smolm2': did you mean 'smollm2'?"),
+    ("check --model gpt2smal", "--model must be a known name, got 'gpt2smal': did you mean 'gpt2-small'?"),
+    ("report --model qqqq", "--model must be a known name, got 'qqqq': pass the path of a folder, or owner/name"),
+    ("sweep --model demo --model dem", "--model must be a known name, got 'dem': did you mean 'demo'?"),
+    ("patch --length 16 --wrong ' of'", "--wrong needs --answer"),
+    ("patch --length 16 --answer ' unalienable rights'", "--answer must be one token of the model, but"),
+    ("patch --length 16 --source nowhere.txt", "--source cannot be read: [Errno 2]"),
+    ("patch --length 16 --source short.txt", "--text has 2 tokens, too few for 1 × 16"),
+    ("ladder --length 16 --texts 2 --heldout 2", "--heldout must be less than --texts, 2, got 2"),
+    ("intervene --intervention dummy", "--intervention must be one of ablate_heads, dummy_distance, "),
+    ("intervene --length 16 --factor 0", "--factor must be"),
     ("fit --model no-such/model --text short.txt --backend hooked", "--model no-such/model: "),
     *(
         (f"{x} --length 600", "--length must be at most 512, beyond which this model fails, got 600")
@@ -404,7 +558,7 @@ REFUSED = [
     ("sweep --experiment additivty", "--experiment must be one of"),
     ("sweep --argument layers", "--argument must be NAME=JSON"),
     ("sweep --checkpoints 1-x", "--checkpoints must be numbers or ranges such as 0-3, separated by commas"),
-    ("sweep --model ./nowhere", "--model must be a name, or an existing file or folder, got nowhere"),
+    ("sweep --model ./nowhere", "--model ./nowhere: no such directory or file"),
     ("sweep --table table.xlsx", "--table must end in .csv"),
     ("synthetic --encoding rotary", "--encoding must be 'none', "),
     ("synthetic --encoding none --rotary-heads 1", "--rotary-heads must be left out with --encoding 'none'"),

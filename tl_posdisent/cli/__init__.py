@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from .commands.measurements import ablate, controlled, effects, fit, length, perturb, report
+from .commands.causal import ablate, effects, intervene, ladder, patch
+from .commands.measurements import controlled, fit, labels, length, perturb, report
 from .commands.models import check, models
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
@@ -55,5 +56,7 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-for each in (fit, controlled, perturb, length, ablate, effects, sweep, synthetic, report, check, models):
+_MEASURE = (fit, controlled, labels, perturb, length)
+_CHANGE = (intervene, ablate, effects, patch, ladder)
+for each in (*_MEASURE, *_CHANGE, sweep, synthetic, report, check, models):
     app.command()(each)

@@ -17,15 +17,18 @@ from typing import Any, Literal
 import typer
 from typer import Option
 
-from tl_posdisent.cli.output import QUIET, answering, check_out
+from tl_posdisent.cli.output import QUIET, answering, check_out, note
 from tl_posdisent.utils.files import found_at
 
 
-def read_text(text: Path | None, model: str) -> str:
-    """Read a text from a file, from stdin (``-``) or, for the demo model, its own, with line ends ``\\n``."""
-    if text is None:
-        if model != "demo":
-            raise ValueError("--text is needed: only the demo model has a text of its own")
+def read_text(text: Path | None, model: str, option: str = "text") -> str:
+    """Read a text from a file, from stdin (``-``) or, for ``demo``, the packaged one, with line ends ``\\n``.
+
+    The packaged text is also the default; a note says so for models other than the demo model.
+    """
+    if text is None or str(text) == "demo":
+        if text is None and model != "demo":
+            note("text: the demo text; --text names another")
         from tl_posdisent.demo.demo_model import demo_text
 
         return demo_text()
@@ -33,14 +36,14 @@ def read_text(text: Path | None, model: str) -> str:
     try:
         content = sys.stdin.buffer.read() if name == "stdin" else text.read_bytes()
     except OSError as error:
-        raise ValueError(f"--text cannot be read: {error}") from error
+        raise ValueError(f"--{option} cannot be read: {error}") from error
     try:
         words = io.StringIO(content.decode("utf-8-sig"), newline=None).read()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{content[error.start]:02x} at position {error.start}"
-        raise ValueError(f"--text must be UTF-8, but {name} is not ({byte}); convert it, e.g. by iconv") from error
+        raise ValueError(f"--{option} must be UTF-8, but {name} is not ({byte}); convert it, e.g. by iconv") from error
     if not words.strip():
-        raise ValueError(f"--text must have words, but {name} is empty")
+        raise ValueError(f"--{option} must have words, but {name} is empty")
     return words
 
 
@@ -49,10 +52,18 @@ def name_of(model: str) -> str:
     return (Path(model).resolve().name or model) if found_at(model) else model
 
 
-def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
-    """Load a model that has a tokenizer."""
+def check_model(model: str) -> None:
+    """Raise for an unknown model, before anything else is done and without asking a hub."""
     if (Path(model).is_absolute() or model.startswith(".")) and not found_at(model):
         raise ValueError(f"--model {model}: no such directory or file")
+    if model != "demo":
+        from tl_posdisent.models.loading.names import check_model_name
+
+        check_model_name(model)
+
+
+def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
+    """Load a model that has a tokenizer."""
     import torch
 
     from tl_posdisent.demo.demo_model import load_demo_model
@@ -87,10 +98,10 @@ class Given:
         "demo",
         metavar="demo|NAME|PATH",
         help="A name such as smollm2 (see 'models'), a directory, or a GGUF file.",
-        autocompletion=lambda: ["demo", "smollm2"],  # shells complete paths themselves
+        autocompletion=lambda: ["demo", "smollm2", "gemma3-270m"],  # shells complete paths themselves
     )
     text: Path | None = Option(
-        None, metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
+        None, metavar="demo|FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; default the demo text."
     )
     out: Path | None = Option(None, help="File for the whole table: .csv, .parquet or .json.")
     backend: Literal["auto", "hooked", "bridge"] = Option(
@@ -100,7 +111,7 @@ class Given:
         None, help="cpu, cuda, cuda:1 …; default the CPU, or for a NAME TransformerLens's default."
     )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Dtype of the weights.")
-    length: int | None = Option(None, min=2, help="Tokens per text; default the context, at most 512.")
+    length: int | None = Option(None, min=2, help="Tokens per text; default all, at most the context and 512.")
     texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
     layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7, or global or local; default all.")
     heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")
@@ -112,6 +123,7 @@ class Given:
     progress: bool = Option(True, callback=_quiet, help="Progress bars and notes on stderr, or only errors.")
 
     def __post_init__(self) -> None:
+        check_model(self.model)
         check_out(self.out)
         self.chosen_layers, self.chosen_heads = layer_numbers(self.layers), head_numbers(self.heads)
         self.chosen_std = standard_deviation(self.std)
@@ -126,7 +138,8 @@ class Given:
         model = self.load()
         from tl_posdisent.sweeps.sources import cut
 
-        length = self.length or min(int(model.cfg.n_ctx), 512)
+        longest = min(int(model.cfg.n_ctx), 512, max(2, cut(model, words, None).shape[1] // max(1, self.texts)))
+        length = self.length or longest
         if not self.texts:  # two, if the text is long enough
             try:
                 tokens = cut(model, words, length, 2)

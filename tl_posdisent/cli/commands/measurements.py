@@ -1,4 +1,4 @@
-"""Commands that measure a model on a text: fit, controlled, ablate, effects, perturb, length, report."""
+"""Commands that measure a model on a text: fit, controlled, labels, perturb, length, report."""
 
 from __future__ import annotations
 
@@ -145,130 +145,78 @@ def _mean(column: str, trained: Any, chance: Any) -> str:
     return f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}"
 
 
-@command(f"{ON_TEXT} layers heads seed progress")
-def ablate(
+@command(f"{ON_TEXT} layers control std seed progress")
+def labels(
     given: Given,
-    metric: Literal["loss", "accuracy"] = Option("loss", help="Loss or accuracy of the next token."),
-    mode: Literal["zero", "mean", "resample"] = Option(
-        "zero", help="Replacement of a head's output: zero, its mean, or another text's output (--texts 2 …)."
-    ),
+    local: int = Option(8, min=1, help="Number of last keys that count as local."),
+    sinks: int = Option(4, min=0, help="streaming: number of first keys that are always seen."),
+    window: int | None = Option(None, min=1, help="streaming: last keys seen; default a quarter of the text."),
+    streaming: bool = Option(True, help="Added loss of a head that sees only sinks and a window; slow."),
+    exact: int = Option(16, min=0, help="Number of heads with the largest estimates of streaming that are run."),
+    threshold: float = Option(0.5, help="Share of the way from random weights to 1 that a label needs."),
 ) -> list[str]:
-    """Ablate each head and measure the change of loss or accuracy.
+    """Label heads: previous token, duplicate token, induction, first token, local; beside random weights.
+
+    Duplicate tokens and induction are measured on repeated random tokens, everything else on the text.
 
     Columns:
-      layer, head   the ablated head
-      baseline      the metric of the unmodified model (nats, or share correct)
-      value         the metric without this head
-      effect        value - baseline
+      layer, head, label    the head, and the labels that it reaches
+      previous_token …      attention to the previous token, same token before, token after it, first token, last keys
+      entropy               entropy of the attention, nats
+      streaming             added loss if this head sees only first keys and a window, nats per token
+      streaming_exact       whether that was run, or estimated
+      …_random              the same, mean over --control copies with random weights
 
     Examples:
-      tl-posdisent ablate
-      tl-posdisent ablate --metric accuracy --mode mean --out heads.csv
-      tl-posdisent ablate --model EleutherAI/pythia-70m --text book.txt --texts 4
+      tl-posdisent labels
+      tl-posdisent labels --model smollm2 --length 128 --no-streaming --out labels.csv
     """
-    from tl_posdisent.experiments.causal.head_ablation import head_ablation
-    from tl_posdisent.experiments.causal.metrics import next_token_loss
-    from tl_posdisent.synthetic.analysis.deposit import deposit
+    from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 
     model, tokens, what = given.read()
-    table = head_ablation(
+    table = head_labels(
         model,
         tokens,
-        next_token_loss if metric == "loss" else _next_token_accuracy,
         layers=given.chosen_layers,
-        heads=given.chosen_heads,
-        mode=mode,
-        seed=given.seed,
-        progress=given.progress,
-    )
-    save(table, given.out)
-    report = deposit(table, better="lower" if metric == "loss" else "higher")
-    title = f"change of {metric} without each head ({mode}): {what}"
-    return [*by_head(table, "effect", title, digits=3), repr(report).replace("DepositReport", "drops", 1)]
-
-
-def _next_token_accuracy(logits: Any, tokens: Any) -> Any:
-    """Compute the share of next tokens that the model predicts correctly, ``[batch]``."""
-    return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)
-
-
-INTERVENTIONS = ("zero", "mean", "uniform", "first_token", "additive", "distance", "ceiling", "window")
-
-
-@command(f"{ON_TEXT} layers heads seed progress")
-def effects(
-    given: Given,
-    intervention: list[str] | None = repeated(INTERVENTIONS),
-    distance: float = Option(5, help="distance: the distance of all pairs."),
-    ceiling: int = Option(8, min=0, help="ceiling: largest distance that RoPE sees."),
-    sinks: int = Option(4, min=0, help="window: number of first keys that are always seen."),
-    window: int = Option(32, min=1, help="window: number of last keys seen."),
-    draws: int = Option(4, min=0, help="Draws of labels for the curvature."),
-    exact: int = Option(16, min=0, help="Number of heads with the largest estimates that are run exactly."),
-    audit: int = Option(16, min=0, help="Number of random other heads that are run exactly."),
-) -> list[str]:
-    """Estimate the added loss of interventions on each head, for all heads at once, and run the largest exactly.
-
-    Interventions: ablation (zero, mean), attention that is uniform, all on the first token or additive (distance +
-    key), one distance for all pairs, a ceiling on distances, first keys and a window. Default: mean and distance.
-
-    Columns:
-      intervention, layer, head   what is done to which head
-      first                       first-order effect on the loss (attribution patching), nats
-      curvature                   estimate of kl, also the second order of the loss
-      estimate                    first + curvature
-      exact                       added loss in a run with this head changed (if it was run)
-      kl                          divergence of the predictions in that run, nats per token
-      first_se, curvature_se, estimate_se, exact_se, kl_se  standard errors over texts
-
-    Examples:
-      tl-posdisent effects
-      tl-posdisent effects --intervention distance --distance 1 --texts 4 --out effects.csv
-      tl-posdisent effects --model EleutherAI/pythia-70m --text book.txt --intervention mean
-    """
-    names = one_of("intervention", intervention or ["mean", "distance"], INTERVENTIONS)
-    from tl_posdisent.experiments.causal.head_effects import head_effects
-
-    model, tokens, what = given.read()
-    wide = {"distance": distance, "ceiling": ceiling, "sinks": sinks, "window": window}
-    table = head_effects(
-        model,
-        tokens,
-        {name: _intervention(model, tokens, name, wide) for name in names},
-        layers=given.chosen_layers,
-        heads=given.chosen_heads,
-        draws=draws,
+        local=local,
+        sinks=sinks,
+        window=window,
+        streaming=streaming,
         exact=exact,
-        audit=audit,
+        threshold=threshold,
         seed=given.seed,
+        seeds=range(given.seed, given.seed + given.control),
+        std=given.chosen_std,
         progress=given.progress,
     )
     save(table, given.out)
-    shown: list[str] = []
-    for name, some in table.groupby("intervention", sort=False):
-        effect = some.assign(effect=some["exact"].fillna(some["estimate"]))
-        shown += by_head(effect, "effect", f"added loss, {name}, exact or estimated: {what}", digits=3)
-        found = table.attrs["audit"][name]
-        shown += [
-            f"run exactly: the {found['exact']} largest estimates and {found['audited']} random other heads; among the "
-            f"latter, rank correlation of estimates and effects {found['rank_correlation']:.2f}; "
-            f"{found['overlooked']} of them belong among the largest"
-        ]
-    return shown
+    return _labelled(table, what)
 
 
-def _intervention(model: Any, tokens: Any, name: Any, given: dict[str, Any]) -> Any:
-    """Make the hooks of an intervention, on all heads."""
-    from tl_posdisent import hooks
+def _labelled(table: Any, what: str) -> list[str]:
+    """Format the heads of each label, and each measure's mean and largest value beside random weights."""
+    import pandas as pd
 
-    made: dict[str, Callable[[], Any]] = {
-        "zero": lambda: hooks.ablate_heads(model, None),
-        "mean": lambda: hooks.ablate_heads(model, None, mode="mean", reference=tokens),
-        "distance": lambda: hooks.dummy_distance(model, given["distance"]),
-        "ceiling": lambda: hooks.remap_distance(model, lambda d: d.clamp(max=given["ceiling"])),
-        "window": lambda: hooks.lambda_mask(model, given["sinks"], given["window"], tokens.shape[1]),
-    }
-    return made[name]() if name in made else hooks.substitute_attention(model, name)
+    from tl_posdisent.utils.validation import head_label
+
+    named = [head_label(*place) for place in zip(table["layer"], table["head"], strict=True)]
+    heads: dict[str, list[str]] = {}
+    for name, label in zip(named, table["label"], strict=True):
+        heads.setdefault(label or "none", []).append(name)
+    counted = sorted(heads.items(), key=lambda item: (item[0] == "none", -len(item[1])))
+    shown = [f"{label}: {len(some)} ({' '.join(some[:12])}{' …' if len(some) > 12 else ''})" for label, some in counted]
+    rows = []
+    for measure in [name for name in table if f"{name}_random" in table or name in _MEASURES]:
+        if measure.endswith("_exact"):
+            continue
+        value = table[measure]
+        random = table[f"{measure}_random"].mean() if f"{measure}_random" in table else float("nan")
+        rows.append((measure, value.mean(), value.max(), named[int(value.argmax())], random))
+    summary = pd.DataFrame(rows, columns=["measure", "mean", "largest", "head", "random"])
+    return [*frame(summary, f"measures by which heads are labelled: {what}", digits=3), *shown]
+
+
+_MEASURES = ("previous_token", "duplicate_token", "induction", "first_token", "local", "entropy", "streaming")
 
 
 KINDS = ("order", "index", "feature")

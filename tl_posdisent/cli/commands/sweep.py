@@ -10,7 +10,7 @@ from typing import Any
 
 from typer import Option
 
-from tl_posdisent.cli.options import Given, command, whole_numbers
+from tl_posdisent.cli.options import Given, check_model, command, whole_numbers
 from tl_posdisent.cli.output import check_out, frame, note, save
 from tl_posdisent.utils.files import found_at
 
@@ -46,6 +46,8 @@ def sweep(
       tl-posdisent sweep --model EleutherAI/pythia-70m --checkpoints 0,512,143000
       tl-posdisent sweep --model out/training --checkpoints all --table all.csv
     """
+    for name in model or ():
+        check_model(name)
     check_out(table, option="table")
     from tl_posdisent.sweeps.jobs import jobs
     from tl_posdisent.sweeps.runner import sweep as run

@@ -1,0 +1,67 @@
+"""Names of models: known ones, and the nearest to a mistyped one, without a network."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from tl_posdisent.models.loading.packaged import PACKAGED
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.files import found_at
+
+OWN = ("demo", *PACKAGED)
+"""Names of models that come in Python packages, this one included."""
+
+
+def check_model_name(name: str, argument: str = "model") -> None:
+    """Raise unless ``name`` is a path, a packaged model, a repository (``owner/name``) or known to TransformerLens.
+
+    No hub is asked. Whether a path or a repository exists is found out when it is loaded.
+
+    Raises:
+        ValueError: an unknown name without a slash; the message names the nearest known one.
+
+    Example:
+        >>> check_model_name("EleutherAI/pythia-70m")
+        >>> check_model_name("smolm2")
+        Traceback (most recent call last):
+            ...
+        tl_posdisent.utils.errors.ArgumentError: model must be a known name, got 'smolm2': did you mean 'smollm2'?
+    """
+    if name in OWN or "/" in name or "\\" in name or name.startswith((".", "~")) or found_at(name):
+        return
+    if name.endswith(".gguf"):  # a path, whose absence load_model reports
+        return
+    known = _of_transformer_lens()
+    if name in known:
+        return
+    # Own names first: many of TransformerLens's are as near.
+    near = difflib.get_close_matches(name.lower(), OWN, 1, 0.7) or difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "pass the path of a folder, or owner/name of a repository"
+    raise ArgumentError(argument, f"must be a known name, got {name[:80]!r}: {hint}")
+
+
+def _of_transformer_lens() -> list[str]:
+    """List the names and short names of the installed TransformerLens."""
+    lists = _lists_alone() or resolve_name("transformer_lens.loading_from_pretrained")
+    short = [alias for aliases in lists.MODEL_ALIASES.values() for alias in aliases]
+    return [*lists.OFFICIAL_MODEL_NAMES, *short]
+
+
+def _lists_alone() -> Any:
+    """Run the module that only lists names, without the package above it, whose import takes seconds.
+
+    Return None if TransformerLens has no such module, as before version 3.
+    """
+    package = importlib.util.find_spec("transformer_lens")
+    folders = (package and package.submodule_search_locations) or ()
+    for path in (Path(folder, "supported_models.py") for folder in folders):
+        if path.is_file() and (spec := importlib.util.spec_from_file_location("_names_of_models", path)):
+            module = importlib.util.module_from_spec(spec)
+            assert spec.loader is not None
+            spec.loader.exec_module(module)
+            return module
+    return None
