@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, get_args
@@ -14,11 +15,19 @@ from support.live_bytes import LiveBytes
 import tl_posdisent as tp
 from tl_posdisent.additive.attention import rungs
 from tl_posdisent.experiments.cost import Measured
+from tl_posdisent.experiments.passes import NOT_ESTIMATED
+from tl_posdisent.experiments.passes import TOOLS as TAKES
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading import memory
 
 TOOLS = get_args(Measured)
-LAYER_BY_LAYER = ("additivity", "controlled_distance", "subspace_patterns", "fit_attention")
+LAYER_BY_LAYER = (
+    *("additivity", "controlled_distance", "subspace_patterns", "fit_attention", "disentanglement"),
+    *("positional_symbolic", "trained_vs_random", "dummy_distance_check"),
+)
+OF_ONE_LAYER = ("positional_subspace", "rope_hadamard")
+OF_SEVERAL_TEXTS = ("positional_subspace",)
+COPIES = {"head_labels": 2, "trained_vs_random": 4}  # models, each of which makes the same passes
 
 
 def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> None:
@@ -27,12 +36,23 @@ def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> Non
         for_each_layer(model, tokens, tp.read_model(model).specs()[-1:], kept.append)
         tp.fit_attention(kept.pop().scores)
         return
-    others = {
+    length = tokens.shape[1]
+    others: dict[str, Any] = {
         "head_effects": (tp.dummy_distance(model, 5),),
+        "position_effects": (tp.dummy_distance(model, 5),),
         "head_patching": (tokens.flip(1), lambda logits, _: logits[:, -1].mean(-1)),
-        "position_patching": (torch.arange(tokens.shape[1]).flip(0),),
+        "position_patching": (torch.arange(length).flip(0),),
+        "length_generalization": ([length // 4, length // 2, length - 1],),
+        "output_projection": (tp.dummy_distance(model, 5),),
     }
-    getattr(tp, tool)(model, tokens, *others.get(tool, ()), progress=False, **options)
+    options |= {"source": tokens.flip(1)} if tool == "component_patching" else {}
+    options |= {"in_range": length // 2} if tool in ("length_generalization", "output_projection") else {}
+    if tool in OF_ONE_LAYER:
+        layers = options.pop("layers", [len(model.blocks) - 1])
+        getattr(tp.experiments, tool)(model, tokens, layers[0], **options)
+        return
+    options |= {} if tool == "output_projection" else {"progress": False}
+    getattr(tp.experiments, tool)(model, tokens, *others.get(tool, ()), **options)
 
 
 @pytest.fixture
@@ -42,15 +62,45 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(rungs, "_STEPS", 10)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize(("layers", "heads"), [(3, 8), (4, 4)])
-def test_passes_are_counted(tool: str, layers: int, heads: int, few_steps: Callable[[], None]) -> None:
-    """In tokens that go through the MLPs, of which shortcuts leave some out."""
-    few_steps()
+@pytest.fixture(scope="module")
+def models() -> dict[tuple[int, int], Any]:
     build = zoo.bridge if zoo.BRIDGE_NAMES else zoo.hooked
-    model = build("llama-gqa", num_hidden_layers=layers, num_attention_heads=heads)
-    tokens = zoo.random_tokens(24, 1)
-    tp.read_model(model)
+    shapes = [(3, 8), (4, 4)]
+    made = {shape: build("llama-gqa", num_hidden_layers=shape[0], num_attention_heads=shape[1]) for shape in shapes}
+    for model in made.values():  # passes of reading are made once, whatever runs afterwards
+        tp.read_model(model)
+        tp.head_ablation(model, zoo.random_tokens(12, 2), heads="L0H0", progress=False)
+    return made
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "first layer": {"layers": [0]},
+    "last layers": {"layers": [1, 2]},
+    "one head": {"layers": [1], "heads": [0]},
+    "heads": {"heads": ["L0H1", "L2H0", "L2H3"]},
+    "positions": {"positions": [1, 5, 7], "layers": [0, 2]},
+}
+
+
+def chosen(tool: str, choice: str) -> bool:
+    return set(CHOICES[choice]) <= set(TAKES[tool].takes)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("layers", "heads"), [(3, 8), (4, 4)])
+@pytest.mark.parametrize(
+    ("tool", "choice"), [(tool, choice) for tool in TOOLS for choice in CHOICES if chosen(tool, choice)]
+)
+def test_passes_are_counted(
+    tool: str, choice: str, layers: int, heads: int, batch: int, models: Any, few_steps: Callable[[], None]
+) -> None:
+    """In tokens that go through the MLPs, of which shortcuts leave some out."""
+    if (tool in OF_ONE_LAYER and choice == "last layers") or (tool in OF_SEVERAL_TEXTS and batch == 1):
+        pytest.skip("one layer alone, or several texts")
+    few_steps()
+    model, options = models[layers, heads], CHOICES[choice]
+    tokens = zoo.random_tokens(24, batch)
     seen: list[int] = []
 
     def count(module: Any, inputs: Any, x: torch.Tensor) -> None:
@@ -59,12 +109,43 @@ def test_passes_are_counted(tool: str, layers: int, heads: int, few_steps: Calla
             x.register_hook(lambda gradient: seen.append(gradient.shape[0] * gradient.shape[1]))
 
     handles = [b.mlp.register_forward_hook(count) for b in model.blocks]
-    of_labels = tool == "head_labels"  # its random copy takes as many as the model, beside what reading it takes
-    with torch.no_grad():
-        run_tool(model, tool, tokens, **{"seeds": 0} if of_labels else {})
+    with torch.no_grad():  # random copies take as many as the model, beside what reading them takes
+        run_tool(model, tool, tokens, **options, **{"seeds": 1 - ("labels" in tool)} if tool in COPIES else {})
     for handle in handles:
         handle.remove()
-    assert sum(seen) * (1 + of_labels) / layers / 24 == pytest.approx(tp.estimate(model, 24, tool=tool).passes, rel=0.1)
+    passes = tp.estimate(model, 24, batch=batch, tool=tool, **options).passes
+    assert sum(seen) * COPIES.get(tool, 1) / layers / tokens.numel() == pytest.approx(passes, rel=0.1)
+
+
+def test_every_tool_that_runs_a_model_is_estimated_or_left_out_with_a_reason() -> None:
+    public = {}
+    for module in (tp, tp.experiments, tp.hooks, tp.models, tp.viz):
+        public |= {name: getattr(module, name) for name in module.__all__}
+    of_models = {name for name, each in public.items() if inspect.isfunction(each) and first_of(each) == "model"}
+    assert of_models - {*TOOLS} == {*NOT_ESTIMATED}
+    assert {*TOOLS} <= of_models | {"fit_attention"}
+    assert {*TOOLS} == {*TAKES}
+    for tool, reason in NOT_ESTIMATED.items():
+        with pytest.raises(ValueError, match=f"tool must be one whose passes are known, got '{tool}', which {reason}"):
+            tp.estimate(tp.load_demo_model(), 100, tool=tool)  # type: ignore[arg-type]
+
+
+def first_of(function: Any) -> str:
+    return next(iter(inspect.signature(function).parameters), "")
+
+
+def test_a_tool_is_estimated_with_the_arguments_that_it_takes() -> None:
+    model = tp.load_demo_model()
+    for tool in TOOLS:
+        known = inspect.signature(getattr(tp, tool, getattr(tp.experiments, tool, None))).parameters
+        known = {*known} | ({"layers"} if "layer" in known else set())
+        for name, given in {"layers": [1], "heads": [0], "positions": [3]}.items():
+            if name in TAKES[tool].takes:
+                assert name in known, tool
+                tp.estimate(model, 30, tool=tool, **{name: given})
+            else:
+                with pytest.raises(ValueError, match=f"{name} must be None for {tool}"):
+                    tp.estimate(model, 30, tool=tool, **{name: given})
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -76,10 +157,11 @@ def test_no_tool_holds_more(kind: str, name: str, tool: str, few_steps: Callable
     if (kind, name) != zoo.cases("llama-gqa")[0].values or zoo.TL_MAJOR != 3:
         few_steps()  # all of them in one case, where what each adds would be seen
     model = {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](name, max_position_embeddings=1024)
+    batch = 2 if tool in OF_SEVERAL_TEXTS else 1
     for length in (100, 600) if tool in LAYER_BY_LAYER else (64,) if tool == "attention_ladder" else (64, 256):
         with torch.no_grad(), LiveBytes() as live:
-            run_tool(model, tool, zoo.random_tokens(length, 1), **options)
-        needed = tp.estimate(model, length, tool=tool).needed_bytes
+            run_tool(model, tool, zoo.random_tokens(length, batch), **options)
+        needed = tp.estimate(model, length, batch=batch, tool=tool).needed_bytes
         assert live.most + 2**22 < needed
     if tool in LAYER_BY_LAYER:
         assert needed < 3 * live.most + 2**25

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import zoo
 
+import tl_posdisent as tp
 from tl_posdisent import (
     additivity,
     capture,
@@ -105,3 +106,12 @@ def test_layers_that_do_not_rotate_are_passed_over(shared_model: Any) -> None:
     assert sorted(table["layer"].unique()) == rotating != list(range(model.cfg.n_layers))
     with pytest.raises(ValueError, match=r"trained_vs_random needs rotary .* layer 1 of SmolLM3ForCausalLM"):
         trained_vs_random(model, tokens, layers=[1], seeds=[0], progress=False)
+
+
+def test_one_copy_has_no_standard_deviation_and_says_so() -> None:
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=32)
+    one, two = (trained_vs_random(model, tokens, layers=[0], seeds=n, progress=False) for n in (1, 2))
+    assert one["random_std"].isna().all()
+    assert "one copy has no standard deviation" in one.attrs["random_std"]
+    assert two["random_std"].notna().all()
+    assert "random_std" not in two.attrs

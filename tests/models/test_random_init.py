@@ -225,3 +225,21 @@ def test_under_hooks_of_this_package_the_copy_has_none(kind: str, name: str, wha
             under = model(TOKENS)
             torch.testing.assert_close(next(random_control(model, weights=what))(TOKENS), expected, rtol=0, atol=0)
             torch.testing.assert_close(model(TOKENS), under)
+
+
+@zoo.needs_bridge
+def test_copies_of_a_checked_bridge_are_those_of_an_unchecked_one() -> None:
+    """They are not compared with the original again, and share its tokenizer; nothing else differs."""
+    model, tokens = tp.load_demo_model(backend="bridge"), tp.demo_tokens(length=32)
+    assert model.checked_logits
+    quick = next(random_control(model, [3]))
+    assert quick.tokenizer is model.tokenizer
+    assert not quick.checked_logits
+    model.checked_logits = False
+    slow = next(random_control(model, [3]))
+    assert slow.tokenizer is not model.tokenizer
+    assert torch.equal(quick(tokens), slow(tokens))
+    assert quick.to_string(tokens) == slow.to_string(tokens) == model.to_string(tokens)
+    assert {k: v for k, v in vars(quick.cfg).items() if isinstance(v, (int, float, str))} == {
+        k: v for k, v in vars(slow.cfg).items() if isinstance(v, (int, float, str))
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -11,39 +11,48 @@ import pandas as pd
 
 from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
 from tl_posdisent.experiments.causal.runs import texts_at_once
-from tl_posdisent.experiments.causal.streaming_effects import DRAWS
+from tl_posdisent.experiments.passes import NOT_ESTIMATED, TOOLS, Work
+from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.reading.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.moments import NUMBERS_AT_ONCE
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_integer
+from tl_posdisent.utils.validation import check_choice, check_heads, check_indices, check_integer, shown
 
 Measured = Literal[
     "additivity",
     "controlled_distance",
+    "disentanglement",
+    "dummy_distance_check",
+    "positional_symbolic",
+    "preference_flips",
     "subspace_patterns",
+    "trained_vs_random",
     "fit_attention",
-    "head_ablation",
-    "head_effects",
     "head_labels",
+    "head_ablation",
+    "streaming_ablation",
+    "head_effects",
+    "position_effects",
     "head_patching",
     "position_patching",
+    "component_patching",
     "additive_substitution",
     "attention_ladder",
-    "preference_flips",
+    "positional_subspace",
+    "rope_hadamard",
+    "length_generalization",
+    "output_projection",
+    "perturbation_curve",
 ]
 
-# For all layers and heads. A changed head needs only the layers after it, and each layer's attention runs once more.
-# For head_effects, with one intervention: backward passes count as passes. head_labels has a function of its own.
-_PASSES: dict[str, Callable[[int, int], float]] = {
-    "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
-    "head_effects": lambda layers, heads: 9.5 + (min(32, layers * heads) / layers + 2) * (layers + 1) / 2,
-    "head_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
-    "position_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
-    "additive_substitution": lambda layers, heads: 3 * (heads + 2) * (layers + 1) / 2 + 24,
-    "attention_ladder": lambda layers, heads: (15 * heads + 18) * (layers + 1) / 2 + 10,
-}
+_WITH_GRADIENTS = ("head_effects", "head_labels", "position_effects")
+_ONE_BY_ONE = (  # tools that change heads one by one, several of them in one batch
+    *("head_ablation", "streaming_ablation", "head_patching", "position_patching", "component_patching"),
+    *("additive_substitution", "attention_ladder", *_WITH_GRADIENTS),
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,9 @@ def estimate(
     *,
     batch: int = 1,
     tool: Measured = "additivity",
+    layers: int | Iterable[int] | None = None,
+    heads: Heads = None,
+    positions: int | Iterable[int] | None = None,
     available: int | None = None,
 ) -> Estimate:
     """Estimate forward passes and memory of a measurement with its default arguments.
@@ -123,10 +135,13 @@ def estimate(
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         length: tokens per text, at least 2.
         batch: number of texts that run at once.
-        tool: the tool that will run, on all layers and heads; ``"head_effects"`` is for one intervention (each
-            further one adds half a pass and its exact runs); ``"fit_attention"`` is for one layer that ``capture``
-            returns. Tools that run once, layer by layer, need about as much as ``"controlled_distance"``. Computation
-            outside the passes takes time too: docs/memory_and_time.md lists measured times.
+        tool: the tool that will run; ``"head_effects"`` and ``"position_effects"`` are for one intervention (each
+            further one of ``head_effects`` adds half a pass and its exact runs); ``"fit_attention"`` is for one layer
+            that ``capture`` returns; ``"length_generalization"`` and ``"output_projection"`` are for texts of which
+            half is in range. Computation outside the passes takes time too: docs/memory_and_time.md lists measured
+            times.
+        layers, heads, positions: the choice that the tool will be given, where it takes one; default all layers and
+            heads, and all positions together. Of ``layers=`` for a tool that measures one ``layer``, the last counts.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
 
@@ -140,43 +155,38 @@ def estimate(
         >>> plan.fits, plan.advice  # the length depends on the class of the model
         (False, 'length=..., batch=1')
         >>> estimate(model, 100, tool="position_patching").passes  # 5 layers of 8 heads
-        31.0
+        31.2
+        >>> estimate(model, 100, tool="head_ablation", layers=[4]).passes  # a fifth of the model for each head
+        2.8
     """
     model = model_of(model)
-    layers = n_layers(model)
     check_integer("length", length, 2)
     check_integer("batch", batch, 1)
+    if isinstance(tool, str) and tool in NOT_ESTIMATED:
+        raise ArgumentError("tool", f"must be one whose passes are known, got {tool!r}, which {NOT_ESTIMATED[tool]}")
     check_choice("tool", tool, get_args(Measured))
     if available is not None:
         check_integer("available", available, 0)
+    for name, given in {"layers": layers, "heads": heads, "positions": positions}.items():
+        if given is not None and name not in TOOLS[tool].takes:
+            raise ArgumentError(name, f"must be None for {tool}, which takes no {name}, got {shown(given)}")
+    chosen = check_heads(layers, heads, n_layers(model), model.cfg.n_heads)
+    places = 1 if positions is None else len(check_indices("positions", positions, length))
     devices, weights = model_devices(model), model_bytes(model)
     on_meta = all(device.type == "meta" for device in devices)
     free = free_memory(devices) if available is None else available
     if available is None and on_meta and free is not None:
         free = max(0, free - weights)  # the model is not loaded yet
-    scores, other = _memory(model, tool, length, batch)
+    scores, other = _memory(model, tool, length, batch, places)
     fits = free is None or scores + other <= free
-    passes = float(_PASSES[tool](layers, model.cfg.n_heads)) if tool in _PASSES else 1.0
-    if tool == "head_labels":
-        passes = _label_passes(model, length, batch)
-    advice = "" if fits or free is None else _advice(model, tool, length, batch, free)
+    copied = repeated_tokens(model, None, 4, 0).numel() if tool == "head_labels" else 0
+    work = Work(n_layers(model), chosen, length, batch, places, texts_at_once(model.cfg, length), copied)
+    passes = round(float(TOOLS[tool].passes(work)), 2)
+    advice = "" if fits or free is None else _advice(model, tool, length, batch, free, places)
     return Estimate(tool, length, batch, passes, weights, scores, other, free, advice)
 
 
-def _label_passes(model: Any, length: int, batch: int) -> float:
-    """Count the passes of ``head_labels``, in the model and one random copy."""
-    layers, exact = n_layers(model), 16
-    n_heads = layers * model.cfg.n_heads
-    patterns = 1 + repeated_tokens(model, None, 4, 0).numel() / (batch * length)
-    estimates = 2 + DRAWS if n_heads > exact else 0
-    run = min(exact, n_heads)
-    # Nothing changes before the first query that misses a key; each layer's batch has an unmodified text too.
-    seen = 1 - min(1, (4 + length // 4) / length)
-    changed = seen * (layers + 1) / 2 * (run + min(run, layers)) / layers
-    return float(2 * (patterns + estimates + 3 - seen + 1 / layers + changed))
-
-
-def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
+def _memory(model: Any, tool: str, length: int, batch: int, places: int = 1) -> tuple[int, int]:
     """Compute upper bounds for the bytes of scores, and of everything else except the model."""
     cfg, layers = model.cfg, n_layers(model)
     heads, kv, width = cfg.n_heads, getattr(cfg, "n_key_value_heads", None) or cfg.n_heads, cfg.d_head
@@ -186,36 +196,39 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
     scores = copies * heads * tokens * length * size
     d_model, d_mlp = getattr(cfg, "d_model", heads * width), getattr(cfg, "d_mlp", None) or 0
     other = tokens * (8 * d_model + 4 * d_mlp + 8 * heads * width) * size
-    if tool == "additivity":
+    if tool in ("additivity", "trained_vs_random"):
         at_once = 2**24 if any(device.type == "cuda" for device in model_devices(model)) else 2**18
         other += 3 * 8 * ((layers + 12) * tokens * heads + min(tokens * heads * length, at_once))
-    elif tool == "fit_attention":
+    if tool == "fit_attention":
         cells = heads * batch * length**2
         step = min(cells, max(2**20, min(64 * length, 2**22)))
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
-    elif tool in _PASSES or tool == "head_labels":
-        runs = 1 + max(1, min(heads, texts_at_once(cfg, length) // batch))  # in one batch, and the unmodified text
+    elif tool in _ONE_BY_ONE:
+        runs = 1 + max(
+            1, min(heads * places, texts_at_once(cfg, length) // batch)
+        )  # in one batch, and the unmodified text
         scores, other = runs * scores, runs * other + 24 * tokens * getattr(cfg, "d_vocab", 0)
         other += model_bytes(model) * (tool == "head_labels")  # a random copy
-        if tool in (
-            "head_effects",
-            "head_labels",
-        ):  # what a backward pass needs of every layer, and gradients of five passes
+        if tool in _WITH_GRADIENTS:  # what a backward pass needs of every layer, and gradients of five passes
             scores += layers * copies * heads * tokens * length * size
             other += layers * tokens * (16 * d_model + 8 * d_mlp + (8 + 2 * 7) * heads * width) * size
             other += 16 * tokens * getattr(cfg, "d_vocab", 0)
-    else:
+    elif tool != "additivity":
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
         other += 2**26 * (tool == "preference_flips")  # pairs of keys at a time
         other += 8 * (4 * vectors + 2 * (heads + kv) * width * (2 * width + length)) + 6 * tokens * heads * width * size
+        if tool in ("positional_symbolic", "trained_vs_random"):  # running moments of 64 keys at a time
+            other += 64 * 16 * 8 * kv * width**2
+        if tool == "trained_vs_random":
+            other += model_bytes(model)
     return scores, other + 2**23 + layers * 2**19  # overhead in addition to tensors, as measured
 
 
-def _advice(model: Any, tool: str, length: int, batch: int, free: int) -> str:
+def _advice(model: Any, tool: str, length: int, batch: int, free: int, places: int) -> str:
     """Find arguments that would fit: fewer texts, then a shorter text."""
 
     def fits(length: int, batch: int) -> bool:
-        return sum(_memory(model, tool, length, batch)) <= free
+        return sum(_memory(model, tool, length, batch, places)) <= free
 
     for texts in range(batch - 1, 0, -1):
         if fits(length, texts):

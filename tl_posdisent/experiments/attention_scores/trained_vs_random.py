@@ -76,8 +76,9 @@ def trained_vs_random(
 
     Returns:
         One row per layer (and head), measure and ``std``: ``layer``, (``head``,) ``measure``, ``std`` (NaN for shuffled
-        weights); ``trained``; ``random`` and ``random_std``, mean and standard deviation over the copies (NaN for a
-        single one). ``table.attrs["random weights"]`` describes the copies.
+        weights); ``trained``; ``random`` and ``random_std``, mean and standard deviation over the copies. A single copy
+        has no standard deviation: ``random_std`` is NaN then, and ``table.attrs["random_std"]`` says why.
+        ``table.attrs["random weights"]`` describes the copies.
 
     Raises:
         ValueError: as the functions named above.
@@ -115,6 +116,8 @@ def trained_vs_random(
             tables.append(pd.DataFrame({"std": scale} | columns).reset_index())
     table = pd.concat(tables).sort_values(index, kind="stable", ignore_index=True)
     table.attrs["random weights"] = described_copies(weights, [x for x in scales if not isnan(x)], seeds)
+    if len(seeds) == 1:
+        table.attrs["random_std"] = "NaN: one copy has no standard deviation; pass seeds=2 or more"
     return reading.note(table)
 
 

@@ -177,8 +177,17 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     """
     check_backend("bridge")
     _check_hf_model(hf_model)
+    return wrapped(hf_model, _own_tokenizer(tokenizer))
+
+
+def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, check: bool = True) -> Any:
+    """Wrap ``hf_model`` in a TransformerBridge that keeps this very tokenizer.
+
+    Without ``check``, logits are not compared with the original's: for models that differ from a checked one only in
+    their weights. ``bridge.checked_logits`` says whether they were compared.
+    """
     hf_model.eval()
-    numbers = not any(p.is_meta for p in hf_model.parameters())  # meta tensors have no values to compare
+    numbers = check and not any(p.is_meta for p in hf_model.parameters())  # meta tensors have no values to compare
     tokens = probe_tokens(hf_model)
     name = type(hf_model).__name__
     with logits_at_some_positions(hf_model, tokens):
@@ -186,7 +195,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         try:
             hf_model.set_attn_implementation("eager")
             bridge: TransformerBridge = _lens(_BRIDGE)(
-                hf_model, architecture=name, hf_config=hf_model.config, tokenizer=_own_tokenizer(tokenizer)
+                hf_model, architecture=name, hf_config=hf_model.config, tokenizer=tokenizer
             )
             bridge.eval()
             with without_gradients():
@@ -196,7 +205,9 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
             raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
     if got is not None and expected is not None:
         check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
+    if not any(p.is_meta for p in hf_model.parameters()):
         keep_cache(bridge, tokens)
+    bridge.checked_logits = got is not None
     return bridge
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tl_posdisent.models.loading.load import bridge_from_hf
+from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
 from tl_posdisent.models.reading.attributes import table_slots
 from tl_posdisent.models.reading.model_parts import device_of, dtype_of
 from tl_posdisent.models.reading.spec import n_layers
@@ -172,7 +172,9 @@ def _copied(model: Any) -> Any:
     attributes = [(module, name, x) for module in model.modules() for name, x in vars(module).items()]
     hooks = [x for module, name, x in attributes if name in _OF_HOOKS and x and isinstance(module, HookPoint)]
     left = [x for _, _, x in attributes if isinstance(x, Tensor) and not x.is_leaf]  # a bridge's last pattern
-    fresh = copy.deepcopy(model, {id(x): type(x)() for x in hooks} | {id(x): None for x in left})
+    tokenizer = getattr(model, "tokenizer", None)  # shared: copying a large one takes as long as a pass
+    kept = {id(x): type(x)() for x in hooks} | {id(x): None for x in left} | {id(tokenizer): tokenizer}
+    fresh = copy.deepcopy(model, kept)
     fresh.reset_hooks()
     return fresh.eval()
 
@@ -215,7 +217,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
             torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
             fresh = type(model.original_model)(config)
             fresh = fresh.to(device_of(model), dtype_of(model.original_model))
-            bridge = bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
+            bridge = _bridged(fresh, model)
         finally:
             torch.set_default_dtype(default)
             torch.random.set_rng_state(state)
@@ -224,6 +226,17 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
             for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
                 setattr(slot.owner, slot.name, longer.table.clone())
     return bridge
+
+
+def _bridged(fresh: Any, model: Any) -> Any:
+    """Wrap a copy as its model is wrapped, which is not compared with the original again if the model was.
+
+    The tokenizer is shared: it is the model's own, and copying a large one takes longer than a pass.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    if not getattr(model, "checked_logits", False):
+        return bridge_from_hf(fresh, tokenizer=tokenizer)
+    return wrapped(fresh, tokenizer, check=False)
 
 
 @without_gradients()
