@@ -106,7 +106,9 @@ def test_a_cell_says_its_number_and_leads_to_its_head(path: Path, opened: Open) 
     assert row.is_visible()
     assert page.page.locator("#panel h3").inner_text() == "L3H4"
     titles = page.page.locator("#table-atlas thead th").all_inner_texts()
-    assert float(row.locator("td").nth(titles.index("held-out r") - 1).inner_text()) == pytest.approx(float(r), abs=6e-4)
+    assert float(row.locator("td").nth(titles.index("held-out r") - 1).inner_text()) == pytest.approx(
+        float(r), abs=6e-4
+    )
 
 
 def test_the_atlas_is_sorted_by_a_click_on_a_title(path: Path, opened: Open) -> None:
