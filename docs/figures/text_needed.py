@@ -25,25 +25,23 @@ NAMES = {
 }
 
 
-def text_needed(model: Any) -> pd.DataFrame:
+def text_needed(model: Any, of: int = TEXTS) -> pd.DataFrame:
     """One row per measure and number of texts: the error of a mean over so many, and how well two of them rank heads.
 
     Texts of 128 tokens in random orders are divided into sets of n. ``error`` is the root mean square difference of two
     sets, over heads and pairs of sets, divided by √2; ``spread`` the standard deviation over heads of the mean of all
     texts; ``rank`` the rank correlation of two sets, mean over pairs.
     """
-    texts = trained_and_random.texts(model)[:TEXTS, :LENGTH]
+    texts = trained_and_random.texts(model)[:of, :LENGTH]
     found = {name: torch.stack(rows) for name, rows in by_text(model, texts).items()}
     generator, rows = torch.Generator().manual_seed(0), []
-    orders = [torch.randperm(TEXTS, generator=generator) for _ in range(8)]
-    for n in (1, 2, 4, 8):
-        sets = {
-            name: torch.cat([x[order].view(-1, n, x.shape[1]).mean(1) for order in orders]) for name, x in found.items()
-        }
+    orders = [torch.randperm(of, generator=generator) for _ in range(8)]
+    for n in (1, 2, 4, 8)[: of.bit_length() - 1]:
+        sets = {name: torch.cat([means(x[order], n) for order in orders]) for name, x in found.items()}
         if n > 1:  # the profile is that of the other texts of a set
-            parts = torch.cat([texts[order].view(-1, n, LENGTH) for order in orders[: ORDERS["r_held_out"]]])
+            parts = torch.cat([texts[order].view(-1, n, texts.shape[1]) for order in orders[: ORDERS["r_held_out"]]])
             sets["r_held_out"] = torch.stack([column(additivity(model, x), "r_held_out") for x in parts])
-        rows += [{"measure": name, "texts": n, "tokens": n * LENGTH, **compared(x)} for name, x in sets.items()]
+        rows += [{"measure": name, "texts": n, "tokens": n * texts.shape[1], **compared(x)} for name, x in sets.items()]
         print(rows[-1], flush=True)
     return pd.DataFrame(rows)
 

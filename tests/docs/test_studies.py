@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "measures": {"heads": [(1, 0), (0, 1)]},
     "downstream_questions": {"questions": 3},
     "head_effects": {"texts": 2},
+    "text_needed": {"of": 4},
     "every_verdict": {"texts": 8, "exact": 1, "audit": 1},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
