@@ -229,10 +229,7 @@ def smollm2_replaced_heads() -> go.Figure:
 
 
 def how_much_text() -> go.Figure:
-    tables = {"SmolLM2": "smollm2", "Gemma 3": "gemma3"}
-    return text_needed.picture(
-        {name: pd.read_csv(FOLDER / folder / "text_needed.csv") for name, folder in tables.items()}
-    )
+    return text_needed.picture(pd.read_csv(FOLDER / "smollm2" / "text_needed.csv"))
 
 
 def replaced(trained: pd.DataFrame, random: pd.DataFrame, name: str) -> go.Figure:

@@ -23,6 +23,7 @@ NAMES = {
     "mean output": "KL, mean output",
     "distance 5": "KL, every distance 5",
 }
+COLOURS = ("#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7")
 
 
 def text_needed(model: Any, of: int = TEXTS) -> pd.DataFrame:
@@ -89,24 +90,16 @@ def column(table: pd.DataFrame, name: str) -> Tensor:
     return torch.tensor(table.sort_values(HEAD)[name].to_numpy())
 
 
-def picture(tables: dict[str, pd.DataFrame]) -> go.Figure:
+def picture(table: pd.DataFrame) -> go.Figure:
     """Error in units of the spread over heads, and rank correlation, against tokens: a colour for each measure."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
-    colours = dict(zip(NAMES, ("#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7"), strict=True))
-    for dash, (model, table) in zip(("solid", "dot"), tables.items(), strict=True):
-        table = table.assign(relative=table["error"] / table["spread"])
-        for name, rows in table.groupby("measure", sort=False):
-            for place, y in enumerate(("relative", "rank"), 1):
-                line = go.Scatter(
-                    x=rows["tokens"],
-                    y=rows[y],
-                    name=f"{NAMES[str(name)]} ({model})",
-                    mode="lines+markers",
-                    line={"color": colours[str(name)], "dash": dash},
-                    showlegend=place == 1,
-                )
-                figure.add_trace(line, row=1, col=place)
+    table = table.assign(relative=table["error"] / table["spread"])
+    for (name, title), colour in zip(NAMES.items(), COLOURS, strict=True):
+        rows = table[table["measure"] == name]
+        style = {"mode": "lines+markers", "line": {"color": colour}, "name": title}
+        for place, y in enumerate(("relative", "rank"), 1):
+            figure.add_trace(go.Scatter(x=rows["tokens"], y=rows[y], showlegend=place == 1, **style), row=1, col=place)
     figure.update_xaxes(title="tokens", type="log", tickvals=[128, 256, 512, 1024])
     figure.update_yaxes(title="error / standard deviation over heads", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="rank correlation of two sets", row=1, col=2)
-    return figure.update_layout(title="How much text is enough: two sets of texts, every head")
+    return figure.update_layout(title="Two measurements of every head of SmolLM2-135M, on different texts")

@@ -38,7 +38,7 @@ def test_pictures_exist_and_every_figure_that_explains_a_tool_is_shown() -> None
     again = {  # the same kind of figure, of another model or setting
         *(f"smollm2_{name}.svg" for name in ("heads", "by_layer", "layers", "sufficiency")),
         *(f"{name}.svg" for name in ("deposit", "deposit_96_heads", "downstream", "house", "language_dynamics")),
-        *(f"{name}.svg" for name in ("output_projection", "replaced_heads")),
+        *(f"{name}.svg" for name in ("output_projection", "replaced_heads", "how_much_text")),
     }
     assert {path.name for path in FIGURES.glob("*.svg")} - again == {x for x in shown if x.endswith(".svg")}
 
