@@ -75,7 +75,8 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     assert f"the 6 counted are: {counted}." in said
     assert "These are 8 tests: of heads that diverge by no more than 0.001 nats, at most 0.2 would be counted" in said
     assert "With the false discovery rate held at 5 %, 6 remain." in said
-    subject: Any = type("Subject", (), {"tokens": [0, 1]})()
+    fields = {"tokens": [0, 1], "layers": [3], "heads": {3: list(range(8))}, "attention": {}}
+    subject: Any = type("Subject", (), fields)()
     page, _ = section("ladder", subject, Found(table))
     assert "diverge by less than 0.001 nats per token" in " ".join(page.split())
     path = tmp_path / "section.html"

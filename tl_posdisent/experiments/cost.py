@@ -108,9 +108,10 @@ class Estimate(HasTable):
         return pd.DataFrame([asdict(self) | {"needed_bytes": self.needed_bytes, "fits": self.fits}])
 
     def __repr__(self) -> str:
+        passes = f"{self.passes:g} {'pass' if self.passes == 1 else 'passes'}"
         there = "" if self.available_bytes is None else f" of {gigabytes(self.available_bytes)} available"
         return (
-            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens: {self.passes:g} passes\n"
+            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens: {passes}\n"
             f"  model {gigabytes(self.model_bytes)}, in addition at most {gigabytes(self.needed_bytes)}{there} (scores "
             f"{gigabytes(self.score_bytes)}): {'fits' if self.fits else f'does not fit: use {self.advice}'}"
         )

@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import head_label, is_integer, listed
+from tl_posdisent.utils.words import plural
 
 Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
 """None for all heads of the layers, integers for the same heads in each, or labels ``"L16H0"`` and pairs
@@ -88,9 +89,9 @@ class Hooks(list[Any]):
 def _shown_heads(interventions: Sequence[Intervention]) -> str:
     heads = [head_label(x.spec.layer, head) for x in interventions for head in x.heads]
     n, widths = len({x.spec.layer for x in interventions}), {len(x.heads) for x in interventions}
-    layers = f"{n} layer{'s' * (n > 1)}"
+    layers = plural(n, "layer")
     if len(widths) == 1 and all(len(x.heads) == x.spec.n_heads for x in interventions):
-        return f"{layers} × {min(widths)} heads"
+        return f"{layers} × {plural(min(widths), 'head')}"
     return ", ".join(heads) if len(heads) <= 4 else f"{len(heads)} heads of {layers}"
 
 

@@ -13,9 +13,11 @@ from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.report.atlas_map import choices, map_figure
 from tl_posdisent.report.every_head import HEAD
 from tl_posdisent.report.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
+from tl_posdisent.report.maps import with_attention
 from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import Found, SectionName, by_head, powers
 from tl_posdisent.report.panels import DRAWS, SHOWN, Panels, panel_data
+from tl_posdisent.report.subject import Subject
 from tl_posdisent.report.words import ABOUT, MISSING, NO_LABEL, number, signed
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.heatmaps import verdict_texts
@@ -31,7 +33,9 @@ class AtlasTable(NamedTuple):
     profiles: pd.DataFrame
 
 
-def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Panels | None = None) -> Markup:
+def atlas(
+    subject: Subject, found: Mapping[SectionName, Found], measured: AtlasTable, panels: Panels | None = None
+) -> Markup:
     """Render the section as HTML from its table (``atlas_table``) and the measurements of the panels."""
     heads, profiles = measured
     told = _hover_texts(heads, found)
@@ -46,14 +50,21 @@ def atlas(found: Mapping[SectionName, Found], measured: AtlasTable, panels: Pane
         distances=list(profiles.columns),
         has={name for name in ("effect", "kl") if name in heads},
         estimated={of: found[name].agreement for name, of in partly.items() if name in found and found[name].run},
-        map=figure(map_figure(heads, told), caption, height=height, choices=options),
+        map=figure(map_figure(heads, told, subject.attention), caption, height=height, choices=options),
         choices=options,
         panels=None if panels is None else Markup(script_json(panel_data(panels, profiles))),
         panel=panels,
         draws=DRAWS,
         error=round(100 * (2 / DRAWS) ** 0.5),
         shown=min(SHOWN, len(panels.words)) if panels else 0,
-        table=table("atlas", "Every head", _cells(ranked(heads)), titles, {"range": 2}, heads="linked"),
+        table=table(
+            "atlas",
+            "Every head",
+            with_attention(_cells(ranked(heads)), subject.attention),
+            titles,
+            {"range": 2},
+            heads="linked",
+        ),
     )
 
 

@@ -10,13 +10,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.report.looks import DIFFERENCE, OVER_RANDOM
+from tl_posdisent.report.maps import UNKNOWN, name_layers
 from tl_posdisent.report.markup import legible
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import GREY
 from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
 
-UNKNOWN = "#b9b9b9"
-"""The colour of heads without a number, which is in none of the scales."""
 _COLOURS = {
     DIFFERENCE: "what − where (share of variance)",
     OVER_RANDOM: "what − where over random (share of variance)",
@@ -47,12 +46,13 @@ def choices(heads: pd.DataFrame) -> dict[str, Any]:
     return {"colours": colours, "axes": axes, "labels": labels, "unknown": UNKNOWN}
 
 
-def map_figure(heads: pd.DataFrame, told: Sequence[str]) -> go.Figure:
+def map_figure(heads: pd.DataFrame, told: Sequence[str], attention: dict[int, str]) -> go.Figure:
     """Draw the map that is shown first; its hover texts are those of all others."""
     drawn = _with_title(plot_heads(heads, DIFFERENCE, signed=True), _COLOURS[DIFFERENCE])
     grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told").fillna("")
     drawn.update_traces(customdata=grid.to_numpy(), hovertemplate="%{customdata}<extra></extra>")
-    return drawn.update_layout(plot_bgcolor=UNKNOWN)
+    layers = [int(layer) for layer in sorted(heads["layer"].unique())]
+    return name_layers(drawn, layers, attention).update_layout(plot_bgcolor=UNKNOWN)
 
 
 def _numeric(heads: pd.DataFrame, name: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def report(
     measured = {name: section(name, subject, one) for name, one in found.items()}
     table = atlas_table(found)
     panels = None if table is None else measure_panels(subject, listed(table.heads), seed)
-    opening = Markup() if table is None else atlas(found, table, panels)
+    opening = Markup() if table is None else atlas(subject, found, table, panels)
     parts = [
         opening,
         verdict(found),

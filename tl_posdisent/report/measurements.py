@@ -94,9 +94,10 @@ class Found:
             correlation = number(audit["rank_correlation"], 2)
             text += f" Among those drawn, estimates and runs have a rank correlation of {correlation}."
         if overlooked:
+            belong = "belongs" if overlooked == 1 else "belong"
             text += (
-                f" {overlooked} of those drawn belong{'s' if overlooked == 1 else ''} among the {largest} largest, so "
-                "the heads without a run may include others."
+                f" {overlooked} of those drawn {belong} among the {largest} largest, so the heads without a run may "
+                "include others."
             )
         return text
 

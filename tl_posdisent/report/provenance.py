@@ -13,7 +13,8 @@ from tl_posdisent.models.loading.random_init import described_copies
 from tl_posdisent.report.markup import render
 from tl_posdisent.report.measurements import Copies
 from tl_posdisent.report.subject import Subject
-from tl_posdisent.report.words import millions, numbers, plural
+from tl_posdisent.report.words import millions, numbers
+from tl_posdisent.utils.words import plural
 
 
 def analysed(subject: Subject) -> Markup:
@@ -31,10 +32,29 @@ def analysed(subject: Subject) -> Markup:
         "Heads": f"{len(subject.pairs)}, of {spec.n_heads} a layer, {spec.d_head} coordinates, "
         f"{plural(spec.n_kv_heads, 'key head')}",
         "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
+        **windows(subject),
         "Text": f"{subject.sizes()}{cut}",
         "It begins": (" " if nameless else "").join(words[:60]) + (" …" if len(words) > 60 else ""),
     }
     return render("analysed", rows=rows)
+
+
+def windows(subject: Subject) -> dict[str, str]:
+    """State which layers have a sliding window, and whether a text is long enough to reach it; empty without any."""
+    local = [spec.layer for spec in subject.specs if spec.window is not None]
+    if not local:
+        return {}
+    rest = [layer for layer in subject.layers if layer not in local]
+    sizes = sorted({spec.window for spec in subject.specs if spec.window is not None})
+    longest, named = max(subject.lengths), " or ".join(map(str, sizes))
+    missed = [str(size) for size in sizes if longest <= size]
+    reached = "the longest text reaches it" if len(sizes) == 1 else "the longest text reaches them"
+    if missed:
+        which = "the window" if len(sizes) == 1 else f"the window of {' or '.join(missed)}"
+        reached = f"{which} was never reached: the longest text has {plural(longest, 'token')}"
+    globally = f"{plural(len(rest), 'global layer')}" + (f" ({numbers(rest)})" if rest else "")
+    window = f"a window of {named} tokens, the query’s own included"
+    return {"Windows": f"{plural(len(local), 'local layer')} with {window}, and {globally}; {reached}"}
 
 
 def reproduce(subject: Subject, call: str, seed: int, copies: Copies) -> Markup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isnan
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,8 @@ from markupsafe import Markup
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.report.atlas import label_words
 from tl_posdisent.report.every_head import HEAD, IDLE, LADDER
-from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
+from tl_posdisent.report.maps import head_map, with_attention
+from tl_posdisent.report.markup import ROWS, figure, part, render, table
 from tl_posdisent.report.measurements import (
     PERTURBATIONS,
     SHARES,
@@ -24,7 +26,7 @@ from tl_posdisent.report.measurements import (
 )
 from tl_posdisent.report.subject import Subject
 from tl_posdisent.report.verdict import told_apart
-from tl_posdisent.report.words import NO_LABEL, exact_or_estimated
+from tl_posdisent.report.words import NO_LABEL, exact_or_estimated, numbers
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
@@ -47,6 +49,7 @@ TITLES: dict[SectionName, str] = {
 }
 _SHOWN = 24  # tokens on the axes of a chart
 _ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
+_LISTED = 16  # longer tables of subspaces are folded
 _BARS = 96  # the most heads with one bar each; beyond this, means by layer
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
 
@@ -76,16 +79,16 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
     by_layer.columns = pd.Index(["layer", "mean r", "lowest", "highest"])
     by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
-    height, (main, _) = map_height(len(by_layer)), told_apart(trained)
+    main, _ = told_apart(trained)
     held_out, named = [main] if main != "r" else [], "r" if main == "r" else "held-out r"
     shown = pd.concat([trained, by_head(found.random)]) if found.random is not None else trained
     limits = bounded_limits(main, shown[main])  # the same colours in both maps
     drawn = plot_heads(trained, main, limits=limits)
-    maps = [figure(drawn, f"{named} of this model", height=height, linked=len(trained) <= ROWS)]
+    maps = [head_map(drawn, f"{named} of this model", subject, linked=len(trained) <= ROWS)]
     columns = [*HEAD, "r", *held_out, "r_without_first", "r2_adjusted", *SHARES]
     if found.random is not None:
         random = by_head(found.random)
-        maps.append(figure(plot_heads(random, main, limits=limits), f"{named} at random initialisation", height=height))
+        maps.append(head_map(plot_heads(random, main, limits=limits), f"{named} at random initialisation", subject))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
         trained = trained.merge(random[[*HEAD, "r", *held_out]], on=HEAD, suffixes=("", "_random"), how="left")
         columns += ["r_random", *(f"{name}_random" for name in held_out)]
@@ -96,8 +99,9 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
     titles |= {"r_held_out": "held-out r", "r_held_out_random": "random held-out r", **_ALONE}
     ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
     listed = trained if len(trained) <= ROWS else ranked  # if there are many heads, the most positional ones
-    every = table("heads-r", "Every head, mean over texts", listed[columns], titles)
-    layers = table("layers-r", "r by layer: mean, lowest and highest of its heads", by_layer)
+    of_heads, of_layers = (with_attention(rows, subject.attention) for rows in (listed[columns], by_layer))
+    every = table("heads-r", "Every head, mean over texts", of_heads, titles)
+    layers = table("layers-r", "r by layer: mean, lowest and highest of its heads", of_layers)
     return {"maps": maps, "by_layer": layers, "every": every}
 
 
@@ -122,34 +126,76 @@ def _shares(subject: Subject, found: Found) -> dict[str, Any]:
         means.insert(2, "random r_two_axis", means["layer"].map(found.random.groupby("layer")["r_two_axis"].mean()))
     titles = {name: name.replace("_", " ").replace(":", " × ") for name in means.columns}
     columns = [*HEAD, "r_two_axis", "r_three_axis", *order]
-    every = table("heads-shares", "Every head at controlled distances", rows[columns], titles)
-    layers = table("layers-shares", "By layer, mean over heads", means, titles)
+    of_heads, of_layers = (with_attention(rows, subject.attention) for rows in (rows[columns], means))
+    every = table("heads-shares", "Every head at controlled distances", of_heads, titles)
+    layers = table("layers-shares", "By layer, mean over heads", of_layers, titles)
     return {"bars": figure(drawn, caption, height=440), "by_layer": layers, "every": every}
 
 
 def _subspaces(subject: Subject, found: Found) -> dict[str, Any]:
+    """Average over the layers of each rotary base: only they have the same wavelengths."""
+    groups = layers_by_frequencies(subject)
+    figures, tables = list[Markup](), list[Markup]()
+    for n, (base, layers) in enumerate(groups.items()):
+        of = f"layers {numbers(layers)} ({base})" if len(groups) > 1 else ""
+        rows = found.trained[found.trained["layer"].isin(layers)]
+        chance = None if found.random is None else found.random[found.random["layer"].isin(layers)]
+        drawn, means = _by_wavelength(rows, chance, of)
+        figures += drawn
+        tables.append(_foldable("subspaces" if n == 0 else f"subspaces-{n + 1}", means, of))
+    return {"figures": figures, "tables": tables, "bases": list(groups)}
+
+
+def layers_by_frequencies(subject: Subject) -> dict[str, list[int]]:
+    """Group the layers with rotary embeddings by their frequencies; the names are unique."""
+    found: dict[tuple[float, ...], tuple[str, list[int]]] = {}
+    for spec in subject.specs:
+        if spec.rotary is None:
+            continue
+        waves = spec.rotary.wavelengths
+        ends = f"wavelengths from {float(waves.min()):.4g} to {float(waves.max()):.6g}" if len(waves) else "no rotation"
+        named = ends if isnan(spec.rotary.base) else f"base {spec.rotary.base:.6g}"
+        found.setdefault(tuple(spec.rotary.frequencies.tolist()), (named, []))[1].append(spec.layer)
+    names = [name for name, _ in found.values()]
+    return {
+        name if names.count(name) == 1 else f"{name}, from layer {layers[0]}": layers for name, layers in found.values()
+    }
+
+
+def _by_wavelength(rows: pd.DataFrame, chance: pd.DataFrame | None, of: str) -> tuple[list[Markup], pd.DataFrame]:
+    """Draw and list means over heads of layers with the same frequencies."""
     components = ["distance", "semantic", "interaction"]
-    columns = ["wavelength", "turn", "key_concentration", *components]
-    means = found.trained.groupby("subspace", as_index=False)[columns].mean()
-    if found.random is not None:
-        chance = found.random.groupby("subspace")["key_concentration"].mean()
-        means.insert(4, "random key_concentration", means["subspace"].map(chance))
-    bars = stacked_shares(wavelengths(found.trained), means, components)
+    means = rows.groupby("subspace", as_index=False)[["wavelength", "turn", "key_concentration", *components]].mean()
+    if chance is not None:
+        at_random = chance.groupby("subspace")["key_concentration"].mean()
+        means.insert(4, "random key_concentration", means["subspace"].map(at_random))
+    bars = stacked_shares(wavelengths(rows), means, components)
     bars.update_xaxes(title="wavelength (positions)", type="category")
-    by_layer = found.trained.groupby(["layer", "subspace"], as_index=False)[["frequency", "key_concentration"]].mean()
-    titles = {"key_concentration": "concentration of keys", "random key_concentration": "random concentration"}
-    figures = [
-        figure(bars, "Contribution to the variance of the scores, mean over heads", height=440),
-        figure(plot_subspaces(by_layer), "Concentration of keys, mean over heads", height=440),
+    by_layer = rows.groupby(["layer", "subspace"], as_index=False)[["frequency", "key_concentration"]].mean()
+    where = f", {of}" if of else ""
+    drawn = [
+        figure(bars, f"Contribution to the variance of the scores, mean over heads{where}", height=440),
+        figure(plot_subspaces(by_layer), f"Concentration of keys, mean over heads{where}", height=440),
     ]
-    means = table("subspaces", "By subspace, mean over heads and layers", means, titles, {"wavelength": 1})
-    return {"figures": figures, "table": means}
+    return drawn, means
+
+
+def _foldable(name: str, means: pd.DataFrame, of: str) -> Markup:
+    """Render the table of subspaces, folded if it is long."""
+    titles = {"key_concentration": "concentration of keys", "random key_concentration": "random concentration"}
+    caption = f"By subspace, mean over heads and {of or 'layers'}"
+    content = table(name, caption, means, titles, {"wavelength": 1})
+    return (
+        part("folded", f"The {len(means)} subspaces{f' of {of}' if of else ''}", content)
+        if len(means) > _LISTED
+        else content
+    )
 
 
 def _labels(subject: Subject, found: Found) -> dict[str, Any]:
     every = label_words(found.trained).fillna({"label": NO_LABEL})
     ranked = every.sort_values("label", key=lambda label: label == NO_LABEL, kind="stable")  # those with a label first
-    return {"every": table("heads-labels", "Every head", ranked)}
+    return {"every": table("heads-labels", "Every head", with_attention(ranked, subject.attention))}
 
 
 def _perturbation(subject: Subject, found: Found) -> dict[str, Any]:
@@ -171,9 +217,9 @@ def _ablation(subject: Subject, found: Found) -> dict[str, Any]:
     worst = drops.sort_values("effect", ascending=False, kind="stable").head(8)
     drawn = plot_heads(found.trained, "effect", signed=True)
     drawn.update_traces(colorbar_title_text="added loss<br>(nats per token)")
-    height = map_height(drops["layer"].nunique())
+    worst, drops = (with_attention(rows, subject.attention) for rows in (worst, drops))
     return {
-        "map": figure(drawn, "Added loss without the head", height=height),
+        "map": head_map(drawn, "Added loss without the head", subject),
         "largest": table("ablation", caption, worst, titles, 4),
         "every": table("heads-ablation", "Every head", drops, titles, 4),
         "estimated": bool(found.run),
@@ -182,17 +228,14 @@ def _ablation(subject: Subject, found: Found) -> dict[str, Any]:
 
 def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     rungs, verdicts = found.trained, head_verdicts(found.trained)
-    height = map_height(verdicts["layer"].nunique())
     gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap")
     gaps.update_traces(colorbar_title_text="divergence<br>(nats per token)")
     values = {
         "held_out": len((found.read or subject).tokens) > 1,
         "negligible": NEGLIGIBLE,
         "estimated": bool(found.run),
-        "verdicts": figure(
-            plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height
-        ),
-        "gaps": figure(gaps, "Gap: divergence of the predictions with uniform attention", height=height),
+        "verdicts": head_map(plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", subject),
+        "gaps": head_map(gaps, "Gap: divergence of the predictions with uniform attention", subject),
         "table": "",
     }
     shown = verdicts[~verdicts["verdict"].isin(IDLE)].sort_values("gap", ascending=False, kind="stable")
@@ -205,7 +248,7 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
     titles |= {"first_token": "first token", "exact": "exact or estimated"}
     caption = "Heads that are not surely without effect: the gap, and the share of it that each pattern recovers"
-    return values | {"table": table("ladder", caption, listed, titles)}
+    return values | {"table": table("ladder", caption, with_attention(listed, subject.attention), titles)}
 
 
 def _exhibits(subject: Subject, shown: Exhibits) -> tuple[Markup, list[str]]:

@@ -17,6 +17,7 @@ from tl_posdisent.models.reading.tokens import special_id, token_words
 from tl_posdisent.models.size import count_parameters
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.words import plural
 
 POSITIONS = 1024
 """The longest text that is measured: the size of scores grows with its square."""
@@ -76,6 +77,13 @@ class Subject:
         """Layer and head of each head that is shown."""
         return [(layer, head) for layer, some in self.heads.items() for head in some]
 
+    @property
+    def attention(self) -> dict[int, str]:
+        """``global``, or ``local`` and its window, of each layer; empty for a model without sliding windows."""
+        if all(spec.window is None for spec in self.specs):
+            return {}
+        return {spec.layer: "global" if spec.window is None else f"local, {spec.window}" for spec in self.specs}
+
     def some(self, positions: int, tokens: int) -> Subject:
         """Keep the beginnings of the first texts: at most ``positions`` of each, and ``tokens`` altogether."""
         rows = max(1, tokens // min(positions, self.tokens.shape[1]))
@@ -100,7 +108,8 @@ class Subject:
     def sizes(self) -> str:
         """Number and lengths of the texts, in words."""
         n, low, high = len(self.tokens), min(self.lengths), max(self.lengths)
-        return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
+        length = plural(high, "token") if low == high else f"{low} to {high} tokens"
+        return f"{plural(n, 'text')} of {length}"
 
     def name(self) -> str:
         """Return the model's name, or its architecture if it has no name."""

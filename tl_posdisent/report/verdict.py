@@ -16,9 +16,10 @@ from tl_posdisent.report.looks import KINDS, looks_at, looks_of_random
 from tl_posdisent.report.markup import head_link, part, render, table
 from tl_posdisent.report.measurements import PERTURBATIONS, Found, SectionName, by_head
 from tl_posdisent.report.subject import Subject
-from tl_posdisent.report.words import MISSING, are, millions, number, plural, signed
+from tl_posdisent.report.words import MISSING, are, millions, number, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
+from tl_posdisent.utils.words import plural
 
 _MATTERS = 0.01  # nats per token
 _FEW = 0.05  # the share of tokens that may be out of place according to [A]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from tl_posdisent.utils.words import plural
+
 MISSING = "–"
 """The placeholder for a missing number."""
 NO_LABEL = "none"
@@ -29,11 +31,6 @@ def signed(x: float | int, digits: int = 3) -> str:
     """Format a change, with its sign."""
     text = number(x, digits)
     return f"+{text}" if x > 0 and text.strip("0.") else text
-
-
-def plural(n: int, one: str, several: str | None = None) -> str:
-    """``1 layer``, ``5 layers``; ``several`` for a word without a plural in s."""
-    return f"{n} {one if n == 1 else several or one + 's'}"
 
 
 def are(n: int) -> str:

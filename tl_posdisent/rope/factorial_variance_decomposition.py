@@ -19,6 +19,7 @@ from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import Numbers, check_choice, check_number
+from tl_posdisent.utils.words import plural
 
 from .moments import Moments, Spread, check_distances, spread_of, total
 from .rotary import Rotary
@@ -190,7 +191,7 @@ class VarianceShares(HasTable):
         named: list[tuple[str, Tensor]] = [*zip(COMPONENTS, self.shares, strict=True)]
         named += [("\n  r three-axis", self.r_three_axis), ("r two-axis", self.r_two_axis)]
         means = "   ".join(f"{name} {x.nanmean().item():.3f}" for name, x in named)
-        return f"VarianceShares of {len(self.total)} heads, on average:\n  {means}"
+        return f"VarianceShares of {plural(len(self.total), 'head')}, on average:\n  {means}"
 
 
 def decompose(moments: Moments, distances: Numbers, *, scale: float) -> VarianceShares:

@@ -17,6 +17,7 @@ from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import Numbers, check_devices, check_values, real_numbers
+from tl_posdisent.utils.words import plural
 
 NUMBERS_AT_ONCE = 2**22  # size of a chunk of points: 32 MiB in float64
 
@@ -144,12 +145,12 @@ class Moments:
 
     def __repr__(self) -> str:
         (n_heads, d_head), n_kv = self.query.mean.shape, len(self.key.mean)
-        heads = f"{n_heads} heads" + (f" on {n_kv} key heads" if n_kv != n_heads else "")
+        heads = plural(n_heads, "head") + (f" on {plural(n_kv, 'key head')}" if n_kv != n_heads else "")
         waves, rest = self.rotary.wavelengths, d_head - self.rotary.dim
         span = f", wavelengths {waves.min().item():.3g}…{waves.max().item():.3g}" if len(waves) else ""
         return (
             f"Moments of {self.query.count:.0f} queries and {self.key.count:.0f} keys: {heads}, d_head {d_head}\n"
-            f"  {len(waves)} subspaces{span}" + (f", {rest} coordinates un-rotated" if rest else "")
+            f"  {plural(len(waves), 'subspace')}{span}" + (f", {plural(rest, 'coordinate')} un-rotated" if rest else "")
         )
 
 

@@ -8,6 +8,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import Given, command, name_of, one_of, whole_numbers
 from tl_posdisent.cli.output import frame, save
+from tl_posdisent.utils.words import plural
 
 _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
 
@@ -39,7 +40,7 @@ def models(
         hint = "" if untested else "; more are listed with --untested"
         raise ValueError(f"no model matches{hint}. --model also takes a directory with config.json and safetensors")
     save(table, given.out)
-    return [*frame(table, "models"), f"{len(table)} model{'s' if len(table) > 1 else ''}"]
+    return [*frame(table, "models"), plural(len(table), "model")]
 
 
 def _known_models() -> Any:

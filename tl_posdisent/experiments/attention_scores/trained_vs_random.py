@@ -25,6 +25,7 @@ from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label
+from tl_posdisent.utils.words import plural
 
 from .additivity import Part, cells_of, columns_of_texts, part_of
 from .measure_layers import measure_layers
@@ -41,7 +42,7 @@ def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> st
     limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
     low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
     named = f", all but {', '.join(low[:20])}{' …' if len(low) > 20 else ''}" if low else ""  # the table lists all
-    return f"above the highest random head of their layer: {len(mean) - len(low)} of {len(mean)} heads{named}"
+    return f"above the highest random head of their layer: {len(mean) - len(low)} of {plural(len(mean), 'head')}{named}"
 
 
 def trained_vs_random(

@@ -24,6 +24,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_choice, check_integer
+from tl_posdisent.utils.words import plural
 
 Source = Literal["content", "position", "bias"]
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -102,7 +103,8 @@ class ContentPosition(HasTable):
 
     def __repr__(self) -> str:
         texts, length, heads = self.query.shape[1:4]
-        return f"ContentPosition of layer {self.layer}: {heads} heads, {texts} texts of {length} tokens"
+        size = f"{plural(texts, 'text')} of {plural(length, 'token')}"
+        return f"ContentPosition of layer {self.layer}: {plural(heads, 'head')}, {size}"
 
 
 def content_position_terms(

@@ -36,6 +36,7 @@ from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import Numbers, check_choice, check_integer, real_numbers
+from tl_posdisent.utils.words import plural
 
 BIAS = "bias"
 _ROUNDING = 1e-13
@@ -160,8 +161,9 @@ class DistanceSources(HasTable):
             for row in table.itertuples()
         )
         return (
-            f"DistanceSources of layer {self.layer}: {len(self.heads)} heads, {len(self.sources)} sources of queries "
-            f"and keys, {len(self.distances)} distances\n  largest: {largest}"
+            f"DistanceSources of layer {self.layer}: {plural(len(self.heads), 'head')}, "
+            f"{plural(len(self.sources), 'source')} of queries "
+            f"and keys, {plural(len(self.distances), 'distance')}\n  largest: {largest}"
         )
 
 

@@ -18,6 +18,7 @@ from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.words import plural
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,8 +101,9 @@ class RopeHadamard(HasTable):
     def __repr__(self) -> str:
         texts, length, _, size = self.query.shape
         return (
-            f"RopeHadamard of layer {self.layer}: {len(self.rotary.frequencies)} subspaces and "
-            f"{size - self.rotary.dim} coordinates without rotation, {texts} texts of {length} tokens"
+            f"RopeHadamard of layer {self.layer}: {plural(len(self.rotary.frequencies), 'subspace')} and "
+            f"{plural(size - self.rotary.dim, 'coordinate')} without rotation, "
+            f"{plural(texts, 'text')} of {plural(length, 'token')}"
         )
 
 

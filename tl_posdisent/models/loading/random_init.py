@@ -131,7 +131,7 @@ def described_copies(weights: Baseline, scales: Sequence[float], seeds: Sequence
         weights
     ]
     drawn = f", standard deviation {', '.join(f'{x:.3g}' for x in scales)}" if scales else ""
-    return f"{words}{drawn}, seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    return f"{words}{drawn}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
 
 
 def _number(x: Any) -> float:

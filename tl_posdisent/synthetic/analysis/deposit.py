@@ -27,6 +27,7 @@ from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, check_number, head_label
+from tl_posdisent.utils.words import plural
 
 By = Literal["rotation", "attention"]
 Head = tuple[int, int]
@@ -62,7 +63,7 @@ class SufficientHeads(HasTable):
     def __repr__(self) -> str:
         labels = ", ".join(head_label(*head) for head in self.heads[:6])
         more = f", … ({len(self.heads)})" if len(self.heads) > 6 else ""
-        heads = "1 head" if len(self.heads) == 1 else f"{len(self.heads)} heads"
+        heads = plural(len(self.heads), "head")
         return (
             f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} {_SETS[self.by]} "
             f"(none: {self.none:.3f}): {labels or 'none'}{more}"
@@ -278,9 +279,7 @@ class DepositReport(HasTable):
 
     def __repr__(self) -> str:
         layers = self.drops.groupby("layer")["share"].sum()
-        heads, where = (
-            f"{len(x)} {of}{'s' if len(x) > 1 else ''}" for of, x in (("head", self.drops), ("layer", layers))
-        )
+        heads, where = (plural(len(x), of) for of, x in (("head", self.drops), ("layer", layers)))
         begin = f"DepositReport of {heads} in {where}, baseline {self.baseline:.3f}\n"
         sets = "".join(f"\n  {found!r}".replace("SufficientHeads: ", "sufficient: ") for found in self.sufficient)
         if self.layer is None:

@@ -14,6 +14,7 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.causal.replaceable_heads import ReplaceableHeads
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.palette import BLUE, DASHES, GREY, HUES, ORANGE, SEQUENTIAL, faint, line_style, on_scale
 
 from .tables import (
@@ -102,7 +103,9 @@ def plot_distance(
     for name in others:
         style: dict[str, Any] = {"color": GREY, "width": 1}
         figure.add_trace(_profile(lines[name], value, logarithmic).update(line=style, opacity=0.45, hovertext=name))
-        figure.data[-1].update(name=f"{len(others)} other heads", legendgroup="others", showlegend=name == others[0])
+        figure.data[-1].update(
+            name=plural(len(others), "other head"), legendgroup="others", showlegend=name == others[0]
+        )
     for number, name in enumerate(ranked[:top]):
         figure.add_trace(_profile(lines[name], value, logarithmic).update(line=line_style(number), name=name))
     if wavelengths is not None:

@@ -1,0 +1,74 @@
+"""Maps of heads with the same axes everywhere: all layers and heads that are analysed, measured or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from markupsafe import Markup
+
+from tl_posdisent.report.markup import figure, map_height
+from tl_posdisent.report.subject import Subject
+from tl_posdisent.viz.palette import GREY
+
+UNKNOWN = "#b9b9b9"
+"""The colour of heads without a number, which is in none of the scales."""
+_NAMED = 40  # the most layers that are all named on the axis
+
+
+def head_map(drawn: go.Figure, caption: str, subject: Subject, *, linked: bool = False) -> Markup:
+    """Render a map with a cell for each head of ``subject``; those without a value are grey and crossed."""
+    shown = name_layers(complete(drawn, subject), subject.layers, subject.attention)
+    return figure(shown, caption, height=map_height(len(subject.layers)), linked=linked)
+
+
+def complete(drawn: go.Figure, subject: Subject) -> go.Figure:
+    """Extend a map of some heads to all heads of ``subject``, and mark those without a value, with a legend."""
+    (heat,) = drawn.data
+    layers, heads = subject.layers, sorted({head for some in subject.heads.values() for head in some})
+    rows, columns = [str(layer) for layer in layers], [str(head) for head in heads]
+    for name in ("z", "text", "customdata"):
+        if heat[name] is not None:
+            cells = pd.DataFrame([[*row] for row in heat[name]], heat.y, heat.x, dtype=object)
+            full = cells.reindex(index=rows, columns=columns)
+            heat[name] = (
+                full.to_numpy(dtype=float) if name == "z" else full.astype(object).where(full.notna(), "").to_numpy()
+            )
+    heat.update(x=columns, y=rows)
+    known = np.isfinite(np.array(heat.z, dtype=float))
+    missing = [
+        (str(head), str(layer))
+        for row, layer in enumerate(layers)
+        for column, head in enumerate(heads)
+        if head in subject.heads[layer] and not known[row, column]
+    ]
+    if missing:
+        x, y = zip(*missing, strict=True)
+        cross = {"symbol": "x-thin", "size": 7, "line": {"color": GREY, "width": 1.5}}
+        drawn.add_scatter(
+            x=x, y=y, mode="markers", marker=cross, name="not measured", hoverinfo="name", showlegend=True
+        )
+        drawn.update_layout(plot_bgcolor=UNKNOWN)
+    return drawn
+
+
+def name_layers(drawn: go.Figure, layers: Sequence[int], attention: dict[int, str]) -> go.Figure:
+    """Write beside each layer of a map whether its attention is global or local, if ``attention`` says so."""
+    if attention:
+        some: Any = layers[:: -(-len(layers) // _NAMED)]
+        named = [f"{attention[layer]} · {layer}" for layer in some]
+        drawn.update_yaxes(tickvals=[str(layer) for layer in some], ticktext=named, automargin=True)
+    return drawn
+
+
+def with_attention(table: pd.DataFrame, attention: dict[int, str]) -> pd.DataFrame:
+    """Insert the column ``attention`` behind layer and head, if the model has sliding windows."""
+    if not attention:
+        return table
+    table = table.copy()
+    place = 1 + max(table.columns.get_loc(name) for name in ("layer", "head") if name in table)
+    table.insert(place, "attention", [attention[int(layer)] for layer in table["layer"]])
+    return table
