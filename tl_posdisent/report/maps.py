@@ -68,7 +68,6 @@ def with_attention(table: pd.DataFrame, attention: dict[int, str]) -> pd.DataFra
     """Insert the column ``attention`` behind layer and head, if the model has sliding windows."""
     if not attention:
         return table
-    table = table.copy()
-    place = 1 + max(table.columns.get_loc(name) for name in ("layer", "head") if name in table)
-    table.insert(place, "attention", [attention[int(layer)] for layer in table["layer"]])
-    return table
+    column = [attention[int(layer)] for layer in table["layer"]]
+    names = [name for name in table.columns if name not in ("layer", "head")]
+    return table.assign(attention=column)[[*(name for name in table.columns if name not in names), "attention", *names]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -25,6 +27,7 @@ from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.report.every_head import HEAD, ablation, for_estimates, ladder
+from tl_posdisent.report.forecast import forecast, passes_of, remaining
 from tl_posdisent.report.subject import POSITIONS, TOKENS, Subject
 from tl_posdisent.report.words import number
 from tl_posdisent.utils.progress import progress_bar
@@ -128,11 +131,20 @@ def measure(
     """Run the measurements of the requested sections; raise if this model supports none of them."""
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
-    with progress_bar(total=len(needed) + copies.n, desc="report", disable=not progress) as bar:
-        for name in needed:
+    ahead = {name: passes_of(name, subject, narrowed(name, subject), copies.n) for name in needed}
+    at_random = sum(ahead[name] for name in needed if name in _COMPARED)  # for each copy
+    total = sum(ahead.values()) + at_random * copies.n
+    with progress_bar(total=round(total, 1), desc="report", unit="pass", disable=not progress) as bar:
+        if progress:
+            bar.write(forecast(total, subject), file=sys.stderr)
+        began = monotonic()
+        for n, name in enumerate(needed):
             bar.set_postfix_str(name)
             found[name] = _try(name, subject, found, seed, copies)
-            bar.update()
+            bar.update(ahead[name])
+            if progress and n == 0 and len(needed) > 1:
+                each = (monotonic() - began) / ahead[name]
+                bar.write(remaining(total - ahead[name], each, needed[1:]), file=sys.stderr)
         if all(found[name].refused for name in wanted):
             raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
         compared = [name for name in _COMPARED if name in wanted and not found[name].refused]
@@ -149,7 +161,7 @@ def measure(
                     missing = f"Not measured with random weights of seed {n}: {type(error).__name__}: {error}."
                     found[name] = replace(found[name], note=" ".join(filter(None, [found[name].note, missing])))
             del copy, untrained  # free their memory before the next
-            bar.update()
+            bar.update(at_random)
     for name, tables in chance.items():
         if tables:
             found[name] = replace(found[name], random=pd.concat(tables, ignore_index=True))
