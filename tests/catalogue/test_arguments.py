@@ -150,6 +150,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
 ELSEWHERE = {
     **({} if has_hooked() else {("hooked_from_hf", "hf_model"): ""}),
     **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
+    ("plot_heads", "random"): "",
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
     **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},

@@ -38,7 +38,7 @@ from tl_posdisent.viz import (
     plot_substitution,
     plot_verdicts,
 )
-from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, VERDICTS, ZERO, faint
+from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, SKY, VERDICTS, ZERO, faint
 
 NAN = float("nan")
 PATH = ["heads", "accuracy", "loss"]
@@ -219,6 +219,56 @@ def test_the_colour_bar_says_where_its_end_stands_for_values_beyond_it() -> None
     assert len(set(both.colorbar.ticktext)) == len(both.colorbar.tickvals) >= 4
     (whole,) = plot_heads(HEADS, "r", limits=(0, 21)).data
     assert whole.colorbar.ticktext is None
+
+
+def test_a_layer_of_random_weights_is_drawn_below() -> None:
+    random = HEADS.assign(r=HEADS["r"] / 2 - 1)
+    figure = plot_heads(HEADS, "r", by="layer", random=random)
+    alone, other = (plot_heads(table, "r", by="layer").data for table in (HEADS, random))
+    assert len(figure.data) == 6
+    for drawn, expected in zip(figure.data, [*other, *alone], strict=True):
+        assert np.array_equal(drawn.x, expected.x)
+        assert np.array_equal(drawn.y, expected.y)
+    assert [each.name.startswith("random weights, ") for each in figure.data] == [True] * 3 + [False] * 3
+    assert {each.line.color for each in figure.data[2::3]} == {GREY, SKY}
+    near = by_head(3, 2, r=lambda layer, head: 0.9 + head / 100)
+    low, high = plot_heads(near, "r", by="layer", random=near.assign(r=near["r"] / 3)).layout.yaxis.range
+    assert low <= 0.3 < 0.91 <= high  # both are within the axis
+    with pytest.raises(ValueError, match="random must be None unless by=\"layer\", got a table with by='head'"):
+        plot_heads(HEADS, "r", random=random)
+    with pytest.raises(ValueError, match="got a table without r"):
+        plot_heads(HEADS, "r", by="layer", random=random.drop(columns="r"))
+
+
+def test_heads_by_position() -> None:
+    places = pd.concat([HEADS.assign(position=n, effect=HEADS["r"] + 100 * n) for n in (5, 2)])
+    figure = plot_heads(places, "effect", by="position")
+    heat = figure.data[0]
+    assert list(heat.x) == ["2", "5"]
+    assert list(heat.y) == [f"L{layer}H{head}" for layer in range(3) for head in range(2)]
+    assert np.array_equal(
+        heat.z, [[10 * layer + head + 200, 10 * layer + head + 500] for layer in range(3) for head in range(2)]
+    )
+    assert figure.layout.yaxis.autorange == "reversed"
+    texts = pd.concat([places.assign(batch=0), places.assign(batch=1, effect=places["effect"] + 2)])
+    assert np.array_equal(plot_heads(texts, "effect", by="position").data[0].z, heat.z + 1)
+    many = by_head(6, 8, r=lambda layer, head: -(8 * layer + head)).assign(position=0)
+    figure = plot_heads(many, "r", by="position")
+    assert list(figure.data[0].y) == [f"L{layer}H{head}" for layer in (3, 4, 5) for head in range(8)]  # of largest size
+    assert "the 24 of 48 heads with the largest values" in figure.layout.title.text
+    with pytest.raises(ValueError, match=r"as from head_patching\(..., positions=...\), got a table without position"):
+        plot_heads(HEADS, "r", by="position")
+    with pytest.raises(ValueError, match="one row for each layer, head, position"):
+        plot_heads(pd.concat([places, places]), "effect", by="position")
+
+
+@pytest.mark.parametrize(("layers", "each"), [(6, True), (9, False)])
+def test_labels_of_many_heads_do_not_overlap(layers: int, each: bool) -> None:
+    """Of 48 heads, each has a label; of 72 only their layers have."""
+    shares = by_head(layers, 8, **dict.fromkeys(COMPONENTS, lambda layer, head: 1 / 7))
+    axis = plot_shares(shares).layout.xaxis
+    assert (axis.ticktext is None) == each
+    assert each or list(axis.ticktext) == [str(n) for n in range(9)]
 
 
 def test_by_layer_means_over_heads_and_their_range() -> None:

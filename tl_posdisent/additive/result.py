@@ -154,8 +154,14 @@ class AdditiveFit(CellsFit):
             f"adjusted r² {mean_and_range(self.r2_adjusted)}",
             f"  alone: distance {mean_and_range(self.share_distance)}   query {mean_and_range(self.share_query)}   "
             f"key {mean_and_range(self.share_key)}",
+            *range_note(self.r, "score matrices"),
         ]
         return "\n".join(lines)
+
+
+def range_note(x: Tensor, what: str) -> list[str]:
+    """Say what the numbers of ``mean_and_range`` are, if there are several."""
+    return [f"  mean (lowest…highest) of {x.numel()} {what}"] if x.numel() > 1 else []
 
 
 def mean_and_range(x: Tensor, spec: str = ".3f") -> str:

@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.moments import NUMBERS_AT_ONCE
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_heads, check_indices, check_integer, shown
+from tl_posdisent.utils.validation import check_heads, check_indices, check_integer, shown
 
 Measured = Literal[
     "additivity",
@@ -165,7 +165,10 @@ def estimate(
     check_integer("batch", batch, 1)
     if isinstance(tool, str) and tool in NOT_ESTIMATED:
         raise ArgumentError("tool", f"must be one whose passes are known, got {tool!r}, which {NOT_ESTIMATED[tool]}")
-    check_choice("tool", tool, get_args(Measured))
+    if tool not in get_args(Measured):
+        raise ArgumentError(
+            "tool", f"must be one that the type tl_posdisent.experiments.cost.Measured lists, got {shown(tool)}"
+        )
     if available is not None:
         check_integer("available", available, 0)
     for name, given in {"layers": layers, "heads": heads, "positions": positions}.items():

@@ -79,9 +79,10 @@ def positional_symbolic_qk(
     queries, keys = sides
     queries[..., :n] *= rotary.attention_factor**2
     theta = torch.nn.functional.pad(rotary.frequencies.to(q.device), (0, queries.shape[-1] - n))
-    points = torch.stack([_points(x.movedim(1, 0), y.movedim(1, 0), theta) for x, y in zip(queries, keys, strict=True)])
+    texts = zip(queries.movedim(2, 1), keys.movedim(2, 1), strict=True)
+    points = torch.stack([_points(x, y, theta, alone=by_subspace) for x, y in texts])
     points = points.permute(0, 3, 2, 1).reshape(*batch, n_heads, -1, 2)
-    points = points[..., :n, :] if by_subspace else points[..., -1:, :]
+    points = points[..., :n, :] if by_subspace else points
     index = index_columns((*batch, n_heads), repeat=points.shape[-2])
     if by_subspace:
         repeats = points[..., 0, 0].numel()
@@ -91,28 +92,32 @@ def positional_symbolic_qk(
 
 
 def _points(
-    q: Complex[Tensor, "head pos subspace"], k: Complex[Tensor, "kv pos subspace"], theta: Float64[Tensor, "subspace"]
+    q: Complex[Tensor, "head pos subspace"],
+    k: Complex[Tensor, "kv pos subspace"],
+    theta: Float64[Tensor, "subspace"],
+    *,
+    alone: bool,
 ) -> Float64[Tensor, "2 parts head"]:
-    """Average both shares over queries; ``parts`` are the single subspaces and, last, the whole score."""
+    """Average both shares over queries; ``parts`` are the single subspaces or, unless ``alone``, the whole score."""
     grouped = q.unflatten(0, (len(k), -1)).transpose(1, 2)  # of each position, the query heads of a key head
     distance = torch.arange(k.shape[1], device=k.device).double()
     turns = torch.polar(torch.ones_like(distance)[:, None], distance[:, None] * theta)
     centre = k.mean(1, keepdim=True)  # far from 0, it would cost the covariances their digits
-    sums = torch.zeros(2, len(k), grouped.shape[2], q.shape[-1] + 1, dtype=torch.float64, device=q.device)
+    sums = torch.zeros(2, len(k), grouped.shape[2], q.shape[-1] if alone else 1, dtype=torch.float64, device=q.device)
     count = torch.zeros_like(sums[0])
     for (some, key, key_second), (_, turn, turn_second) in zip(
         _running_moments(k - centre), _running_moments(turns[None]), strict=True
     ):
         x = grouped[:, some]
         key_spread, turn_spread = _covariances(key, key_second), _covariances(turn, turn_second)
-        by_place = _variance(x * (key + centre)[:, :, None].conj(), turn_spread)  # of the row means
-        by_key = _variance((x * turn[:, :, None]).conj(), key_spread)  # of the column means
+        by_place = _variance(x * (key + centre)[:, :, None].conj(), turn_spread, alone)  # of the row means
+        by_key = _variance((x * turn[:, :, None]).conj(), key_spread, alone)  # of the column means
         # The rest: in each row the place is fixed and the key varies.
-        within = _variance(x.conj(), [a * b.conj() for a, b in zip(key_spread, turn_second, strict=True)])
+        within = _variance(x.conj(), [a * b.conj() for a, b in zip(key_spread, turn_second, strict=True)], alone)
         total = by_place + within
         size = key_second[0].diagonal(dim1=-2, dim2=-1).real.sqrt() + centre.abs()
         largest = (x.abs() * size[:, :, None]) ** 2
-        largest = torch.cat([largest, largest.sum(-1, keepdim=True)], -1)
+        largest = largest if alone else largest.sum(-1, keepdim=True)
         varies = (total > _ROUNDING**2 * largest).double()
         shares = [torch.where(varies > 0, v / total, 0.0) for v in (by_place, by_key)]
         sums += torch.stack(shares).sum(2)
@@ -141,12 +146,15 @@ def _covariances(mean: Tensor, second: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return second[0] - column * row.conj(), second[1] - column * row
 
 
-def _variance(w: Complex[Tensor, "kv pos group n"], second: Sequence[Tensor]) -> Float64[Tensor, "kv pos group n+1"]:
-    """Variance of ``Re Σ_c w_c y_c``, given the covariances of complex y: of each term alone, and of the sum."""
+def _variance(
+    w: Complex[Tensor, "kv pos group n"], second: Sequence[Tensor], alone: bool
+) -> Float64[Tensor, "kv pos group parts"]:
+    """Variance of ``Re Σ_c w_c y_c``, or of each term ``alone``, given the covariances of complex y."""
     hermitian, symmetric = second
+    if alone:
+        of_terms = [x.diagonal(dim1=-2, dim2=-1)[:, :, None] for x in second]
+        return (w.abs() ** 2 * of_terms[0] + w**2 * of_terms[1]).real / 2
     rows = w if len(hermitian) == len(w) else w.transpose(0, 1).flatten(1, 2)[None]  # covariances that all heads share
     along = (rows @ hermitian) * rows.conj() + (rows @ symmetric) * rows
-    diagonals = [x.diagonal(dim1=-2, dim2=-1)[:, :, None] for x in second]
-    alone = w.abs() ** 2 * diagonals[0] + w**2 * diagonals[1]
     along = along if rows is w else along[0].unflatten(1, (len(w), -1)).transpose(0, 1)
-    return torch.cat([alone, along.sum(-1, keepdim=True)], -1).real / 2
+    return along.sum(-1, keepdim=True).real / 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from tl_posdisent.additive.attention.alone import PartialFits
 from tl_posdisent.additive.attention.sums import first_keys
 from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells, on_device
-from tl_posdisent.additive.result import CellsFit, mean_and_range
+from tl_posdisent.additive.result import CellsFit, mean_and_range, range_note
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns
@@ -247,5 +247,6 @@ class AttentionFit(CellsFit):
                 f"AttentionFit of {batch} patterns, {self.cells.n_query} queries × {self.cells.n_key} keys{kind}",
                 f"  explained {mean_and_range(self.explained)}   KL {mean_and_range(self._mean_kl())} nats per query",
                 f"  alone: {'   '.join(shares) or 'not computed yet, see explained_distance and explained_key'}",
+                *range_note(self.explained, "patterns"),
             ]
         )

@@ -284,7 +284,7 @@ def patch(
     if component:
         parts: Any = one_of("component", component, ("distance", "query", "key", "residual", "mean"))
         place = None if other is not None else _positions(positions, tokens.shape[1], given.seed)
-        end = {"source": other, "source_positions": place}
+        end: dict[str, Any] = {"source": other, "source_positions": place}
         table = patching.component_patching(model, tokens, parts, metric=metric, **end, **options)
         patched = f"{' + '.join(parts)} of scores"
     elif other is not None:
@@ -317,6 +317,8 @@ def _token(model: Any, option: str, word: str) -> int:
         raise ValueError(f"--{option} must be one token of the model, but {word!r} has {len(ids)}")
     return int(ids[0])
 
+
+_SHOWN = 40  # largest number of verdicts that are listed one by one
 
 RUNGS = (
     *("uniform", "first_token", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"),
@@ -375,9 +377,15 @@ def ladder(
     )
     save(table, given.out)
     means = table.groupby(["control", "rung"], sort=False)[["loss", "kl", "recovered", "recovered_kl"]].mean()
-    verdicts = head_verdicts(table, share)["verdict"].value_counts()
-    counted = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+    verdicts = head_verdicts(table, share).rename(columns={"error": "gap_se"})
+    counted = ", ".join(f"{n} {verdict}" for verdict, n in verdicts["verdict"].value_counts().items())
     n = len(table[["layer", "head"]].drop_duplicates())
     over = "all heads together" if unit == "all" else f"means over {n} {unit}{'s' if n > 1 else ''}"
     title = f"rungs, {over}: {what}"
-    return [*frame(means.reset_index(), title, digits=3), f"verdicts: {counted}"]
+    by_unit = verdicts[["layer", "head", "verdict", "gap", "gap_se"]].dropna(axis=1, how="all").head(_SHOWN)
+    told = f"verdicts, and the gap to uniform attention ± its standard error{f', first {_SHOWN}' if n > _SHOWN else ''}"
+    return [
+        *frame(means.reset_index(), title, digits=3),
+        *frame(by_unit, f"{told}:", digits=4),
+        f"verdicts: {counted}",
+    ]

@@ -135,7 +135,7 @@ def estimate(
     from tl_posdisent.experiments import cost
     from tl_posdisent.experiments.passes import TOOLS
 
-    names = one_of("tool", tool, get_args(cost.Measured))
+    names: Any = one_of("tool", tool, get_args(cost.Measured))
     chosen = {
         "layers": given.chosen_layers,
         "heads": given.chosen_heads,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from tl_posdisent.models.loading.packaged import PACKAGED
@@ -46,7 +45,11 @@ def check_model_name(name: str, argument: str = "model") -> None:
 
 def _of_transformer_lens() -> list[str]:
     """List the names and short names of the installed TransformerLens."""
-    lists = _lists_alone() or resolve_name("transformer_lens.loading_from_pretrained")
+    lists: Any = _lists_alone()
+    if lists is None:
+        from transformer_lens import loading_from_pretrained
+
+        lists = loading_from_pretrained
     short = [alias for aliases in lists.MODEL_ALIASES.values() for alias in aliases]
     return [*lists.OFFICIAL_MODEL_NAMES, *short]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_choice, check_integer, head_label
 from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, SKY, VERDICTS, faint
 
 from .tables import (
-    By,
     add_title,
     check_table,
     head_index,
@@ -30,7 +30,8 @@ from .tables import (
 
 WRITTEN = 160
 """Largest number of cells in which numbers are shown."""
-_NAMED = 100  # largest number of heads with a tick label each
+_NAMED = 48  # largest number of heads with a tick label each, which are 10 pixels apart
+_ROWS = 24  # largest number of heads with a row of positions each
 _SPAN = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
 
 
@@ -38,7 +39,8 @@ def plot_heads(
     table: pd.DataFrame,
     value: str,
     *,
-    by: By = "head",
+    by: Literal["head", "layer", "position"] = "head",
+    random: pd.DataFrame | None = None,
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
     title: str | None = None,
@@ -50,7 +52,10 @@ def plot_heads(
             layer and head (column ``batch``), which is averaged over texts.
         value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
         by: ``"layer"`` draws the mean over the heads of each layer as a line, and the range from the lowest to the
-            highest head as a band.
+            highest head as a band. ``"position"`` draws heads on y and positions on x, for a table with the column
+            ``position``, as from ``head_patching(..., positions=...)`` or ``position_effects``: of more than 24 heads,
+            those with the largest values.
+        random: for ``by="layer"``: a table of random weights with the same columns, drawn beside the other.
         signed: whether to use a diverging colour scale, symmetric about 0. Default: if a value is negative.
         limits: limits of the colour scale; default from 0, or symmetric; for correlations and shares, from the lowest
             5 % of the heads to the highest, at least 0.2 apart. An end that stands for values beyond it, too, is marked
@@ -58,7 +63,8 @@ def plot_heads(
         title: title of the figure; default names the measure.
 
     Raises:
-        ValueError: a table without these columns or rows; several rows for a head; limits that are not ascending.
+        ValueError: a table without these columns or rows; several rows for a head; limits that are not ascending;
+            ``random`` for another ``by``.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, plot_heads
@@ -68,11 +74,26 @@ def plot_heads(
         >>> float(figure.data[0].z[4][2]) == r > 0.8
         True
     """
-    makers = "additivity, controlled_distance or head_ablation"
-    table = check_table(table, ["layer", "head"], [value], makers)
-    means = mean_over_texts(table, ["layer", "head"], [value])
-    if by != "head":
-        return _layers(over_heads(means, by, [], [value]), value, limits, title_of(value, table), title)
+    check_choice("by", by, ("head", "layer", "position"))
+    if random is not None and by != "layer":
+        raise ArgumentError("random", f'must be None unless by="layer", got a table with by={by!r}')
+    index, makers = ["layer", "head"], "additivity, controlled_distance or head_ablation"
+    if by == "position":
+        table = check_table(table, [*index, by], [value], "head_patching(..., positions=...)")
+        return _positions(
+            mean_over_texts(table, [*index, by], [value]), value, signed, limits, title_of(value, table), title
+        )
+    table = check_table(table, index, [value], makers)
+    means = mean_over_texts(table, index, [value])
+    if by == "layer":
+        both = [over_heads(means, by, [], [value])]
+        if random is not None:
+            both.append(
+                over_heads(
+                    mean_over_texts(check_table(random, index, [value], makers), index, [value]), by, [], [value]
+                )
+            )
+        return _layers(both, value, limits, title_of(value, table), title)
     grid = means.pivot(index="layer", columns="head", values=value)
     heat = _heat_map(grid, title_of(value, table), signed, limits, value)
     heat.update(x=whole(grid.columns), y=whole(grid.index), hovertemplate="layer %{y}, head %{x}: %{z:.4g}")
@@ -84,22 +105,46 @@ def plot_heads(
     return _as_map(figure, "head", "layer")
 
 
-def _layers(means: pd.DataFrame, value: str, limits: Any, axis: str, title: str | None) -> go.Figure:
-    """Draw a line through the means of the layers, and a band from the lowest to the highest head."""
-    x, low, high = (means[name].to_numpy() for name in ("layer", "low", "high"))
+def _layers(both: Sequence[pd.DataFrame], value: str, limits: Any, axis: str, title: str | None) -> go.Figure:
+    """Draw a line through the means of the layers, and a band from the lowest to the highest head.
+
+    ``both`` are the tables of a model and, if given, of random weights, which are drawn in grey below it.
+    """
     figure = go.Figure()
-    figure.add_scatter(x=x, y=low, line={"width": 0}, mode="lines", hoverinfo="skip", name="lowest", showlegend=False)
-    band = {"fill": "tonexty", "fillcolor": faint(SKY), "line": {"width": 0}, "hoverinfo": "skip"}
-    figure.add_scatter(x=x, y=high, mode="lines", name="lowest to highest head", **band)
-    hover = "layer %{x}: %{y:.4g}, heads from %{customdata[0]:.4g} to %{customdata[1]:.4g}"
-    line = {"line": {"color": SKY}, "mode": "lines+markers", "name": "mean over heads", "hovertemplate": hover}
-    figure.add_scatter(x=x, y=means[value].to_numpy(), customdata=np.stack([low, high], 1), **line)
-    bounds = natural_range(value, float(np.nanmin(low)), float(np.nanmax(high)))
+    styles = [(SKY, "solid", ""), (GREY, "dot", "random weights, ")]
+    for means, (colour, dash, of) in reversed(list(zip(both, styles, strict=False))):
+        x, low, high = (means[name].to_numpy() for name in ("layer", "low", "high"))
+        edge: dict[str, Any] = {"line": {"width": 0}, "mode": "lines", "hoverinfo": "skip"}
+        figure.add_scatter(x=x, y=low, name=f"{of}lowest", showlegend=False, **edge)
+        band = {"fill": "tonexty", "fillcolor": faint(colour), **edge}
+        figure.add_scatter(x=x, y=high, name=f"{of}lowest to highest head", **band)
+        hover = f"{of}layer %{{x}}: %{{y:.4g}}, heads from %{{customdata[0]:.4g}} to %{{customdata[1]:.4g}}"
+        line = {"line": {"color": colour, "dash": dash}, "mode": "lines+markers", "hovertemplate": hover}
+        mean = {"name": f"{of}mean over heads", "customdata": np.stack([low, high], 1)}
+        figure.add_scatter(x=x, y=means[value].to_numpy(), **mean, **line)
+    least = float(np.nanmin(np.concatenate([means["low"] for means in both])))
+    most = float(np.nanmax(np.concatenate([means["high"] for means in both])))
+    bounds = natural_range(value, least, most)
     ends = _limits(limits) if limits is not None else None
     if ends is None and bounds:
-        ends = widened(float(np.nanmin(low)), float(np.nanmax(high)), _SPAN, bounds)
+        ends = widened(least, most, _SPAN, bounds)
     figure.update_yaxes(title=axis.replace(" (", "<br>("), range=ends, rangemode=None if ends else "tozero")
     return add_title(figure.update_xaxes(title="layer"), title, f"{without_unit(axis)}, by layer")
+
+
+def _positions(
+    means: pd.DataFrame, value: str, signed: bool | None, limits: Any, axis: str, title: str | None
+) -> go.Figure:
+    """Draw a row for each head, or for those with the largest values, and a column for each position."""
+    grid = means.pivot(index=["layer", "head"], columns="position", values=value)
+    sizes, n = grid.abs().max(axis=1), len(grid)
+    grid = grid[sizes.rank(ascending=False, method="first") <= _ROWS]
+    heat = _heat_map(grid, axis, signed, limits, value)
+    names = [head_label(layer, head) for layer, head in grid.index]
+    heat.update(x=whole(grid.columns), y=names, hovertemplate="%{y}, position %{x}: %{z:.4g}")
+    note = f"the {_ROWS} of {n} heads with the largest values" if n > _ROWS else ""
+    figure = add_title(go.Figure(heat), title, f"{without_unit(axis)}, by head and position", note)
+    return _as_map(figure, "position", "head")
 
 
 def plot_subspaces(
