@@ -43,25 +43,19 @@ def head_effects(model: Any, texts: int = 4, exact: int = 30, audit: int = 30) -
     return run[columns].round(6)
 
 
-def every_verdict(model: Any, texts: int = 16, exact: int | None = 40, audit: int = 16) -> pd.DataFrame:
-    """A verdict for every head, on two sets of speeches: texts are added until it is decided, three looks at most.
+def every_verdict(model: Any, texts: int = 8, exact: int | None = 24, audit: int = 8, sets: str = "ab") -> pd.DataFrame:
+    """A verdict for every head, on two sets of speeches: half of the texts are read first, and all if it is undecided.
 
-    Sets of 16 half parts of four speeches each; rungs are fitted to four of two others. The ``exact`` heads of the
+    Sets of eight half parts of four speeches each; rungs are fitted to four of two others. The ``exact`` heads of the
     largest estimated divergence are run, and ``audit`` others.
     """
     halves = torch.cat(_halves(trained_and_random.texts(model)))  # of ten speeches in turn
     speech = torch.arange(len(halves)) % trained_and_random.N
     tables = []
-    for name, some in {"a": speech < 4, "b": (speech >= 4) & (speech < 8)}.items():
-        table = estimated_ladder(
-            model,
-            halves[speech >= 8][:4],
-            heldout=halves[some][:texts],
-            exact=exact,
-            audit=audit,
-            looks=3,
-            progress=False,
-        )
+    for name in sets:
+        some = speech < 4 if name == "a" else (speech >= 4) & (speech < 8)
+        options: dict[str, Any] = {"exact": exact, "audit": audit, "looks": 2, "progress": False}
+        table = estimated_ladder(model, halves[speech >= 8][:4], heldout=halves[some][:texts], **options)
         verdicts = tp.head_verdicts(table)
         print(name, table.attrs["audit"], verdicts["verdict"].value_counts().to_dict(), flush=True)
         run = table[table["rung"] == "uniform"][["exact", "blocks", "tokens"]].reset_index(drop=True)
