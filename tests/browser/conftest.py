@@ -7,6 +7,7 @@ Playwright's own downloads are not used. Where one of the two is missing the tes
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -123,6 +124,30 @@ class Opened:
         self.page.mouse.move(x, y)
         self.page.wait_for_function("() => window.written.some(text => text.startsWith('Val: '))")
         return self.page.evaluate("() => window.written")
+
+    def colour_on_screen(self, selector: str) -> list[float]:
+        """The mean red, green and blue that is seen of an element, from 0 to 1."""
+        element = self.page.locator(selector).first
+        element.scroll_into_view_if_needed()
+        picture = base64.b64encode(element.screenshot()).decode("ascii")
+        blank = self.page.context.new_page()
+        mean = blank.evaluate(
+            """async (picture) => {
+              const image = new Image();
+              image.src = `data:image/png;base64,${picture}`;
+              await image.decode();
+              const { width, height } = image;
+              const canvas = Object.assign(document.createElement("canvas"), { width, height });
+              const context = canvas.getContext("2d");
+              context.drawImage(image, 0, 0);
+              const all = context.getImageData(0, 0, canvas.width, canvas.height).data, sums = [0, 0, 0];
+              for (let i = 0; i < all.length; i += 4) for (let n = 0; n < 3; n++) sums[n] += all[i + n];
+              return sums.map((sum) => sum / (all.length / 4) / 255);
+            }""",
+            picture,
+        )
+        blank.close()
+        return mean
 
     def screenshot(self, name: str) -> None:
         """For people to look at."""

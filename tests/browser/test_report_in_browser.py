@@ -199,6 +199,30 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
     assert page.page.evaluate(_OVERLAPS) == []
 
 
+def test_the_map_by_keyboard(path: Path, opened: Open) -> None:
+    """Arrow keys choose a head, which is read out and framed, up to the edge of the map; Enter opens its panel."""
+    page = opened(path)
+    page.settle(CANVASES)
+    plot, said = page.page.locator("#atlas .plot").first, page.page.locator("#atlas-head")
+    assert plot.get_attribute("tabindex") == "0"
+    plot.focus()
+    assert said.inner_text().startswith("L0H0 looks at: ")
+    for key in ("ArrowUp", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"):
+        page.page.keyboard.press(key)
+    assert said.inner_text().startswith("L2H1 looks at: ")
+    frame = page.page.evaluate("() => document.querySelector('#atlas .plot').layout.shapes[0]")
+    assert [frame[name] for name in ("x0", "x1", "y0", "y1")] == [0.5, 1.5, 1.5, 2.5]
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_url("**#L2H1")
+    assert page.page.locator("#panel h3").inner_text() == "L2H1"
+    plot.focus()
+    for _ in range(9):
+        page.page.keyboard.press("ArrowRight")
+    assert said.inner_text().startswith("L2H7 looks at: ")
+    page.page.keyboard.press("Tab")
+    assert page.page.evaluate("() => document.activeElement !== document.querySelector('#atlas .plot')")
+
+
 def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
     """It has the numbers of the row, the scores of the head, and the tokens; a row is not hidden by the titles."""
     page, model = opened(path), tp.load_demo_model()
@@ -276,6 +300,11 @@ def test_in_the_dark(path: Path, opened: Open) -> None:
     assert set(cards) == {"rgb(255, 255, 255)"}  # charts write in black
     titles = page.page.locator(".widget figcaption").evaluate_all("all => all.map(x => getComputedStyle(x).color)")
     assert set(titles) == {"rgb(34, 34, 34)"}  # on white, not in the page's light grey
+    light = opened(path)
+    light.settle(CANVASES)
+    for selector in ("#distance .plot", "#heads .widget"):  # and what is seen of a card is inverted
+        assert sum(page.colour_on_screen(selector)) < 1.0, selector
+        assert sum(light.colour_on_screen(selector)) > 2.0, selector
     page.screenshot("report_dark")
 
 

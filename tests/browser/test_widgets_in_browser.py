@@ -222,3 +222,17 @@ def test_as_jupyterlab_puts_it_in(attached: bool, opened: Open, tmp_path: Path) 
     page.settle(2)
     page.page.get_by_label("head").select_option("1")
     page.settle(2)
+
+
+def test_a_saved_widget_is_dark_in_the_dark(tmp_path: Path, opened: Open) -> None:
+    """Light and dark change places, red and blue do not."""
+    scores, fit = two_heads()
+    path = saved(tp.show_parts(fit, WORDS, 0, scores=scores), tmp_path)
+    seen = []
+    for dark in (False, True):
+        page = opened(path, dark=dark)
+        page.page.wait_for_function("() => document.querySelectorAll('canvas').length > 0")
+        seen.append(page.colour_on_screen("body"))
+    light, dark = map(sum, seen)
+    assert light > 2.0
+    assert dark < 1.0

@@ -138,6 +138,15 @@ def test_nothing_is_claimed_without_data() -> None:
     assert verdict({"perturbation": Found(short_text)}) == ""
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_that_labels_overlap_is_said_if_they_do(both: bool) -> None:
+    labels = ["induction+duplicate_token" if both else "induction", "", "first_token", "induction"]
+    said = plain(verdict({"labels": Found(heads(label=labels))}))
+    assert "3 of 4 heads have a label" in said
+    assert "2 induction" in said
+    assert ("1 duplicate token" in said) == ("; a head can have several (labels)" in said) == both
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)], exact=True)

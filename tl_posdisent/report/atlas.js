@@ -37,6 +37,31 @@ for (const menu of [colour, across, up]) menu.addEventListener("change", drawAtl
 atlas.on("plotly_click", ({ points: [{ x, y, customdata }] }) =>
   openHead(across.value === "map" ? `L${y}H${x}` : customdata[0]));
 
+// By keyboard: arrows choose a head of the map (or the next one of the scatter plot), Enter opens its panel.
+const chosenHead = document.getElementById("atlas-head");
+let at = [0, 0];
+const labelAt = ([row, column]) => `L${layers[row]}H${columns[column]}`;
+function choose(row, column) {
+  at = [Math.max(0, Math.min(layers.length - 1, row)), Math.max(0, Math.min(columns.length - 1, column))];
+  const text = told(labelAt(at)) || `${labelAt(at)}: not measured`;
+  chosenHead.textContent = text.replaceAll("<br>", "; ").replace(/<[^>]*>/g, "");
+  const [y, x] = at, line = { color: "#d15eb4", width: 3 };
+  const frame = { type: "rect", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line };
+  if (across.value === "map") Plotly.relayout(atlas, { shapes: [frame] });
+}
+const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [-1e9, -1e9] };
+atlas.tabIndex = 0;
+atlas.setAttribute("role", "application");
+atlas.setAttribute("aria-describedby", "atlas-head");
+atlas.addEventListener("focus", () => choose(...at));
+atlas.addEventListener("keydown", (event) => {
+  const step = steps[event.key];
+  if (step) choose(at[0] + step[0], at[1] + step[1]);
+  else if (event.key === "Enter") openHead(labelAt(at));
+  else return;
+  event.preventDefault();
+});
+
 // The panel of one head.
 const panel = document.getElementById("panel");
 const panels = panel && JSON.parse(document.getElementById("panels").textContent);

@@ -15,7 +15,7 @@ from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.experiments.causal.attention_ladder import MEAN, attention_ladder
 from tl_posdisent.experiments.causal.estimated_ladder import estimated_ladder
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
-from tl_posdisent.experiments.causal.head_effects import head_effects
+from tl_posdisent.experiments.causal.head_effects import audit_of, head_effects
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss, run_texts, value_of
 from tl_posdisent.hooks.ablate import ablate_heads
@@ -111,7 +111,7 @@ def ladder(subject: Subject, seed: int) -> pd.DataFrame:
     rest = estimates[~_within(estimates, pd.MultiIndex.from_frame(run[HEAD]))]
     table = pd.concat([run.assign(exact=True), rest.assign(exact=False)]).sort_values(HEAD, kind="stable")
     exact = run[run["rung"] == MEAN].set_index(HEAD)["kl"]
-    audit = _audit(means, exact, [x for x in largest if x in exact.index], [x for x in at_random if x in exact.index])
+    audit = audit_of(means, exact, [x for x in largest if x in exact.index], [x for x in at_random if x in exact.index])
     return _with_attrs(table.reset_index(drop=True), run.attrs | {"audit": audit})
 
 
@@ -160,13 +160,3 @@ def _within(table: pd.DataFrame, heads: pd.MultiIndex) -> Any:
 def _with_attrs(table: pd.DataFrame, attrs: dict[Any, Any]) -> pd.DataFrame:
     table.attrs = attrs
     return table
-
-
-def _audit(estimates: pd.Series, exact: pd.Series, largest: list[Any], drawn: list[Any]) -> dict[str, float | int]:
-    """Compare estimated divergences with those of runs, in the terms of ``head_effects``."""
-    ranks = pd.DataFrame({"estimate": estimates[drawn], "exact": exact[drawn]}).rank()
-    correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else np.nan
-    top = exact[[*largest, *drawn]].nlargest(len(largest)).index
-    overlooked = sum(head in drawn for head in top)
-    counts = {"exact": len(largest), "audited": len(drawn), "overlooked": overlooked}
-    return {**counts, "rank_correlation": float(correlation)}

@@ -98,9 +98,7 @@ class Subject:
         for text, real in zip(self.tokens, self.real, strict=True):
             ids = text[real]
             begin = ids[:1] if ids[0] == bos else ids[:0]
-            rest, body = ids[len(begin) :], length - len(begin)
-            parts = [rest[first : first + body] for first in range(0, len(rest), body)]
-            found += [torch.cat([begin, part]) for part in parts if len(part) == body or len(parts) == 1]
+            found += _parts(begin, ids[len(begin) :], length - len(begin))
         found = found[: max(1, tokens // length)]
         real = pad_sequence([torch.ones_like(part, dtype=torch.bool) for part in found], True, False)
         return replace(self, tokens=pad_sequence(found, True, 0), real=real)
@@ -152,7 +150,12 @@ def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) 
     begin = len(ids) - len(bare)
     if begin < 0 or not torch.equal(ids[begin:], bare):
         begin = 0
-    first, rest = ids[:begin], ids[begin:]
+    rest = ids[begin:]
     texts = -(-len(rest) // (longest - begin))
-    rows = rest[: len(rest) // texts * texts].view(texts, -1)
-    return torch.cat([first.expand(texts, -1), rows], 1)
+    return torch.stack(_parts(ids[:begin], rest, len(rest) // texts)[:texts])
+
+
+def _parts(begin: Int[Tensor, " some"], rest: Int[Tensor, " whole"], length: int) -> list[Int[Tensor, " part"]]:
+    """Cut a text into parts of ``length`` tokens, each after ``begin``; a shorter text stays whole."""
+    parts = [rest[first : first + length] for first in range(0, len(rest), length)]
+    return [torch.cat([begin, part]) for part in parts if len(part) == length or len(parts) == 1]

@@ -186,6 +186,8 @@ def _labels_verdict(found: Found) -> list[Markup]:
     counts = labels.str.split(" + ", regex=False).explode().value_counts()
     sentence = Markup("{} of {} have a label, by the keys that they attend to: {} {}.")
     counted = _counted(counts.to_dict()) or "none"
+    if counts.sum() > labels.notna().sum():
+        counted += Markup("; a head can have several")
     return [sentence.format(labels.notna().sum(), plural(len(labels), "head"), counted, link("labels"))]
 
 

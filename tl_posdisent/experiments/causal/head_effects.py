@@ -186,11 +186,19 @@ def _fill(table: pd.DataFrame, name: str, found: dict[int, Float64[Tensor, "text
 
 def _audit(some: pd.DataFrame, chosen: dict[int, bool]) -> dict[str, float | int]:
     """Compare the estimates of one intervention with exact effects."""
-    run = [row for row in some.index if row in chosen]
-    largest = some["exact"].abs()[run].nlargest(sum(chosen[row] for row in run))
-    drawn = [row for row in run if not chosen[row]]
-    ranks = some.loc[drawn, ["estimate", "exact"]].abs().rank()
+    largest, drawn = ([row for row in some.index if chosen.get(row) is kind] for kind in (True, False))
+    return audit_of(some["estimate"].abs(), some["exact"].abs(), largest, drawn)
+
+
+def audit_of(
+    estimates: pd.Series, exact: pd.Series, largest: Sequence[Any], drawn: Sequence[Any]
+) -> dict[str, float | int]:
+    """Compare estimates with runs, for heads that were run for their ``largest`` estimates and others that were drawn.
+
+    ``overlooked`` is the number of drawn heads whose exact number is among those of the largest.
+    """
+    ranks = pd.DataFrame({"estimate": estimates[drawn], "exact": exact[drawn]}).rank()
     correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else nan
-    overlooked = sum(not chosen[row] for row in largest.index)
-    counts = {"exact": len(run) - len(drawn), "audited": len(drawn), "overlooked": overlooked}
+    top = exact[[*largest, *drawn]].nlargest(len(largest)).index
+    counts = {"exact": len(largest), "audited": len(drawn), "overlooked": sum(head in drawn for head in top)}
     return {**counts, "rank_correlation": float(correlation)}

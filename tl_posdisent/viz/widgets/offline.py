@@ -28,7 +28,9 @@ from tl_posdisent.utils.validation import printable
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{title}</title></head><body>
+<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{title}</title>
+<style>:root {{ color-scheme: light dark }} @media screen and (prefers-color-scheme: dark) {{
+  body {{ background: #14181d }} body > div {{ filter: invert(1) hue-rotate(180deg) }} }}</style></head><body>
 """
 _STYLE = "background:#fff;color:#222;color-scheme:light;font:14px/1.4 system-ui,sans-serif;padding:12px"
 
