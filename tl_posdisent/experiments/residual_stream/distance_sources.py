@@ -201,7 +201,7 @@ def distance_sources(
         >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
         >>> found = distance_sources(load_demo_model(), demo_tokens(length=128), 1, heads=[3])
         >>> found
-        DistanceSources of layer 1: 1 heads, 1... sources of queries and keys, 128 distances
+        DistanceSources of layer 1: 1 head, 1... sources of queries and keys, 128 distances
           largest: L1H3 L0 MLP × L0 MLP ...
         >>> total = sum(found.term(a, b) for a in found.sources for b in found.sources)
         >>> bool((total - found.profile()).abs().max() < 1e-4)

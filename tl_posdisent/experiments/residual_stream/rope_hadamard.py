@@ -126,7 +126,7 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
         >>> from tl_posdisent.experiments import rope_hadamard
         >>> form = rope_hadamard(load_demo_model(), demo_tokens(length=64), 3)
         >>> form
-        RopeHadamard of layer 3: 8 subspaces and 0 coordinates without rotation, 1 texts of 64 tokens
+        RopeHadamard of layer 3: 8 subspaces and 0 coordinates without rotation, 1 text of 64 tokens
         >>> total = sum((form.gram(c) * form.kernel(c)).real for c in range(8)) + form.rest()
         >>> bool((total - form.scores()).abs().max() < 1e-10)
         True
