@@ -18,7 +18,7 @@ from tl_posdisent.report.build import page
 from tl_posdisent.report.measurements import SHARES, Found
 from tl_posdisent.report.panels import Panels
 from tl_posdisent.report.sections import section
-from tl_posdisent.report.subject import read_subject
+from tl_posdisent.report.subject import Subject, read_subject
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 HEAD = ["layer", "head"]
@@ -41,14 +41,14 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
         assert "<!--" not in script
 
 
-def of_atlas(found: Found) -> str:
+def of_atlas(subject: Subject, found: Found) -> str:
     """The atlas of some heads, with the panels of those that are listed: 48 scores of 48 keys, 128 positions."""
     of_heads: Any = {"additivity": found, "ablation": found}
     table = atlas_table(of_heads)
     assert table is not None
     random, pairs = np.random.default_rng(0), listed(table.heads)
     scores, effects = ({pair: random.random(shape) for pair in pairs} for shape in ((48, 48), 128))
-    return atlas(of_heads, table, Panels(["word"] * 128, True, scores, effects))
+    return atlas(subject, of_heads, table, Panels(["word"] * 128, True, scores, effects))
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     path = tmp_path / "section.html"
     for name in ("atlas", "additivity", "shares", "ablation"):
         found = Found(table, table.assign(seed=0))
-        path.write_text(of_atlas(found) if name == "atlas" else section(name, subject, found)[0])
+        path.write_text(of_atlas(subject, found) if name == "atlas" else section(name, subject, found)[0])
         document = Document(path)
         assert document.wrong == []
         assert "the first 512 of 5120 rows" in document.text
