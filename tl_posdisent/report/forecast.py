@@ -31,11 +31,11 @@ def passes_of(name: str, subject: Subject, part: Subject, copies: int) -> float:
 
 def forecast(passes: float, subject: Subject) -> str:
     """State the work ahead, in forward passes."""
-    return f"report: at most about {plural(max(1, round(passes)), 'pass', 'passes')} over {subject.sizes()}"
+    return f"report: about {plural(max(1, round(passes)), 'pass', 'passes')} over {subject.sizes()}"
 
 
 def remaining(passes: float, seconds_each: float, sections: Sequence[str]) -> str:
     """State the time ahead, at the speed of the section that was measured first."""
     seconds = passes * seconds_each
     time = plural(max(1, round(seconds)), "second") if seconds < 100 else plural(round(seconds / 60), "minute")
-    return f"report: at most about {time} for {plural(max(1, round(passes)), 'pass', 'passes')}: {', '.join(sections)}"
+    return f"report: about {time} for {plural(max(1, round(passes)), 'pass', 'passes')}: {', '.join(sections)}"
