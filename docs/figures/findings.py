@@ -1,6 +1,6 @@
 """The findings of README on a text that everyone has: ``make findings``, or
 
-    python docs/figures/findings.py smollm2   # or gemma3-270m; half an hour of two cores
+    python docs/figures/findings.py smollm2   # or gemma3-270m; ten minutes of two cores
 
 README's numbers are of speeches that are not in this repository. This script measures the same on the demo text, which
 is: eight parts of 256 tokens, each behind its BOS, whose hash it prints. It writes ``out/findings_NAME.csv``: a row for
