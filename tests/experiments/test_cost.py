@@ -69,7 +69,7 @@ def models() -> dict[tuple[int, int], Any]:
     made = {shape: build("llama-gqa", num_hidden_layers=shape[0], num_attention_heads=shape[1]) for shape in shapes}
     for model in made.values():  # passes of reading are made once, whatever runs afterwards
         tp.read_model(model)
-        tp.head_ablation(model, zoo.random_tokens(12, 2), heads="L0H0", progress=False)
+        tp.head_ablation(model, zoo.random_tokens(12, 2), heads=0, progress=False)  # of every layer
     return made
 
 
@@ -165,6 +165,15 @@ def test_no_tool_holds_more(kind: str, name: str, tool: str, few_steps: Callable
         assert live.most + 2**22 < needed
     if tool in LAYER_BY_LAYER:
         assert needed < 3 * live.most + 2**25
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gemma3"))
+def test_kinds_of_layers(kind: str, name: str, shared_model: Any) -> None:
+    """Two local layers, then a global one."""
+    model = shared_model(kind, name)
+    for layers, numbers in (("local", [0, 1]), ("global", [2])):
+        found = tp.estimate(model, 24, tool="head_ablation", layers=layers)
+        assert found == tp.estimate(model, 24, tool="head_ablation", layers=numbers)
 
 
 @pytest.mark.parametrize("available", [10**9, 3 * 10**7])

@@ -14,7 +14,7 @@ from tl_posdisent.experiments.causal.runs import texts_at_once
 from tl_posdisent.experiments.passes import NOT_ESTIMATED, TOOLS, Work
 from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.reading.memory import free_memory, gigabytes, model_bytes, model_devices
-from tl_posdisent.models.reading.model_reading import model_of
+from tl_posdisent.models.reading.model_reading import Layers, model_of, read_model
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.moments import NUMBERS_AT_ONCE
 from tl_posdisent.utils.errors import ArgumentError
@@ -123,7 +123,7 @@ def estimate(
     *,
     batch: int = 1,
     tool: Measured = "additivity",
-    layers: int | Iterable[int] | None = None,
+    layers: Layers = None,
     heads: Heads = None,
     positions: int | Iterable[int] | None = None,
     available: int | None = None,
@@ -174,6 +174,8 @@ def estimate(
     for name, given in {"layers": layers, "heads": heads, "positions": positions}.items():
         if given is not None and name not in TOOLS[tool].takes:
             raise ArgumentError(name, f"must be None for {tool}, which takes no {name}, got {shown(given)}")
+    if isinstance(layers, str):  # which layers these are, only a reading of the model says
+        layers = list(read_model(model).heads(layers))
     chosen = check_heads(layers, heads, n_layers(model), model.cfg.n_heads)
     places = 1 if positions is None else len(check_indices("positions", positions, length))
     devices, weights = model_devices(model), model_bytes(model)
