@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from real_models import losses, mean_and_error
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -33,13 +34,6 @@ def demo_texts(model: Any, n: int = TEXTS, length: int = LENGTH) -> Tensor:
     length = min(length, 1 + (len(ids) - 1) // n)
     parts = ids[1 : 1 + n * (length - 1)].view(n, length - 1)
     return torch.cat([ids[:1].expand(n, 1), parts], 1)
-
-
-def losses(model: Any, texts: Tensor, hooks: list[Any]) -> Tensor:
-    """``[text]``: nats per token."""
-    with torch.no_grad(), tp.hooks.applied(model, hooks):
-        found = [model(row[None])[0, :-1].float().log_softmax(-1) for row in texts]
-    return torch.stack([-x.gather(-1, row[1:, None]).mean() for x, row in zip(found, texts, strict=True)])
 
 
 def scores(model: Any, texts: Tensor) -> Iterator[Row]:
@@ -62,7 +56,7 @@ def positions(model: Any, texts: Tensor) -> Iterator[Row]:
     }.items():
         hooks = tp.dummy_distance(model, 5) if "5" in name else tp.remap_distance(model, lambda d: d.clamp(max=16))
         added = losses(model, texts, hooks) - base
-        yield f"added loss, {name}", added.mean().item(), (added.std() / len(added) ** 0.5).item(), call
+        yield f"added loss, {name}", *mean_and_error("added", added).values(), call
 
 
 def heads(model: Any, texts: Tensor, n: int = HEADS) -> Iterator[Row]:

@@ -188,16 +188,13 @@ def draw() -> None:
 
 def atlas(path: Path) -> bytes:
     """The first screen of a report."""
-    from playwright.sync_api import sync_playwright
+    import notebooks
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        shown = browser.new_page(viewport={"width": 1100, "height": 900})
+    with notebooks.browser() as chromium:
+        shown = chromium.new_page(viewport={"width": 1100, "height": 900})
         shown.goto(path.resolve().as_uri())
         shown.wait_for_timeout(3000)  # charts are drawn in several steps
-        image = shown.screenshot()
-        browser.close()
-    return image
+        return bytes(shown.screenshot())
 
 
 if __name__ == "__main__":

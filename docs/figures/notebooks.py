@@ -15,6 +15,8 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +48,25 @@ def run(path: Path) -> None:
     nbformat.write(notebook, path)
 
 
+@contextmanager
+def browser() -> Iterator[Any]:
+    """The system's Chromium."""
+    with sync_playwright() as playwright:
+        path = os.environ.get("POSDISENT_CHROMIUM") or shutil.which("chromium")
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
 def screenshots(pages: list[str]) -> list[bytes]:
     """Each widget as a browser draws it."""
     images = []
-    with sync_playwright() as playwright:
-        chromium = os.environ.get("POSDISENT_CHROMIUM") or shutil.which("chromium")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with browser() as chromium:
         for page_html in pages:
-            page = browser.new_page(viewport={"width": 1150, "height": 400})
+            page = chromium.new_page(viewport={"width": 1150, "height": 400})
             page.set_content(f"<!doctype html><meta charset='utf-8'>{page_html}")
             page.wait_for_timeout(3000)  # charts are drawn in several steps
             images.append(page.locator("div[id^=tl-posdisent]").first.screenshot())
-        browser.close()
     return images
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -16,23 +14,17 @@ DOCS = ROOT / "docs"
 FIGURES = DOCS / "figures"
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("gallery", FIGURES / "gallery.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "gallery", module)  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    return module
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(FIGURES))
+    import gallery
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    assert (DOCS / "gallery.md").read_text(encoding="utf-8") == script().page()
+    assert (DOCS / "gallery.md").read_text(encoding="utf-8") == gallery.page()
 
 
 def test_pictures_exist_and_every_figure_that_explains_a_tool_is_shown() -> None:
-    shown = [picture.file for picture in script().PICTURES]
+    shown = [picture.file for picture in gallery.PICTURES]
     assert [name for name in shown if not (FIGURES / name).is_file()] == []
     assert len(set(shown)) == len(shown)
     again = {  # the same kind of figure, of another model or setting
@@ -47,7 +39,7 @@ def calls(node: ast.AST) -> list[ast.Call]:
     return [x for x in ast.walk(node) if isinstance(x, ast.Call)]
 
 
-@pytest.mark.parametrize("picture", script().PICTURES, ids=lambda picture: picture.title)
+@pytest.mark.parametrize("picture", gallery.PICTURES, ids=lambda picture: picture.title)
 def test_calls_have_arguments_that_their_functions_take(picture: Any) -> None:
     """Of public functions; methods of what they return are tried where they are documented."""
     public, known = {name.split(".")[-1]: x for name, x in public_names().items()}, 0

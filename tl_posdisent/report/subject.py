@@ -82,7 +82,7 @@ class Subject:
         """``global``, or ``local`` and its window, of each layer; empty for a model without sliding windows."""
         if all(spec.window is None for spec in self.specs):
             return {}
-        return {spec.layer: "global" if spec.window is None else f"local, {spec.window}" for spec in self.specs}
+        return {x.layer: x.kind if x.window is None else f"{x.kind}, {x.window}" for x in self.specs}
 
     def some(self, positions: int, tokens: int) -> Subject:
         """Keep the beginnings of the first texts: at most ``positions`` of each, and ``tokens`` altogether."""

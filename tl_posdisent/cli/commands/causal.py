@@ -10,6 +10,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import ON_TEXT, Given, command, one_of, read_text, repeated
 from tl_posdisent.cli.output import by_head, frame, save
+from tl_posdisent.utils.words import plural
 
 
 @command(f"{ON_TEXT} layers heads seed progress")
@@ -320,9 +321,7 @@ def _token(model: Any, option: str, word: str) -> int:
 
 _SHOWN = 40  # largest number of verdicts that are listed one by one
 
-RUNGS = (
-    *("uniform", "first_token", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"),
-)
+RUNGS = ("uniform", "first_token", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched")
 
 
 @command(f"{ON_TEXT} layers heads seed progress")
@@ -380,7 +379,7 @@ def ladder(
     verdicts = head_verdicts(table, share).rename(columns={"error": "gap_se"})
     counted = ", ".join(f"{n} {verdict}" for verdict, n in verdicts["verdict"].value_counts().items())
     n = len(table[["layer", "head"]].drop_duplicates())
-    over = "all heads together" if unit == "all" else f"means over {n} {unit}{'s' if n > 1 else ''}"
+    over = "all heads together" if unit == "all" else f"means over {plural(n, unit)}"
     title = f"rungs, {over}: {what}"
     by_unit = verdicts[["layer", "head", "verdict", "gap", "gap_se"]].dropna(axis=1, how="all").head(_SHOWN)
     told = f"verdicts, and the gap to uniform attention ± its standard error{f', first {_SHOWN}' if n > _SHOWN else ''}"

@@ -22,6 +22,7 @@ from tl_posdisent.cli.options import (
     whole_numbers,
 )
 from tl_posdisent.cli.output import by_head, check_out, frame, save
+from tl_posdisent.utils.words import plural
 
 TEXTS = "Number of consecutive parts of the text; default 2 if the text is long enough."
 
@@ -252,7 +253,7 @@ def perturb(
     from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 
     model, tokens, what = given.read()
-    what += f", {seeds} seed{'s' if seeds > 1 else ''}"
+    what += f", {plural(seeds, 'seed')}"
     options: dict[str, Any] = {"window": window, "unit": unit, "progress": given.progress}
     table = perturbation_curve(model, tokens, kinds, parts, drawn, **options)
     save(table, given.out)

@@ -9,6 +9,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import Given, command
 from tl_posdisent.cli.output import grid, number, save, spread
+from tl_posdisent.utils.words import plural
 
 _SAMPLES = 1000  # number of test samples on which heads are ablated
 
@@ -65,7 +66,7 @@ def synthetic(
     tables = _measured(runs, device, given.progress)
     for name, table in tables.items():
         save(table, out / f"{name}.csv")
-    return _shown(tables["deposit"], f"effect of single heads: {preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
+    return _shown(tables["deposit"], f"effect of single heads: {preset} preset, {plural(seeds, 'seed')}")
 
 
 def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
