@@ -13,7 +13,7 @@ from support import zoo
 from support.live_bytes import LiveBytes
 
 import tl_posdisent as tp
-from tl_posdisent.additive.attention import rungs
+from tl_posdisent.additive.attention import newton, rungs
 from tl_posdisent.experiments.cost import Measured
 from tl_posdisent.experiments.passes import NOT_ESTIMATED
 from tl_posdisent.experiments.passes import TOOLS as TAKES
@@ -57,9 +57,16 @@ def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> Non
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the ladder's search end early: each of its hundred steps makes no pass, and holds what the first one held
-    and two more vectors, here of 1 kB."""
-    return lambda: monkeypatch.setattr(rungs, "_STEPS", 10)
+    """Let the ladder's fits end early: a step makes no pass, and holds what the first one held and, in the search for
+    the query's term, two more vectors, here of 1 kB."""
+
+    def shorten() -> None:
+        monkeypatch.setattr(rungs, "_STEPS", 10)
+        monkeypatch.setattr(newton, "_MAX_STEPS", 1)
+        monkeypatch.setattr(newton, "_MAX_PRODUCTS", 4)
+        monkeypatch.setattr(newton, "_DENSE", 0)
+
+    return shorten
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +94,25 @@ def chosen(tool: str, choice: str) -> bool:
     return set(CHOICES[choice]) <= set(TAKES[tool].takes)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("layers", "heads"), [(3, 8), (4, 4)])
-@pytest.mark.parametrize(
-    ("tool", "choice"), [(tool, choice) for tool in TOOLS for choice in CHOICES if chosen(tool, choice)]
-)
+def counted() -> list[tuple[str, str, int, int, int]]:
+    """Tools, what they are given, layers, heads and texts: all four combinations where nothing is chosen, else two."""
+    sizes = [(3, 8, 1), (4, 4, 2), (3, 8, 2), (4, 4, 1)]
+    every = [
+        (tool, choice, *size)
+        for tool in TOOLS
+        for choice in CHOICES
+        if chosen(tool, choice) and not (tool in OF_ONE_LAYER and choice == "last layers")
+        for size in (sizes if choice == "all" else sizes[:2])
+    ]
+    return [case for case in every if case[0] not in OF_SEVERAL_TEXTS or case[-1] > 1]
+
+
+@pytest.mark.parametrize(("tool", "choice", "layers", "heads", "batch"), counted())
+@pytest.mark.filterwarnings("ignore:.*converge")
 def test_passes_are_counted(
     tool: str, choice: str, layers: int, heads: int, batch: int, models: Any, few_steps: Callable[[], None]
 ) -> None:
     """In tokens that go through the MLPs, of which shortcuts leave some out."""
-    if (tool in OF_ONE_LAYER and choice == "last layers") or (tool in OF_SEVERAL_TEXTS and batch == 1):
-        pytest.skip("one layer alone, or several texts")
     few_steps()
     model, options = models[layers, heads], CHOICES[choice]
     tokens = zoo.random_tokens(24, batch)
@@ -150,10 +165,12 @@ def test_a_tool_is_estimated_with_the_arguments_that_it_takes() -> None:
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), *zoo.cases("neox")[:1]])
+@pytest.mark.filterwarnings("ignore:.*converge")
 def test_no_tool_holds_more(kind: str, name: str, tool: str, few_steps: Callable[[], None]) -> None:
     """The tensors that are alive at the worst step, at lengths where scores are the smaller and the larger part."""
-    # The ladder takes layers one by one, and stores of the others what head_ablation stores.
-    options: dict[str, Any] = {"layers": [1]} if tool == "attention_ladder" else {}
+    # These take layers one by one; the ladder stores of the others what head_ablation stores.
+    options: dict[str, Any] = {"layers": [1]} if tool in ("attention_ladder", "preference_flips") else {}
+    options |= {"seeds": 1, "fractions": [0, 0.5]} if tool == "perturbation_curve" else {}
     if (kind, name) != zoo.cases("llama-gqa")[0].values or zoo.TL_MAJOR != 3:
         few_steps()  # all of them in one case, where what each adds would be seen
     model = {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](name, max_position_embeddings=1024)
