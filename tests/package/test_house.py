@@ -30,6 +30,13 @@ def test_imports_only_from_floors_below() -> None:
     assert not wrong
 
 
+def test_experiments_and_interventions_meet_other_libraries_in_models_alone() -> None:
+    """Elsewhere only the demo model and synthetic models are theirs, and a command lists the names of their models."""
+    pattern = re.compile(r"^\s*(?:from|import) (?:transformer_lens|transformers)\b", re.MULTILINE)
+    rooms = {name[0] for name, path in sources().items() if pattern.search(path.read_text(encoding="utf-8"))}
+    assert rooms == {"models", "synthetic", "demo", "cli"}
+
+
 def test_no_file_and_no_folder_imports_itself_by_way_of_others() -> None:
     graph = import_graph()
     for imports in (graph, *(grouped(graph, depth) for depth in (1, 2, 3))):
