@@ -23,9 +23,11 @@ _OURS = "willReadFrequently"  # what the browser says of tests that read pixels
 # What charts write on their canvases, tooltips too, is nowhere in the document.
 _LISTEN = """
 window.written = [];
+window.inks = new Set();
 const fillText = CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
   window.written.push(text);
+  window.inks.add(this.fillStyle);
   return fillText.call(this, text, ...at);
 };
 """
@@ -129,25 +131,42 @@ class Opened:
         """The mean red, green and blue that is seen of an element, from 0 to 1."""
         element = self.page.locator(selector).first
         element.scroll_into_view_if_needed()
+        return self._decoded(
+            element,
+            """
+            const sums = [0, 0, 0];
+            for (let i = 0; i < all.length; i += 4) for (let n = 0; n < 3; n++) sums[n] += all[i + n];
+            return sums.map((sum) => sum / (all.length / 4) / 255);
+            """,
+        )
+
+    def on_screen(self, element: Any, places: list[list[float]]) -> list[list[int]]:
+        """Red, green and blue that are seen at places of an element, in CSS pixels."""
+        read = (
+            "return places.map(([x, y]) => [0, 1, 2].map((n) => all[4 * (Math.floor(y) * width + Math.floor(x)) + n]))"
+        )
+        return self._decoded(element, read, places)
+
+    def _decoded(self, element: Any, read: str, places: Any = None) -> Any:
+        """What JavaScript reads from the pixels (``all``) of an element's screenshot."""
         picture = base64.b64encode(element.screenshot()).decode("ascii")
         blank = self.page.context.new_page()
-        mean = blank.evaluate(
-            """async (picture) => {
+        found = blank.evaluate(
+            f"""async ([picture, places]) => {{
               const image = new Image();
-              image.src = `data:image/png;base64,${picture}`;
+              image.src = `data:image/png;base64,${{picture}}`;
               await image.decode();
-              const { width, height } = image;
-              const canvas = Object.assign(document.createElement("canvas"), { width, height });
+              const {{ width, height }} = image;
+              const canvas = Object.assign(document.createElement("canvas"), {{ width, height }});
               const context = canvas.getContext("2d");
               context.drawImage(image, 0, 0);
-              const all = context.getImageData(0, 0, canvas.width, canvas.height).data, sums = [0, 0, 0];
-              for (let i = 0; i < all.length; i += 4) for (let n = 0; n < 3; n++) sums[n] += all[i + n];
-              return sums.map((sum) => sum / (all.length / 4) / 255);
-            }""",
-            picture,
+              const all = context.getImageData(0, 0, width, height).data;
+              {read}
+            }}""",
+            [picture, places],
         )
         blank.close()
-        return mean
+        return found
 
     def screenshot(self, name: str) -> None:
         """For people to look at."""

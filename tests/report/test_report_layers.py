@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
 from tl_posdisent.models import read_model
-from tl_posdisent.report.maps import UNKNOWN, complete
+from tl_posdisent.report.atlas_map import map_caption
+from tl_posdisent.report.maps import UNKNOWN, complete, head_map
 from tl_posdisent.report.provenance import windows
 from tl_posdisent.report.sections import layers_by_frequencies
 from tl_posdisent.report.subject import read_subject
@@ -111,6 +113,8 @@ def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None
     table = pd.DataFrame({"layer": [1, 1, 3], "head": [2, 5, 7], "gap": [0.5, 0.0, 0.25]})
     verdicts = table.assign(verdict=["static", "no effect", "undecided x–y"])
     for drawn in (plot_heads(table, "gap"), plot_verdicts(verdicts)):
+        said = captions(head_map(go.Figure(drawn), "Gap", subject))
+        assert said == [f"Gap; grey: {40 - len(table)} heads without a number (crossed)"]
         before = {
             (layer, head): drawn.data[0].z[i][j]
             for i, layer in enumerate(drawn.data[0].y)
@@ -130,3 +134,22 @@ def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None
         assert UNKNOWN not in str(heat.colorscale)
     whole = pd.DataFrame([(i, j, 0.0) for i in range(5) for j in range(8)], columns=["layer", "head", "gap"])
     assert len(complete(plot_heads(whole, "gap"), subject).data) == 1
+    assert captions(head_map(plot_heads(whole, "gap"), "Gap", subject)) == ["Gap"]
+
+
+def test_cells_of_heads_that_are_not_analysed_are_no_missing_numbers() -> None:
+    """Three chosen heads in two layers make a map of two rows and three columns."""
+    subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8), None, None, ["L1H2", "L1H5", "L3H7"])
+    table = pd.DataFrame({"layer": [1, 1, 3], "head": [2, 5, 7], "gap": [0.5, np.nan, 0.25]})
+    assert captions(head_map(plot_heads(table, "gap"), "Gap", subject)) == [
+        "Gap; grey: 1 head without a number (crossed) and 3 cells without an analysed head"
+    ]
+    assert complete(plot_heads(table.fillna(0), "gap"), subject).layout.plot_bgcolor == UNKNOWN
+    assert (
+        map_caption("Gap", table, 1)
+        == "Gap, by head; grey: 1 head without a number and 3 cells without an analysed head"
+    )
+
+
+def captions(html: str) -> list[str]:
+    return re.findall("<figcaption>(.*)</figcaption>", html)

@@ -153,11 +153,27 @@ def test_a_head_without_a_number_is_no_head_with_0() -> None:
     assert measured is not None
     offered = choices(measured.heads)
     assert offered["colours"]["effect"]["values"] == offered["axes"]["effect"]["values"] == [0.5, 0.0, None, -0.25]
-    black, white = [trace["z"] for trace in offered["colours"]["effect"]["map"]]
-    seen = [[x is not None and x == x for x in np.ravel(_array(z))] for z in (black, white)]
-    assert np.logical_or(*seen).tolist() == [True, True, False, True]
+    seen = [np.isfinite(np.ravel(_array(trace["z"]))) for trace in offered["colours"]["effect"]["map"]]
+    assert np.sum(seen, axis=0).tolist() == [1, 1, 0, 1]
     scales = str([colour["marker"]["colorscale"] for colour in offered["colours"].values()])
     assert offered["unknown"] not in scales
+    said = {name: colour["caption"].partition("; ")[2] for name, colour in offered["colours"].items()}
+    assert said.pop("effect") == "grey: 1 head without a number"
+    assert set(said.values()) == {""}
+
+
+def test_verdicts_keep_their_places_where_others_are_missing() -> None:
+    """A layer and a column without any verdict are in the map all the same, which has the rows and columns of all."""
+    places = pd.MultiIndex.from_product([range(3), range(4)], names=["layer", "head"]).to_frame(index=False)
+    known = ["static", None, "no effect", "static", "not used", None, "static", "not used"]  # of layers 1 and 2
+    heads = places.assign(verdict=[None] * 4 + known, kl=0.1, kl_exact=True)
+    shown = choices(heads)["colours"]["verdict"]
+    (drawn,) = shown["map"]  # without letters, all cells are in one map
+    codes = _array(drawn["z"]).ravel()
+    assert [None if np.isnan(code) else code for code in codes] == shown["values"]
+    assert drawn["y"] == ["0", "1", "2"]
+    assert drawn["x"] == ["0", "1", "2", "3"]
+    assert shown["caption"] == "verdict, by head; grey: 6 heads without a number"
 
 
 def _array(z: Any) -> np.ndarray:

@@ -9,13 +9,19 @@ const mapHeight = atlas.style.height;
 const place = (label) => label.match(/\d+/g); // layer and head
 const told = (label) => hover[layers.indexOf(place(label)[0])][columns.indexOf(place(label)[1])];
 
-function points(chosen, x, y) {
-  const some = (kept, marker) => ({
-    type: "scatter", mode: "markers", showlegend: false, marker, x: kept.map((n) => x[n]), y: kept.map((n) => y[n]),
-    customdata: kept.map((n) => [labels[n], told(labels[n])]), hovertemplate: "%{customdata[1]}<extra></extra>",
-  });
+// Heads with a number for both axes, those with and those without a colour, by their places in the table.
+function kept(chosen, x, y) {
   const known = [...labels.keys()].filter((n) => x[n] !== null && y[n] !== null);
-  const [coloured, grey] = [true, false].map((has) => known.filter((n) => (chosen.values[n] !== null) === has));
+  return [true, false].map((has) => known.filter((n) => (chosen.values[n] !== null) === has));
+}
+const counted = (n, more) => (n ? `; ${more.replace("#", `${n} head${n === 1 ? "" : "s"}`)}` : "");
+
+function points(chosen, x, y) {
+  const some = (heads, marker) => ({
+    type: "scatter", mode: "markers", showlegend: false, marker, x: heads.map((n) => x[n]), y: heads.map((n) => y[n]),
+    customdata: heads.map((n) => [labels[n], told(labels[n])]), hovertemplate: "%{customdata[1]}<extra></extra>",
+  });
+  const [coloured, grey] = kept(chosen, x, y);
   const marker = { ...chosen.marker, color: coloured.map((n) => chosen.values[n]) };
   return [some(grey, { ...chosen.marker, color: unknown, showscale: false }), some(coloured, marker)];
 }
@@ -26,12 +32,15 @@ function drawAtlas() {
   const titled = ({ title }) => ({ title: { text: title }, ticks: "outside", zeroline: false });
   up.disabled = isMap;
   atlas.style.height = isMap ? mapHeight : "420px";
-  const caption = isMap ? `${chosen.title}, by head` : `${y.title} against ${x.title}; colour: ${chosen.title}`;
+  const [coloured, grey] = isMap ? [[], []] : kept(chosen, x.values, y.values);
+  const caption = isMap ? chosen.caption : `${y.title} against ${x.title}; colour: ${chosen.title}` +
+    counted(grey.length, "grey: # without this number") +
+    counted(labels.length - grey.length - coloured.length, "not shown: # without a number for an axis");
   atlas.setAttribute("aria-label", caption);
   atlas.closest("figure").querySelector("figcaption").textContent = caption;
   const map = () => chosen.map.map((trace) => ({ ...trace, x: columns, y: layers, customdata: hover }));
   const free = { ...layout, plot_bgcolor: "#fff", xaxis: x && titled(x), yaxis: titled(y), hovermode: "closest" };
-  return isMap ? Plotly.react(atlas, map(), layout) : Plotly.react(atlas, points(chosen, x.values, y.values), free);
+  return isMap ? Plotly.react(atlas, inked(map()), layout) : Plotly.react(atlas, points(chosen, x.values, y.values), free);
 }
 for (const menu of [colour, across, up]) menu.addEventListener("change", drawAtlas);
 atlas.on("plotly_click", ({ points: [{ x, y, customdata }] }) =>

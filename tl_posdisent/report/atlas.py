@@ -10,7 +10,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
-from tl_posdisent.report.atlas_map import choices, map_figure
+from tl_posdisent.report.atlas_map import choices, map_caption, map_figure
 from tl_posdisent.report.every_head import HEAD
 from tl_posdisent.report.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
 from tl_posdisent.report.maps import with_attention
@@ -43,7 +43,8 @@ def atlas(
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss", "kl": "KL"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at", ERROR: "± standard error"}
     options = choices(heads)
-    caption, height = "What − where, by head", map_height(heads["layer"].nunique())
+    caption = map_caption("What − where", heads, int(heads[DIFFERENCE].isna().sum()))
+    height = map_height(heads["layer"].nunique())
     return render(
         "atlas",
         baseline=found["additivity"].random is not None,

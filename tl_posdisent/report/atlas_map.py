@@ -10,11 +10,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.report.looks import DIFFERENCE, OVER_RANDOM
-from tl_posdisent.report.maps import UNKNOWN, name_layers
+from tl_posdisent.report.maps import UNKNOWN, grey_cells, name_layers
 from tl_posdisent.report.markup import legible
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import GREY
 from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
+from tl_posdisent.viz.plots.tables import whole
 
 _COLOURS = {
     DIFFERENCE: "what − where (share of variance)",
@@ -43,7 +44,15 @@ def choices(heads: pd.DataFrame) -> dict[str, Any]:
         name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names if name not in _SIGNED[:1]
     }
     labels = [head_label(int(layer), int(head)) for layer, head in zip(heads["layer"], heads["head"], strict=True)]
+    for one in colours.values():
+        one["caption"] = map_caption(one["title"], heads, one["values"].count(None))
     return {"colours": colours, "axes": axes, "labels": labels, "unknown": UNKNOWN}
+
+
+def map_caption(title: str, heads: pd.DataFrame, missing: int) -> str:
+    """Name the colour of a map of all heads in the table of the atlas, and say how many cells have none."""
+    cells = heads["layer"].nunique() * heads["head"].nunique()
+    return f"{title}, by head{grey_cells(missing, cells - len(heads))}"
 
 
 def map_figure(heads: pd.DataFrame, told: Sequence[str], attention: dict[int, str]) -> go.Figure:
@@ -64,6 +73,9 @@ def _numeric(heads: pd.DataFrame, name: str) -> dict[str, Any]:
 def _of_verdicts(heads: pd.DataFrame) -> dict[str, Any]:
     known = heads.dropna(subset="verdict")
     (heat,) = plot_verdicts(known.assign(gap=known["kl"])).data
+    layers, columns = (whole(sorted(heads[name].unique())) for name in ("layer", "head"))
+    grid = pd.DataFrame(heat.z, heat.y, heat.x).reindex(index=layers, columns=columns)  # known may lack some of them
+    heat.update(z=grid.to_numpy(), y=layers, x=columns)
     codes = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
     kinds = heads["verdict"].str.replace("^undecided .*", "undecided", regex=True)
     heat.update(text=None, texttemplate=None)

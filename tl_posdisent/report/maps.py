@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from tl_posdisent.report.markup import figure, map_height
 from tl_posdisent.report.subject import Subject
-from tl_posdisent.viz.palette import GREY
+from tl_posdisent.utils.words import plural
+from tl_posdisent.viz.palette import BLACK
 
 UNKNOWN = "#b9b9b9"
 """The colour of heads without a number, which is in none of the scales."""
@@ -20,9 +21,25 @@ _NAMED = 40  # the most layers that are all named on the axis
 
 
 def head_map(drawn: go.Figure, caption: str, subject: Subject, *, linked: bool = False) -> Markup:
-    """Render a map with a cell for each head of ``subject``; those without a value are grey and crossed."""
+    """Render a map with a cell for each head of ``subject``; those without a value are grey and crossed.
+
+    The caption says how many these are.
+    """
     shown = name_layers(complete(drawn, subject), subject.layers, subject.attention)
+    missing = sum(len(trace.x) for trace in shown.data if trace.type == "scatter")
+    caption += grey_cells(missing, len(shown.data[0].z) * len(shown.data[0].x) - len(subject.pairs), " (crossed)")
     return figure(shown, caption, height=map_height(len(subject.layers)), linked=linked)
+
+
+def grey_cells(missing: int, empty: int, mark: str = "") -> str:
+    """Say behind the caption of a map which cells are grey: ``missing`` heads, and ``empty`` cells of no analysed head.
+
+    >>> grey_cells(1, 3), grey_cells(0, 0)
+    ('; grey: 1 head without a number and 3 cells without an analysed head', '')
+    """
+    said = [f"{plural(missing, 'head')} without a number{mark}"] if missing else []
+    said += [f"{plural(empty, 'cell')} without an analysed head"] if empty else []
+    return f"; grey: {' and '.join(said)}" if said else ""
 
 
 def complete(drawn: go.Figure, subject: Subject) -> go.Figure:
@@ -47,12 +64,11 @@ def complete(drawn: go.Figure, subject: Subject) -> go.Figure:
     ]
     if missing:
         x, y = zip(*missing, strict=True)
-        cross = {"symbol": "x-thin", "size": 7, "line": {"color": GREY, "width": 1.5}}
+        cross = {"symbol": "x-thin", "size": 7, "line": {"color": BLACK, "width": 1.5}}
         drawn.add_scatter(
             x=x, y=y, mode="markers", marker=cross, name="not measured", hoverinfo="name", showlegend=True
         )
-        drawn.update_layout(plot_bgcolor=UNKNOWN)
-    return drawn
+    return drawn if known.all() else drawn.update_layout(plot_bgcolor=UNKNOWN)
 
 
 def name_layers(drawn: go.Figure, layers: Sequence[int], attention: dict[int, str]) -> go.Figure:

@@ -19,7 +19,7 @@ from pandas.api.types import is_float_dtype
 
 from tl_posdisent.report.words import number
 from tl_posdisent.utils.validation import head_label, printable
-from tl_posdisent.viz.palette import BLACK, WHITE, ink, on_scale
+from tl_posdisent.viz.palette import BLACK, WHITE, inks, on_scale
 from tl_posdisent.viz.widgets.offline import script_json
 
 ROWS = 512
@@ -111,6 +111,7 @@ def figure(
         height=None,
         margin={"t": 20, "r": 20, "b": 50, "l": 60},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        hoverlabel={"bgcolor": WHITE, "font": {"color": BLACK}},  # plotly's own are of the trace's colour, or a grey
         meta="linked" if linked else None,
     )
     drawn.update_xaxes(ticks="outside")  # otherwise the zeros of the two axes overlap
@@ -124,17 +125,24 @@ def figure(
 
 
 def legible(trace: Any) -> list[Any]:
-    """Split a heat map with numbers into two, with black and with white text: plotly's own choice lacks contrast."""
+    """Split a heat map with numbers by the colour of their text, in the light and in the dark (``meta``).
+
+    Plotly's own choice lacks contrast, and in the dark the page inverts cells and text; the page's script chooses.
+    """
     if not isinstance(trace, go.Heatmap) or trace.texttemplate is None:
         return [trace]
     z = np.array(trace.z, dtype=float)
     shares = ((z - trace.zmin) / (trace.zmax - trace.zmin)).clip(0, 1)
-    inks = np.array([[ink(on_scale(trace.colorscale, share)) for share in row] for row in np.nan_to_num(shares)])
-    maps = [
-        go.Heatmap(trace, z=np.where(inks == colour, z, np.nan), textfont={"color": colour})
-        for colour in (BLACK, WHITE)
-    ]
-    return [one.update(hoverongaps=False, showscale=n == 0) for n, one in enumerate(maps)]
+    both = [[inks(on_scale(trace.colorscale, share)) for share in row] for row in np.nan_to_num(shares)]
+    light, dark = np.moveaxis(np.array(both), -1, 0)
+    maps = []
+    for colours in sorted({pair for row in both for pair in row}):
+        here = (light == colours[0]) & (dark == colours[1])
+        one = go.Heatmap(trace, z=np.where(here, z, np.nan), textfont={"color": colours[0]}, meta=colours)
+        if trace.text is not None:  # which plotly writes in cells without a number, too
+            one.text = np.where(here, trace.text, "")
+        maps.append(one.update(hoverongaps=False, showscale=not maps))
+    return maps
 
 
 def map_height(rows: int) -> int:
