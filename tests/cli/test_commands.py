@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pandas as pd
 import pytest
@@ -31,6 +31,7 @@ from tl_posdisent import (
     head_effects,
     head_labels,
     head_patching,
+    hooks,
     lambda_mask,
     length_generalization,
     limit_frequencies,
@@ -43,12 +44,18 @@ from tl_posdisent import (
     remap_distance,
     swap_positions,
 )
+from tl_posdisent.additive.attention import rungs
+from tl_posdisent.cli.commands import causal, measurements
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
+from tl_posdisent.experiments.causal import attention_ladder as attention_ladder_
+from tl_posdisent.experiments.causal import patching
 from tl_posdisent.experiments.causal.metrics import shuffled_order
-from tl_posdisent.hooks import phase_noise
+from tl_posdisent.experiments.robustness import perturb
+from tl_posdisent.hooks import patch, phase_noise
 from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.report import measurements as sections
 from tl_posdisent.synthetic import deposit
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -311,6 +318,22 @@ def test_the_table_is_that_of_the_library(
     same(pd.read_csv(out), case.expected(model, case.tokens))
     assert result.stderr == ("" if quiet else f"table: {out} (3 rows)\n")
     assert str(out) not in result.stdout
+
+
+def test_choices_are_those_of_the_library() -> None:
+    """Help imports no library, so commands repeat the names that an argument of the library takes."""
+    assert causal.RUNGS == rungs.RUNGS
+    assert set(get_args(patch.MovedComponent)) == set(causal.COMPONENTS)
+    assert get_args(perturb.Kind) == measurements.KINDS
+    assert measurements.SECTIONS == sections.SECTIONS
+    assert set(causal.CHANGES) <= set(hooks.__all__)
+    offered = get_type_hints(causal.patch) | get_type_hints(causal.ladder)
+    for name, known in {
+        "activation": patching.Activation,
+        "vectors": patching.What,
+        "unit": attention_ladder_.Unit,
+    }.items():
+        assert set(get_args(offered[name])) == set(get_args(known)), name
 
 
 @pytest.mark.parametrize("command", ["fit", "controlled"])

@@ -240,6 +240,9 @@ def _cost(model: Any, tokens: Any, changes: dict[str, Any]) -> Any:
     return pd.DataFrame(rows)
 
 
+COMPONENTS = ("distance", "query", "key", "residual", "mean")
+
+
 @command(f"{ON_TEXT} layers heads seed progress")
 def patch(
     given: Given,
@@ -251,7 +254,7 @@ def patch(
     vectors: Literal["head", "query", "key", "layer"] = Option(
         "head", help="Without --source: rotated queries, keys, or both; of one head or of a layer."
     ),
-    component: list[str] | None = repeated(("distance", "query", "key", "residual", "mean")),
+    component: list[str] | None = repeated(COMPONENTS),
     answer: str | None = Option(None, help="Metric: logit of this token after the text, minus that of --wrong."),
     wrong: str | None = Option(None, help="The wrong answer; default the mean logit of the vocabulary."),
 ) -> list[str]:
@@ -283,7 +286,7 @@ def patch(
     metric = _metric(model, answer, wrong)
     other = None if clean_text is None else cut(model, clean_text, tokens.shape[1], len(tokens))
     if component:
-        parts: Any = one_of("component", component, ("distance", "query", "key", "residual", "mean"))
+        parts: Any = one_of("component", component, COMPONENTS)
         place = None if other is not None else _positions(positions, tokens.shape[1], given.seed)
         end: dict[str, Any] = {"source": other, "source_positions": place}
         table = patching.component_patching(model, tokens, parts, metric=metric, **end, **options)
