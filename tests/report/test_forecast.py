@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tl_posdisent as tp
+from tl_posdisent import head_verdicts
+from tl_posdisent.report import every_head, measurements
 from tl_posdisent.report.forecast import passes_of, remaining
 from tl_posdisent.report.measurements import SECTIONS, Copies, measure, narrowed
 from tl_posdisent.report.subject import read_subject
+from tl_posdisent.utils.progress import progress_bar
 
 TOKENS = tp.demo_tokens(length=193)[:, 1:].view(3, 64)
 
 
-@pytest.mark.parametrize("name", ["additivity", "distance", "shares", "subspaces", "perturbation"])
+@pytest.mark.parametrize("name", ["additivity", "distance", "shares", "subspaces", "perturbation", "labels", "heads"])
 def test_as_many_passes_as_are_counted(name: Any) -> None:
     """Tokens that are embedded, over those of all texts, beside the short texts that check a model."""
     model, embedded = tp.load_demo_model(), 0
@@ -26,7 +33,8 @@ def test_as_many_passes_as_are_counted(name: Any) -> None:
         embedded += output.shape[0] * output.shape[1]
 
     subject = read_subject(model, TOKENS, None, None, None)
-    expected = passes_of(name, subject, narrowed(name, subject), 0)
+    measured = ["additivity", name] if name == "heads" else [name]  # which chooses the heads that are shown
+    expected = sum(passes_of(one, subject, narrowed(one, subject), 0) for one in measured)
     handle = model.embed.register_forward_hook(count)
     try:
         measure(subject, [name], copies=Copies(0, 0.02), seed=0, progress=False)
@@ -34,6 +42,71 @@ def test_as_many_passes_as_are_counted(name: Any) -> None:
         handle.remove()
     passes = embedded / TOKENS.numel()
     assert 0.95 * expected <= passes <= 1.05 * expected + 0.2
+
+
+def test_fewer_layers_take_fewer_passes() -> None:
+    """Those after the last chosen layer are not computed."""
+    model = tp.load_demo_model()
+    whole, first = (read_subject(model, TOKENS, None, layers, None) for layers in (None, [0, 1]))
+    for name in ("additivity", "distance", "shares", "subspaces", "labels"):
+        assert passes_of(name, first, first, 1) == pytest.approx(2 / 5 * passes_of(name, whole, whole, 1)), name
+
+
+@dataclass
+class Recorded:
+    """A bar of a report, and how far it was after each update, by section."""
+
+    bar: Any
+    section: str = ""
+    seen: dict[str, list[float]] = field(default_factory=dict)
+
+    def update(self, passes: float) -> None:
+        self.bar.update(passes)
+        self.seen.setdefault(self.section, []).append(self.bar.n)
+
+    def set_postfix_str(self, section: str) -> None:
+        self.section = section
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.bar, name)
+
+
+def idle_where_odd(verdicts: Any) -> Any:
+    return verdicts.assign(verdict=verdicts["verdict"].where(verdicts["head"] % 2 == 0, "no effect"))
+
+
+@pytest.mark.parametrize("least", [8, 40], ids=["estimates", "all heads"])
+def test_the_bar_moves_with_the_runs_of_the_ladder(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rungs of ten for each head that is run, eight for those that need more, and at the end what was forecast."""
+    monkeypatch.setattr(every_head, "BUDGET", 1.0)
+    monkeypatch.setattr(every_head, "LEAST", least)
+    monkeypatch.setattr(every_head, "head_verdicts", lambda table: idle_where_odd(head_verdicts(table)))
+    bars: list[Recorded] = []
+
+    @contextmanager
+    def recording(**options: Any) -> Iterator[Recorded]:
+        with progress_bar(**options) as bar:
+            bars.append(Recorded(bar))
+            yield bars[0]
+
+    monkeypatch.setattr(measurements, "progress_bar", recording)
+    subject = read_subject(tp.load_demo_model(), TOKENS, None, None, None)
+    names: Any = ["shares", "ladder", "perturbation"]
+    found = measure(subject, names, copies=Copies(0, 0.02), seed=0, progress=True)
+    ahead = {one: passes_of(one, subject, narrowed(one, subject), 0) for one in names}
+    before, within = ahead["shares"] + ahead["perturbation"], bars[0].seen["ladder"]
+    assert (np.diff([before, *within]) >= 0).all()
+    table = found["ladder"].trained[found["ladder"].trained["exact"]]
+    runs = table.groupby(["layer", "head"]).size()
+    assert len(runs) == least
+    further = int((runs > 3).sum())
+    assert 0 < further < least
+    estimates = every_head.ESTIMATE["ladder"] if least < 40 else 0
+    made = every_head.PASSES["ladder"] * (0.2 * least + 0.8 * further)
+    assert len(within) > 3 * least + 9 * further
+    assert before + made < within[-2] <= before + made + estimates + 1e-9
+    assert within[-1] == pytest.approx(before + ahead["ladder"]) == pytest.approx(sum(ahead.values()))
+    assert bars[0].total == round(sum(ahead.values()), 1)
 
 
 def test_more_heads_texts_and_copies_take_more_passes() -> None:

@@ -99,11 +99,20 @@ def _streaming(work: Work, n: int) -> float:
     return _compared(work) + (1 - work.seen) + work.seen * run
 
 
+def label_patterns(work: Work) -> float:
+    """The attention patterns of one model that ``head_labels`` reads, in the texts and in repeated random tokens."""
+    return work.up_to * (1 + work.copied / (work.batch * work.length))
+
+
+def perturbations(kinds: int, fractions: int, seeds: int) -> float:
+    """An unmodified run, and one for each kind, fraction above 0 and seed (``perturbation_curve``)."""
+    return 1.0 + kinds * fractions * seeds
+
+
 def _labels(work: Work) -> float:
     """In the model and one random copy."""
-    patterns = work.up_to * (1 + work.copied / (work.batch * work.length))
     estimates = _estimated(work) if work.n_heads > _EXACT else 0.0
-    return 2 * (patterns + estimates + _streaming(work, _EXACT))
+    return 2 * (label_patterns(work) + estimates + _streaming(work, _EXACT))
 
 
 def _patched(work: Work) -> float:
@@ -158,7 +167,7 @@ TOOLS: dict[str, Tool] = {
     "rope_hadamard": Tool(_one_pass),
     "length_generalization": Tool(lambda work: 1 + work.up_to / 2),
     "output_projection": Tool(lambda work: 1 + work.up_to / 2),
-    "perturbation_curve": Tool(lambda work: 106.0, ()),  # three kinds, seven fractions, five seeds
+    "perturbation_curve": Tool(lambda work: perturbations(kinds=3, fractions=7, seeds=5), ()),
 }
 
 _HOOKS = "returns hooks, which change a pass and make none"

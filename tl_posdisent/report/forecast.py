@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tl_posdisent.report.every_head import DRAWS, PASSES, affordable
-from tl_posdisent.report.subject import Subject
+from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
+from tl_posdisent.experiments.passes import TOOLS, Work, label_patterns, perturbations
+from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.report.every_head import ESTIMATE, PASSES, affordable
+from tl_posdisent.report.subject import FRACTIONS, PERTURBATIONS, Subject
 from tl_posdisent.utils.words import plural
 
-_ONCE: Mapping[str, float] = {"additivity": 2, "distance": 1, "shares": 1, "subspaces": 1, "heads": 0.1, "labels": 1.4}
-_PERTURBATIONS = 25
-_ESTIMATE = {"ablation": DRAWS + 6, "ladder": 2 * DRAWS + 10}
-"""Passes of the estimates for heads that are not run; a backward pass counts as two."""
+_TOOLS: Mapping[str, tuple[int, str]] = {
+    "additivity": (2, "additivity"),  # with and without the first key
+    "distance": (1, "additivity"),  # the same scores, fitted to all texts together
+    "shares": (1, "controlled_distance"),
+    "subspaces": (1, "subspace_patterns"),
+}
+"""How often a section calls which tool."""
 
 
 def passes_of(name: str, subject: Subject, part: Subject, copies: int) -> float:
@@ -21,12 +27,23 @@ def passes_of(name: str, subject: Subject, part: Subject, copies: int) -> float:
     """
     if name in PASSES:
         n = affordable(name, part)
-        passes = PASSES[name] * n + (_ESTIMATE[name] if n < len(part.pairs) else 2)
+        passes = PASSES[name] * n + (ESTIMATE[name] if n < len(part.pairs) else 2)
     elif name == "perturbation":
-        passes = float(_PERTURBATIONS)
+        passes = perturbations(kinds=3, fractions=sum(x > 0 for x in FRACTIONS), seeds=PERTURBATIONS)
+    elif name == "heads":
+        passes = part.lengths[0] / sum(part.lengths)  # the first text
+    elif name == "labels":
+        copied = repeated_tokens(part.model, None, 4, 0).numel()
+        passes = label_patterns(_work(part, copied)) * (1 + copies)
     else:
-        passes = _ONCE[name] * (1 + copies if name == "labels" else 1)
+        times, tool = _TOOLS[name]
+        passes = times * TOOLS[tool].passes(_work(part))
     return passes * sum(part.lengths) / sum(subject.lengths)
+
+
+def _work(part: Subject, copied: int = 0) -> Work:
+    """Describe what a section reads to the table of passes, with all texts as one."""
+    return Work(n_layers(part.model), part.heads, sum(part.lengths), 1, places=1, at_once=1, copied=copied)
 
 
 def forecast(passes: float, subject: Subject) -> str:

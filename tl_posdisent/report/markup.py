@@ -135,7 +135,7 @@ def legible(trace: Any) -> list[Any]:
     shares = ((z - trace.zmin) / (trace.zmax - trace.zmin)).clip(0, 1)
     both = [[inks(on_scale(trace.colorscale, share)) for share in row] for row in np.nan_to_num(shares)]
     light, dark = np.moveaxis(np.array(both), -1, 0)
-    maps = []
+    maps: list[Any] = []
     for colours in sorted({pair for row in both for pair in row}):
         here = (light == colours[0]) & (dark == colours[1])
         one = go.Heatmap(trace, z=np.where(here, z, np.nan), textfont={"color": colours[0]}, meta=colours)

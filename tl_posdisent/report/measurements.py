@@ -26,9 +26,9 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.report.every_head import HEAD, ablation, for_estimates, ladder
+from tl_posdisent.report.every_head import HEAD, Move, ablation, for_estimates, ladder
 from tl_posdisent.report.forecast import forecast, passes_of, remaining
-from tl_posdisent.report.subject import POSITIONS, TOKENS, Subject
+from tl_posdisent.report.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
 from tl_posdisent.report.words import number
 from tl_posdisent.utils.progress import progress_bar
 
@@ -49,8 +49,6 @@ SectionName = Literal[
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
 SHARES = ["share_distance", "share_query", "share_key"]
-FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
-PERTURBATIONS = 2
 _LEAST = 3  # texts of at most this many tokens keep their first key
 _PROFILES = 12  # layers whose distance profiles are drawn
 
@@ -134,14 +132,15 @@ def measure(
     ahead = {name: passes_of(name, subject, narrowed(name, subject), copies.n) for name in needed}
     at_random = sum(ahead[name] for name in needed if name in _COMPARED)  # for each copy
     total = sum(ahead.values()) + at_random * copies.n
-    with progress_bar(total=round(total, 1), desc="report", unit="pass", disable=not progress) as bar:
+    with progress_bar(total=round(total, 1), desc="report", unit="pass", unit_scale=True, disable=not progress) as bar:
         if progress:
             bar.write(forecast(total, subject), file=sys.stderr)
         began = monotonic()
         for n, name in enumerate(needed):
             bar.set_postfix_str(name)
-            found[name] = _try(name, subject, found, seed, copies)
-            bar.update(ahead[name])
+            end = bar.n + ahead[name]
+            found[name] = _try(name, subject, found, seed, copies, bar.update)
+            bar.update(end - bar.n)  # the ladder makes fewer passes than forecast where heads are idle
             if progress and n == 0 and len(needed) > 1:
                 each = (monotonic() - began) / ahead[name]
                 bar.write(remaining(total - ahead[name], each, needed[1:]), file=sys.stderr)
@@ -173,13 +172,26 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
 
 
-def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int, copies: Copies) -> Found:
+def _try(
+    name: SectionName,
+    subject: Subject,
+    found: Mapping[SectionName, Found],
+    seed: int,
+    copies: Copies,
+    move: Move,
+) -> Found:
     """Run one measurement, or return why it failed: an unsuitable input (``ValueError``) or a failed computation."""
     part = narrowed(name, subject)
     try:
         if name == "heads":
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
-        table = _labels(part, seed, copies) if name == "labels" else _MEASUREMENTS[name](part, seed)
+        if name == "labels":
+            table = _labels(part, seed, copies)
+        elif name == "ladder":
+            share = sum(part.lengths) / sum(subject.lengths)
+            table = ladder(part, seed, lambda passes: move(passes * share))
+        else:
+            table = _MEASUREMENTS[name](part, seed)
         failures = "; ".join(f"{label}: {reason}" for label, reason in table.attrs.get("failures", {}).items())
         return Found(table, note=f"Not measured: {failures}." if failures else None, read=part)
     except ValueError as error:
@@ -283,7 +295,6 @@ _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "subspaces": partial(_of_layers, subspace_patterns),
     "perturbation": _perturbation,
     "ablation": ablation,
-    "ladder": ladder,
 }
 _COMPARED: tuple[SectionName, ...] = ("additivity", "shares", "subspaces")  # these have a random-weights baseline
 _FAILURES = (ValueError, RuntimeError, MemoryError)

@@ -16,7 +16,6 @@ from tl_posdisent.report.every_head import HEAD, IDLE, LADDER
 from tl_posdisent.report.maps import head_map, with_attention
 from tl_posdisent.report.markup import ROWS, figure, part, render, table
 from tl_posdisent.report.measurements import (
-    PERTURBATIONS,
     SHARES,
     Exhibits,
     Found,
@@ -24,7 +23,7 @@ from tl_posdisent.report.measurements import (
     by_head,
     profiled,
 )
-from tl_posdisent.report.subject import Subject
+from tl_posdisent.report.subject import PERTURBATIONS, Subject
 from tl_posdisent.report.verdict import told_apart
 from tl_posdisent.report.words import NO_LABEL, exact_or_estimated, numbers
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS

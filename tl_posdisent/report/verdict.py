@@ -14,8 +14,8 @@ from tl_posdisent.report.atlas import label_words
 from tl_posdisent.report.every_head import IDLE
 from tl_posdisent.report.looks import KINDS, looks_at, looks_of_random
 from tl_posdisent.report.markup import head_link, part, render, table
-from tl_posdisent.report.measurements import PERTURBATIONS, Found, SectionName, by_head
-from tl_posdisent.report.subject import Subject
+from tl_posdisent.report.measurements import Found, SectionName, by_head
+from tl_posdisent.report.subject import PERTURBATIONS, Subject
 from tl_posdisent.report.words import MISSING, are, millions, number, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
