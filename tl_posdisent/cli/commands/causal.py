@@ -35,14 +35,14 @@ def ablate(
       tl-posdisent ablate --model EleutherAI/pythia-70m --text book.txt --texts 4
     """
     from tl_posdisent.experiments.causal.head_ablation import head_ablation
-    from tl_posdisent.experiments.causal.metrics import next_token_loss
+    from tl_posdisent.experiments.causal.metrics import next_token_accuracy, next_token_loss
     from tl_posdisent.synthetic.analysis.deposit import deposit
 
     model, tokens, what = given.read()
     table = head_ablation(
         model,
         tokens,
-        next_token_loss if metric == "loss" else _next_token_accuracy,
+        next_token_loss if metric == "loss" else next_token_accuracy,
         layers=given.chosen_layers,
         heads=given.chosen_heads,
         mode=mode,
@@ -53,11 +53,6 @@ def ablate(
     report = deposit(table, better="lower" if metric == "loss" else "higher")
     title = f"change of {metric} without each head ({mode}): {what}"
     return [*by_head(table, "effect", title, digits=3), repr(report).replace("DepositReport", "drops", 1)]
-
-
-def _next_token_accuracy(logits: Any, tokens: Any) -> Any:
-    """Compute the share of next tokens that the model predicts correctly, ``[batch]``."""
-    return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)
 
 
 INTERVENTIONS = ("zero", "mean", "uniform", "first_token", "additive", "distance", "ceiling", "window")
@@ -203,6 +198,7 @@ def intervene(
         "phase_noise": {"noise": noise, "seed": given.seed},
     }
     from tl_posdisent import hooks
+    from tl_posdisent.experiments.causal.intervention_losses import intervention_losses
 
     chosen = {"heads": given.chosen_heads, "layers": given.chosen_layers}
     said = {"swap_positions": f"({positions})", "remap_distance": f"(at most {ceiling})"}
@@ -210,34 +206,9 @@ def intervene(
     for name in names:
         made = getattr(hooks, name)(model, **(chosen | arguments[name]))
         changes[name + said[name] if name in said else repr(made).partition(" on ")[0]] = made
-    table = _cost(model, tokens, changes)
+    table = intervention_losses(model, tokens, changes)
     save(table, given.out)
     return frame(table, f"cost of interventions: {what}", digits=3)
-
-
-def _cost(model: Any, tokens: Any, changes: dict[str, Any]) -> Any:
-    """Run the model without and with each list of hooks, and tabulate losses and divergences."""
-    import pandas as pd
-
-    from tl_posdisent.experiments.causal.metrics import as_log_probabilities, divergences, run_under, token_losses
-
-    clean, rows = as_log_probabilities(run_under(model, tokens, [])), []
-    before = token_losses(clean, tokens).double().mean(1)
-    for name, hooks in {"unmodified": [], **changes}.items():
-        log_p = clean if name == "unmodified" else as_log_probabilities(run_under(model, tokens, hooks))
-        loss = token_losses(log_p, tokens).double().mean(1)
-        added = loss - before
-        rows.append(
-            {
-                "intervention": name,
-                "loss": float(loss.mean()),
-                "added_loss": float(added.mean()),
-                "added_loss_se": float(added.std() / len(added) ** 0.5) if len(added) > 1 else float("nan"),
-                "kl": float(divergences(clean, log_p)[:, :-1].double().mean()),
-                "accuracy": float(_next_token_accuracy(log_p, tokens).mean()),
-            }
-        )
-    return pd.DataFrame(rows)
 
 
 COMPONENTS = ("distance", "query", "key", "residual", "mean")

@@ -36,6 +36,13 @@ def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch 
     return torch.cat([losses for _, _, losses in _in_blocks(logits, tokens)], 1).double().mean(1)
 
 
+def next_token_accuracy(
+    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
+) -> Float[Tensor, "batch"]:
+    """Compute the share of each text's next tokens that are predicted correctly."""
+    return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)
+
+
 @dataclass(frozen=True)
 class LogitDifference:
     """Logit of the correct answer minus that of the wrong one, for each text (see ``logit_difference``).
