@@ -149,9 +149,9 @@ def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[An
         ("held-out r at random", "heads-r", "random held-out r"),
         ("Added loss without", "heads-ablation", "added loss"),
     ):
-        black, white = (trace["z"].astype(float) for trace in document.drawn(caption))
-        assert (np.isnan(black) ^ np.isnan(white)).all()  # each number once, in one of two colours
-        together = np.where(np.isnan(black), white, black).ravel()
+        maps = np.array([trace["z"].astype(float) for trace in document.drawn(caption)])
+        assert (np.isfinite(maps).sum(0) == 1).all()  # each number once, in the map of its colours
+        together = np.nansum(maps, axis=0).ravel()
         assert together == pytest.approx(column(document, table, title), abs=6e-4), caption
     for caption, table in (("Share of the variance", "heads-shares"), ("Contribution to the var", "subspaces")):
         for bars in document.drawn(caption):

@@ -27,7 +27,8 @@ def head_map(drawn: go.Figure, caption: str, subject: Subject, *, linked: bool =
     """
     shown = name_layers(complete(drawn, subject), subject.layers, subject.attention)
     missing = sum(len(trace.x) for trace in shown.data if trace.type == "scatter")
-    caption += grey_cells(missing, len(shown.data[0].z) * len(shown.data[0].x) - len(subject.pairs), " (crossed)")
+    cells, heads = len(shown.data[0].y) * len(shown.data[0].x), sum(map(len, subject.heads.values()))
+    caption += grey_cells(missing, cells - heads, " (crossed)")
     return figure(shown, caption, height=map_height(len(subject.layers)), linked=linked)
 
 
