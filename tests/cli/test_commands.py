@@ -49,6 +49,7 @@ from tl_posdisent.cli.commands import causal, measurements
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
+from tl_posdisent.experiments import intervention_losses
 from tl_posdisent.experiments.causal import attention_ladder as attention_ladder_
 from tl_posdisent.experiments.causal import patching
 from tl_posdisent.experiments.causal.metrics import shuffled_order
@@ -123,10 +124,8 @@ def stretches(count: int, length: int) -> torch.Tensor:
 
 
 def costs(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
-    """Losses and divergences by Python's loops, under TransformerLens's hooks."""
     chosen: dict[str, Any] = {"layers": [3, 4], "heads": [0, 2]}
     hooks = {
-        "unmodified": [],
         "dummy_distance(2)": dummy_distance(model, 2.0, **chosen),
         "swap_positions(shuffled)": swap_positions(model, shuffled_order(32, 3), **chosen),
         "remap_distance(at most 4)": remap_distance(model, lambda d: d.clamp(max=4), **chosen),
@@ -134,17 +133,7 @@ def costs(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
         "phase_noise(0.5, seed=3)": phase_noise(model, 0.5, seed=3, **chosen),
         "ablate_heads(zero)": ablate_heads(model, [0, 2], layers=[3, 4]),
     }
-    before, clean, found = model(tokens).detach().double().log_softmax(-1), pd.Series(dtype=float), []
-    for name, some in hooks.items():
-        log_p = model.run_with_hooks(tokens, fwd_hooks=some).detach().double().log_softmax(-1)
-        steps = [(t, i) for t in range(len(tokens)) for i in range(31)]
-        by_text = [-sum(float(log_p[t, i, tokens[t, i + 1]]) for i in range(31)) / 31 for t in range(len(tokens))]
-        clean = pd.Series(by_text) if name == "unmodified" else clean
-        added = pd.Series(by_text) - clean
-        kl = sum(float((before[t, i].exp() * (before[t, i] - log_p[t, i])).sum()) for t, i in steps) / len(steps)
-        hits = sum(bool(log_p[t, i].argmax() == tokens[t, i + 1]) for t, i in steps) / len(steps)
-        found.append((name, sum(by_text) / len(by_text), added.mean(), added.sem(), kl, hits))
-    return pd.DataFrame(found, columns=["intervention", "loss", "added_loss", "added_loss_se", "kl", "accuracy"])
+    return intervention_losses(model, tokens, hooks, **QUIET)
 
 
 def patched_texts(model: Any, tokens: torch.Tensor) -> pd.DataFrame:

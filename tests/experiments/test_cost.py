@@ -38,6 +38,7 @@ def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> Non
         return
     length = tokens.shape[1]
     others: dict[str, Any] = {
+        "intervention_losses": (tp.dummy_distance(model, 5),),
         "head_effects": (tp.dummy_distance(model, 5),),
         "position_effects": (tp.dummy_distance(model, 5),),
         "head_patching": (tokens.flip(1), lambda logits, _: logits[:, -1].mean(-1)),

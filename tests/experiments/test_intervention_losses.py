@@ -1,47 +1,90 @@
-"""Losses under interventions are those of the model's own runs, and of token losses by hand."""
+"""Losses under interventions are those of the model's own runs, token by token, and errors those of blocks by hand."""
 
 from __future__ import annotations
 
-import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.experiments.causal.intervention_losses import intervention_losses
+from tl_posdisent.experiments import intervention_losses
+
+TOKENS = zoo.random_tokens(length=24, batch=4)
+QUIET: dict[str, Any] = {"progress": False}
 
 
-def test_losses_are_those_of_runs_with_hooks() -> None:
-    """Also of an intervention that changes nothing, and the model is as before."""
-    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=96).view(4, 24)
-    hooks: dict[str, Any] = {
+def interventions(model: Any) -> dict[str, Any]:
+    return {
         "same distances": tp.remap_distance(model, lambda d: d),
         "one distance": tp.dummy_distance(model, 1),
-        "no head 3": tp.ablate_heads(model, [3], layers=[0, 4]),
+        "no head 3": tp.ablate_heads(model, [3], layers=[0, 1]),
+        "of one's own": [("blocks.1.hook_resid_pre", lambda x, hook: 0.5 * x)],
     }
-    clean = model(tokens)
-    table = intervention_losses(model, tokens, hooks).set_index("intervention")
-    assert torch.equal(model(tokens), clean)
-    assert list(table.index) == ["unmodified", *hooks]
-    for name, row in table.iterrows():
-        logits = model.run_with_hooks(tokens, fwd_hooks=hooks.get(name, []))
-        by_token = torch.nn.functional.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
-        first = torch.nn.functional.cross_entropy(clean[:, :-1].mT, tokens[:, 1:], reduction="none")
-        added = (by_token - first).double().mean(1)
-        assert row["loss"] == pytest.approx(by_token.mean().item(), abs=1e-5)
-        assert row["added_loss"] == pytest.approx(added.mean().item(), abs=1e-5)
-        assert row["added_loss_se"] == pytest.approx(added.std().item() / 2, abs=1e-5)
-        assert row["accuracy"] == pytest.approx((logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean().item())
-        pairs = logits[:, :-1].double().log_softmax(-1), clean[:, :-1].double().log_softmax(-1)
-        kl = torch.nn.functional.kl_div(*pairs, reduction="sum", log_target=True) / by_token.numel()
-        assert row["kl"] == pytest.approx(kl.item(), abs=1e-5)
-    assert table["kl"].tolist()[:2] == pytest.approx([0, 0], abs=1e-5)
-    assert table["kl"].min() > -1e-6
-    assert table["kl"].iloc[2] > 0.1
 
 
-def test_one_text_has_no_standard_error() -> None:
-    model = tp.load_demo_model()
-    table = intervention_losses(model, tp.demo_tokens(length=16), {"zero": tp.ablate_heads(model, None)})
-    assert all(math.isnan(error) for error in table["added_loss_se"])
+def by_token(model: Any, texts: list[torch.Tensor], hooks: Any) -> tuple[np.ndarray, list[torch.Tensor], np.ndarray]:
+    """Losses, log-probabilities and correct predictions, each text by itself and in float64."""
+    with torch.no_grad():
+        log_p = [model.run_with_hooks(x[None], fwd_hooks=hooks)[0, :-1].double().log_softmax(-1) for x in texts]
+    losses = [-p.gather(-1, x[1:, None])[:, 0] for p, x in zip(log_p, texts, strict=True)]
+    right = [p.argmax(-1) == x[1:] for p, x in zip(log_p, texts, strict=True)]
+    return torch.cat(losses).numpy(), log_p, torch.cat(right).double().numpy()
+
+
+def error(values: np.ndarray, sizes: list[int]) -> float:
+    """Standard error of the mean from sums over blocks of these sizes, whose variance is like their size."""
+    sums = np.array([some.sum() for some in np.split(values, np.cumsum(sizes)[:-1])])
+    weights = np.array(sizes) / len(values)
+    return float((np.square(sums - weights * values.sum()) / (1 - weights)).sum() ** 0.5 / len(values))
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_losses_are_those_of_runs_with_hooks(kind: str, name: str, shared_model: Any) -> None:
+    """Of texts of unequal length, and of an intervention that changes nothing; the model is as before."""
+    model, mask = shared_model(kind, name), torch.ones_like(TOKENS)
+    mask[2, :9] = 0
+    texts = [row[real.bool()] for row, real in zip(TOKENS, mask, strict=True)]
+    texts = [texts[n] for n in (0, 1, 3, 2)]  # by length, as blocks are
+    named = interventions(model)
+    clean, before, _ = by_token(model, texts, [])
+    table = intervention_losses(model, TOKENS, named, attention_mask=mask, **QUIET).set_index("intervention")
+    assert (by_token(model, texts, [])[0] == clean).all()
+    assert list(table.index) == ["unmodified", *named]
+    sizes = [*3 * [8, 8, 7], 7, 7]  # parts of texts: at most a tenth of 83 tokens each
+    for label, row in table.iterrows():
+        losses, after, right = by_token(model, texts, named.get(str(label), []))
+        kl = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(before, after, strict=True)]).numpy()
+        assert row["loss"] == pytest.approx(losses.mean(), abs=2e-6)
+        assert row["added_loss"] == pytest.approx((losses - clean).mean(), abs=2e-6)
+        assert row["added_loss_se"] == pytest.approx(error(losses - clean, sizes), abs=2e-6)
+        assert row["kl"] == pytest.approx(kl.mean(), abs=2e-6)
+        assert row["kl_se"] == pytest.approx(error(kl, sizes), abs=2e-6)
+        assert row["accuracy"] == right.mean()
+    assert table["kl"].iloc[:2].abs().max() < 1e-6
+    assert table["kl"].iloc[2:].min() > 1e-5
+
+
+def test_one_list_of_hooks_and_names_of_tools() -> None:
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=64).view(2, 32)
+    one = intervention_losses(model, tokens, tp.dummy_distance(model, 5, layers=2), **QUIET)
+    named = {"five": ("dummy_distance", {"distance": 5, "layers": 2})}
+    assert one["intervention"].tolist() == ["unmodified", "dummy_distance(5)"]
+    again = intervention_losses(tp.read_model(model), tokens, named, **QUIET)
+    assert again.drop(columns="intervention").equals(one.drop(columns="intervention"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": []}, "interventions must act on the chosen heads, got [] for 'x'"),
+        ({"x": [("blocks.9.hook_z", print)]}, "interventions must be hooks by name; 'x': "),
+        ({"x": ("no_such_tool", {})}, "interventions must be hooks by name; 'x': 'no_such_tool' is none of "),
+    ],
+)
+def test_refusals(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        intervention_losses(tp.load_demo_model(), TOKENS, given, **QUIET)

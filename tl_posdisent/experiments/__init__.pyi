@@ -14,6 +14,7 @@ from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_ablation import streaming_ablation as streaming_ablation
 from .causal.head_effects import head_effects as head_effects
 from .causal.head_verdicts import head_verdicts as head_verdicts
+from .causal.intervention_losses import intervention_losses as intervention_losses
 from .causal.loss_attribution import shapley_values as shapley_values
 from .causal.metrics import LogitDifference as LogitDifference
 from .causal.metrics import logit_difference as logit_difference

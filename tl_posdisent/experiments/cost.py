@@ -32,6 +32,7 @@ Measured = Literal[
     "trained_vs_random",
     "fit_attention",
     "head_labels",
+    "intervention_losses",
     "head_ablation",
     "streaming_ablation",
     "head_effects",
@@ -51,7 +52,7 @@ Measured = Literal[
 _WITH_GRADIENTS = ("head_effects", "head_labels", "position_effects")
 _ONE_BY_ONE = (  # tools that change heads one by one, several of them in one batch
     *("head_ablation", "streaming_ablation", "head_patching", "position_patching", "component_patching"),
-    *("additive_substitution", "attention_ladder", *_WITH_GRADIENTS),
+    *("additive_substitution", "attention_ladder", "intervention_losses", *_WITH_GRADIENTS),
 )
 
 
@@ -136,11 +137,11 @@ def estimate(
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         length: tokens per text, at least 2.
         batch: number of texts that run at once.
-        tool: the tool that will run; ``"head_effects"`` and ``"position_effects"`` are for one intervention (each
-            further one of ``head_effects`` adds half a pass and its exact runs); ``"fit_attention"`` is for one layer
-            that ``capture`` returns; ``"length_generalization"`` and ``"output_projection"`` are for texts of which
-            half is in range. Computation outside the passes takes time too: docs/memory_and_time.md lists measured
-            times.
+        tool: the tool that will run; ``"intervention_losses"``, ``"head_effects"`` and ``"position_effects"`` are for
+            one intervention (each further one adds a pass, or half a pass and the exact runs of ``head_effects``);
+            ``"fit_attention"`` is for one layer that ``capture`` returns; ``"length_generalization"`` and
+            ``"output_projection"`` are for texts of which half is in range. Computation outside the passes takes time
+            too: docs/memory_and_time.md lists measured times.
         layers, heads, positions: the choice that the tool will be given, where it takes one; default all layers and
             heads, and all positions together. Of ``layers=`` for a tool that measures one ``layer``, the last counts.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
@@ -210,9 +211,8 @@ def _memory(model: Any, tool: str, length: int, batch: int, places: int = 1) -> 
         step = min(cells, max(2**20, min(64 * length, 2**22)))
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
     elif tool in _ONE_BY_ONE:
-        runs = 1 + max(
-            1, min(heads * places, texts_at_once(cfg, length) // batch)
-        )  # in one batch, and the unmodified text
+        at_once = 1 if tool == "intervention_losses" else min(heads * places, texts_at_once(cfg, length) // batch)
+        runs = 1 + max(1, at_once)  # in one batch, and the unmodified text
         scores, other = runs * scores, runs * other + 24 * tokens * getattr(cfg, "d_vocab", 0)
         other += model_bytes(model) * (tool == "head_labels")  # a random copy
         if tool in _WITH_GRADIENTS:  # what a backward pass needs of every layer, and gradients of five passes

@@ -154,6 +154,7 @@ TOOLS: dict[str, Tool] = {
     "trained_vs_random": Tool(lambda work: 4 * work.up_to),  # three copies
     "fit_attention": Tool(lambda work: 1.0, ()),
     "head_labels": Tool(_labels),
+    "intervention_losses": Tool(lambda work: 2.0, ()),
     "head_ablation": Tool(lambda work: 1 + work.changed(), _BY_HEAD),
     "streaming_ablation": Tool(lambda work: _streaming(work, work.n_heads), _BY_HEAD),
     "head_effects": Tool(lambda work: _estimated(work) + _exact(work, _EXACT + _AUDIT), _BY_HEAD),

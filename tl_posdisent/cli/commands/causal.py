@@ -175,8 +175,8 @@ def intervene(
       intervention            the function and its arguments; unmodified first
       loss                    loss of the next token, nats
       added_loss              minus the loss of the unmodified model
-      added_loss_se           its standard error over texts (NaN for one text)
       kl                      KL(unmodified ‖ changed) of the predictions, nats per predicted token
+      added_loss_se, kl_se    standard errors over texts or, if these are fewer than ten, parts of them
       accuracy                share of next tokens predicted correctly
 
     Examples:
@@ -198,7 +198,7 @@ def intervene(
         "phase_noise": {"noise": noise, "seed": given.seed},
     }
     from tl_posdisent import hooks
-    from tl_posdisent.experiments.causal.intervention_losses import intervention_losses
+    from tl_posdisent.experiments import intervention_losses
 
     chosen = {"heads": given.chosen_heads, "layers": given.chosen_layers}
     said = {"swap_positions": f"({positions})", "remap_distance": f"(at most {ceiling})"}
@@ -206,7 +206,7 @@ def intervene(
     for name in names:
         made = getattr(hooks, name)(model, **(chosen | arguments[name]))
         changes[name + said[name] if name in said else repr(made).partition(" on ")[0]] = made
-    table = intervention_losses(model, tokens, changes)
+    table = intervention_losses(model, tokens, changes, progress=given.progress)
     save(table, given.out)
     return frame(table, f"cost of interventions: {what}", digits=3)
 

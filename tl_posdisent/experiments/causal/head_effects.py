@@ -13,7 +13,7 @@ their total surprise. Each draw takes one backward pass for all heads and all in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
 from typing import Any
 
@@ -26,20 +26,19 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
 from tl_posdisent.experiments.causal.exact_effects import ExactEffects
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
-from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.named_interventions import (
+    Interventions,
+    NamedIntervention,
+    named_interventions,
+    rows_by_layer,
+)
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
-from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads
-from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.hooks.hook_list import Heads, any_heads
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed
-
-Call = str | tuple[str, Mapping[str, Any]]
-"""A function of ``tl_posdisent.hooks`` by its name, or its name and arguments."""
-
-Interventions = Mapping[str, Sequence[Hook] | Call] | Hooks
-"""Interventions by name, or hooks of one intervention."""
 
 
 def head_effects(

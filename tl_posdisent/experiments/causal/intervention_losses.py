@@ -1,52 +1,88 @@
-"""Losses and divergences under interventions, each on all of its heads at once."""
+"""Losses, divergences and accuracy of a model under interventions, each on all of its heads at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import nan
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Int
+from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.experiments.causal.metrics import all_tokens, as_log_probabilities, clean_losses, compare, run_texts
+from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
+from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.statistics import Blocks
 
-from .metrics import as_log_probabilities, divergences, next_token_accuracy, run_under, token_losses
+_COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
 
 
 def intervention_losses(
-    model: Any, tokens: Int[Tensor, "batch pos"], interventions: Mapping[str, Sequence[Hook]]
+    model: Any,
+    tokens: Tokens,
+    interventions: Interventions,
+    *,
+    attention_mask: Tensor | None = None,
+    progress: bool = True,
 ) -> pd.DataFrame:
-    """Run the model without and with each list of hooks, and tabulate losses and divergences.
+    """Run the model under each intervention, on all of its heads at once, and tabulate what that costs.
+
+    It takes one pass of all texts per intervention, and one without. ``head_effects`` measures each head alone.
+
+    Args:
+        model, tokens, attention_mask, progress: as in ``head_ablation``.
+        interventions: as in ``head_effects``; your own hooks may change anything.
 
     Returns:
-        One row per intervention, after the row ``unmodified``: ``loss``, nats per predicted token; ``added_loss`` and
-        ``added_loss_se``, the difference from the unmodified model and its standard error over texts (NaN for one
-        text); ``kl``, KL(unmodified ‖ changed) of the predictions, nats per predicted token; ``accuracy``, the share of
-        next tokens that are predicted correctly.
+        One row per intervention, after the row ``unmodified``, with means over the predicted tokens of all texts:
+
+        * ``loss``, nats per predicted token, and ``added_loss``, minus that of the unmodified model;
+        * ``kl``, KL(unmodified ‖ changed) of the predictions, nats per predicted token;
+        * ``accuracy``, the share of next tokens that are predicted correctly;
+        * ``added_loss_se`` and ``kl_se``, standard errors over texts or, if these are fewer than ten, equal parts of
+          each text, treated as independent.
+
+    Raises:
+        ValueError: what is not a list of hooks by name; hooks that refuse this model or these texts; a model without
+            logits; invalid tokens.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model, remap_distance
+        >>> from tl_posdisent.experiments import intervention_losses
         >>> model, tokens = load_demo_model(), demo_tokens(length=128).view(2, 64)
-        >>> table = intervention_losses(model, tokens, {"distance 5": dummy_distance(model, 5)})
-        >>> table["intervention"].tolist(), (table["added_loss"] > 0.1).tolist()
-        (['unmodified', 'distance 5'], [False, True])
+        >>> far = remap_distance(model, lambda d: d.clamp(max=16))
+        >>> interventions = {"every distance 5": dummy_distance(model, 5), "at most 16": far}
+        >>> table = intervention_losses(model, tokens, interventions, progress=False)
+        >>> table["intervention"].tolist(), (table["added_loss"] > 0.5).tolist()
+        (['unmodified', 'every distance 5', 'at most 16'], [False, True, False])
     """
-    clean, rows = as_log_probabilities(run_under(model, tokens, [])), []
-    before = token_losses(clean, tokens).double().mean(1)
-    for name, hooks in {"unmodified": [], **interventions}.items():
-        log_p = clean if name == "unmodified" else as_log_probabilities(run_under(model, tokens, hooks))
-        loss = token_losses(log_p, tokens).double().mean(1)
-        added = loss - before
-        rows.append(
-            {
-                "intervention": name,
-                "loss": float(loss.mean()),
-                "added_loss": float(added.mean()),
-                "added_loss_se": float(added.std() / len(added) ** 0.5) if len(added) > 1 else nan,
-                "kl": float(divergences(clean, log_p)[:, :-1].double().mean()),
-                "accuracy": float(next_token_accuracy(log_p, tokens).mean()),
-            }
-        )
-    return pd.DataFrame(rows)
+    reading = read_model(model)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    named = named_hooks(reading.model, interventions, texts)
+    blocks = Blocks.of_texts([group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows])
+    rows = []
+    with running(reading.model), progress_bar(total=1 + len(named), desc="runs", disable=not progress) as bar:
+        clean = [as_log_probabilities(x) for x in run_texts(reading.model, texts, [[]] * len(texts.groups))]
+        before = clean_losses(clean, texts)
+        rows.append(("unmodified", before.mean().item(), 0.0, 0.0, 0.0, 0.0, _correct(clean, texts).mean().item()))
+        bar.update()
+        for name, hooks in named.items():
+            outputs = run_texts(reading.model, texts, [hooks] * len(texts.groups))
+            losses, divergences = compare(outputs, texts, clean)
+            added, kl = blocks.mean(losses - before), blocks.mean(divergences)
+            rows.append((name, losses.mean().item(), *added, *kl, _correct(outputs, texts).mean().item()))
+            bar.update()
+    return reading.note(pd.DataFrame(rows, columns=_COLUMNS))
+
+
+def _correct(outputs: Sequence[Tensor], texts: Texts) -> Float64[Tensor, "predicted"]:
+    """Return 1 for each token of all texts that is predicted correctly, and 0 for the others."""
+    return all_tokens(
+        [
+            output[:, :-1].argmax(-1) == group.tokens[:, 1:].to(output.device)
+            for output, group in zip(outputs, texts.groups, strict=True)
+        ]
+    )

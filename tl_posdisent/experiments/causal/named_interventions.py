@@ -19,6 +19,12 @@ from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
+Call = str | tuple[str, Mapping[str, Any]]
+"""A function of ``tl_posdisent.hooks`` by its name, or its name and arguments."""
+
+Interventions = Mapping[str, Sequence[Hook] | Call] | Hooks
+"""Interventions by name, or hooks of one intervention."""
+
 Rows = dict[int, list[int | None]]
 """By layer, the heads that have a row each; None for all heads together."""
 
@@ -64,29 +70,42 @@ def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
     return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
 
 
-def named_interventions(model: Any, interventions: Any, rows: Rows, texts: Texts) -> list[NamedIntervention]:
-    """Validate interventions, make the hooks of those that are given by name, and find the rows of each.
+def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Sequence[Hook]]:
+    """Validate interventions, and make the hooks of those that are given by name.
 
     Raises:
-        ValueError: what is not a mapping from names to hooks, or one list of hooks; hooks that act on no chosen head.
+        ValueError: what is not a mapping from names to hooks, or one list of hooks; an empty list.
     """
     if isinstance(interventions, Hooks):
         interventions = {repr(interventions).partition(" on ")[0]: interventions}
     named = isinstance(interventions, Mapping) and all(isinstance(name, str) for name in interventions)
     if not named or not interventions:
         raise ArgumentError("interventions", f"must be hooks by name, or hooks, got {shown(interventions)}")
-    items = []
+    found = {}
     for name, hooks in interventions.items():
         try:
-            hooks = _hooks(model, hooks, texts)
+            found[name] = _hooks(model, hooks, texts)
         except ValueError as error:
             raise ArgumentError("interventions", f"must be hooks by name; {name!r}: {error}") from error
+        if not found[name]:
+            raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
+    return found
+
+
+def named_interventions(model: Any, interventions: Any, rows: Rows, texts: Texts) -> list[NamedIntervention]:
+    """Validate interventions, make the hooks of those that are given by name, and find the rows of each.
+
+    Raises:
+        ValueError: what ``named_hooks`` refuses; hooks that act on no chosen head.
+    """
+    items = []
+    for name, hooks in named_hooks(model, interventions, texts).items():
         item = NamedIntervention(name, hooks, rows)
         if item.divisible:
             item = replace(item, rows=_rows_changed(item))
         else:
             item = replace(item, rows=_rows_of_own_hooks(model, item))
-        if not hooks or not item.rows:
+        if not item.rows:
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
         items.append(item)
     return items

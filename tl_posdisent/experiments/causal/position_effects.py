@@ -12,9 +12,13 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import Estimates, products_by_position
-from tl_posdisent.experiments.causal.head_effects import Interventions
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
-from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.named_interventions import (
+    Interventions,
+    NamedIntervention,
+    named_interventions,
+    rows_by_layer,
+)
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Heads, any_heads

@@ -10,9 +10,14 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.head_effects import Interventions, head_effects
+from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, clean_losses, compare, run_texts
-from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.named_interventions import (
+    Interventions,
+    NamedIntervention,
+    named_interventions,
+    rows_by_layer,
+)
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, joined
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
