@@ -57,6 +57,7 @@ class ExactEffects:
         runs = Runs(self.model, texts, list(self.by_layer))
         self.bar.update(len(part.places))
         baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
+        clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
         for layer, places in self.by_layer.items():
             share = 1 - layer / len(self.model.blocks)
             for n in dict.fromkeys(place[0] for place in places):
@@ -72,7 +73,7 @@ class ExactEffects:
                     outputs = run()
                     values = as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens))
                     self.effects[place][part.places] = values - baseline
-                    self.divergences[place][part.places] = _divergences(outputs, runs.clean, part)
+                    self.divergences[place][part.places] = _divergences(outputs, clean, part)
                     self.bar.update(share * len(part.places))
 
     def _written(self, part: Part, runs: Runs, item: NamedIntervention, layer: int) -> HooksOf:
@@ -95,11 +96,11 @@ def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[in
     return item.of(layer, heads)
 
 
-def _divergences(outputs: Sequence[Any], clean: Sequence[Any], part: Part) -> Float64[Tensor, "text"]:
-    """Compute each text's mean divergence of its predictions, in the order of the texts."""
+def _divergences(outputs: Sequence[Any], clean: Sequence[Tensor | None], part: Part) -> Float64[Tensor, "text"]:
+    """Compute each text's mean divergence from the clean predictions, in the order of the texts."""
     found = torch.full((len(part.places),), torch.nan, dtype=torch.float64, device="cpu")
-    for group, before, after in zip(part.texts.groups, clean, outputs, strict=True):
-        p, q = (predictions(x, group.tokens) for x in (before, after))
+    for group, p, output in zip(part.texts.groups, clean, outputs, strict=True):
+        q = predictions(output, group.tokens)
         if p is not None and q is not None:
             found[group.rows.cpu()] = divergences(p, q).double().mean(1).cpu()
     return found

@@ -294,9 +294,13 @@ def compare(
     return all_tokens([losses for losses, _ in found]), all_tokens([divergences for _, divergences in found])
 
 
-def divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute KL(p ‖ q) of predictions from their log probabilities, at each position."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+def divergences(
+    log_p: Float[Tensor, "*batch pos v"], log_q: Float[Tensor, "*batch pos v"]
+) -> Float[Tensor, "*batch pos"]:
+    """Compute KL(p ‖ q) of predictions from their log-probabilities, at each position; some positions at a time."""
+    n = max(1, _AT_A_TIME * log_p.shape[-2] // max(1, log_p.numel()))
+    pairs = zip(log_p.split(n, -2), log_q.split(n, -2), strict=True)
+    return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
 
 
 def clean_losses(clean: Sequence[Tensor], texts: Texts) -> Float[Tensor, "predicted"]:
