@@ -65,7 +65,7 @@ def result_of(
     return heads, torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
 
 
-def of_heads(inside: Bool[Tensor, "*lead query key"], heads: Sequence[int]) -> Bool[Tensor, "*lead query key"]:
+def of_heads(inside: Bool[Tensor, "*lead query key"], heads: Sequence[int]) -> Bool[Tensor, "*_ query key"]:
     """Return the mask of some heads."""
     return inside[:, list(heads)] if inside.ndim == 4 and inside.shape[1] > 1 else inside
 

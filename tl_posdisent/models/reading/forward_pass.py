@@ -16,7 +16,7 @@ import contextlib
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import get_ident
@@ -157,7 +157,7 @@ class Pass:
             yield outputs
 
     @contextlib.contextmanager
-    def skipping(self, skipped: Sequence[Any], output: Callable[[], Any]) -> Iterator[None]:
+    def skipping(self, skipped: Iterable[Any], output: Callable[[], Any]) -> Iterator[None]:
         """Make modules return ``output()`` without computing anything, in passes within the block."""
 
         def skip(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
