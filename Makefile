@@ -19,7 +19,7 @@ OFFLINE = HF_HUB_OFFLINE=1
 # On Linux, large pages for large tensors: a pass of SmolLM2 has thousands, whose memory is mapped anew, a tenth of its time.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # A process that only runs a real model also keeps what is freed: logits of Gemma 3 take half a gigabyte.
-KEEP = GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=8589934592
+KEEP = GLIBC_TUNABLES=$(GLIBC_TUNABLES):glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=8589934592
 # Each of many processes would compile the package, and rewrite the tests for pytest, once more.
 unexport PYTHONDONTWRITEBYTECODE
 # One process per core, one thread per process; each begins with a half of the tests in their order, so that what tests of
@@ -38,14 +38,14 @@ ROWS = -m release $(UNCHECKED) tests/docs/test_docs.py
 VERSIONS = -m "(not slow or versions) and not extended and not release"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
 # bytes of files, training of synthetic models, rules for sources and words): in one environment only.
-ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
+ALIKE = $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
     $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
     $(patsubst %,tests/package/test_%.py, release house public_names processes interrupts no_network_no_pickle) \
     $(patsubst %,tests/docs/test_%.py, evidence links mentions words) \
     tests/models/test_gguf_bytes.py $(patsubst %,tests/experiments/test_%.py, head_verdicts verdict_correction) \
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals \
         transformer) \
-    tests/demo/test_train_demo_model.py)
+    tests/demo/test_train_demo_model.py
 
 # Experiments run models by models/ and hooks/ alone, which test_house makes sure of; with TransformerLens 4 their doctests, padded
 # texts and the support table try them, and their other tests run before a release.
@@ -107,12 +107,12 @@ fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets th
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
 
 test-tl4: .venv-tl4/dev.stamp ## tests of models and hooks, doctests and the support table with TransformerLens 4
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(ALIKE) $(addprefix --ignore=, $(RELEASE_TL4))
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(addprefix --ignore=, $(ALIKE) $(RELEASE_TL4))
 
 test-newest: .venv-newest/dev.stamp ## these and tests of experiments with the newest of all packages but torch, past the bounds in pyproject.toml; writes docs/newest.md
 	mkdir -p out
 	rm -f out/newest.xml
-	-$(OFFLINE) OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(ALIKE) --junitxml=out/newest.xml
+	-$(OFFLINE) OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(addprefix --ignore=, $(ALIKE)) --junitxml=out/newest.xml
 	.venv-newest/bin/python tests/support/newest.py write out/newest.xml docs/newest.md
 
 test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
@@ -121,7 +121,7 @@ test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the o
 test-release: .venv/dev.stamp .venv-oldest/dev.stamp .venv-tl4/dev.stamp ## what no other target tries: experiments with TransformerLens 4, rows of the support table that a newer version has alike
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) $(ROWS)
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(ROWS)
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(filter-out $(subst --ignore=,,$(ALIKE)), $(RELEASE_TL4))
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(filter-out $(ALIKE), $(RELEASE_TL4))
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting
 	.venv/bin/python -m ruff check .

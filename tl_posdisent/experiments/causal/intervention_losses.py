@@ -9,7 +9,14 @@ import pandas as pd
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import all_tokens, as_log_probabilities, clean_losses, compare, run_texts
+from tl_posdisent.experiments.causal.metrics import (
+    all_tokens,
+    as_log_probabilities,
+    clean_losses,
+    compare,
+    correct,
+    run_texts,
+)
 from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
@@ -80,9 +87,4 @@ def intervention_losses(
 
 def _correct(outputs: Sequence[Tensor], texts: Texts) -> Float64[Tensor, "predicted"]:
     """Return 1 for each token of all texts that is predicted correctly, and 0 for the others."""
-    return all_tokens(
-        [
-            output[:, :-1].argmax(-1) == group.tokens[:, 1:].to(output.device)
-            for output, group in zip(outputs, texts.groups, strict=True)
-        ]
-    )
+    return all_tokens([correct(output, group.tokens) for output, group in zip(outputs, texts.groups, strict=True)])

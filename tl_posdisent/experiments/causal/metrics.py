@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
@@ -40,7 +40,14 @@ def next_token_accuracy(
     logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch"]:
     """Compute the share of each text's next tokens that are predicted correctly."""
-    return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)
+    return correct(logits, tokens).double().mean(1)
+
+
+def correct(
+    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
+) -> Bool[Tensor, "batch predicted"]:
+    """Say of each token but the first whether it is predicted correctly."""
+    return logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)
 
 
 @dataclass(frozen=True)
