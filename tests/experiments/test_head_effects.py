@@ -287,6 +287,7 @@ def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str,
     assert tables[0]["curvature"].median() > 1e-4
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_interventions_by_name(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     named: dict[str, Any] = {
@@ -334,7 +335,7 @@ def test_the_user_has_hooks_on_the_model(kind: str, name: str) -> None:
     for layer, head in zip(table["layer"], table["head"], strict=True):
         with torch.no_grad():
             before = losses(model(TOKENS), TOKENS)
-            with model.hooks(fwd_hooks=dummy_distance(model, 2, layers=[layer], heads=[head])):
+            with model.hooks(fwd_hooks=dummy_distance(model, 2, layers=[int(layer)], heads=[int(head)])):
                 loop.append((losses(model(TOKENS), TOKENS) - before).mean().item())
     assert table["exact"].tolist() == pytest.approx(loop, abs=2e-6)
     with pytest.raises(ValueError, match="interventions must be hooks of this package if the model has other hooks"):
@@ -422,6 +423,7 @@ def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> No
 # --- the model ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unchecked")
 @FEW
 def test_the_model_is_as_it_was(kind: str, name: str) -> None:
     model = zoo.load(kind, name)

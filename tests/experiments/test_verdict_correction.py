@@ -58,6 +58,7 @@ def test_what_passes_is_what_scipy_passes(n: int) -> None:
     assert head_verdicts(table, measure="loss").attrs["confidence"] == 0.95
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_unknown_correction_is_refused() -> None:
     with pytest.raises(ValueError, match="correction must be"):
         head_verdicts(ladders(np.zeros(2), 0)[0], correction="holm")  # type: ignore[arg-type]

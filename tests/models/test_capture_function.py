@@ -167,6 +167,7 @@ def test_a_list_of_more_than_fits_is_refused(shared_model: Any, monkeypatch: pyt
     assert len(capture(model, tokens, scores=False)) == 2
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_function_that_cannot_be_called_is_refused(shared_model: Any) -> None:
     with pytest.raises(ValueError, match=r"function must be callable with a Captured, got \[0\]"):
         capture(shared_model("bridge", "llama-gqa"), TOKENS, [0])

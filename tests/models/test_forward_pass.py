@@ -29,6 +29,7 @@ def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
         return model(tokens)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), SOME)
 def test_a_pass_is_that_of_transformerlens(kind: str, name: str, shared_model: Any) -> None:
     """With hooks by name and by filter, in one pass and not in the next."""
@@ -56,6 +57,7 @@ def test_a_pass_ends_after_a_layer_or_a_module(kind: str, name: str, shared_mode
             assert len(seen) == n
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), SOME)
 def test_kept_outputs_stand_in_for_their_modules(kind: str, name: str, shared_model: Any) -> None:
     """Of another text: then the logits are that text's, since blocks see nothing else."""
@@ -101,6 +103,7 @@ def test_an_inner_pass_is_whole_and_plain(kind: str, name: str, shared_model: An
     assert all(torch.equal(each, plain) for each in found)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), SOME)
 def test_a_block_leaves_nothing_whatever_ends_it(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_learned_positions_end_in_a_long_context(
 ) -> None:
     """Whose scores are too many to run a text of that length."""
     model = shared_model(kind, name)
-    monkeypatch.setitem(longer_context.__wrapped__.__globals__, "_MOST_BYTES", 0)
+    monkeypatch.setitem(inspect.unwrap(longer_context).__globals__, "_MOST_BYTES", 0)
     with pytest.raises(ValueError, match=r"length must be at most 128 for this model, got 200: .*learned \(absolute\)"):
         longer_context(model, 200).__enter__()
     with longer_context(model, 128):
@@ -158,7 +159,7 @@ def test_a_long_context_runs_few_tokens(
 ) -> None:
     """Rotary models and ALiBi go on, at the cost of no text of that length."""
     model, longest = shared_model(kind, name), []
-    monkeypatch.setitem(longer_context.__wrapped__.__globals__, "_MOST_BYTES", 0)
+    monkeypatch.setitem(inspect.unwrap(longer_context).__globals__, "_MOST_BYTES", 0)
     n = model.cfg.n_ctx
     read_model(model)
     handle = model.register_forward_pre_hook(lambda module, inputs: longest.append(inputs[0].shape[1]))

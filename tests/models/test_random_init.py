@@ -191,6 +191,7 @@ def test_tables_say_what_they_are_compared_with() -> None:
     np.testing.assert_allclose(labels["entropy_random"], expected)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

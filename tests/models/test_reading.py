@@ -182,6 +182,7 @@ def test_hooks_of_a_model_without_scores_go_together(kind: str, name: str) -> No
     assert len(both.to_frame()) == 4
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_a_fresh_reading_on_request(kind: str, name: str) -> None:
     """For what cannot be noticed: here the function of a module."""

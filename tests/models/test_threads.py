@@ -54,6 +54,7 @@ WORK: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_a_second_thread_is_refused_while_a_tool_runs(kind: str, name: str, work: str, shared_model: Any) -> None:

@@ -20,7 +20,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.reading.tokens import check_tokens, refuse_padding
-from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.validation import check_choice, check_seed
@@ -37,7 +37,7 @@ def ablate_heads(
     *,
     layers: Layers = None,
     mode: AblationMode = "zero",
-    reference: Int[Tensor, "batch pos"] | str | list[str] | None = None,
+    reference: Tokens | None = None,
     seed: int = 0,
 ) -> Hooks:
     """Ablate heads at ``hook_z`` (zero, mean or resample).

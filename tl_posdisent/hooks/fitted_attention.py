@@ -83,7 +83,7 @@ def fitted_attention(
     return stored_hooks(chosen, stored, f"fitted_attention({by})")
 
 
-def fit_unmodified(model: Any, texts: Sequence[Int[Tensor, "text pos"]], chosen: Chosen, by: Rung) -> Stored:
+def fit_unmodified(model: Any, texts: Sequence[Int[Tensor, "_text _pos"]], chosen: Chosen, by: Rung) -> Stored:
     """Fit attention to texts (in groups of equal length) in the unmodified model; one group needs one pass."""
     stored: Stored = {}
     if len(texts) == 1:
@@ -145,7 +145,7 @@ Attended = dict[int, _OfLayer]
 
 def fit_in_turn(
     model: Any,
-    texts: Sequence[Int[Tensor, "text pos"]],
+    texts: Sequence[Int[Tensor, "_text _pos"]],
     chosen: Chosen,
     rung: Rung,
     *,

@@ -20,9 +20,6 @@ from tl_posdisent.models.reading.tokens import check_tokens, encode, padding_in,
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_values
 
-Tokens = Int[Tensor, "*batch pos"] | str | list[str]
-"""Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""
-
 
 @dataclass(frozen=True, eq=False)
 class TextGroup:
@@ -120,6 +117,10 @@ class Texts:
             whole[where] = part
         assert whole is not None
         return whole
+
+
+Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | Texts
+"""Token ids ``[batch, pos]`` or ``[pos]``, a text, texts of any lengths, or what was read from these before."""
 
 
 def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:

@@ -162,7 +162,7 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     second = Markup(
         "By the simplest attention that recovers 95 % of the divergence under uniform attention, the {} counted are: "
         "{}."
-    ).format(count, _counted({kind: n[kind] for kind in (*kinds, "undecided") if kind in n}))
+    ).format(count, _counted({kind: int(n[kind]) for kind in (*kinds, "undecided") if kind in n}))
     third = Markup(
         "These are {} tests: of heads that diverge by no more than {} nats, at most {} would be counted by chance. "
         "With the false discovery rate held at 5 %, {} remain."

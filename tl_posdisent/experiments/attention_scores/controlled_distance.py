@@ -79,8 +79,8 @@ def controlled_distance(
     def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
         return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
 
-    def measure(layer: Captured) -> Moments:
-        return Moments.from_qk(layer.q, layer.k, layer.spec.require_rotary("controlled_distance"))
+    def measure(layer: Captured, q: Tensor, k: Tensor) -> Moments:
+        return Moments.from_qk(q, k, layer.spec.require_rotary("controlled_distance"))
 
     tool = "controlled_distance"
     return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=progress)

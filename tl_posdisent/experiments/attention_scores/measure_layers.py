@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pandas as pd
+from torch import Tensor
 
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -22,7 +22,7 @@ def measure_layers(
     reading: ModelReading,
     texts: Texts,
     tool: str,
-    measure: Callable[[Captured], Measured],
+    measure: Callable[[Captured, Tensor, Tensor], Measured],
     table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
     *,
     layers: Any = None,
@@ -33,8 +33,8 @@ def measure_layers(
     """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
 
     One forward pass per length of text, without score matrices, one layer in memory. ``tool`` needs the rotation (for
-    errors); ``measure`` is called with one layer in texts of equal length, queries and keys without the ``sinks``, and
-    ``table`` with what it found for each group of ``texts``. At least ``leave`` positions must remain.
+    errors); ``measure`` is called with one layer in texts of equal length, its queries and its keys without the
+    ``sinks``, and ``table`` with what it found for each group of ``texts``. At least ``leave`` positions must remain.
     """
     specs = reading.rotary(layers, tool)
     check_integer("sinks", sinks, 0, min(texts.lengths) - leave)
@@ -44,7 +44,7 @@ def measure_layers(
 
         def note(layer: Captured) -> None:
             parts = found.setdefault(layer.layer, [])
-            parts.append(measure(replace(layer, q=layer.q[:, sinks:], k=layer.k[:, sinks:])))
+            parts.append(measure(layer, layer.q[:, sinks:], layer.k[:, sinks:]))
             if len(parts) == len(texts.groups):
                 of_layer = table(layer.spec, found.pop(layer.layer))
                 of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)

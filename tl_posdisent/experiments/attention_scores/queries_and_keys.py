@@ -27,6 +27,7 @@ from tl_posdisent.utils.validation import Numbers, check_flag, check_integer, re
 
 NEAR = range(8)
 _N_FAR = 8
+_OfTexts = tuple[AttentionSpec, Tensor, Tensor]  # of texts of equal length: queries and keys of each text and position
 
 
 def positional_symbolic(
@@ -143,8 +144,8 @@ def _of_each_text(
     """Call ``measure`` with queries, keys and rotation of each layer; its table has rows for each text."""
     rows = [group.rows.tolist() for group in texts.groups]
 
-    def of_layer(layer: Captured) -> pd.DataFrame:
-        return measure(layer.q, layer.k, layer.spec.require_rotary(tool))
+    def of_layer(layer: Captured, q: Tensor, k: Tensor) -> pd.DataFrame:
+        return measure(q, k, layer.spec.require_rotary(tool))
 
     def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
         return join_texts(parts, rows, ["batch", "head"])
@@ -191,10 +192,13 @@ def subspace_patterns(
     texts = read_texts(reading.model, tokens, attention_mask)
     at, tool = range(texts.longest) if distances is None else distances, "subspace_patterns"
 
-    def table(spec: AttentionSpec, parts: list[Captured]) -> pd.DataFrame:
-        q, k = (torch.cat([x.flatten(0, 1) for x in side]) for side in zip(*((x.q, x.k) for x in parts), strict=True))
-        own = parts[0].spec
+    def keep(layer: Captured, q: Tensor, k: Tensor) -> _OfTexts:
+        return layer.spec, q.flatten(0, 1), k.flatten(0, 1)
+
+    def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
+        specs, *vectors = zip(*parts, strict=True)
+        own, (q, k) = specs[0], map(torch.cat, vectors)  # as the model rotates these texts
         return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale())
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
-    return measure_layers(reading, texts, tool, lambda layer: layer, table, **options)
+    return measure_layers(reading, texts, tool, keep, table, **options)

@@ -31,7 +31,7 @@ from .additivity import Part, cells_of, columns_of_texts, part_of
 from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
-_OfTexts = tuple[Captured, Moments, Part, Tensor]  # of texts of equal length; last ``[measure, text, head]``
+_OfTexts = tuple[Tensor, Tensor, Moments, Part, Tensor]  # of texts of equal length
 _OF_FITS = ("r", "r_no_distance", "r_held_out")
 
 
@@ -128,7 +128,7 @@ def _measure(
     """Compute all measures in one pass: one row per layer and head, one column per measure."""
     at, tool = range(texts.longest) if distances is None else distances, "trained_vs_random"
 
-    def measure(layer: Captured) -> _OfTexts:
+    def measure(layer: Captured, q: Tensor, k: Tensor) -> _OfTexts:
         rotary, scores = layer.spec.require_rotary(tool), layer.scores
 
         def cells_at(n: int) -> Cells:
@@ -137,15 +137,15 @@ def _measure(
             return make_cells((*scores.shape[:-2], n, n), device=scores.device, **mask)
 
         fitted = part_of(texts, torch.arange(len(scores), device=scores.device), scores, cells_at)
-        plane = positional_symbolic_qk(layer.q, layer.k, rotary)
+        plane = positional_symbolic_qk(q, k, rotary)
         pivot = fitted.read.pivot  # [text, head] in float64
         points = [pivot.new_tensor(plane[x].tolist()).view_as(pivot) for x in ("positional", "symbolic")]
-        return layer, Moments.from_qk(layer.q, layer.k, rotary), fitted, torch.stack(points)
+        return q.flatten(0, 1), k.flatten(0, 1), Moments.from_qk(q, k, rotary), fitted, torch.stack(points)
 
     def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
-        captured, of_texts, fitted, points = zip(*parts, strict=True)
+        queries, keys, of_texts, fitted, points = zip(*parts, strict=True)
         moments, scale = functools.reduce(operator.add, of_texts), spec.require_scale()
-        q, k = (torch.cat([getattr(layer, x).flatten(0, 1) for layer in captured]) for x in ("q", "k"))
+        q, k = torch.cat(queries), torch.cat(keys)
         patterns = subspace_patterns_qk(q, k, moments.rotary, at, scale=scale).groupby("head")
         controlled = decompose(moments, at, scale=scale).to_frame().set_index("head")
         fits = columns_of_texts(fitted)

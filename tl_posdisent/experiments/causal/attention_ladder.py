@@ -316,8 +316,11 @@ class _Ladder:
                 raise ArgumentError("metric", f"must return the same number of values for each run, got {got}")
             return _Measured(losses, divergences, values)
 
-        nothing = torch.tensor([nan], device="cpu")
-        return self.failures.attempt(measure, layer, head) or _Measured(nothing, nothing, nothing)
+        return self.failures.attempt(measure, layer, head) or _Measured(
+            torch.full_like(untouched.losses, nan),
+            torch.full_like(untouched.divergences, nan),
+            torch.full_like(untouched.values, nan),
+        )
 
     def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
         if self.metric is None:

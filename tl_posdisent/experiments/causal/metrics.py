@@ -256,7 +256,7 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
 _AT_A_TIME = 2**18  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
 
-def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, "batch pos v"]:
+def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
     """Compute log-probabilities of a model's logits, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

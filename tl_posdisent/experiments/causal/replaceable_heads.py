@@ -74,7 +74,7 @@ class ReplaceableHeads(HasTable):
         acting = {(x.spec.layer, head) for x in hooks.interventions for head in x.heads}
         for layer, head in zip(first["layer"], first["head"], strict=True):
             if not any(layer == x and (pd.isna(head) or head == h) for x, h in acting):
-                where = f"layer {layer}" if pd.isna(head) else head_label(layer, head)
+                where = f"layer {layer}" if pd.isna(head) else head_label(layer, int(head))
                 raise ArgumentError(
                     "interventions", f"must act on the first {n} heads of the order, but none acts on {where}"
                 )

@@ -35,8 +35,8 @@ def last_of(before: Tensor | None, now: Tensor, n_key: int) -> Tensor:
 
 
 def before_and_now(
-    positions: Int[Tensor, "*batch query"], n_key: int, before: Int[Tensor, "*batch seen"] | None = None
-) -> Int[Tensor, "*batch key"]:
+    positions: Int[Tensor, "*batch query"], n_key: int, before: Int[Tensor, "*texts seen"] | None = None
+) -> Int[Tensor, "*_ key"]:
     """Return the positions of all keys, the last of which belong to the queries.
 
     Keys in a KV cache have the positions ``before``, or, if these are unknown, count up to the first query's.
@@ -50,7 +50,7 @@ def before_and_now(
     return torch.cat([(positions[..., :1] - steps).clamp_min(0), positions], -1)
 
 
-def joined(before: Int[Tensor, "*batch seen"], now: Int[Tensor, "*batch new"]) -> Int[Tensor, "*batch seen+new"]:
+def joined(before: Int[Tensor, "*_ seen"], now: Int[Tensor, "*_ new"]) -> Int[Tensor, "*_ seen+new"]:
     """Concatenate token indices; the result has a row for each text if either input has."""
     if before.ndim != now.ndim:
         texts = len(now if now.ndim == 2 else before)

@@ -56,7 +56,7 @@ def edited_scores(
 
 def result_of(
     state: LayerState, scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
-) -> tuple[list[int], Float[Tensor, "batch query head d_head"]]:
+) -> tuple[list[int], Float[Tensor, "batch query edited d_head"]]:
     """Apply all edits to a layer's scores; return the heads that they act on and the attention output of these."""
     pattern = masked_softmax(edited_scores(state, scores, inside), inside)
     # For other heads, whose vectors are turned, the model's own result is right, and scores may be unknown.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
@@ -130,7 +130,7 @@ def matrices_beside(
 
 
 def coloured_text(
-    values: Mapping[str, Float64[Tensor, "head token"]], names: Sequence[str], tokens: Sequence[str], layout: Layout
+    values: Mapping[str, Float[Tensor, "head token"]], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """Draw a text with tokens coloured by their values, with a menu of heads in groups."""
     data = {
