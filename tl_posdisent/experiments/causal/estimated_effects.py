@@ -14,7 +14,7 @@ from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
 from tl_posdisent.experiments.causal.text_parts import Part
-from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks
+from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks, of_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.validation import shown
@@ -54,7 +54,9 @@ class Estimates:
             for layer in self.layers:
                 for n, item in enumerate(self.items):
                     if layer in item.rows:
-                        delta = wide(self._changed(item, layer, tokens, gradients)) - wide(gradients.z[layer])
+                        before = gradients.before.get(layer)
+                        changed = self._changed(item, layer, tokens, before, gradients.z[layer], part.separable)
+                        delta = wide(changed) - wide(gradients.z[layer])
                         self._add(n, layer, places, delta, gradients, len(part.places))
             self.bar.update(len(self.items) * len(places) / 2)
 
@@ -74,9 +76,18 @@ class Estimates:
         drawn = [np.random.default_rng(each).random((self.draws, length)) for each in seeds]
         return torch.as_tensor(np.stack(drawn, 1), device="cpu")
 
-    def _changed(self, item: NamedIntervention, layer: int, tokens: Tensor, run: ResultGradients) -> Tensor:
-        """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
-        before, z = run.before.get(layer), run.z[layer]
+    def _changed(
+        self, item: NamedIntervention, layer: int, tokens: Tensor, before: Any, z: Tensor, separable: bool
+    ) -> Tensor:
+        """Compute a layer's z under an intervention, given what the layer receives in the unmodified run.
+
+        ``separable`` texts are run alone, so that an intervention that needs several of them is noticed.
+        """
+        if separable and len(tokens) > 1:
+            texts = [slice(n, n + 1) for n in range(len(tokens))]
+            received = [None if before is None else of_texts(before, text) for text in texts]
+            alone = zip(texts, received, strict=True)
+            return torch.cat([self._changed(item, layer, tokens[x], before, z[x], True) for x, before in alone])
         if layer not in self.separate:
             again = None
             if not has_hooks(self.model):

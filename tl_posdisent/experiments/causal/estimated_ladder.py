@@ -21,14 +21,14 @@ from tl_posdisent.experiments.causal.exact_effects import ExactEffects, Place
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
-from tl_posdisent.experiments.causal.text_parts import Part, differentiable_texts
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts, parts_of
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads
 from tl_posdisent.hooks.substitute import substitute_attention
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
@@ -137,7 +137,7 @@ def estimated_ladder(
             estimates.add(part)
         found = _by_place(items, estimates)
         run, audited = _to_run(decide(tabulate(found, [])), exact, audit, seed)
-        runs = _ExactRuns(model, items, parts, bar)
+        runs = _ExactRuns(model, items, texts, bar)
         bar.total = bar.n + n_texts * runs.n_passes([*run, *audited])
         found |= runs.on(audited, range(n_texts))
         found |= _until_decided(run, stages, runs, lambda some: decide(tabulate(some, run)))
@@ -190,7 +190,7 @@ class _ExactRuns:
 
     model: Any
     items: Sequence[NamedIntervention]
-    parts: Sequence[Part]
+    texts: Texts
     bar: Any
 
     def n_passes(self, heads: Sequence[Head]) -> float:
@@ -200,12 +200,12 @@ class _ExactRuns:
     def on(self, heads: Sequence[Head], texts: range) -> dict[Place, Float64[Tensor, "text"]]:
         """Run some heads on some texts."""
         effects = self._effects(heads)
-        for n in texts:
-            effects.add(self.parts[n])
+        for part in parts_of(self.texts, next_token_loss, texts):
+            effects.add(part)
         return {place: values[texts.start : texts.stop] for place, values in effects.divergences.items()}
 
     def _effects(self, heads: Sequence[Head]) -> ExactEffects:
-        return ExactEffects(self.model, self.items, len(self.parts), _places(self.items, heads), self.bar)
+        return ExactEffects(self.model, self.items, len(self.texts.tokens), _places(self.items, heads), self.bar)
 
 
 def _until_decided(

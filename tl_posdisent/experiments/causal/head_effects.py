@@ -32,7 +32,7 @@ from tl_posdisent.experiments.causal.named_interventions import (
     named_interventions,
     rows_by_layer,
 )
-from tl_posdisent.experiments.causal.text_parts import differentiable_texts
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts, parts_of
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
@@ -65,7 +65,7 @@ def head_effects(
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``.
-        tokens: as in ``head_ablation``; each text is run alone.
+        tokens: as in ``head_ablation``; interventions act on each text alone.
         interventions: hooks by name, such as ``{"zero": ablate_heads(model, None), "5": dummy_distance(model, 5)}``.
             One list may change all heads: each head has a row of its own, in which the others are unmodified. Your own
             hooks ``(name, function)`` may change attention too, for instance a pattern. A function of
@@ -130,7 +130,7 @@ def head_effects(
         places = {row: (names[table["intervention"][row]], *_place(table, row)) for row in chosen}
         effects = ExactEffects(model, items, len(texts.tokens), list(places.values()), bar)
         bar.total = bar.n + len(texts.tokens) * effects.n_passes
-        for part in parts:
+        for part in parts_of(texts, metric):
             effects.add(part)
     for name, found in {"exact": effects.effects, "kl": effects.divergences}.items():
         _fill(table, name, {row: found[place] for row, place in places.items()})

@@ -89,10 +89,10 @@ class LogitDifference:
             values.append(right - wrong)
         return torch.stack(values)
 
-    def of_text(self, row: int) -> LogitDifference:
-        """Return the metric of one text of the batch alone."""
-        own = [(_of_row(x, row),) for x in (self.answers, self.position)]
-        return LogitDifference(own[0], None if self.wrong is None else (_of_row(self.wrong, row),), own[1])
+    def of_rows(self, rows: Sequence[int]) -> LogitDifference:
+        """Return the metric of some texts of the batch alone."""
+        own = [tuple(_of_row(x, row) for row in rows) for x in (self.answers, self.wrong or (), self.position) if x]
+        return LogitDifference(own[0], None if self.wrong is None else own[1], own[-1])
 
     def check_batch(self, batch: int) -> None:
         """Raise if the answers are for another number of texts."""

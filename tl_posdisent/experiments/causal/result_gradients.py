@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities
+from tl_posdisent.models.partial_forward import has_hooks
 from tl_posdisent.models.reading.forward_pass import Pass, running
 from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import with_gradients
+from tl_posdisent.utils.precision import mismatch, with_gradients
 
 _AT_A_TIME = 2**22  # number of probabilities accumulated at a time
 
@@ -47,6 +49,7 @@ class ResultGradients:
 @dataclass(frozen=True, eq=False)
 class _Run:
     output: Any
+    read: Any  # what the unembedding receives
     z: ByLayer
     before: dict[int, Any]
 
@@ -89,9 +92,17 @@ def result_gradients(
         gradients = [_gradient(value, results, keep=n_draws > 0)]
         log_p = [_required_predictions(run.output, some) for run, some in zip(runs, groups, strict=True) if n_draws]
         labels = [drawn_labels(x, u) for x, u in zip(log_p, uniforms, strict=bool(n_draws))]
+
+        def surprise(draw: int) -> Any:
+            return -sum(x.gather(-1, y[draw, ..., None]).sum() for x, y in zip(log_p, labels, strict=True))
+
+        of_read = _of_unembedded(model, runs, surprise, labels)
         for draw in range(n_draws):
-            surprise = -sum(x.gather(-1, y[draw, ..., None]).sum() for x, y in zip(log_p, labels, strict=True))
-            gradients.append(_gradient(surprise, results, keep=draw < n_draws - 1))
+            keep = draw < n_draws - 1
+            if of_read is None:
+                gradients.append(_gradient(surprise(draw), results, keep=keep))
+            else:
+                gradients.append(_gradient([run.read for run in runs], results, of_read(draw), keep=keep))
     return [_of_group(runs, gradients, n, log_p[n] if log_p else None) for n in range(len(runs))]
 
 
@@ -105,11 +116,14 @@ def _recorded(p: Pass, tokens: Tensor, layers: Sequence[int]) -> _Run:
 
     hooks = [(hook_name(layer, "hook_z"), partial(keep, layer)) for layer in layers]
     blocks = {layer: p.model.blocks[layer - 1] for layer in layers if layer}
-    with p.keeping(list(blocks.values())) as kept:
+    unembed = getattr(p.model, "unembed", None)
+    with p.keeping(list(blocks.values())) as kept, p.receiving([unembed] if unembed else []) as received:
         output = p.run(tokens, hooks, gradients=True)
     if missing := [layer for layer in layers if layer not in found]:
         raise RuntimeError(f"hook_z of layer {missing[0]} did not fire")
-    return _Run(output, found, {layer: _detached(kept[block]) for layer, block in blocks.items()})
+    return _Run(
+        output, received.get(unembed), found, {layer: _detached(kept[block]) for layer, block in blocks.items()}
+    )
 
 
 def _detached(output: Any) -> Any:
@@ -119,9 +133,44 @@ def _detached(output: Any) -> Any:
     return output.detach() if isinstance(output, Tensor) else output
 
 
-def _gradient(value: Any, results: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+def _of_unembedded(
+    model: Any, runs: Sequence[_Run], surprise: Callable[[int], Tensor], labels: Sequence[Tensor]
+) -> Callable[[int], list[Tensor]] | None:
+    """Return a function of a draw: the gradients with respect to what the unembedding receives; None if it has no use.
+
+    Of a linear unembedding they are ``Σ p W_U - W_U[label]``. The sum over the vocabulary, which may cost more than all
+    layers, is the same for all draws. Two draws show whether the unembedding is linear, as none with a soft cap is.
+    """
+    weights, n_draws = getattr(model, "W_U", None), len(labels[0]) if labels else 0
+    if n_draws < 3 or has_hooks(model) or not isinstance(weights, Tensor):
+        return None
+    shapes = [(len(y[0]), y.shape[2] + 1, len(weights)) for y in labels]
+    if not all(_is_wide(run.read) and run.read.shape == shape for run, shape in zip(runs, shapes, strict=True)):
+        return None
+
+    def rows(draw: int) -> list[Tensor]:
+        return [pad(weights.detach()[:, y[draw].to(weights.device)].movedim(0, -1), (0, 0, 0, 1)) for y in labels]
+
+    reads = [run.read for run in runs]
+    first, second = (torch.autograd.grad(surprise(draw), reads, retain_graph=True) for draw in (0, 1))
+    shared = [x + row.to(x) for x, row in zip(first, rows(0), strict=True)]
+
+    def of_draw(draw: int) -> list[Tensor]:
+        return [x - row.to(x) for x, row in zip(shared, rows(draw), strict=True)]
+
+    linear = all(mismatch(found, x) <= 1 for found, x in zip(of_draw(1), second, strict=True))
+    return of_draw if linear else None
+
+
+def _is_wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.dtype in (torch.float32, torch.float64)
+
+
+def _gradient(
+    value: Any, results: Sequence[Tensor], upstream: Sequence[Tensor] | None = None, *, keep: bool
+) -> list[Tensor]:
     """Differentiate with respect to all z; 0 where z does not reach the value."""
-    found = torch.autograd.grad(value, results, retain_graph=keep, allow_unused=True)
+    found = torch.autograd.grad(value, results, upstream, retain_graph=keep, allow_unused=True)
     return [torch.zeros_like(z) if x is None else x for x, z in zip(found, results, strict=True)]
 
 

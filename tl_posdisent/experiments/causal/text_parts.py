@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, next_token_loss
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 
+TOKENS = 256
+"""Texts of which several have no more tokens than this are differentiated together."""
+
 
 def differentiable_texts(
     model: Any, tokens: Tokens, attention_mask: Tensor | None, metric: Metric
@@ -18,29 +22,48 @@ def differentiable_texts(
     """Read texts outside of ``torch.inference_mode``, whose tensors cannot be in a graph, and separate them."""
     with torch.inference_mode(False):
         texts = read_texts(model, tokens.clone() if isinstance(tokens, Tensor) else tokens, attention_mask)
-        return texts, parts_of(texts, metric)
+        return texts, parts_of(texts, metric, tokens=TOKENS)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Texts that are run together, their metric, and their places in the batch."""
+    """Texts that are run together, their metric, and their places in the batch.
+
+    Attributes:
+        separable: whether each of the texts has a metric of its own.
+    """
 
     texts: Texts
     metric: Metric
     places: Tensor
+    separable: bool
 
 
-def parts_of(texts: Texts, metric: Metric) -> list[Part]:
-    """Separate the texts, if the metric of each can be computed alone; otherwise keep them together."""
+def parts_of(texts: Texts, metric: Metric, rows: Iterable[int] | None = None, *, tokens: int = 1) -> list[Part]:
+    """Separate some of the texts, if the metric of each can be computed alone; otherwise keep all of them together.
+
+    Short texts of equal length may share a part of at most so many ``tokens``, whose passes take little longer than
+    those of one of them.
+    """
     every = torch.arange(len(texts.tokens), device="cpu")
     if not (metric is next_token_loss or isinstance(metric, LogitDifference)):
-        return [Part(texts, metric, every)]
+        return [Part(texts, metric, every, separable=False)]
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))
+    by_length: dict[int, list[int]] = {}
+    for row in range(len(texts.tokens)) if rows is None else rows:
+        by_length.setdefault(texts.lengths[row], []).append(row)
     parts = []
-    for row, ids in enumerate(texts.unpadded()):
-        nothing = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        alone = Texts(ids[None], torch.ones_like(ids[None], dtype=torch.bool), [TextGroup(nothing, ids[None], nothing)])
-        own = metric.of_text(row) if isinstance(metric, LogitDifference) else metric
-        parts.append(Part(alone, own, every[row : row + 1]))
+    for length, some in by_length.items():
+        most = max(1, tokens // length)
+        for few in (some[first : first + most] for first in range(0, len(some), most)):
+            own = metric.of_rows(few) if isinstance(metric, LogitDifference) else metric
+            parts.append(Part(_equally_long(texts, few), own, every[few], separable=True))
     return parts
+
+
+def _equally_long(texts: Texts, rows: Sequence[int]) -> Texts:
+    """Return some texts of one length without padding."""
+    ids = torch.stack([texts.tokens[row][texts.real[row]] for row in rows])
+    numbers = torch.arange(len(rows), device=ids.device)
+    return Texts(ids, torch.ones_like(ids, dtype=torch.bool), [TextGroup(numbers, ids, torch.zeros_like(numbers))])

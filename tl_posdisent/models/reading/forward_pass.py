@@ -157,6 +157,20 @@ class Pass:
             yield outputs
 
     @contextlib.contextmanager
+    def receiving(self, readers: Sequence[Any]) -> Iterator[dict[Any, Any]]:
+        """Store the first argument of some modules in passes within the block, by module."""
+        inputs: dict[Any, Any] = {}
+
+        def keep(module: Any, args: Any) -> None:
+            if self.depth == 1 and args:
+                inputs[module] = args[0]
+
+        with removing() as handles:
+            for module in readers:
+                handles.append(module.register_forward_pre_hook(keep))
+            yield inputs
+
+    @contextlib.contextmanager
     def skipping(self, skipped: Iterable[Any], output: Callable[[], Any]) -> Iterator[None]:
         """Make modules return ``output()`` without computing anything, in passes within the block."""
 
