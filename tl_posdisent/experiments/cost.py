@@ -54,6 +54,7 @@ _ONE_BY_ONE = (  # tools that change heads one by one, several of them in one ba
     *("head_ablation", "streaming_ablation", "head_patching", "position_patching", "component_patching"),
     *("additive_substitution", "attention_ladder", "intervention_losses", *_WITH_GRADIENTS),
 )
+_SEVERAL_CHANGES = ("additive_substitution", "attention_ladder", "head_effects")  # of each head, in common batches
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,8 @@ def _memory(model: Any, tool: str, length: int, batch: int, places: int = 1) -> 
         step = min(cells, max(2**20, min(64 * length, 2**22)))
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
     elif tool in _ONE_BY_ONE:
-        at_once = 1 if tool == "intervention_losses" else min(heads * places, texts_at_once(cfg, length) // batch)
+        at_once = 1 if tool == "intervention_losses" else texts_at_once(cfg, length) // batch
+        at_once = at_once if tool in _SEVERAL_CHANGES else min(heads * places, at_once)
         runs = 1 + max(1, at_once)  # in one batch, and the unmodified text
         scores, other = runs * scores, runs * other + 24 * tokens * getattr(cfg, "d_vocab", 0)
         other += model_bytes(model) * (tool == "head_labels")  # a random copy

@@ -63,16 +63,16 @@ class Work:
         """Runs from its layer on for each chosen head and place, some of these in one batch with an unmodified text.
 
         Args:
-            times: number of changes of each head.
+            times: number of changes of each head, all of which share batches.
             alone: each text is run alone, instead of all of them in a batch.
             share: share of the chosen heads that are run, spread over the layers.
         """
         texts, total = 1 if alone else self.batch, 0.0
         for layer, heads in self.heads.items():
-            runs = share * len(heads) * self.places
+            runs = share * len(heads) * self.places * times
             batches = ceil(runs / max(1, self.at_once // texts)) if runs >= 1 else runs
             total += self.after(layer) * (runs + batches / texts)
-        return times * total
+        return total
 
     @property
     def seen(self) -> float:
@@ -124,14 +124,13 @@ def _one_pass(work: Work) -> float:
 
 
 def _substituted(work: Work) -> float:
-    L, layers = work.n_layers, len(work.heads)
     each = sum(work.after(layer) for layer in work.heads)
-    return 21 + work.changed(3) + 2 * each + layers * (0.9 + 2.6 / L)
+    return 21.8 + work.changed(3) + 2 * each + 0.8 * len(work.heads)
 
 
 def _ladder(work: Work) -> float:
     """Nine rungs and the mean output, and six rungs fitted to shuffled tokens."""
-    return 9.5 + 1 / work.n_layers + work.changed(15) + 3 * work.up_to_each - len(work.heads) / 2
+    return 4.5 + 1 / work.n_layers + work.changed(9) + work.changed(6) + 3 * work.up_to_each - len(work.heads) / 2
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from math import nan
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,7 @@ from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_subset
 
 from .metrics import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
-from .runs import Failures, Runs
+from .runs import Change, Failures, Runs
 
 Control = Literal["shuffled fit", "zero"]
 _CONTROLS: tuple[Control, ...] = get_args(Control)
@@ -103,11 +103,11 @@ def additive_substitution(
 
         for spec in specs:
             heads = list(range(spec.n_heads))
-            for put_in, keep, put in one_layer:
-                units, kind = [*([head] for head in heads), heads], None if put_in == "zero" else put_in
-                each = runs.each(spec.layer, units, [partial(put, spec, stored)], kind)
-                for head, run in zip([*heads, None], each, strict=True):
-                    measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
+            units = [*([head] for head in heads), heads]
+            changes = [Change(partial(put, spec, stored), None if x == "zero" else x) for x, _, put in one_layer]
+            each = runs.each(spec.layer, [(unit, change) for change in changes for unit in units])
+            for ((put_in, keep, _), head), run in zip(product(one_layer, [*heads, None]), each, strict=True):
+                measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:
             hooks_of = [joined(put(spec, stored, n, range(spec.n_heads)) for spec in specs) for n in range(len(stored))]
             measure(partial(run_texts, model, texts, hooks_of), "all", None, None, put_in, keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product, repeat
+from itertools import product
 from math import isnan, nan
 from typing import Any, Final, Literal, get_args
 
@@ -49,7 +49,7 @@ from .metrics import (
     shuffled_order,
     values_of,
 )
-from .runs import Failures, Run, Runs
+from .runs import Change, Failures, Run, Runs
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
@@ -184,6 +184,8 @@ def attention_ladder(
 _Row = tuple[Any, ...]
 _Item = tuple[int | None, int | None, Chosen]
 """Layer and head of a row, and the heads that are replaced for it."""
+_PutIn = Callable[[int, Chosen], Hooks]
+"""From the number of a group of texts and some heads to hooks that put a rung in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,16 +230,11 @@ class _Ladder:
                 if self.unit == "head":
                     items = [(spec.layer, head, [(spec, [head])]) for head in heads]
                 found: list[dict[_Step, _Measured]] = [{} for _ in items]
-                seen: dict[int, Attended] = {}
-                for rung in rungs[control]:
-                    outputs: Iterator[Run | None] = repeat(None, len(items))
-                    if rung == MEAN:
-                        outputs = self._mean_runs(runs, together, items, means)
-                    elif rung != "untouched":
-                        outputs = self._runs(runs, together, items, rung, seen, shuffled=control == "shuffled")
-                    for (layer, head, _), of_item, run in zip(items, found, outputs, strict=True):
-                        of_item[rung] = self._measure(run, clean, untouched, layer, head) if run else untouched
-                        self.bar.update()
+                outputs = self._runs(runs, together, items, rungs[control], means, shuffled=control == "shuffled")
+                for (rung, n), run in zip(product(rungs[control], range(len(items))), outputs, strict=True):
+                    layer, head, _ = items[n]
+                    found[n][rung] = self._measure(run, clean, untouched, layer, head) if run else untouched
+                    self.bar.update()
                 for item, measured in zip(items, found, strict=True):
                     rows += self._rows_of(item, measured, untouched, control)
         return rows
@@ -251,45 +248,66 @@ class _Ladder:
         except ValueError as error:
             return error
 
-    def _mean_runs(
-        self, runs: Runs, together: Chosen, items: Sequence[_Item], means: StandIn | ValueError
-    ) -> Iterator[Run]:
-        if isinstance(means, ValueError):
-            return repeat(partial(_fail, means), len(items))
-        if self.unit == "all":
-            hooks = joined([replace_heads(spec, heads, means) for spec, heads in together])
-            return iter([partial(run_texts, self.reading.model, self.texts, [hooks] * len(self.texts.groups))])
-        ((spec, _),) = together
-        units = [heads for _, _, [(_, heads)] in items]
-        return runs.each(spec.layer, units, [lambda group, heads: replace_heads(spec, list(heads), means)])
-
     def _runs(
         self,
         runs: Runs,
         together: Chosen,
         items: Sequence[_Item],
-        rung: Rung,
-        seen: dict[int, Attended],
+        rungs: Sequence[_Step],
+        means: StandIn | ValueError,
         *,
         shuffled: bool,
-    ) -> Iterator[Run]:
-        """Measure runs in which a rung replaces each item's attention, fitted to the heads that are replaced together.
+    ) -> Iterator[Run | None]:
+        """Yield the run in which a rung replaces an item's attention, for each rung and item; None for the untouched.
+
+        Rungs are fitted to the heads that are replaced together, as many rungs at a time as share a batch.
+        """
+        seen: dict[int, Attended] = {}
+        at_a_time = max(1, runs.at_once // len(items))
+        for first in range(0, len(rungs), at_a_time):
+            some = rungs[first : first + at_a_time]
+            put_in: dict[_Step, _PutIn] = {
+                rung: self._put_in(together, rung, means, seen, shuffled=shuffled)
+                for rung in some
+                if rung != "untouched"
+            }
+            changed = self._all_at_once(together, put_in) if self.unit == "all" else self._each(runs, items, put_in)
+            for rung, _ in product(some, items):
+                yield None if rung == "untouched" else next(changed)
+
+    def _put_in(
+        self, together: Chosen, rung: _Step, means: StandIn | ValueError, seen: dict[int, Attended], *, shuffled: bool
+    ) -> _PutIn:
+        """Return a function of the number of a group of texts and some heads: hooks that put the rung in.
 
         ``seen`` holds the unmodified model's attention in each group of texts, for rungs that are fitted there.
         """
-        model, replaced = self.reading.model, self.unit == "all"
-        in_the_run = rung in WITHOUT_FIT or (replaced and rung not in PER_HEAD and not shuffled)
-        stored = [] if in_the_run else self._fits(together, rung, seen, shuffled=shuffled)
+        if rung == MEAN:
+            return partial(_mean_outputs, means)
+        in_the_run = rung in WITHOUT_FIT or (self.unit == "all" and rung not in PER_HEAD and not shuffled)
+        if in_the_run:
+            return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
+        stored = self._fits(together, rung, seen, shuffled=shuffled)
+        return lambda group, where: stored_hooks(where, stored[group])
 
-        def hooks(group: int, where: Chosen) -> Hooks:
-            return stored_hooks(where, stored[group]) if stored else rung_hooks(where, rung, self.bands, self.rank)
+    def _all_at_once(self, together: Chosen, put_in: Mapping[_Step, _PutIn]) -> Iterator[Run]:
+        def run(hooks_of: _PutIn) -> list[Any]:
+            under = [hooks_of(group, together) for group in range(len(self.texts.groups))]
+            return run_texts(self.reading.model, self.texts, under)
 
-        if replaced:
-            under = [hooks(group, together) for group in range(len(self.texts.groups))]
-            return iter([partial(run_texts, model, self.texts, under)])
-        ((spec, _),) = together
+        return (partial(run, hooks_of) for hooks_of in put_in.values())
+
+    def _each(self, runs: Runs, items: Sequence[_Item], put_in: Mapping[_Step, _PutIn]) -> Iterator[Run]:
+        [spec] = {id(spec): spec for _, _, where in items for spec, _ in where}.values()
+
+        def change(rung: _Step, hooks_of: _PutIn) -> Change:
+            # Of one kind: rungs that are put in at the same hook points.
+            kind = None if rung == MEAN else rung if rung in ("static", "first_token") else "scores"
+            return Change(lambda group, heads: hooks_of(group, [(spec, list(heads))]), kind)
+
+        changes = [change(*item) for item in put_in.items()]
         units = [heads for _, _, [(_, heads)] in items]
-        return runs.each(spec.layer, units, [lambda group, heads: hooks(group, [(spec, list(heads))])], kind=rung)
+        return runs.each(spec.layer, [(unit, one) for one in changes for unit in units])
 
     def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
         """Fit a rung for each group of the predicted texts."""
@@ -398,5 +416,8 @@ def share_of_kl(
     return blocks.ratio(uniform - kl, uniform)
 
 
-def _fail(error: ValueError) -> Any:
-    raise error
+def _mean_outputs(means: StandIn | ValueError, group: int, where: Chosen) -> Hooks:
+    """Put in the mean outputs, or raise the error by which these failed."""
+    if isinstance(means, ValueError):
+        raise means
+    return joined([replace_heads(spec, heads, means) for spec, heads in where])

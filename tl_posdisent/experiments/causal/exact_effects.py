@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import as_numbers, divergences, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
-from tl_posdisent.experiments.causal.runs import HooksOf, Runs
+from tl_posdisent.experiments.causal.runs import Change, Runs
 from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.models.partial_forward import changed_results
 from tl_posdisent.models.reading.forward_pass import Hook
@@ -60,24 +60,21 @@ class ExactEffects:
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
         for layer, places in self.by_layer.items():
             share = 1 - layer / len(self.model.blocks)
-            for n in dict.fromkeys(place[0] for place in places):
-                some = [place for place in places if place[0] == n]
-                units = [[*range(self.model.cfg.n_heads)] if head is None else [head] for _, _, head in some]
-                item = self.items[n]
-                hooks: HooksOf = partial(_of_item, item, layer)
-                if not item.divisible:
-                    hooks = self._written(part, runs, item, layer)
-                for place, run in zip(
-                    some, runs.each(layer, units, [hooks], item.name if item.divisible else None), strict=True
-                ):
-                    outputs = run()
-                    values = as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens))
-                    self.effects[place][part.places] = values - baseline
-                    self.divergences[place][part.places] = _divergences(outputs, clean, part)
-                    self.bar.update(share * len(part.places))
+            changes = {n: self._change(part, runs, n, layer) for n in dict.fromkeys(place[0] for place in places)}
+            every = [*range(self.model.cfg.n_heads)]
+            each = runs.each(layer, [(every if head is None else [head], changes[n]) for n, _, head in places])
+            for place, run in zip(places, each, strict=True):
+                outputs = run()
+                values = as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens))
+                self.effects[place][part.places] = values - baseline
+                self.divergences[place][part.places] = _divergences(outputs, clean, part)
+                self.bar.update(share * len(part.places))
 
-    def _written(self, part: Part, runs: Runs, item: NamedIntervention, layer: int) -> HooksOf:
-        """Return hooks that write the changed z of some heads, for interventions that have no hooks of one head."""
+    def _change(self, part: Part, runs: Runs, n: int, layer: int) -> Change:
+        """Return the hooks of an intervention; if it has none of one head, hooks that write the changed z of a head."""
+        item = self.items[n]
+        if item.divisible:
+            return Change(partial(_of_item, item, layer), item.name)
         changed = [
             changed_results(self.model, group.tokens, layer, before, item.hooks)
             for group, before in zip(part.texts.groups, runs.before(layer), strict=True)
@@ -89,7 +86,7 @@ class ExactEffects:
             at = torch.tensor(heads, device=z.device)
             return z.index_copy(2, at, new[:, :, at].to(z))
 
-        return lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))]
+        return Change(lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))])
 
 
 def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import product, takewhile
 from math import ceil
 from typing import Any, TypeVar
 
@@ -53,6 +53,15 @@ further heads: a pass through the layer is made for each of them."""
 HooksOf = Callable[[int, Sequence[int]], list[Hook]]
 """From the number of a group of texts and some heads of a layer to hooks that change these heads, and no others."""
 
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Hooks that change some heads, and their kind: None for changes of z itself."""
+
+    hooks: HooksOf
+    kind: Hashable = None
+
+
 Z = Float[Tensor, "text pos head d_head"]
 Source = Callable[[], list[Hook]]
 """Returns hooks under which z is looked at."""
@@ -81,23 +90,20 @@ class Runs:
         """What the block before one of the layers returned, for each group of texts; None before the first."""
         return [group.clean.after.get(layer - 1) for group in self._groups]
 
-    def each(
-        self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[HooksOf], kind: Hashable = None
-    ) -> Iterator[Run]:
-        """Yield a run for each unit of heads of a layer, changed by the first of ``changes``, then by the next.
+    def each(self, layer: int, changed: Sequence[tuple[Sequence[int], Change]]) -> Iterator[Run]:
+        """Yield a run for each of some changes of heads of a layer, which is one of ``layers``.
 
-        Args:
-            units: heads that are changed together, in one of ``layers``.
-            kind: kind of change. One change of each kind is compared with a full pass under its hooks: the largest of
-                the first batch that has a visible change. Shortcuts are dropped for kinds that differ. Where layers may
-                share more than the residual stream, such as keys, this is done for each layer. None for changes of z
-                itself.
+        One change of each kind is compared with a full pass under its hooks: the largest of the first batch that has a
+        visible change of this kind. Shortcuts are dropped for kinds that differ. Where layers may share more than the
+        residual stream, such as keys, this is done for each layer.
         """
-        runs = []
-        for n, group in enumerate(self._groups):
-            runs.append(group.each(layer, units, [partial(hooks_of, n) for hooks_of in changes], kind))
-        for outputs in zip(*runs, strict=True):
+        for outputs in zip(*(group.each(layer, changed, n) for n, group in enumerate(self._groups)), strict=True):
             yield partial(lambda functions: [function() for function in functions], outputs)
+
+    @property
+    def at_once(self) -> int:
+        """Number of changes that share a batch."""
+        return min(group.most for group in self._groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +113,7 @@ class _Case:
     hooks: Callable[[], list[Hook]]
     source: Source
     heads: Sequence[int]
+    kind: Hashable
 
 
 class _Group:
@@ -127,38 +134,42 @@ class _Group:
         self.agreeing: dict[Hashable, bool] = {None: True}
         self.at_once = texts_at_once(model.cfg, tokens.shape[1])
 
+    @property
+    def most(self) -> int:
+        """Number of changes that share a batch."""
+        return max(1, self.at_once // len(self.tokens))
+
     def each(
-        self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[Callable[..., list[Hook]]], kind: Hashable
+        self, layer: int, changed: Sequence[tuple[Sequence[int], Change]], group: int
     ) -> Iterator[Callable[[], Any]]:
-        """Yield a function for each change and unit that returns the output. Shortcuts that prove wrong are dropped."""
-        waiting = self._cases(units, changes, coupled=kind == COUPLED)
-        if kind is not None and self.shortcuts and not self.separate:
-            kind = (kind, layer)
-        shortcut, most = self.shortcuts and self.agreeing.get(kind, True), max(1, self.at_once // len(self.tokens))
-        held: dict[Source, Z] = {}
+        """Yield a function for each change that returns the output. Shortcuts that prove wrong are dropped."""
+        waiting, most = self._cases(layer, changed, group), self.most
+        held: dict[Source, Z | None] = {}
         while waiting:
-            some = waiting[: ceil(len(waiting) / ceil(len(waiting) / most))]  # batches of one size
-            shortcut = shortcut and self._hold_changed_z(layer, some, held)
-            if not shortcut:
+            even = ceil(len(waiting) / ceil(len(waiting) / most)) if most else 0  # batches of one size
+            some = self._hold_changed_z(layer, waiting[:even], held)
+            if not some:
                 yield partial(self._full_pass, waiting.pop(0).hooks)
                 continue
             try:
                 lasts = attempted(partial(self._from_the_layer, layer, some, held))
             except torch.OutOfMemoryError:
                 most = len(some) // 2
-                shortcut, most = most > 0, max(1, most)
                 continue
-            outputs = [partial(self._after_blocks, last) for last in lasts or ()]
-            if outputs and kind not in self.agreeing:
-                self._compare(kind, some, lasts or [], outputs)
-            if outputs and self.agreeing.get(kind, True):
-                yield from outputs
-                waiting = waiting[len(some) :]
-            elif self.start:  # again, from the first position
+            if not lasts:
+                self.shortcuts = False
+                continue
+            outputs = [partial(self._after_blocks, last) for last in lasts]
+            self._compare(some, lasts, outputs)
+            wrong = {case.kind for case in some if not self.agreeing.get(case.kind, True)}
+            if wrong and self.start:  # again, from the first position
                 self.start = 0
-                self.agreeing.pop(kind, None)
-            else:
-                self.shortcuts, shortcut = self.shortcuts and bool(outputs), False
+                for kind in wrong:
+                    del self.agreeing[kind]
+                continue
+            right = [*takewhile(lambda case: case.kind not in wrong, some)]  # noqa: B023 - used within this turn
+            yield from outputs[: len(right)]
+            waiting = waiting[len(right) :]
 
     @cached_property
     def separate(self) -> bool:
@@ -168,42 +179,48 @@ class _Group:
         alone = attempted(partial(result_of, end, self.model, self.tokens, last, before, self.under))
         return alone is not None and _agree(hidden(alone), hidden(self.clean.last))
 
-    def _hold_changed_z(self, layer: int, cases: Sequence[_Case], held: dict[Source, Z]) -> bool:
-        """Hold z for these cases alone; False where that is not possible."""
-        needed = dict.fromkeys(case.source for case in cases)
-        for source in {*held} - {*needed}:
+    def _hold_changed_z(self, layer: int, cases: Sequence[_Case], held: dict[Source, Z | None]) -> list[_Case]:
+        """Hold z for these cases alone, and return the first of them for which that and shortcuts are possible."""
+        for source in {*held} - {case.source for case in cases}:
             del held[source]
-        for source in needed:
-            if source not in held:
-                z = self._changed_z(layer, source)
-                if z is None:
-                    return False
-                held[source] = z
-        return True
+        some = []
+        for case in cases:
+            if not (self.shortcuts and self.agreeing.get(case.kind, True)):
+                break
+            if case.source not in held:
+                held[case.source] = self._changed_z(layer, case.source)
+            if held[case.source] is None:
+                break
+            some.append(case)
+        return some
 
-    def _cases(
-        self, units: Sequence[Sequence[int]], changes: Sequence[Callable[..., list[Hook]]], *, coupled: bool
-    ) -> list[_Case]:
-        every = sorted({head for unit in units for head in unit})
+    def _cases(self, layer: int, changed: Sequence[tuple[Sequence[int], Change]], group: int) -> list[_Case]:
+        every: dict[Change, set[int]] = {}
+        for heads, change in changed:
+            every.setdefault(change, set()).update(heads)
+        together = {change: partial(change.hooks, group, sorted(heads)) for change, heads in every.items()}
+        apart = self.shortcuts and any(change.kind is not None for change in every) and not self.separate
         cases = []
-        for hooks_of in changes:
-            together = partial(hooks_of, every)
-            for unit in units:
-                own = partial(hooks_of, unit)
-                cases.append(_Case(own, own, range(self.model.cfg.n_heads)) if coupled else _Case(own, together, unit))
+        for heads, change in changed:
+            own, kind = partial(change.hooks, group, heads), (change.kind, layer if apart else None)
+            if change.kind is None:
+                cases.append(_Case(own, together[change], heads, None))
+            elif change.kind == COUPLED:
+                cases.append(_Case(own, own, range(self.model.cfg.n_heads), kind))
+            else:
+                cases.append(_Case(own, together[change], heads, kind))
         return cases
 
-    def _compare(
-        self, kind: Hashable, cases: Sequence[_Case], lasts: Sequence[Any], outputs: Sequence[Callable[[], Any]]
-    ) -> None:
-        """Compare the largest change with a full pass under its hooks, and note the outcome if a change is visible."""
+    def _compare(self, cases: Sequence[_Case], lasts: Sequence[Any], outputs: Sequence[Callable[[], Any]]) -> None:
+        """Compare the largest change of each new kind with a full pass, and note the outcome if a change is visible."""
         clean = hidden(self.clean.last)[:, self.start :]
-        sizes = [mismatch(hidden(last), clean) for last in lasts]
-        largest = sizes.index(max(sizes))
-        found, expected = attempted(outputs[largest]), attempted(partial(self._full_pass, cases[largest].hooks))
-        agreeing = _agree(found, expected)
-        if not (agreeing and _agree(expected, self.clean.output)):
-            self.agreeing[kind] = agreeing
+        for kind in dict.fromkeys(case.kind for case in cases if case.kind not in self.agreeing):
+            sizes = {n: mismatch(hidden(lasts[n]), clean) for n, case in enumerate(cases) if case.kind == kind}
+            largest = max(sizes, key=lambda n: sizes[n])
+            found, expected = attempted(outputs[largest]), attempted(partial(self._full_pass, cases[largest].hooks))
+            agreeing = _agree(found, expected)
+            if not (agreeing and _agree(expected, self.clean.output)):
+                self.agreeing[kind] = agreeing
 
     def _full_pass(self, hooks: Callable[[], list[Hook]]) -> Any:
         with without_gradients(), applied(self.model, self.under + hooks()):
@@ -220,15 +237,16 @@ class _Group:
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return z if z is not None and z.ndim == 4 and z.shape[:3] == by_head else None
 
-    def _from_the_layer(self, layer: int, cases: Sequence[_Case], changed: dict[Source, Z]) -> list[Any] | None:
+    def _from_the_layer(self, layer: int, cases: Sequence[_Case], changed: dict[Source, Z | None]) -> list[Any] | None:
         """Return the last block's result for each case, or None if it changes that of an unmodified text."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
             z = z.clone()
             for i, case in enumerate(cases):
-                heads = list(case.heads)
-                z[i * n : (i + 1) * n, :, heads] = changed[case.source][:, self.start :, heads].to(z.device)
+                heads, new = list(case.heads), changed[case.source]
+                assert new is not None
+                z[i * n : (i + 1) * n, :, heads] = new[:, self.start :, heads].to(z.device)
             return z
 
         rows = torch.tensor([*range(n)] * len(cases) + [0], device=self.tokens.device)
@@ -331,7 +349,7 @@ def effect_table(
         metric, progress: as in ``head_ablation``, checked.
         hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
             they are needed.
-        kind, start: of the change in a layer (``Runs.each``), and the first position that it reaches (``Runs``).
+        kind, start: of the change in a layer (``Change``), and the first position that it reaches (``Runs``).
         source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument
             makes the two runs differ, for errors.
         under: hooks for each group of texts, in force in the run that is changed.
@@ -357,7 +375,8 @@ def effect_table(
                 "such as logit_difference(…) of an answer that depends on it, or make the two runs differ more"
             )
         for spec, changed, reported in units:
-            each = runs.each(spec.layer, changed, hooks_in(spec), kind(spec))
+            changes = [Change(hooks, kind(spec)) for hooks in hooks_in(spec)]
+            each = runs.each(spec.layer, [(some, change) for change in changes for some in changed])
             for (place, heads), run in zip(product(places, reported), each, strict=True):
                 value = failures.attempt(
                     partial(lambda run: value_of(metric, run(), target), run), spec.layer, heads[0]
