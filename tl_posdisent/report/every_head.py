@@ -102,7 +102,7 @@ def ladder(subject: Subject, seed: int, move: Move) -> pd.DataFrame:
     """
     n = affordable("ladder", subject)
     if n == len(subject.pairs):
-        table = _climbed(subject, subject.pairs, _held_out(subject, 2), move)
+        table = _climbed(subject, subject.pairs, [], _held_out(subject, 2), move)
         return _with_attrs(table.assign(exact=True), table.attrs)
     texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 4)
     options: dict[str, Any] = {"heads": subject.pairs, "draws": DRAWS, "seed": seed, "progress": False}
@@ -112,8 +112,8 @@ def ladder(subject: Subject, seed: int, move: Move) -> pd.DataFrame:
     drawn = min(AUDIT, n // 2)
     largest, others = means.index[: n - drawn], means.index[n - drawn :].sort_values()
     at_random = others[np.random.default_rng(seed).permutation(len(others))[:drawn]]
-    chosen = largest.append(at_random)
-    run = _climbed(subject, [(int(layer), int(head)) for layer, head in sorted(chosen)], texts, move)
+    chosen, used = [(int(layer), int(head)) for layer, head in sorted(largest.append(at_random))], _used(estimates)
+    run = _climbed(subject, chosen, [head for head in chosen if head in used], texts, move)
     rest = estimates[~_within(estimates, pd.MultiIndex.from_frame(run[HEAD]))]
     table = pd.concat([run.assign(exact=True), rest.assign(exact=False)]).sort_values(HEAD, kind="stable")
     exact = run[run["rung"] == MEAN].set_index(HEAD)["kl"]
@@ -132,10 +132,16 @@ def _held_out(subject: Subject, every: int) -> dict[str, Any]:
     return texts | ({"heldout": tokens[rest], "heldout_mask": real[rest]} if len(rest) else {})
 
 
-def _climbed(subject: Subject, heads: Sequence[tuple[int, int]], texts: dict[str, Any], move: Move) -> pd.DataFrame:
+def _climbed(
+    subject: Subject,
+    heads: Sequence[tuple[int, int]],
+    effective: Sequence[tuple[int, int]],
+    texts: dict[str, Any],
+    move: Move,
+) -> pd.DataFrame:
     """Measure uniform attention and the mean output for each head, and the other rungs where neither surely suffices.
 
-    Heads with a failed run have no verdict and therefore no rows.
+    For ``effective`` heads, this is presumed. Heads with a failed run have no verdict and therefore no rows.
 
     Raises:
         ValueError: a run of every head failed.
@@ -149,16 +155,24 @@ def _climbed(subject: Subject, heads: Sequence[tuple[int, int]], texts: dict[str
         failures.update(table.attrs.get("failures", {}))
         return table[table["loss"].notna().groupby([table[name] for name in HEAD]).transform("all")]
 
-    table = climb(heads, ["uniform"])
+    tables = [climb(effective, LADDER)] if effective else []
+    if others := [head for head in heads if head not in effective]:
+        table = climb(others, ["uniform"])
+        used = _used(table)
+        tables.append(table[~_within(table, pd.MultiIndex.from_tuples(used))] if used else table)
+        tables += [climb(used, LADDER)] if used else []
+    table = pd.concat(tables).sort_values(HEAD, kind="stable", ignore_index=True)
     if table.empty:
         raise ValueError(next(iter(failures.values())))
-    verdicts = head_verdicts(table)
-    idle = verdicts["verdict"].isin(IDLE)
-    effective = [*verdicts[~idle][HEAD].astype(int).itertuples(index=False, name=None)]
-    if effective:
-        without = table[~_within(table, pd.MultiIndex.from_tuples(effective))]
-        table = pd.concat([without, climb(effective, LADDER)]).sort_values(HEAD, kind="stable", ignore_index=True)
     return _with_attrs(table, {"failures": failures})
+
+
+def _used(table: pd.DataFrame) -> list[tuple[int, int]]:
+    """Return the heads for which neither uniform attention nor the mean output surely suffices."""
+    if table.empty:
+        return []
+    verdicts = head_verdicts(table)
+    return [*verdicts[~verdicts["verdict"].isin(IDLE)][HEAD].astype(int).itertuples(index=False, name=None)]
 
 
 def _within(table: pd.DataFrame, heads: pd.MultiIndex) -> Any:

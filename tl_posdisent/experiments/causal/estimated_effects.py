@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,13 @@ class Estimates:
         for group, tokens, gradients in zip(part.texts.groups, groups, found, strict=True):
             places = part.places[group.rows.cpu()]
             for layer in self.layers:
-                for n, item in enumerate(self.items):
-                    if layer in item.rows:
-                        before = gradients.before.get(layer)
-                        changed = self._changed(item, layer, tokens, before, gradients.z[layer], part.separable)
-                        delta = wide(changed) - wide(gradients.z[layer])
-                        self._add(n, layer, places, delta, gradients, len(part.places))
+                before, z = gradients.before.get(layer), gradients.z[layer]
+                deltas = {
+                    n: wide(self._changed(item, layer, tokens, before, z, part.separable)) - wide(z)
+                    for n, item in enumerate(self.items)
+                    if layer in item.rows
+                }
+                self._add(layer, deltas, places, gradients, len(part.places))
             self.bar.update(len(self.items) * len(places) / 2)
 
     def check_changes(self) -> None:
@@ -106,13 +107,20 @@ class Estimates:
         return new
 
     @own_sums()
-    def _add(self, n: int, layer: int, places: Tensor, delta: Tensor, run: ResultGradients, n_texts: int) -> None:
-        self.changed[n] |= bool((delta != 0).any())
-        rows = self.items[n].rows[layer]
-        self.first[n][layer][places] = n_texts * products_by_position(run.metric[layer], delta, rows).sum(2)
-        if run.surprise:
-            products = [products_by_position(surprise[layer], delta, rows).sum(2) for surprise in run.surprise]
-            self.curvature[n][layer][places] = torch.stack(products).square().mean(0) / 2 / run.n_predictions
+    def _add(
+        self, layer: int, deltas: Mapping[int, Tensor], places: Tensor, run: ResultGradients, n_texts: int
+    ) -> None:
+        """Add the effects of each intervention's change of z in some texts."""
+        for whole in {self.items[n].rows[layer] == [None] for n in deltas}:
+            some = [n for n in deltas if (self.items[n].rows[layer] == [None]) is whole]
+            gradients = [run.metric[layer], *(surprise[layer] for surprise in run.surprise)]
+            products = products_by_row(gradients, [deltas[n] for n in some], whole=whole)
+            for n, of_item in zip(some, products, strict=True):
+                self.changed[n] |= bool((deltas[n] != 0).any())
+                first, *drawn = of_item[:, :, [0 if head is None else head for head in self.items[n].rows[layer]]]
+                self.first[n][layer][places] = n_texts * first
+                if drawn:
+                    self.curvature[n][layer][places] = torch.stack(drawn).square().mean(0) / 2 / run.n_predictions
 
 
 def wide(x: Tensor) -> Tensor:
@@ -131,6 +139,21 @@ def _value(part: Part, outputs: list[Any]) -> Tensor:
     if not isinstance(value, Tensor):
         raise ArgumentError("metric", f"must return a tensor to be differentiated, got {shown(value)}")
     return value.double().mean()
+
+
+def products_by_row(
+    gradients: Sequence[Tensor], deltas: Sequence[Tensor], *, whole: bool
+) -> Float64[Tensor, "delta gradient text row"]:
+    """Sum the products of each gradient and each change, ``[text, pos, head, d_head]``, over positions and components.
+
+    Rows are heads; with ``whole``, a text is one row, whatever its layout.
+    """
+
+    def by_row(vectors: Sequence[Tensor]) -> Float64[Tensor, "text row vector component"]:
+        x = torch.stack([vector.double() for vector in vectors])
+        return (x.flatten(2)[:, :, None] if whole else x.transpose(2, 3).flatten(3)).movedim(0, 2)
+
+    return (by_row(gradients) @ by_row(deltas).mT).permute(3, 2, 0, 1).cpu()
 
 
 def products_by_position(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,14 +128,17 @@ class _PositionEstimates(Estimates):
         )
 
     @own_sums()
-    def _add(self, n: int, layer: int, places: Tensor, delta: Tensor, run: ResultGradients, n_texts: int) -> None:
-        self.changed[n] |= bool((delta != 0).any())
-        rows, length = self.items[n].rows[layer], delta.shape[1]
-        self.first_at[n][layer][places, :, :length] = n_texts * products_by_position(run.metric[layer], delta, rows)
-        if run.surprise:
-            products = [products_by_position(surprise[layer], delta, rows) for surprise in run.surprise]
-            squares = torch.stack(products).square().mean(0)
-            self.curvature_at[n][layer][places, :, :length] = squares / 2 / run.n_predictions
+    def _add(
+        self, layer: int, deltas: Mapping[int, Tensor], places: Tensor, run: ResultGradients, n_texts: int
+    ) -> None:
+        for n, delta in deltas.items():
+            self.changed[n] |= bool((delta != 0).any())
+            rows, length = self.items[n].rows[layer], delta.shape[1]
+            self.first_at[n][layer][places, :, :length] = n_texts * products_by_position(run.metric[layer], delta, rows)
+            if run.surprise:
+                products = [products_by_position(surprise[layer], delta, rows) for surprise in run.surprise]
+                squares = torch.stack(products).square().mean(0)
+                self.curvature_at[n][layer][places, :, :length] = squares / 2 / run.n_predictions
 
 
 def _rows(
