@@ -130,3 +130,38 @@ def test_short_texts_together_are_those_alone(monkeypatch: pytest.MonkeyPatch) -
         assert together[name].to_numpy(float) == pytest.approx(
             alone[name].to_numpy(float), rel=1e-3, abs=1e-7, nan_ok=True
         )
+
+
+def test_an_intervention_that_takes_one_text_is_run_on_one() -> None:
+    """Hooks for batches of one text: estimates and runs are those of the texts alone."""
+    model, ids = zoo.load("bridge", "llama-gqa"), zoo.random_tokens(length=9, batch=3)
+    patch = 0.1 * torch.randn(1, 9, 8, 8, generator=torch.Generator().manual_seed(2))
+
+    def of_one(z: Tensor, hook: Any) -> Tensor:
+        assert len(z) == 1
+        return z + patch
+
+    def of_any(z: Tensor, hook: Any) -> Tensor:
+        return z + patch
+
+    options: dict[str, Any] = {"layers": 1, "draws": 3, "exact": 8, "progress": False}
+    found, expected = (
+        head_effects(model, ids, {"x": [("blocks.1.attn.hook_z", f)]}, **options) for f in (of_one, of_any)
+    )
+    for name in ("first", "curvature", "exact", "exact_se", "kl"):
+        assert found[name].notna().all()
+        assert found[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-3, abs=1e-6)
+
+
+def test_an_intervention_that_looks_at_other_texts_sees_none() -> None:
+    """In a batch of several it would do something else."""
+    model, ids = zoo.load("bridge", "llama-gqa"), zoo.random_tokens(length=9, batch=3)
+
+    def others(z: Tensor, hook: Any) -> Tensor:
+        return 0.5 * z + z.roll(1, 0)
+
+    options: dict[str, Any] = {"layers": 1, "draws": 3, "exact": 8, "progress": False}
+    hooks = [{"x": [("blocks.1.attn.hook_z", f)]} for f in (others, lambda z, hook: 1.5 * z)]
+    found, expected = (head_effects(model, ids, each, **options) for each in hooks)
+    for name in ("first", "curvature", "exact", "kl"):
+        assert found[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-3, abs=1e-6)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tl_posdisent.experiments.causal.streaming_effects import DRAWS
+from tl_posdisent.experiments.causal.text_parts import TOKENS
 
 _EXACT, _AUDIT = 16, 16  # defaults of head_effects and head_labels
 
@@ -64,10 +65,10 @@ class Work:
 
         Args:
             times: number of changes of each head, all of which share batches.
-            alone: each text is run alone, instead of all of them in a batch.
+            alone: texts are run alone, or short ones together, instead of all of them in a batch.
             share: share of the chosen heads that are run, spread over the layers.
         """
-        texts, total = 1 if alone else self.batch, 0.0
+        texts, total = min(self.batch, max(1, TOKENS // self.length)) if alone else self.batch, 0.0
         for layer, heads in self.heads.items():
             runs = share * len(heads) * self.places * times
             batches = ceil(runs / max(1, self.at_once // texts)) if runs >= 1 else runs

@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
-from tl_posdisent.experiments.causal.text_parts import Part
+from tl_posdisent.experiments.causal.text_parts import TOKENS, Part
 from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks, of_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
@@ -42,24 +42,29 @@ class Estimates:
         )
         self.changed = [False] * len(items)
         self.separate: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
+        # By intervention and layer, whether texts that are run together are changed as each alone.
+        self.together: dict[tuple[int, int], bool] = {}
 
     def add(self, part: Part) -> None:
         """Estimate the effects in some texts."""
         groups = [group.tokens for group in part.texts.groups]
         uniforms = [self._uniforms(part, group.rows.tolist(), group.tokens.shape[1]) for group in part.texts.groups]
         found = result_gradients(self.model, groups, self.layers, lambda outputs: _value(part, outputs), uniforms)
+        changed = self._of_texts if part.separable else self._changed
         self.bar.update((2 + self.draws) * len(part.places))
         for group, tokens, gradients in zip(part.texts.groups, groups, found, strict=True):
             places = part.places[group.rows.cpu()]
             for layer in self.layers:
                 before, z = gradients.before.get(layer), gradients.z[layer]
-                deltas = {
-                    n: wide(self._changed(item, layer, tokens, before, z, part.separable)) - wide(z)
-                    for n, item in enumerate(self.items)
-                    if layer in item.rows
-                }
+                some = [n for n, item in enumerate(self.items) if layer in item.rows]
+                deltas = {n: wide(changed(n, layer, tokens, before, z)) - wide(z) for n in some}
                 self._add(layer, deltas, places, gradients, len(part.places))
             self.bar.update(len(self.items) * len(places) / 2)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """How many tokens of short texts the interventions may change together."""
+        return TOKENS if all(self.together.values()) else 1
 
     def check_changes(self) -> None:
         """Raise if hooks of the user's changed no head."""
@@ -77,18 +82,25 @@ class Estimates:
         drawn = [np.random.default_rng(each).random((self.draws, length)) for each in seeds]
         return torch.as_tensor(np.stack(drawn, 1), device="cpu")
 
-    def _changed(
-        self, item: NamedIntervention, layer: int, tokens: Tensor, before: Any, z: Tensor, separable: bool
-    ) -> Tensor:
-        """Compute a layer's z under an intervention, given what the layer receives in the unmodified run.
+    def _of_texts(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
+        """Compute a layer's z under an intervention on each text alone, for all of them at once where that is the same.
 
-        ``separable`` texts are run alone, so that an intervention that needs several of them is noticed.
+        An intervention that needs several texts, or takes only one, is noticed.
         """
-        if separable and len(tokens) > 1:
-            texts = [slice(n, n + 1) for n in range(len(tokens))]
-            received = [None if before is None else of_texts(before, text) for text in texts]
-            alone = zip(texts, received, strict=True)
-            return torch.cat([self._changed(item, layer, tokens[x], before, z[x], True) for x, before in alone])
+        if len(tokens) > 1 and self.together.get((n, layer)):
+            return self._changed(n, layer, tokens, before, z)
+        texts = [slice(at, at + 1) for at in range(len(tokens))]
+        received = [None if before is None else of_texts(before, text) for text in texts]
+        alone = [self._changed(n, layer, tokens[x], own, z[x]) for x, own in zip(texts, received, strict=True)]
+        changed = torch.cat(alone)
+        if len(tokens) > 1 and (n, layer) not in self.together:
+            whole = attempted(lambda: self._changed(n, layer, tokens, before, z))
+            self.together[n, layer] = whole is not None and mismatch(whole, changed) <= 1
+        return changed
+
+    def _changed(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
+        """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
+        item = self.items[n]
         if layer not in self.separate:
             again = None
             if not has_hooks(self.model):

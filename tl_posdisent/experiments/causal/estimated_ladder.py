@@ -21,7 +21,7 @@ from tl_posdisent.experiments.causal.exact_effects import ExactEffects, Place
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
-from tl_posdisent.experiments.causal.text_parts import differentiable_texts, parts_of
+from tl_posdisent.experiments.causal.text_parts import TOKENS, differentiable_texts, parts_of
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads
@@ -200,7 +200,7 @@ class _ExactRuns:
     def on(self, heads: Sequence[Head], texts: range) -> dict[Place, Float64[Tensor, "text"]]:
         """Run some heads on some texts."""
         effects = self._effects(heads)
-        for part in parts_of(self.texts, next_token_loss, texts):
+        for part in parts_of(self.texts, next_token_loss, texts, tokens=TOKENS):
             effects.add(part)
         return {place: values[texts.start : texts.stop] for place, values in effects.divergences.items()}
 

@@ -130,7 +130,7 @@ def head_effects(
         places = {row: (names[table["intervention"][row]], *_place(table, row)) for row in chosen}
         effects = ExactEffects(model, items, len(texts.tokens), list(places.values()), bar)
         bar.total = bar.n + len(texts.tokens) * effects.n_passes
-        for part in parts_of(texts, metric):
+        for part in parts_of(texts, metric, tokens=estimates.tokens_at_once):
             effects.add(part)
     for name, found in {"exact": effects.effects, "kl": effects.divergences}.items():
         _fill(table, name, {row: found[place] for row, place in places.items()})
