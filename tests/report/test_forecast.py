@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import zoo
 
 import tl_posdisent as tp
 from tl_posdisent import head_verdicts
 from tl_posdisent.report import every_head, measurements
-from tl_posdisent.report.forecast import passes_of, remaining
+from tl_posdisent.report.forecast import passes_of, remaining, slower
 from tl_posdisent.report.measurements import SECTIONS, Copies, measure, narrowed
 from tl_posdisent.report.subject import read_subject
 from tl_posdisent.utils.progress import progress_bar
@@ -141,6 +142,32 @@ def test_the_forecast_is_printed_before_the_long_part(tmp_path: Path, capsys: py
 
 
 def test_times_are_in_seconds_or_minutes() -> None:
-    assert remaining(10, 1.5, ["ladder"]) == "report: about 15 seconds for 10 passes: ladder"
+    assert remaining(10, 15.0, ["ladder"]) == "report: about 15 seconds for 10 passes: ladder"
     assert remaining(1, 1.0, SECTIONS[:2]) == "report: about 1 second for 1 pass: additivity, distance"
-    assert remaining(100, 12.0, ["ladder"]) == "report: about 20 minutes for 100 passes: ladder"
+    assert remaining(100, 1200.0, ["ladder"]) == "report: about 20 minutes for 100 passes: ladder"
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_a_pass_with_predictions_takes_longer_by_the_multiplications_of_the_unembedding(
+    kind: str, name: str, shared_model: Any
+) -> None:
+    model = shared_model(kind, name)
+    subject = read_subject(model, zoo.random_tokens(32, 2), None, None, None)
+    of_blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
+    for section in SECTIONS:
+        expected = 1 + model.W_U.numel() / of_blocks if section in ("perturbation", "ablation", "ladder") else 1
+        assert slower(section, subject) == pytest.approx(expected)
+
+
+def test_the_time_ahead_counts_the_unembedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a first section of ten seconds."""
+    told: list[float] = []
+    times = iter([0.0, 10.0])
+    monkeypatch.setattr(measurements, "monotonic", lambda: next(times))
+    monkeypatch.setattr(measurements, "remaining", lambda passes, seconds, names: told.append(seconds) or "")
+    names: Any = ["shares", "perturbation"]
+    subject = read_subject(tp.load_demo_model(), TOKENS, None, None, None)
+    measure(subject, names, copies=Copies(0, 0.02), seed=0, progress=True)
+    first, ahead = (passes_of(name, subject, narrowed(name, subject), 0) for name in names)
+    assert told == [pytest.approx(10 / first * ahead * slower("perturbation", subject))]
+    assert slower("perturbation", subject) > 1.1

@@ -18,6 +18,7 @@ _TOOLS: Mapping[str, tuple[int, str]] = {
     "subspaces": (1, "subspace_patterns"),
 }
 """How often a section calls which tool."""
+_WITH_PREDICTIONS = ("perturbation", "ablation", "ladder")
 
 
 def passes_of(name: str, subject: Subject, part: Subject, copies: int) -> float:
@@ -51,8 +52,20 @@ def forecast(passes: float, subject: Subject) -> str:
     return f"report: about {plural(max(1, round(passes)), 'pass', 'passes')} over {subject.sizes()}"
 
 
-def remaining(passes: float, seconds_each: float, sections: Sequence[str]) -> str:
-    """State the time ahead, at the speed of the section that was measured first."""
-    seconds = passes * seconds_each
+def slower(name: str, subject: Subject) -> float:
+    """Return how many times longer a pass of a section takes than one that ends before the unembedding.
+
+    By multiplications: for small models with large vocabularies, most of them are in the unembedding.
+    """
+    if name not in _WITH_PREDICTIONS:
+        return 1.0
+    cfg = subject.model.cfg
+    layers: int = sum(x.numel() for block in subject.model.blocks for x in block.parameters())
+    unembedding: int = getattr(cfg, "d_model", 0) * getattr(cfg, "d_vocab", 0)
+    return 1 + unembedding / max(layers, 1)
+
+
+def remaining(passes: float, seconds: float, sections: Sequence[str]) -> str:
+    """State the passes and the time ahead."""
     time = plural(max(1, round(seconds)), "second") if seconds < 100 else plural(round(seconds / 60), "minute")
     return f"report: about {time} for {plural(max(1, round(passes)), 'pass', 'passes')}: {', '.join(sections)}"

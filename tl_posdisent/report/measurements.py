@@ -27,7 +27,7 @@ from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.report.every_head import HEAD, Move, ablation, for_estimates, ladder
-from tl_posdisent.report.forecast import forecast, passes_of, remaining
+from tl_posdisent.report.forecast import forecast, passes_of, remaining, slower
 from tl_posdisent.report.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
 from tl_posdisent.report.words import number
 from tl_posdisent.utils.progress import progress_bar
@@ -142,8 +142,9 @@ def measure(
             found[name] = _try(name, subject, found, seed, copies, bar.update)
             bar.update(end - bar.n)  # the ladder makes fewer passes than forecast where heads are idle
             if progress and n == 0 and len(needed) > 1:
-                each = (monotonic() - began) / ahead[name]
-                bar.write(remaining(total - ahead[name], each, needed[1:]), file=sys.stderr)
+                each = (monotonic() - began) / ahead[name]  # without the unembedding
+                seconds = each * (at_random * copies.n + sum(ahead[x] * slower(x, subject) for x in needed[1:]))
+                bar.write(remaining(total - ahead[name], seconds, needed[1:]), file=sys.stderr)
         if all(found[name].refused for name in wanted):
             raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
         compared = [name for name in _COMPARED if name in wanted and not found[name].refused]
