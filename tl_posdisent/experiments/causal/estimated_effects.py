@@ -50,14 +50,14 @@ class Estimates:
         groups = [group.tokens for group in part.texts.groups]
         uniforms = [self._uniforms(part, group.rows.tolist(), group.tokens.shape[1]) for group in part.texts.groups]
         found = result_gradients(self.model, groups, self.layers, lambda outputs: _value(part, outputs), uniforms)
-        changed = self._of_texts if part.separable else self._changed
+        delta_of = self._delta_of_texts if part.separable else self._delta
         self.bar.update((2 + self.draws) * len(part.places))
         for group, tokens, gradients in zip(part.texts.groups, groups, found, strict=True):
             places = part.places[group.rows.cpu()]
             for layer in self.layers:
                 before, z = gradients.before.get(layer), gradients.z[layer]
                 some = [n for n, item in enumerate(self.items) if layer in item.rows]
-                deltas = {n: wide(changed(n, layer, tokens, before, z)) - wide(z) for n in some}
+                deltas = {n: delta_of(n, layer, tokens, before, z) for n in some}
                 self._add(layer, deltas, places, gradients, len(part.places))
             self.bar.update(len(self.items) * len(places) / 2)
 
@@ -82,38 +82,45 @@ class Estimates:
         drawn = [np.random.default_rng(each).random((self.draws, length)) for each in seeds]
         return torch.as_tensor(np.stack(drawn, 1), device="cpu")
 
-    def _of_texts(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
-        """Compute a layer's z under an intervention on each text alone, for all of them at once where that is the same.
+    def _delta(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
+        """Compute the change of a layer's z under an intervention, given what the layer receives."""
+        return wide(self._changed(self.items[n], layer, tokens, before, z)) - wide(z)
+
+    def _delta_of_texts(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
+        """Compute the change under an intervention on each text alone, for all of them at once where that is the same.
 
         An intervention that needs several texts, or takes only one, is noticed.
         """
-        if len(tokens) > 1 and self.together.get((n, layer)):
-            return self._changed(n, layer, tokens, before, z)
+        if len(tokens) == 1 or self.together.get((n, layer)):
+            return self._delta(n, layer, tokens, before, z)
         texts = [slice(at, at + 1) for at in range(len(tokens))]
-        received = [None if before is None else of_texts(before, text) for text in texts]
-        alone = [self._changed(n, layer, tokens[x], own, z[x]) for x, own in zip(texts, received, strict=True)]
-        changed = torch.cat(alone)
-        if len(tokens) > 1 and (n, layer) not in self.together:
-            whole = attempted(lambda: self._changed(n, layer, tokens, before, z))
-            self.together[n, layer] = whole is not None and mismatch(whole, changed) <= 1
-        return changed
+        received = [(tokens[x], None if before is None else of_texts(before, x), z[x]) for x in texts]
+        alone = torch.cat([self._changed(self.items[n], layer, *own) for own in received])
+        if (n, layer) not in self.together:
+            whole = attempted(lambda: self._changed(self.items[n], layer, tokens, before, z))
+            self.together[n, layer] = whole is not None and mismatch(whole, alone) <= 1
+            if whole is not None and self.together[n, layer]:
+                return wide(whole) - wide(z)
+        # z that rounds as the changed one does
+        unmodified = torch.cat([self._changed(None, layer, *own) for own in received])
+        return wide(alone) - wide(unmodified)
 
-    def _changed(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
-        """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
-        item = self.items[n]
+    def _changed(self, item: NamedIntervention | None, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
+        """Compute a layer's z, given what the layer receives in the unmodified run, under an intervention or none."""
         if layer not in self.separate:
             again = None
             if not has_hooks(self.model):
                 again = attempted(lambda: changed_results(self.model, tokens, layer, before, []))
             self.separate[layer] = again is not None and again.shape == z.shape and mismatch(again, z) <= 1
-        hooks = item.of(layer) if item.divisible else item.hooks
+        hooks = [] if item is None else item.of(layer) if item.divisible else item.hooks
         try:
-            if not (self.separate[layer] or item.divisible):
+            if item is not None and not (self.separate[layer] or item.divisible):
                 raise ArgumentError("interventions", f"must be hooks of this package for {type(self.model).__name__}")
             new = changed_results(self.model, tokens, layer, before, hooks, skip=self.separate[layer])
         except ValueError as error:
+            name = "" if item is None else f"; {item.name!r}"
             raise ArgumentError(
-                "interventions", f"must act on each text alone and on its attention; {item.name!r}: {error}"
+                "interventions", f"must act on each text alone and on its attention{name}: {error}"
             ) from error
         assert new is not None
         return new
