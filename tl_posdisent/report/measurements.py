@@ -142,7 +142,7 @@ def measure(
             found[name] = _try(name, subject, found, seed, copies, bar.update)
             bar.update(end - bar.n)  # the ladder makes fewer passes than forecast where heads are idle
             if progress and n == 0 and len(needed) > 1:
-                each = (monotonic() - began) / ahead[name]  # without the unembedding
+                each = (monotonic() - began) / (ahead[name] * slower(name, subject))  # without the unembedding
                 seconds = each * (at_random * copies.n + sum(ahead[x] * slower(x, subject) for x in needed[1:]))
                 bar.write(remaining(total - ahead[name], seconds, needed[1:]), file=sys.stderr)
         if all(found[name].refused for name in wanted):
