@@ -34,8 +34,7 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep package/test_pins)
-ROWS = -m release $(UNCHECKED) tests/docs/test_docs.py
-VERSIONS = -m "(not slow or versions) and not extended and not release"
+VERSIONS = -m "(not slow or versions) and not release"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
 # bytes of files, training of synthetic models, rules for sources and words): in one environment only.
 ALIKE = $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
@@ -51,7 +50,7 @@ ALIKE = $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/task
 # texts and the support table try them, and their other tests run before a release.
 RELEASE_TL4 = $(filter-out $(patsubst %,tests/experiments/test_%.py, model_check padded_batches), $(wildcard tests/experiments/test_*.py))
 
-.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 findings synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 findings synthetic test test-slow test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -92,16 +91,10 @@ synthetic: .venv/run.stamp ## train five position encodings on two tasks and sav
 test: .venv/dev.stamp ## every law on the smallest model that can show it, and the doctests, in about three minutes
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(UNCHECKED)
 
-test-slow: .venv/dev.stamp ## the tests that make test leaves out: processes, browsers, notebooks, every tool on an architecture for each mechanism
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow and not extended and not release" $(UNCHECKED)
+test-slow: .venv/dev.stamp ## processes, browsers, notebooks, long runs, a HookedTransformer, and every law on an architecture for each mechanism
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow and not release" $(UNCHECKED)
 
-test-extended: .venv/dev.stamp ## every law on every architecture in both model classes
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m extended $(UNCHECKED)
-
-test-rest: .venv/dev.stamp ## test-slow and test-extended in one run, which takes less time than two
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "(slow or extended) and not release" $(UNCHECKED)
-
-test-all: test test-rest test-tl4 test-oldest test-release ## all tests, with all versions of TransformerLens
+test-all: test test-slow test-tl4 test-oldest test-release ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
@@ -118,9 +111,9 @@ test-newest: .venv-newest/dev.stamp ## these and tests of experiments with the n
 test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) -m "not release" $(OLDEST_TESTS)
 
-test-release: .venv/dev.stamp .venv-oldest/dev.stamp .venv-tl4/dev.stamp ## what no other target tries: experiments with TransformerLens 4, rows of the support table that a newer version has alike
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) $(ROWS)
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(ROWS)
+test-release: .venv/dev.stamp .venv-oldest/dev.stamp .venv-tl4/dev.stamp ## before a release: every law on every architecture, pages and notebooks that measure for minutes, experiments with TransformerLens 4
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m release $(UNCHECKED)
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) -m release $(OLDEST_TESTS)
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(filter-out $(ALIKE), $(RELEASE_TL4))
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting

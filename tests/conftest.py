@@ -56,7 +56,7 @@ BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a law is tried on llama-gqa, it is slow on other architectures, and extended on those that add no
+    """Where a law is tried on llama-gqa, it is slow on other architectures, and left for a release on those that add no
     mechanism; where it is tried on a bridge, it is slow on a HookedTransformer. These cost minutes and would show most
     defects only once more. The longest are begun first."""
     words = [set(_words_of(item)) for item in items]
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elsewhere = bool(names) and "llama-gqa" not in names and _law(item) in on_llama
         further = bool(names) and not names & set(MECHANISMS) and item.get_closest_marker("slow") is None
         if further:
-            item.add_marker(pytest.mark.extended)
+            item.add_marker(pytest.mark.release)
         if again or elsewhere or further:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))

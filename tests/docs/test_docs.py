@@ -34,9 +34,8 @@ def _marks(name: str, code: str) -> list[pytest.MarkDecorator]:
     here before a release."""
     if name in MECHANISMS:
         return []
-    if WRITTEN.get((name, code)) == WRITTEN.get((name, NEWER.get(code, "")), {}):
-        return [pytest.mark.release]
-    return [pytest.mark.extended] if code == "H3" else []
+    alike = WRITTEN.get((name, code)) == WRITTEN.get((name, NEWER.get(code, "")), {})
+    return [pytest.mark.release] if alike else []
 
 
 def test_most_rows_are_tried_in_every_run() -> None:

@@ -44,10 +44,10 @@ from tl_posdisent.hooks.hook_list import Hooks, joined
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
-SLOW = [pytest.mark.slow, pytest.mark.extended]
-MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=SLOW) for name in ("gptj", "neox"))]
+LATER = [pytest.mark.slow, pytest.mark.release]
+MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) for name in ("gptj", "neox"))]
 HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
-HEADS += [pytest.param("bridge", "gptj", None, marks=SLOW), pytest.param("bridge", "neox", [1, 6], marks=SLOW)]
+HEADS += [pytest.param("bridge", "gptj", None, marks=LATER), pytest.param("bridge", "neox", [1, 6], marks=LATER)]
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
 REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {

@@ -84,7 +84,7 @@ def test_random_control_keeps_the_dtype_and_comes_one_by_one(kind: str, name: st
 # --- kinds of baselines -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases(), *zoo.cases(*zoo.HYBRID_NAMES)])
 def test_only_queries_and_keys_are_random(kind: str, name: str, shared_model: Any) -> None:

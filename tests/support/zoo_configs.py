@@ -181,4 +181,4 @@ MECHANISMS = {
     "lfm2": "layers without attention",
 }
 """The architectures on which `make test` and `make test-slow` try every law, and `check_model` every tool with every
-version of TransformerLens; on all of them every law is tried by `make test-extended`."""
+version of TransformerLens; on all of them every law is tried by `make test-release`."""
