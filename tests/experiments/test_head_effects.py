@@ -466,7 +466,7 @@ def test_refusals(shared_model: Any) -> None:
         ([], {}, r"interventions must be hooks by name, or hooks, got \[\]"),
         ({"x": [("no hook", print)]}, {}, "interventions must be hooks by name; 'x': hooks names 'no hook'"),
         ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}, "must act on the chosen heads, .* for 'y'"),
-        ({"x": []}, {}, "must act on the chosen heads"),
+        ({"x": []}, {}, "must have hooks, got \\[\\] for 'x'"),
         (
             {"x": ablate_heads(model, None, mode="resample")},
             {},

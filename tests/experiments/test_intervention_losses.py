@@ -80,7 +80,7 @@ def test_one_list_of_hooks_and_names_of_tools() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"x": []}, "interventions must act on the chosen heads, got [] for 'x'"),
+        ({"x": []}, "interventions must have hooks, got [] for 'x'"),
         ({"x": [("blocks.9.hook_z", print)]}, "interventions must be hooks by name; 'x': "),
         ({"x": ("no_such_tool", {})}, "interventions must be hooks by name; 'x': 'no_such_tool' is none of "),
     ],

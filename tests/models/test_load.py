@@ -131,6 +131,24 @@ def test_a_wrong_slow_frequency_is_refused_even_where_logits_hide_it(monkeypatch
         hooked_from_hf(hf_model)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize(
+    ("dtype", "advice"), [(torch.float16, "load it in bfloat16 or float32$"), (torch.float32, "its weights may not be")]
+)
+def test_logits_that_are_not_finite_in_the_original_are_its_own(
+    dtype: torch.dtype, advice: str, backend: str, tmp_path: Path
+) -> None:
+    """As those of Gemma 3 in float16, which overflows: the class of TransformerLens is not to blame."""
+    hf_model = llama()
+    with torch.no_grad():
+        hf_model.model.layers[0].mlp.down_proj.weight.mul_(1e8 if dtype == torch.float16 else torch.nan)
+    hf_model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"model must have finite logits, .*, in {dtype}: {advice}"):
+        load_model(tmp_path, dtype=dtype, backend=backend)
+    if dtype == torch.float16:
+        load_model(tmp_path, dtype=torch.bfloat16, backend=backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_unknown_architecture_is_refused_with_its_name(backend: str) -> None:
     class Unheard(LlamaForCausalLM):

@@ -209,14 +209,14 @@ def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
     changes = (output - output[-1]).masked_fill(output == output[-1], 0).abs().flatten(1).amax(-1)  # also of infinities
     found = dict.fromkeys(layers, "")
     for layer, change in zip(layers, changes[1:-1].tolist(), strict=True):
-        wanted = (*tokens.shape, model.cfg.n_heads)
+        n_heads, shape = model.cfg.n_heads, seen.get(layer, ())
         if layer not in seen:
             found[layer] = "hook_z does not fire, so no head can be ablated"
         elif change <= 4 * float(changes[0]):  # as much as copies differ that are the same
             found[layer] = "another z at hook_z does not change the output, so no head can be ablated"
-        elif seen[layer][:3] != wanted or len(seen[layer]) != 4:
+        elif shape[:3] != (*tokens.shape, n_heads) or len(shape) != 4:
+            layout = ", ".join(("batch", "pos", *map(str, shape[2:])) if shape[:2] == tokens.shape else map(str, shape))
             found[layer] = (
-                f"{_OTHER_LAYOUT} (batch, pos, head, d_head) = {(*wanted, 'd_head')} for heads to be ablated, got "
-                f"{seen[layer]}"
+                f"{_OTHER_LAYOUT} (batch, pos, {n_heads} heads, d_head) for heads to be ablated, got ({layout})"
             )
     return found

@@ -10,7 +10,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import as_numbers, divergences, values_of
+from tl_posdisent.experiments.causal.metrics import (
+    as_numbers,
+    divergences,
+    losses_and_divergences,
+    next_token_loss,
+    values_of,
+)
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
 from tl_posdisent.experiments.causal.runs import Change, Runs
@@ -64,10 +70,9 @@ class ExactEffects:
             every = [*range(self.model.cfg.n_heads)]
             each = runs.each(layer, [(every if head is None else [head], changes[n]) for n, _, head in places])
             for place, run in zip(places, each, strict=True):
-                outputs = run()
-                values = as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens))
+                values, kl = _measured(run(), clean, part)
                 self.effects[place][part.places] = values - baseline
-                self.divergences[place][part.places] = _divergences(outputs, clean, part)
+                self.divergences[place][part.places] = kl
                 self.bar.update(share * len(part.places))
 
     def _change(self, part: Part, runs: Runs, n: int, layer: int) -> Change:
@@ -93,11 +98,19 @@ def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[in
     return item.of(layer, heads)
 
 
-def _divergences(outputs: Sequence[Any], clean: Sequence[Tensor | None], part: Part) -> Float64[Tensor, "text"]:
-    """Compute each text's mean divergence from the clean predictions, in the order of the texts."""
+def _measured(
+    outputs: Sequence[Any], clean: Sequence[Tensor | None], part: Part
+) -> tuple[Float64[Tensor, "*text"], Float64[Tensor, "text"]]:
+    """Compute a run's metric, and each text's mean divergence from the clean predictions, in the order of the texts."""
+    texts = part.texts
+    if part.metric is next_token_loss:  # its texts have one length: log-probabilities serve both
+        ([group], [output], [before]) = texts.groups, outputs, clean
+        assert before is not None  # without log-probabilities, the unmodified run has no such loss
+        losses, kl = losses_and_divergences(output, group.tokens, before)
+        return as_numbers(losses.double().mean(1), len(texts.tokens)), kl.double().mean(1).cpu()
     found = torch.full((len(part.places),), torch.nan, dtype=torch.float64, device="cpu")
-    for group, p, output in zip(part.texts.groups, clean, outputs, strict=True):
+    for group, p, output in zip(texts.groups, clean, outputs, strict=True):
         q = predictions(output, group.tokens)
         if p is not None and q is not None:
             found[group.rows.cpu()] = divergences(p, q).double().mean(1).cpu()
-    return found
+    return as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens)), found

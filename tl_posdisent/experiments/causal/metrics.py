@@ -33,7 +33,7 @@ def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch 
         raise ArgumentError(
             "metric", f"must be given if the model does not return logits (batch, pos, vocabulary), got {got}"
         )
-    return torch.cat([losses for _, _, losses in _in_blocks(logits, tokens)], 1).double().mean(1)
+    return torch.cat([losses for _, _, losses in in_blocks(logits, tokens)], 1).double().mean(1)
 
 
 def next_token_accuracy(
@@ -253,7 +253,7 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     return float(as_numbers(values_of(metric, outputs, texts), len(texts.tokens)).mean())
 
 
-_AT_A_TIME = 2**18  # number of log-probabilities computed at a time, to stay in the CPU's cache
+_AT_A_TIME = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
 
 def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
@@ -267,8 +267,11 @@ def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
 
 
-def _in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield some positions at a time, with their log-probabilities and the losses of the next tokens."""
+def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield some positions at a time, with their log-probabilities and the losses of the next tokens.
+
+    The last position has no next token.
+    """
     n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
     for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
         log_p = as_log_probabilities(logits[:, some])
@@ -291,14 +294,21 @@ def compare(
     outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
 ) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "predicted"]]:
     """Compute losses, and divergences KL(clean ‖ this), by predicted token of all texts: all but each text's first."""
-    found = []
-    for group, before, output in zip(texts.groups, clean, outputs, strict=True):
-        parts = [
-            (losses, divergences(before[:, some], log_p)[:, : losses.shape[1]])  # none after the last token
-            for some, log_p, losses in _in_blocks(output, group.tokens)
-        ]
-        found.append([torch.cat(x, 1) for x in zip(*parts, strict=True)])
+    groups = zip(outputs, texts.groups, clean, strict=True)
+    found = [losses_and_divergences(output, group.tokens, before) for output, group, before in groups]
     return all_tokens([losses for losses, _ in found]), all_tokens([divergences for _, divergences in found])
+
+
+def losses_and_divergences(
+    logits: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"], clean: Float[Tensor, "batch read v"]
+) -> tuple[Float[Tensor, "batch predicted"], Float[Tensor, "batch predicted"]]:
+    """Compute ``compare`` of texts of equal length, by text, given the clean log-probabilities."""
+    parts = [
+        (losses, divergences(clean[:, some][:, : losses.shape[1]], log_p[:, : losses.shape[1]]))
+        for some, log_p, losses in in_blocks(logits, tokens)
+    ]
+    losses, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    return losses, kl
 
 
 def divergences(

@@ -88,7 +88,7 @@ def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Seque
         except ValueError as error:
             raise ArgumentError("interventions", f"must be hooks by name; {name!r}: {error}") from error
         if not found[name]:
-            raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
+            raise ArgumentError("interventions", f"must have hooks, got {shown(hooks)} for {name!r}")
     return found
 
 

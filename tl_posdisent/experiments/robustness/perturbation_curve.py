@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import divergences, run_under
+from tl_posdisent.experiments.causal.metrics import correct, divergences, in_blocks, run_under
 from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
@@ -148,19 +148,16 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
 
 def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     """Compute all measures of one run at each position."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    found: dict[str, list[Tensor]] = {"perplexity": [], "accuracy": [], "added_loss": [], "kl": []}
-    # Text by text, because log-probabilities take much memory.
-    given = (x.to(logits.device) for x in (tokens, perturbed.tokens, perturbed.intact))
-    for *both, text, target, intact in zip(clean, logits, *given, strict=True):
-        before, now = (x[:-1].to(wide).log_softmax(-1) for x in both)
-        loss = -now.gather(-1, target[1:, None])[:, 0].double()
-        added = loss + before.gather(-1, text[1:, None])[:, 0].double()
-        if not bool(loss.isfinite().all() and added.isfinite().all()):
-            raise ValueError("the model's logits are not finite")
-        found["perplexity"].append(loss)
-        found["accuracy"].append((now.argmax(-1) == target[1:]).double())
-        found["added_loss"].append(added[intact])
-        found["kl"].append(divergences(before, now).double()[intact])
+    parts = []
+    both = zip(in_blocks(clean, tokens), in_blocks(logits, perturbed.tokens), strict=True)
+    for (_, before, expected), (_, now, losses) in both:
+        n = losses.shape[1]
+        parts.append((losses.double(), losses.double() - expected.double(), divergences(before[:, :n], now[:, :n])))
+    losses, added, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    if not bool(losses.isfinite().all() and added.isfinite().all()):
+        raise ValueError("the model's logits are not finite")
+    intact, right = perturbed.intact.to(logits.device), correct(logits, perturbed.tokens).double()
+    found = {"perplexity": losses.flatten(), "accuracy": right.flatten(), "added_loss": added[intact]}
+    found["kl"] = kl.double()[intact]
     shares = {"moved": perturbed.moved.double().flatten(), "intact": perturbed.intact.double().flatten()}
-    return shares | {name: torch.cat(values) for name, values in found.items()}
+    return shares | found

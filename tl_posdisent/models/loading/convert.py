@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tl_posdisent.models.reading.forward_pass import alter_arguments, removing
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_float64, printable
 
@@ -85,7 +87,7 @@ def check_same_logits(
     """Raise ValueError unless the logits agree: largest difference at most 1e-3 of the largest logit.
 
     In a 16-bit type, where rounding alone makes larger single differences, the root mean square of the
-    difference must be at most a tenth of that of the logits.
+    difference must be at most a tenth of that of the logits. Expected logits that are not finite are refused.
     """
     if got.shape != expected.shape:
         raise _different(what, f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
@@ -97,6 +99,13 @@ def check_same_logits(
         errors.append(norm(ours.double() - theirs.double()))
         sizes.append(norm(theirs.double()))
     error, size = (float(norm(torch.stack(x))) for x in (errors, sizes))
+    if not isfinite(size):
+        advice = (
+            "load it in bfloat16 or float32" if expected.dtype == torch.float16 else "its weights may not be either"
+        )
+        raise ArgumentError(
+            "model", f"must have finite logits, but those of the original are not, in {expected.dtype}: {advice}"
+        )
     factor, n = (1e-3, 1.0) if precise else (0.1, expected.numel() ** 0.5)
     error, allowed = error / n, factor * size / n
     if not error <= allowed:  # also true for NaN

@@ -219,7 +219,7 @@ def as_backend(
         try:
             return hooked_from_hf(hf_model, tokenizer=tokenizer)
         except ValueError as error:
-            if not has_bridge():
+            if not has_bridge() or isinstance(error, ArgumentError):  # in which a bridge is no better
                 raise
             if backend == "hooked":
                 raise ValueError(f'{str(error).rstrip(".")}; use backend="bridge"') from error
