@@ -113,6 +113,7 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
             assert_prints(printed(cell), printed(shown))
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem in IN_BOTH], ids=lambda path: path.stem)
 def test_notebook_runs_with_a_hooked_transformer(path: Path, run: Any) -> None:

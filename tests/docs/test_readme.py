@@ -17,8 +17,11 @@ from tl_posdisent.cli import app
 
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"), "python")]
 SLOW = {page.name: [pytest.mark.slow] for page in WITH_PYTHON if page.name != "README.md"}
-# What these find of all heads, or of a language model, takes most of a minute: before a release.
-SLOW |= {name: [pytest.mark.slow, pytest.mark.release] for name in ("attention_ladder.md", "large_models.md")}
+# What these find of all heads, or of a language model, takes about a minute: before a release.
+SLOW |= {
+    name: [pytest.mark.slow, pytest.mark.release]
+    for name in ("attention_ladder.md", "head_effects.md", "large_models.md")
+}
 
 
 @pytest.mark.parametrize(
