@@ -190,3 +190,9 @@ def test_sixteen_bits(tokens: Tensor) -> None:
     assert torch.equal(logits(narrow, tokens, swap_positions(narrow, torch.arange(n))), plain)
     for edit in ("ceiling", "three"):
         assert bool(logits(narrow, tokens, under(edit, narrow)).isfinite().all())
+    without = logits(narrow, tokens, ablate_heads(narrow, None))  # late layers, too, whose effect is near the rounding
+    with torch.no_grad():
+        for block in narrow.blocks:
+            block.attn.o.weight.zero_()
+    assert torch.equal(logits(narrow, tokens), without)
+    assert not torch.equal(plain, without)
