@@ -138,7 +138,8 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 
     Raises:
         ValueError: not a Hugging Face model; the installed TransformerLens has no HookedTransformer, does not know the
-            architecture, or converts it to a model with different outputs (``check_same_logits``, rotary tables).
+            architecture, or converts it to a model with different outputs (``check_same_logits``, rotary tables); the
+            logits of ``hf_model`` itself are not finite.
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_hooked() or hooked_from_hf(demo_hf_model()).cfg.n_key_value_heads == 4
@@ -170,7 +171,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 
     Raises:
         ValueError: not a Hugging Face model; TransformerLens is older than 3.4 or does not know the architecture; the
-            bridge's outputs differ from those of the model before it was wrapped.
+            bridge's outputs differ from those of the model before it was wrapped, or these are not finite.
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_bridge() or bridge_from_hf(demo_hf_model())(torch.tensor([[1, 2]])).shape == (1, 2, 1024)
@@ -294,7 +295,7 @@ def load_model(
     Raises:
         ValueError: unknown backend, device or dtype; no such path; not a complete model in safetensors format; a GGUF
             file that is damaged, lacks a key or a tensor, or has one that the model would ignore; a package that is not
-            installed; a model that the backend cannot represent.
+            installed; a model that the backend cannot represent, or whose logits are not finite in this dtype.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
