@@ -45,7 +45,7 @@ def all_heads_at_once(model: Any, tokens: torch.Tensor) -> Any:
     names |= {by: ("substitute_attention", {"by": by}) for by in ("uniform", "first_token")}
     names |= {"slow": ("limit_frequencies", {"high": 0.1})}
     names |= {"window": ("lambda_mask", {"sinks": 4, "window": 64, "distance_ceiling": 64})}
-    return tp.head_effects(model, tokens, names, exact=0, audit=0, progress=False)
+    return tp.head_effects(model, tokens, names, exact=0, progress=False)
 
 
 def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], int, float]]:

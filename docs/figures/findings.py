@@ -61,7 +61,7 @@ def positions(model: Any, texts: Tensor) -> Iterator[Row]:
 
 def heads(model: Any, texts: Tensor, n: int = HEADS) -> Iterator[Row]:
     """With every distance 5, what the distances of n heads give back: chosen on two texts, measured on the others."""
-    effects = tp.head_effects(model, texts[:2], tp.dummy_distance(model, 5), exact=0, audit=0, draws=8, progress=False)
+    effects = tp.head_effects(model, texts[:2], tp.dummy_distance(model, 5), exact=0, draws=8, progress=False)
     ranked = [(int(a), int(b)) for a, b in effects.sort_values("curvature", ascending=False)[HEAD].to_numpy()]
     order = torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0)).tolist()
     rest = texts[2:]

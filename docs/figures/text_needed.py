@@ -75,7 +75,7 @@ def by_text(model: Any, texts: Tensor) -> dict[str, list[Tensor]]:
         table = additivity(model, text)
         found["r"].append(column(table, "r"))
         found["what - where"].append(column(table, "share_key") - column(table, "share_distance"))
-        effects = tp.head_effects(model, text, interventions, exact=0, audit=0, draws=4, progress=False)
+        effects = tp.head_effects(model, text, interventions, exact=0, draws=4, progress=False)
         for name, some in effects.groupby("intervention"):
             found[str(name)].append(column(some, "curvature"))
     return found

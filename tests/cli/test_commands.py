@@ -187,7 +187,7 @@ CASES = {
     ),
     "effects": Case(
         "effects --length 32 --layers 3-4 --intervention mean --intervention distance --distance 2 "
-        "--intervention window --sinks 2 --window 6 --intervention ceiling --ceiling 3 --draws 2 --exact 3 --audit 2 "
+        "--intervention window --sinks 2 --window 6 --intervention ceiling --ceiling 3 --draws 2 --exact 3 "
         "--seed 1",
         lambda m, t: head_effects(
             m,
@@ -201,7 +201,6 @@ CASES = {
             layers=[3, 4],
             draws=2,
             exact=3,
-            audit=2,
             seed=1,
             **QUIET,
         ),

@@ -9,13 +9,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy.stats import spearmanr
 from support import zoo
 from support.small_models import small_model
 from support.untouched import state
 from torch import Tensor, nn
 
-from tl_posdisent import ablate_heads, dummy_distance, head_ablation, head_effects, logit_difference
+from tl_posdisent import (
+    ablate_heads,
+    dummy_distance,
+    head_ablation,
+    head_effects,
+    logit_difference,
+    replaceable_heads,
+)
 from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
 from tl_posdisent.hooks import applied, drop_component, substitute_attention
 
@@ -65,7 +71,7 @@ def some_interventions(model: Any, heads: Any = None, layers: Any = None) -> dic
 @pytest.mark.parametrize(("kind", "name"), MECHANISMS)
 def test_exact_effects_are_those_of_a_loop(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    table = effects(model, some_interventions(model), exact=1000).set_index(["intervention", "layer", "head"])
+    table = effects(model, some_interventions(model), exact="all").set_index(["intervention", "layer", "head"])
     with torch.no_grad():
         clean = model(TOKENS)
     sizes = []
@@ -104,7 +110,7 @@ def test_the_first_order_is_that_of_finite_differences(kind: str, name: str, met
         "logit difference": (logit_difference([3, 5, 8], wrong=[9, 4, 2], position=[-1, 4, -3]),),
         "own": (lambda logits, tokens: logits[:, -1].tanh().mean(),),  # one number for all texts
     }[metric]
-    up, down = (effects(model, {"up": scaled(x)}, *chosen, exact=1000) for x in (1 + step, 1 - step))
+    up, down = (effects(model, {"up": scaled(x)}, *chosen, exact="all") for x in (1 + step, 1 - step))
     slopes = (up["exact"] - down["exact"]) / 2
     assert up["first"].tolist() == pytest.approx(slopes.tolist(), rel=2e-3, abs=1e-3 * slopes.abs().median())
     assert slopes.abs().median() > 1e-3 * step
@@ -176,7 +182,7 @@ def test_curvature_is_the_fisher_form_with_all_labels_enumerated(kind: str, name
 def test_curvature_is_half_the_squared_gradient_of_the_drawn_surprise(kind: str, name: str) -> None:
     """Averaged over texts and draws; and over many draws it is the Fisher form."""
     model, tokens = in_float64(kind, name), TOKENS[:2, :5]
-    table = effects(model, {"zero": ablate_heads(model, None)}, tokens=tokens, draws=600, exact=0, audit=0)
+    table = effects(model, {"zero": ablate_heads(model, None)}, tokens=tokens, draws=600, exact=0)
     brute = [
         fisher_form(model, tokens, layer, head, lambda x: -x) / 2 / tokens[:, 1:].numel()
         for layer in (0, 1)
@@ -191,7 +197,7 @@ def test_curvature_is_half_the_squared_gradient_of_the_drawn_surprise(kind: str,
 def test_small_changes_have_the_divergence_and_the_loss_of_the_estimates(kind: str, name: str) -> None:
     """KL(ε) / ε² tends to half the Fisher form."""
     model, step = in_float64(kind, name), 1e-3
-    table = effects(model, {"less": scaled(1 - step)}, tokens=TOKENS[:1, :4], exact=1000)
+    table = effects(model, {"less": scaled(1 - step)}, tokens=TOKENS[:1, :4], exact="all")
     for layer, head, kl in zip(table["layer"], table["head"], table["kl"], strict=True):
         expected = fisher_form(model, TOKENS[:1, :4], layer, head, lambda x: -x) / 2 / 3
         assert kl / step**2 == pytest.approx(expected, rel=0.02)
@@ -231,7 +237,7 @@ def test_texts_add_up(kind: str, name: str, shared_model: Any) -> None:
     zero = {"zero": ablate_heads(model, None)}
 
     def estimates(*rows: int) -> Tensor:
-        table = effects(model, zero, tokens=TOKENS[list(rows)], exact=0, audit=0, draws=3)
+        table = effects(model, zero, tokens=TOKENS[list(rows)], exact=0, draws=3)
         return torch.tensor(table[["first", "curvature"]].to_numpy())
 
     second = 2 * estimates(0, 1) - estimates(0)
@@ -255,15 +261,14 @@ def test_padding_changes_nothing(kind: str, name: str, side: str, shared_model: 
     for metric in ((), (lambda logits, tokens: logits[:, 4].double().mean(-1),)):  # each text alone, and all together
         if metric and side == "left":
             continue  # position 4 is another token there
-        table = effects(model, zero, *metric, tokens=padded, attention_mask=mask, exact=2, audit=2)
-        alone = [effects(model, zero, *metric, tokens=x, exact=16, audit=0) for x in (TOKENS[:1], short)]
-        expected = sum(x["first"] for x in alone) / 2
-        assert table["first"].tolist() == pytest.approx(expected.tolist(), abs=2e-6)
-        run = table["exact"].notna()
-        assert table["exact"][run].tolist() == pytest.approx(
-            (sum(x["exact"] for x in alone) / 2)[run].tolist(), abs=2e-6
-        )
-        assert table["kl"][run].tolist() == pytest.approx((sum(x["kl"] for x in alone) / 2)[run].tolist(), abs=2e-6)
+        table = effects(model, zero, *metric, tokens=padded, attention_mask=mask, exact=2)
+        alone = [effects(model, zero, *metric, tokens=x, exact=16) for x in (TOKENS[:1], short)]
+        run, of_tokens = table["exact"].notna(), (8 / 13, 5 / 13)  # predicted tokens
+        for column in ("first", "exact", "kl"):
+            weights = (1 / 2, 1 / 2) if metric and column != "kl" else of_tokens
+            expected = sum(w * x[column] for w, x in zip(weights, alone, strict=True))
+            some = slice(None) if column == "first" else run
+            assert table[column][some].tolist() == pytest.approx(expected[some].tolist(), abs=2e-6)
 
 
 # --- interventions --------------------------------------------------------------------------------------------
@@ -366,10 +371,64 @@ def test_models_that_predict_a_class(read_out: str) -> None:
     assert table["curvature"].tolist() == pytest.approx(table["kl"].tolist(), rel=0.3)
 
 
+def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
+    """Oracle: z of the layer under the whole list, written for one head at a time by TransformerLens's own hooks."""
+    model = shared_model("bridge", "llama-gqa")
+    own = [("blocks.0.attn.hook_z", lambda z, hook: z * 0.3)]
+    five = dummy_distance(model, 5, layers=0)
+    lists: list[Any] = [
+        five + own,
+        own + five,
+        [*five, *own],
+        five + own + dummy_distance(model, 5, layers=1, heads=[3]),
+    ]
+    with torch.no_grad():
+        clean = model(TOKENS)
+    for hooks in lists:
+        kept: list[Tensor] = []
+        listen = [("blocks.0.attn.hook_z", lambda z, hook, kept=kept: kept.append(z.clone()))]
+        with torch.no_grad():
+            model.run_with_hooks(TOKENS, fwd_hooks=[*hooks, *listen])
+        table = effects(model, {"both": hooks}, exact="all").set_index(["layer", "head"])
+        assert [layer for layer, _ in table.index] == [0] * 8 + [1] * (
+            len(hooks.to_frame()) - 8 if hooks is lists[3] else 0
+        )
+        for head in range(8):
+
+            def write(z: Tensor, hook: Any, head: int = head, kept: list[Tensor] = kept) -> Tensor:
+                z[:, :, head] = kept[0][:, :, head]
+                return z
+
+            with torch.no_grad():
+                changed = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_z", write)])
+            effect = losses(changed, TOKENS) - losses(clean, TOKENS)
+            assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=2e-6)
+            assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
+    with pytest.raises(ValueError, match="interventions must be hooks of this package, got functions of your own"):
+        replaceable_heads(model, TOKENS, {"both": five + own}, heldout=TOKENS, progress=False)
+
+
+def test_own_hooks_where_results_are_not_laid_out_by_heads(shared_model: Any) -> None:
+    model = shared_model("bridge", "deepseek_v3")
+    with torch.no_grad():
+        clean = model(TOKENS)
+    for by in (0.0, 0.5):
+        table = effects(model, {"x": scaled(by)}, exact="all")
+        assert table["head"].isna().all()
+        for layer, row in table.set_index("layer").iterrows():
+            with torch.no_grad():
+                changed = model.run_with_hooks(
+                    TOKENS, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", lambda z, hook, by=by: z * by)]
+                )
+            effect = losses(changed, TOKENS) - losses(clean, TOKENS)
+            assert row["exact"] == pytest.approx(effect.mean().item(), abs=2e-6)
+            assert row["kl"] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
+
+
 def test_a_layer_whose_results_are_not_laid_out_by_heads_has_one_row(shared_model: Any) -> None:
     model = shared_model("bridge", "deepseek_v3")
     hooks = {"uniform": substitute_attention(model, "uniform")}
-    table = effects(model, hooks, exact=2, audit=0)
+    table = effects(model, hooks, exact=2)
     assert table["layer"].tolist() == [0, 1]
     assert table["head"].isna().all()
     for layer, exact in zip(table["layer"], table["exact"], strict=True):
@@ -383,41 +442,96 @@ def test_a_layer_whose_results_are_not_laid_out_by_heads_has_one_row(shared_mode
         effects(model, hooks, heads=[0, 1])
 
 
-# --- the choice of exact runs ---------------------------------------------------------------------------------
+# --- the search for the largest divergences -------------------------------------------------------------------
 
 
 @FEW
-def test_the_largest_estimates_and_a_random_sample_are_run(kind: str, name: str, shared_model: Any) -> None:
+def test_the_largest_divergences_are_found_and_the_others_are_bounded(kind: str, name: str, shared_model: Any) -> None:
+    """The bound is what TransformerLens's own runs give for the heads that were not run, together layer by layer."""
     model = shared_model(kind, name)
     hooks = some_interventions(model)
-    table = effects(model, hooks, exact=3, audit=6)
-    whole = effects(model, hooks, exact=1000)
-    drawn = []
+    table, whole = effects(model, hooks, exact=2, draws=4), effects(model, hooks, exact="all")
+    with torch.no_grad():
+        clean = model(TOKENS)
     for intervention, some in table.groupby("intervention"):
-        run, all_of = some[some["exact"].notna()], whole.loc[some.index]
-        largest = some["estimate"].abs().nlargest(3).index
-        assert set(largest) <= set(run.index)
-        assert len(run) == 9
-        assert run["exact"].tolist() == pytest.approx(all_of["exact"][run.index].tolist(), abs=1e-6)
-        others = run.drop(index=largest)
-        audit, top = table.attrs["audit"][intervention], run["exact"].abs().nlargest(3).index
-        assert audit["rank_correlation"] == pytest.approx(spearmanr(others["estimate"].abs(), others["exact"].abs())[0])
-        assert (audit["exact"], audit["audited"], audit["overlooked"]) == (3, 6, len(set(top) - set(largest)))
-        drawn.append(tuple(others["head"] + 8 * others["layer"]))
-    assert len(set(drawn)) == len(drawn)  # another sample for each intervention
-    again = effects(model, hooks, exact=3, audit=6)
-    pd.testing.assert_frame_equal(again, table)
-    other = effects(model, hooks, exact=3, audit=6, seed=1)
-    assert not other["curvature"].equals(table["curvature"])
-    assert other["exact"].notna().tolist() != table["exact"].notna().tolist()
+        search, truth = table.attrs["search"][intervention], whole["kl"][some.index]
+        run = some["kl"].notna()
+        assert some["kl"][run].tolist() == pytest.approx(truth[run].tolist(), abs=1e-6)
+        assert (search["heads"], search["run"]) == (len(some), run.sum())
+        together = []
+        for layer, others in some[~run].groupby("layer"):
+            chosen = {"heads": others["head"].tolist(), "layers": [layer]}
+            with torch.no_grad(), model.hooks(fwd_hooks=some_interventions(model, **chosen)[intervention]):
+                together.append(divergences(clean, model(TOKENS)).mean().item())
+        assert search["bound"] == pytest.approx(max(together, default=0.0), abs=1e-6)
+        largest = truth.nlargest(2)
+        if max(together, default=0.0) < largest.min() and not search["cancelling"]:
+            assert set(largest.index) <= set(some.index[run])
+    assert any(x["run"] < x["heads"] for x in table.attrs["search"].values())
+    pd.testing.assert_frame_equal(effects(model, hooks, exact=2, draws=4), table)
+    assert not effects(model, hooks, exact=2, seed=1)["curvature"].equals(table["curvature"])
+
+
+def cancelling_model() -> Any:
+    """Two heads of layer 1 have one pattern, one z and opposite outputs; all other heads have small outputs."""
+    model = small_model(n_layers=2, n_heads=6, read_out="token", n_out=20, causal=True)
+    attn = model.blocks[1].attn
+    for weight in (attn.W_Q, attn.W_K, attn.W_V, attn.b_Q, attn.b_K, attn.b_V):
+        weight.data[1] = weight.data[0]
+    model.blocks[0].attn.W_O.data /= 20
+    attn.W_O.data[2:] /= 20
+    attn.W_O.data[1] = -attn.W_O.data[0]
+    return model
+
+
+def test_heads_that_cancel_are_run_or_named() -> None:
+    """Changed together they change nothing, so that the other heads of the layer are all that bounds them."""
+    model = cancelling_model()
+    zero = {"zero": ablate_heads(model, None)}
+    options: dict[str, Any] = {"tokens": TOKENS % 20, "draws": 8}
+    truth = effects(model, zero, exact="all", **options).set_index(["layer", "head"])["kl"]
+    largest = truth[[(1, 0), (1, 1)]]
+    assert largest.min() > 10 * truth.drop(largest.index).max()
+    none = effects(model, zero, exact=1, most=0, **options).attrs["search"]["zero"]
+    assert none["run"] == 0
+    assert none["bound"] < largest.min() / 2  # which is false: they cancel
+    assert none["cancelling"] == [1]
+    assert none["statement"].endswith("unless heads of one layer cancel, which estimates show in layer 1")
+    found = effects(model, zero, exact=1, **options)
+    assert found["kl"].max() == pytest.approx(largest.max(), abs=1e-6)
+    assert found.attrs["search"]["zero"]["cancelling"] == []
 
 
 def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    table = effects(model, ablate_heads(model, None), draws=0, exact=0, audit=0, tokens=TOKENS[:1])
+    zero = ablate_heads(model, None)
+    table = effects(model, zero, draws=0, exact=0, tokens=TOKENS[:1])
     assert table[["curvature", "exact", "kl", "first_se"]].isna().all(axis=None)
     assert table["estimate"].equals(table["first"])
-    assert next(iter(table.attrs["audit"].values()))["audited"] == 0
+    (search,) = table.attrs["search"].values()
+    assert (search["run"], search["statement"]) == (0, "0 of 16 heads were run")
+    assert np.isnan(search["bound"])
+    few = effects(model, zero, exact=1, most=3, draws=0)
+    assert few["exact"].notna().sum() == 3
+    assert set(few["first"].abs().nlargest(3).index) <= set(few.index[few["exact"].notna()])
+    whole = effects(model, zero, exact="all")
+    assert next(iter(whole.attrs["search"].values()))["statement"] == "all 16 heads were run"
+
+
+@pytest.mark.parametrize("exact", [0, 2, "all"])
+def test_passes_are_those_that_are_made(exact: Any, shared_model: Any) -> None:
+    """Counted from outside: rows that reach the values of each layer."""
+    model = shared_model("bridge", "llama-gqa")
+    rows: list[int] = []
+    points = [model.hook_dict[f"blocks.{layer}.attn.hook_v"] for layer in (0, 1)]
+    handles = [x.register_forward_hook(lambda part, args, v: rows.append(args[0].shape[0])) for x in points]
+    try:
+        table = effects(model, {"zero": ablate_heads(model, None)}, exact=exact, draws=3)
+    finally:
+        for handle in handles:
+            handle.remove()
+    forward = sum(rows) / len(points) / len(TOKENS)
+    assert table.attrs["passes"] == pytest.approx(forward + 2 * (1 + 3))
 
 
 # --- the model ------------------------------------------------------------------------------------------------
@@ -480,6 +594,9 @@ def test_refusals(shared_model: Any) -> None:
     for interventions, options, message in cases:
         with pytest.raises(ValueError, match=message):
             effects(model, interventions, **options)
+    for wrong in (-1, 1.5, "some", None):
+        with pytest.raises(ValueError, match="exact must be a number of heads, 0 or more, or 'all', got"):
+            effects(model, zero, exact=wrong)
     metrics: list[tuple[Any, str]] = [
         (lambda logits, tokens: logits.detach().mean(), "metric must be differentiable"),
         (lambda logits, tokens: 3.0, "metric must return a tensor to be differentiated, got 3.0"),
@@ -505,6 +622,8 @@ def test_draws_need_predictions() -> None:
         ValueError, match=r"draws must be 0 for a model that returns neither logits .* got \(3, 9, 5, 1\)"
     ):
         effects(model, zero, lambda x, tokens: x.mean((1, 2, 3)), tokens=tokens)
-    table = effects(model, zero, lambda x, tokens: x.mean((1, 2, 3)), tokens=tokens, draws=0, exact=2)
+    table = effects(model, zero, lambda x, tokens: x.mean((1, 2, 3)), tokens=tokens, draws=0, exact=1)
     assert table["kl"].isna().all()
-    assert table["exact"].notna().sum() > 2
+    assert table["exact"].notna().sum() == 4
+    (search,) = table.attrs["search"].values()
+    assert search["statement"] == "4 of 6 heads were run, and nothing limits the effects of the others"

@@ -39,7 +39,7 @@ def by_position(model: Any, interventions: Any, **options: Any) -> pd.DataFrame:
 
 
 def by_head(model: Any, interventions: Any, **options: Any) -> pd.DataFrame:
-    options = {"tokens": TOKENS, "progress": False, "draws": 2, "exact": 0, "audit": 0} | options
+    options = {"tokens": TOKENS, "progress": False, "draws": 2, "exact": 0} | options
     return head_effects(model, options.pop("tokens"), interventions, **options)
 
 

@@ -29,7 +29,7 @@ def test_the_curve_is_that_of_a_loop(kind: str, name: str, shared_model: Any) ->
     model = shared_model(kind, name)
     hooks = substitute_attention(model, "uniform")
     found = replaceable_heads(model, TOKENS[:2], hooks, counts=[1, 5, 16], beside=["random", "first order"], **QUIET)
-    effects = head_effects(model, TOKENS[:2], {"x": hooks}, exact=0, audit=0, progress=False)
+    effects = head_effects(model, TOKENS[:2], {"x": hooks}, exact=0, progress=False)
     ordered = effects.sort_values("curvature")
     assert found.order[["layer", "head"]].values.tolist() == ordered[["layer", "head"]].values.tolist()
     assert found.order["rank"].tolist() == list(range(1, 17))
@@ -74,7 +74,7 @@ def test_each_head_takes_its_cheapest_intervention(shared_model: Any) -> None:
         "window": lambda_mask(model, 1, 3, 9),
     }
     found = replaceable_heads(model, TOKENS[:2], several, counts=[8], **QUIET)
-    effects = head_effects(model, TOKENS[:2], several, exact=0, audit=0, progress=False)
+    effects = head_effects(model, TOKENS[:2], several, exact=0, progress=False)
     cheapest = effects.loc[effects.groupby(["layer", "head"])["curvature"].idxmin()].set_index(["layer", "head"])
     for row in found.order.itertuples():
         assert cheapest.loc[(row.layer, row.head), "intervention"] == row.intervention

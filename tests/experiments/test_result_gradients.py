@@ -110,7 +110,7 @@ def test_short_texts_together_are_those_alone(monkeypatch: pytest.MonkeyPatch) -
     model, ids = load_demo_model(), demo_tokens(length=7 * 64).view(7, 64)
     mask = torch.ones_like(ids)
     mask[1, 40:], mask[4, 40:], mask[5, 20:] = 0, 0, 0
-    options: dict[str, Any] = {"attention_mask": mask, "draws": 3, "exact": 3, "audit": 2, "progress": False}
+    options: dict[str, Any] = {"attention_mask": mask, "draws": 3, "exact": 3, "progress": False}
     interventions = {"d": dummy_distance(model, 2)}
     sizes: list[int] = []
 

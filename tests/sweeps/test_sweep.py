@@ -117,7 +117,7 @@ def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> No
 
 def test_interventions_by_name_are_arguments_of_a_job(tmp_path: Path) -> None:
     interventions = {"d": ["dummy_distance", {"distance": 5}], "mean": ["ablate_heads", {"mode": "mean"}]}
-    arguments = {"interventions": interventions, "layers": [4], "draws": 1, "exact": 2, "audit": 2}
+    arguments = {"interventions": interventions, "layers": [4], "draws": 1, "exact": 2}
     todo = jobs("demo", ("head_effects", arguments), Text.of("demo", length=32, count=2), seeds=[3])
     table = sweep(todo, out=tmp_path, progress=False)
     tokens = Text.of("demo", length=32, count=2).tokens(load_demo_model())

@@ -36,6 +36,7 @@ class Hooks(list[Any]):
 
     Attributes:
         interventions: the edits, each with the layer and the heads on which it acts.
+        others: your own hooks in the list.
 
     Example:
         >>> from tl_posdisent import dummy_distance, limit_frequencies, load_demo_model
@@ -49,22 +50,29 @@ class Hooks(list[Any]):
         super().__init__([(self._function.accepts, self._function)] if self._function.layers else [])
         super().extend(others)
 
-    @property
-    def interventions(self) -> tuple[Intervention, ...]:
-        return self._function.interventions if len(self._others) < len(self) else ()
+    @classmethod
+    def of_list(cls, hooks: Sequence[Any]) -> Hooks:
+        """Make a list that knows its interventions from one in which they are entries, such as ``[*hooks, own]``."""
+        made = [entry[1] for entry in hooks if isinstance(entry[1], HookFunction)]
+        own = [entry for entry in hooks if not isinstance(entry[1], HookFunction)]
+        return cls([x for each in made for x in each.interventions], own)
 
     @property
-    def _others(self) -> list[Any]:
-        """The user's own hooks, including those appended to the list."""
+    def interventions(self) -> tuple[Intervention, ...]:
+        return self._function.interventions if len(self.others) < len(self) else ()
+
+    @property
+    def others(self) -> list[Any]:
+        """The user's own hooks, including those appended to the list later."""
         return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1:] == (self._function,))]
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
             return joined([self, other])
-        return Hooks(self.interventions, [*self._others, *other])
+        return Hooks(self.interventions, [*self.others, *other])
 
     def __radd__(self, other: Any) -> Hooks:
-        return Hooks(self.interventions, [*other, *self._others])
+        return Hooks(self.interventions, [*other, *self.others])
 
     __iadd__ = __add__
 
@@ -77,7 +85,7 @@ class Hooks(list[Any]):
         found: dict[str, list[Intervention]] = {}
         for each in self.interventions:
             found.setdefault(each.edit.call, []).append(each)
-        more = [f"{len(self._others)} more"] if self._others else []
+        more = [f"{len(self.others)} more"] if self.others else []
         return " + ".join([*(f"{call} on {_shown_heads(some)}" for call, some in found.items()), *more]) or "no hooks"
 
     def to_frame(self) -> pd.DataFrame:
@@ -97,7 +105,7 @@ def _shown_heads(interventions: Sequence[Intervention]) -> str:
 
 def joined(hooks: Iterable[Hooks]) -> Hooks:
     hooks = list(hooks)
-    return Hooks([x for each in hooks for x in each.interventions], [x for each in hooks for x in each._others])
+    return Hooks([x for each in hooks for x in each.interventions], [x for each in hooks for x in each.others])
 
 
 def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:

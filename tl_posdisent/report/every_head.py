@@ -1,6 +1,7 @@
 """Measurements that take runs for each head: of as many heads as a budget allows, and estimates for the others.
 
-The heads with the largest estimates are run, and some of the others at random, which show how well estimates agree.
+The heads with the largest estimates are run, and in the ladder some of the others at random, which show how well
+estimates agree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.experiments.causal.attention_ladder import MEAN, attention_ladder
 from tl_posdisent.experiments.causal.estimated_ladder import estimated_ladder
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
-from tl_posdisent.experiments.causal.head_effects import audit_of, head_effects
+from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss, run_texts, value_of
 from tl_posdisent.hooks.ablate import ablate_heads
@@ -66,15 +67,15 @@ def for_estimates(subject: Subject, part: Subject, positions: int, tokens: int) 
 def ablation(subject: Subject, seed: int) -> pd.DataFrame:
     """Measure the added loss without each head: the table of ``head_ablation``, and whether a head was run (``exact``).
 
-    If not all heads are run, ``attrs["audit"]`` is that of ``head_effects``.
+    If not all heads are run, ``attrs["search"]`` is that of ``head_effects``.
     """
     options: dict[str, Any] = {"model": subject.reading, **subject.texts, "heads": subject.pairs, "progress": False}
     n = affordable("ablation", subject)
     if n == len(subject.pairs):
         return head_ablation(**options, layers=subject.asked).assign(exact=True)
     zero = {"zero": ablate_heads(subject.reading, subject.pairs)}
-    drawn = min(AUDIT, n // 2)
-    effects = head_effects(**options, interventions=zero, draws=DRAWS, exact=n - drawn, audit=drawn, seed=seed)
+    most = max(LEAST, n - len(subject.layers))  # each layer takes a run of its own
+    effects = head_effects(**options, interventions=zero, draws=DRAWS, exact=LEAST // 2, most=most, seed=seed)
     known = effects["exact"].notna()
     table = (
         effects[HEAD]
@@ -82,7 +83,7 @@ def ablation(subject: Subject, seed: int) -> pd.DataFrame:
         .assign(baseline=_loss(subject), effect=effects["exact"].where(known, effects["estimate"]), exact=known)
     )
     table.insert(3, "value", table["baseline"] + table["effect"])
-    table.attrs = {"audit": effects.attrs["audit"]["zero"]}
+    table.attrs = {"search": effects.attrs["search"]["zero"]}
     return table
 
 
@@ -97,8 +98,8 @@ def _loss(subject: Subject) -> float:
 def ladder(subject: Subject, seed: int, move: Move) -> pd.DataFrame:
     """Measure the ladder of each head: rows of ``attention_ladder`` for heads that are run (``exact``), else estimates.
 
-    If not all heads are run, ``attrs["audit"]`` compares the divergences with the mean output as that of
-    ``head_effects`` does effects. A head that fails in all runs has no rows, or its estimates. ``move`` counts passes.
+    If not all heads are run, ``attrs["audit"]`` compares the divergences with the mean output (``_audit``). A head that
+    fails in all runs has no rows, or its estimates. ``move`` counts passes.
     """
     n = affordable("ladder", subject)
     if n == len(subject.pairs):
@@ -117,8 +118,22 @@ def ladder(subject: Subject, seed: int, move: Move) -> pd.DataFrame:
     rest = estimates[~_within(estimates, pd.MultiIndex.from_frame(run[HEAD]))]
     table = pd.concat([run.assign(exact=True), rest.assign(exact=False)]).sort_values(HEAD, kind="stable")
     exact = run[run["rung"] == MEAN].set_index(HEAD)["kl"]
-    audit = audit_of(means, exact, [x for x in largest if x in exact.index], [x for x in at_random if x in exact.index])
+    audit = _audit(means, exact, [x for x in largest if x in exact.index], [x for x in at_random if x in exact.index])
     return _with_attrs(table.reset_index(drop=True), run.attrs | {"audit": audit})
+
+
+def _audit(
+    estimates: pd.Series, exact: pd.Series, largest: Sequence[Any], drawn: Sequence[Any]
+) -> dict[str, float | int]:
+    """Compare estimates with runs, for heads that were run for their ``largest`` estimates and others that were drawn.
+
+    ``overlooked`` is the number of drawn heads whose exact number is among those of the largest.
+    """
+    ranks = pd.DataFrame({"estimate": estimates[drawn], "exact": exact[drawn]}).rank()
+    correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else np.nan
+    top = exact[[*largest, *drawn]].nlargest(len(largest)).index
+    counts = {"exact": len(largest), "audited": len(drawn), "overlooked": sum(head in drawn for head in top)}
+    return {**counts, "rank_correlation": float(correlation)}
 
 
 def _held_out(subject: Subject, every: int) -> dict[str, Any]:

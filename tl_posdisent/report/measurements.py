@@ -82,9 +82,12 @@ class Found:
 
     @property
     def agreement(self) -> str:
-        """State for how many heads the model was run, and how well the estimates of the others agree with runs."""
+        """State for how many heads the model was run, and how far the estimates of the others can be trusted."""
         if not self.run:
             return ""
+        if search := self.trained.attrs.get("search"):
+            statement = search["statement"]
+            return f"{statement[0].upper()}{statement[1:]}. The numbers of the others are estimated from gradients."
         n, audit = len(self.trained[HEAD].drop_duplicates()), self.trained.attrs["audit"]
         largest, drawn, overlooked = (audit[name] for name in ("exact", "audited", "overlooked"))
         text = (

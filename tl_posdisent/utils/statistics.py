@@ -9,7 +9,7 @@ from math import atan2, exp, lgamma, nan, pi
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 _LEAST = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
@@ -83,6 +83,23 @@ class Blocks:
     def mean(self, values: Float[Tensor, "observation"]) -> tuple[float, float]:
         """Compute the mean of all observations and its standard error (NaN for a single block)."""
         return self.ratio(values, torch.ones_like(values))
+
+
+def weighted_means(
+    values: Float64[Tensor, "text row"], weights: Float64[Tensor, "text"]
+) -> tuple[Float64[np.ndarray, "row"], Float64[np.ndarray, "row"]]:
+    """Average over texts by weight, with the standard errors of ``Blocks.mean`` of one block a text (NaN for one text).
+
+    >>> values = torch.tensor([[1.0], [4.0]], dtype=torch.float64)
+    >>> weighted_means(values, torch.tensor([2.0, 1.0], dtype=torch.float64))[0].tolist()
+    [2.0]
+    """
+    w = (weights / weights.sum())[:, None]
+    mean = (w * values).sum(0)
+    error = torch.full_like(mean, nan)
+    if len(values) > 1:
+        error = ((w * (values - mean)).square() / (1 - w)).sum(0).sqrt()
+    return mean.numpy(), error.numpy()
 
 
 def significance(size: float, error: float, df: float) -> float:

@@ -67,8 +67,7 @@ def effects(
     sinks: int = Option(4, min=0, help="window: number of first keys that are always seen."),
     window: int = Option(32, min=1, help="window: number of last keys seen."),
     draws: int = Option(4, min=0, help="Draws of labels for the curvature."),
-    exact: int = Option(16, min=0, help="Number of heads with the largest estimates that are run exactly."),
-    audit: int = Option(16, min=0, help="Number of random other heads that are run exactly."),
+    exact: int = Option(4, min=0, help="How many heads with the largest divergences to find by exact runs."),
 ) -> list[str]:
     """Estimate the added loss of interventions on each head, for all heads at once, and run the largest exactly.
 
@@ -102,7 +101,6 @@ def effects(
         heads=given.chosen_heads,
         draws=draws,
         exact=exact,
-        audit=audit,
         seed=given.seed,
         progress=given.progress,
     )
@@ -111,13 +109,8 @@ def effects(
     for name, some in table.groupby("intervention", sort=False):
         effect = some.assign(effect=some["exact"].fillna(some["estimate"]))
         shown += by_head(effect, "effect", f"added loss, {name}, exact or estimated: {what}", digits=3)
-        found = table.attrs["audit"][name]
-        shown += [
-            f"run exactly: the {found['exact']} largest estimates and {found['audited']} random other heads; among the "
-            f"latter, rank correlation of estimates and effects {found['rank_correlation']:.2f}; "
-            f"{found['overlooked']} of them belong among the largest"
-        ]
-    return shown
+        shown.append(f"{name}: {table.attrs['search'][name]['statement']}")
+    return [*shown, f"{table.attrs['passes']:.0f} passes"]
 
 
 def _intervention(model: Any, tokens: Any, name: Any, given: dict[str, Any]) -> Any:

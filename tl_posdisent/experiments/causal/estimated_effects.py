@@ -29,6 +29,7 @@ class Estimates:
     Attributes:
         first: first-order effects on the metric, for each intervention.
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
+        n_predictions: number of predictions of each text.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Estimates:
         self.layers = sorted({layer for item in items for layer in item.rows})
         shape = [{layer: (n_texts, len(rows)) for layer, rows in item.rows.items()} for item in items]
         self.first, self.curvature = (
-            [{layer: _nothing(size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
+            [{layer: _nothing(*size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
         )
+        self.surprise = [{layer: _nothing(draws, *size) for layer, size in sizes.items()} for sizes in shape]
+        self.n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
         self.changed = [False] * len(items)
         self.separate: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
         # By intervention and layer, whether texts that are run together are changed as each alone.
@@ -54,6 +57,7 @@ class Estimates:
         self.bar.update((2 + self.draws) * len(part.places))
         for group, tokens, gradients in zip(part.texts.groups, groups, found, strict=True):
             places = part.places[group.rows.cpu()]
+            self.n_predictions[places] = gradients.n_predictions
             for layer in self.layers:
                 before, z = gradients.before.get(layer), gradients.z[layer]
                 some = [n for n, item in enumerate(self.items) if layer in item.rows]
@@ -75,6 +79,11 @@ class Estimates:
                     f"must change the results of heads, and hooks of your own in {item.name!r} change none of those "
                     "chosen, given what their layer receives",
                 )
+
+    def joint_curvature(self, n: int, layer: int, rows: Sequence[int]) -> float:
+        """Estimate the divergence if some rows of a layer are changed together, in nats per prediction of all texts."""
+        of_draws = self.surprise[n][layer][:, :, rows].sum(2).square().mean(0) / 2
+        return float(of_draws.sum() / self.n_predictions.sum())
 
     def _uniforms(self, part: Part, rows: Sequence[int], length: int) -> Float64[Tensor, "draw text pos"]:
         """Draw uniform numbers that depend on the seed and on the text's place in the batch only."""
@@ -112,7 +121,7 @@ class Estimates:
             if not has_hooks(self.model):
                 again = attempted(lambda: changed_results(self.model, tokens, layer, before, []))
             self.separate[layer] = again is not None and again.shape == z.shape and mismatch(again, z) <= 1
-        hooks = [] if item is None else item.of(layer) if item.divisible else item.hooks
+        hooks = [] if item is None else item.in_layer(layer)
         try:
             if item is not None and not (self.separate[layer] or item.divisible):
                 raise ArgumentError("interventions", f"must be hooks of this package for {type(self.model).__name__}")
@@ -139,6 +148,7 @@ class Estimates:
                 first, *drawn = of_item[:, :, [0 if head is None else head for head in self.items[n].rows[layer]]]
                 self.first[n][layer][places] = n_texts * first
                 if drawn:
+                    self.surprise[n][layer][:, places] = torch.stack(drawn)
                     self.curvature[n][layer][places] = torch.stack(drawn).square().mean(0) / 2 / run.n_predictions
 
 
@@ -147,7 +157,7 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _nothing(size: tuple[int, int]) -> Float64[Tensor, "text row"]:
+def _nothing(*size: int) -> Float64[Tensor, "*size"]:
     return torch.full(size, torch.nan, dtype=torch.float64, device="cpu")
 
 

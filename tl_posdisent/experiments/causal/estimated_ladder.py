@@ -17,7 +17,7 @@ from torch import Tensor
 from tl_posdisent.additive.attention.rungs import PER_HEAD
 from tl_posdisent.experiments.causal.attention_ladder import MEAN, share_of_kl
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
-from tl_posdisent.experiments.causal.exact_effects import ExactEffects, Place
+from tl_posdisent.experiments.causal.exact_effects import Place, exact_effects, n_passes
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
@@ -195,17 +195,15 @@ class _ExactRuns:
 
     def n_passes(self, heads: Sequence[Head]) -> float:
         """Number of forward passes of each text."""
-        return self._effects(heads).n_passes
+        return n_passes(self.model, _places(self.items, heads))
 
     def on(self, heads: Sequence[Head], texts: range) -> dict[Place, Float64[Tensor, "text"]]:
         """Run some heads on some texts."""
-        effects = self._effects(heads)
-        for part in parts_of(self.texts, next_token_loss, texts, tokens=TOKENS):
-            effects.add(part)
-        return {place: values[texts.start : texts.stop] for place, values in effects.divergences.items()}
-
-    def _effects(self, heads: Sequence[Head]) -> ExactEffects:
-        return ExactEffects(self.model, self.items, len(self.texts.tokens), _places(self.items, heads), self.bar)
+        parts = parts_of(self.texts, next_token_loss, texts, tokens=TOKENS)
+        found = exact_effects(
+            self.model, self.items, _places(self.items, heads), parts, len(self.texts.tokens), self.bar
+        )
+        return {place: outcome.divergences[texts.start : texts.stop] for place, outcome in found.items()}
 
 
 def _until_decided(
@@ -241,12 +239,14 @@ def _table(
             by_rung = {name: (n, layer, head) for name, n in numbers.items() if (n, layer, head) in found}
             if not by_rung:
                 continue
-            uniform = found[by_rung["uniform"]]
-            blocks = Blocks.single(len(uniform))
-            shared = blocks.count, blocks.df, sum(lengths[: blocks.count]) - blocks.count, looks, causal[layer]
-            for name, place in by_rung.items():
-                values = (*blocks.mean(found[place]), *share_of_kl(found[place], uniform, blocks))
-                rows.append((layer, head, name, (layer, head) in exact, *values, *shared))
+            n_texts = len(found[by_rung["uniform"]])
+            predicted = torch.tensor(lengths[:n_texts]) - 1  # a text counts by its predicted tokens
+            blocks = Blocks(torch.arange(n_texts).repeat_interleave(predicted))
+            by_token = {name: found[place].repeat_interleave(predicted) for name, place in by_rung.items()}
+            shared = blocks.count, blocks.df, len(blocks.numbers), looks, causal[layer]
+            for name, values in by_token.items():
+                kl, share = blocks.mean(values), share_of_kl(values, by_token["uniform"], blocks)
+                rows.append((layer, head, name, (layer, head) in exact, *kl, *share, *shared))
             rows.append((layer, head, "untouched", True, 0.0, 0.0, 1.0, 0.0, *shared))
     columns = ["layer", "head", "rung", "exact", "kl", "error_kl", "recovered_kl", "se_kl"]
     table = pd.DataFrame(rows, columns=[*columns, "blocks", "df", "tokens", "looks", "causal"])

@@ -1,10 +1,10 @@
-"""Exact effects of interventions on some heads, one run each."""
+"""Exact effects of interventions on some heads, alone or together, one run each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -25,73 +25,89 @@ from tl_posdisent.models.partial_forward import changed_results
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_parts import hook_name
 
-Place = tuple[int, int, int | None]
-"""Number of an intervention, layer and head."""
+Place = tuple[int, int, int | tuple[int, ...] | None]
+"""Number of an intervention, layer, and the head or heads that are changed: None for all of the layer."""
 
 
-class ExactEffects:
-    """Effects on a metric, and divergences from the unmodified predictions, of chosen interventions on single heads.
+class Outcome(NamedTuple):
+    """What one run changes in each text.
 
     Attributes:
-        effects: by place, the change of the metric in each text, or in all texts together.
-        divergences: by place, KL(unmodified ‖ changed) of each text, in nats per prediction; NaN without predictions.
+        effects: change of the metric: of each text's own, or of that of all texts together.
+        divergences: KL(unmodified ‖ changed), in nats per prediction; NaN without predictions.
     """
 
-    def __init__(
-        self, model: Any, items: Sequence[NamedIntervention], n_texts: int, places: Sequence[Place], bar: Any
-    ) -> None:
-        self.model, self.items, self.bar = model, items, bar
-        self.by_layer: dict[int, list[Place]] = {}
-        for place in sorted(places, key=lambda place: (place[1], place[0])):
-            self.by_layer.setdefault(place[1], []).append(place)
-        self.effects, self.divergences = (
-            {place: torch.full((n_texts,), torch.nan, dtype=torch.float64, device="cpu") for place in places}
-            for _ in range(2)
-        )
+    effects: Float64[Tensor, "text"]
+    divergences: Float64[Tensor, "text"]
 
-    @property
-    def n_passes(self) -> float:
-        """Number of forward passes of each text: one per layer from the changed one on, and the unmodified run."""
-        n = len(self.model.blocks)
-        return sum(len(places) * (n - layer) / n for layer, places in self.by_layer.items()) + bool(self.by_layer)
 
-    def add(self, part: Part) -> None:
-        """Run some texts with each of the chosen heads changed."""
-        if not self.by_layer:
-            return
+def exact_effects(
+    model: Any,
+    items: Sequence[NamedIntervention],
+    places: Sequence[Place],
+    parts: Sequence[Part],
+    n_texts: int,
+    bar: Any,
+) -> dict[Place, Outcome]:
+    """Run texts with the heads of each place changed; texts of a batch that are in none of the parts are NaN."""
+    found = {
+        place: Outcome(*(torch.full((n_texts,), torch.nan, dtype=torch.float64) for _ in range(2))) for place in places
+    }
+    by_layer: dict[int, list[Place]] = {}
+    for place in sorted(places, key=lambda place: place[:2]):
+        by_layer.setdefault(place[1], []).append(place)
+    for part in parts if places else []:
         texts = part.texts
-        runs = Runs(self.model, texts, list(self.by_layer))
-        self.bar.update(len(part.places))
+        runs = Runs(model, texts, sorted(by_layer))
+        bar.update(len(part.places))
         baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
-        for layer, places in self.by_layer.items():
-            share = 1 - layer / len(self.model.blocks)
-            changes = {n: self._change(part, runs, n, layer) for n in dict.fromkeys(place[0] for place in places)}
-            every = [*range(self.model.cfg.n_heads)]
-            each = runs.each(layer, [(every if head is None else [head], changes[n]) for n, _, head in places])
-            for place, run in zip(places, each, strict=True):
+        for layer, some in sorted(by_layer.items()):
+            changes = {n: _change(part, runs, model, items[n], layer) for n in dict.fromkeys(n for n, _, _ in some)}
+            each = runs.each(layer, [(_heads(model, heads), changes[n]) for n, _, heads in some])
+            for place, run in zip(some, each, strict=True):
                 values, kl = _measured(run(), clean, part)
-                self.effects[place][part.places] = values - baseline
-                self.divergences[place][part.places] = kl
-                self.bar.update(share * len(part.places))
+                found[place].effects[part.places] = values - baseline
+                found[place].divergences[part.places] = kl
+                bar.update(_share(model, layer) * len(part.places))
+    return found
 
-    def _change(self, part: Part, runs: Runs, n: int, layer: int) -> Change:
-        """Return the hooks of an intervention; if it has none of one head, hooks that write the changed z of a head."""
-        item = self.items[n]
-        if item.divisible:
-            return Change(partial(_of_item, item, layer), item.name)
-        changed = [
-            changed_results(self.model, group.tokens, layer, before, item.hooks)
-            for group, before in zip(part.texts.groups, runs.before(layer), strict=True)
-        ]
 
-        def write(group: int, heads: Sequence[int], z: Tensor, hook: Any) -> Tensor:
-            new = changed[group]
-            assert new is not None
-            at = torch.tensor(heads, device=z.device)
-            return z.index_copy(2, at, new[:, :, at].to(z))
+def n_passes(model: Any, places: Sequence[Place]) -> float:
+    """Number of forward passes of each text: one per place from its layer on, and the unmodified run."""
+    return sum(_share(model, layer) for _, layer, _ in places) + bool(places)
 
-        return Change(lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))])
+
+def _share(model: Any, layer: int) -> float:
+    """The share of a pass that begins at a layer."""
+    return 1 - layer / len(model.blocks)
+
+
+def _heads(model: Any, some: int | tuple[int, ...] | None) -> list[int]:
+    if some is None:
+        return [*range(model.cfg.n_heads)]
+    return [some] if isinstance(some, int) else [*some]
+
+
+def _change(part: Part, runs: Runs, model: Any, item: NamedIntervention, layer: int) -> Change:
+    """Return the hooks of an intervention; if it has none of one head, hooks that write the changed z of heads."""
+    if item.divisible:
+        return Change(partial(_of_item, item, layer), item.name)
+    hooks, by_head = item.in_layer(layer), item.rows[layer] != [None]
+    changed = [
+        changed_results(model, group.tokens, layer, before, hooks)
+        for group, before in zip(part.texts.groups, runs.before(layer), strict=True)
+    ]
+
+    def write(group: int, heads: Sequence[int], z: Tensor, hook: Any) -> Tensor:
+        new = changed[group]
+        assert new is not None
+        if not by_head:
+            return new.to(z)
+        at = torch.tensor(heads, device=z.device)
+        return z.index_copy(2, at, new[:, :, at].to(z))
+
+    return Change(lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))])
 
 
 def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:

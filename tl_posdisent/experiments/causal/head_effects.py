@@ -13,18 +13,19 @@ their total surprise. Each draw takes one backward pass for all heads and all in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import nan
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
-from tl_posdisent.experiments.causal.exact_effects import ExactEffects
+from tl_posdisent.experiments.causal.exact_effects import Outcome, Place, exact_effects, n_passes
+from tl_posdisent.experiments.causal.head_search import HeadSearch
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import (
     Interventions,
@@ -37,8 +38,10 @@ from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Tokens
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_integer, check_seed
+from tl_posdisent.utils.statistics import weighted_means
+from tl_posdisent.utils.validation import check_integer, check_seed, is_integer, shown
 
 
 def head_effects(
@@ -51,37 +54,44 @@ def head_effects(
     layers: Layers = None,
     heads: Heads = None,
     draws: int = 4,
-    exact: int = 16,
-    audit: int = 16,
+    exact: int | Literal["all"] = 4,
+    most: int | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Estimate the effect of interventions on each head alone, for all heads at once; measure the largest exactly.
+    """Estimate the effect of interventions on each head alone, for all heads at once; run the largest exactly.
 
     For each text, two passes and one backward pass per draw serve all heads and all interventions; each intervention
-    takes one more pass through the attention of each layer. One run per head takes that for a single head. The estimate
-    is quadratic in the change of a head's result, so it is wrong for heads whose change is large: run the largest
-    exactly, and let a random sample of the others show how far to trust the rest (``attrs["audit"]``).
+    takes one more pass through the attention of each layer. One run per head takes that for a single head.
+
+    The estimate is quadratic in the change of a head's result, so it is wrong for heads whose change is large. The
+    heads of largest curvature are therefore run one by one, and all other heads of each layer together. Unless heads
+    of a layer cancel, none alone diverges more than all together; so heads are run until no layer has room for another
+    one of the ``exact`` largest divergences.
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``.
         tokens: as in ``head_ablation``; interventions act on each text alone.
         interventions: hooks by name, such as ``{"zero": ablate_heads(model, None), "5": dummy_distance(model, 5)}``.
             One list may change all heads: each head has a row of its own, in which the others are unmodified. Your own
-            hooks ``(name, function)`` may change attention too, for instance a pattern. A function of
-            ``tl_posdisent.hooks`` can be given by name, or by name and arguments: ``("dummy_distance", {"distance":
-            5})`` (for sweeps, which store arguments as JSON; a mean is then that of ``tokens``).
+            hooks ``(name, function)`` may change attention too, for instance a pattern, alone or in a list with hooks
+            of this package. A function of ``tl_posdisent.hooks`` can be given by name, or by name and arguments:
+            ``("dummy_distance", {"distance": 5})`` (for sweeps, which store arguments as JSON; a mean is then that of
+            ``tokens``).
         metric: as in ``head_ablation``, computed by torch operations that record gradients. It is called with each text
             alone if it is the loss or a ``logit_difference``, otherwise with all texts at once.
-        draws: draws of labels for each text. With 0, there is no ``curvature``. Its relative error for one head is
-            about ``sqrt(2 / (draws * texts))``.
-        exact: for each intervention, number of heads with the largest estimates that are run one by one.
-        audit: for each intervention, number of random other heads that are run as well.
-        seed: seed of the labels and of the audit. A text's labels do not depend on the other texts.
+        draws: draws of labels for each text. With 0, there is no ``curvature``, and heads are run by the size of
+            ``first``. Its relative error for one head is about ``sqrt(2 / (draws * texts))``.
+        exact: for each intervention, how many heads with the largest divergences to find. Four times as many are
+            run at first. ``"all"`` runs each head, 0 none.
+        most: for each intervention, at most so many heads are run one by one, besides one run for each layer; default
+            as many as the search takes.
+        seed: seed of the labels. A text's labels do not depend on the other texts.
 
     Returns:
         One row per intervention and head: ``intervention``, ``layer``, ``head`` (missing where a layer's results are
-        not laid out by heads: the effect is that of all its heads together), and for the mean over texts, each with its
+        not laid out by heads: the effect is that of all its heads together), and, averaged over the predicted tokens of
+        all texts (``first``, ``estimate`` and ``exact`` of other metrics than the loss: over texts), each with its
         standard error over texts ``…_se`` (NaN for one text):
 
         * ``first``: first-order effect on the metric;
@@ -90,9 +100,10 @@ def head_effects(
         * ``exact``: the effect in a run with this head changed, NaN where it was not run;
         * ``kl``: KL(unmodified ‖ changed) of the predictions in that run, nats per predicted token.
 
-        ``attrs["audit"]`` has for each intervention the numbers of heads run as the largest (``exact``) and at random
-        (``audited``), the rank correlation of estimates and exact effects among the latter (``rank_correlation``, by
-        size), and how many of these belong among the largest known effects and were not chosen (``overlooked``).
+        ``attrs["search"]`` has for each intervention the number of ``heads``, how many were ``run``, the divergence
+        that no other head exceeds alone unless heads of one layer cancel (``bound``; NaN without runs or predictions),
+        layers in which they cancel by the estimates (``cancelling``), and this as a sentence (``statement``).
+        ``attrs["passes"]`` is the cost in forward passes of all texts; a backward pass counts as two.
 
     Raises:
         ValueError: interventions that are not hooks of this model, act on none of the chosen heads or combine several
@@ -102,43 +113,57 @@ def head_effects(
         >>> from tl_posdisent import ablate_heads, demo_tokens, dummy_distance, head_effects, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=128).view(2, 64)
         >>> interventions = {"zero": ablate_heads(model, None), "d = 5": dummy_distance(model, 5)}
-        >>> table = head_effects(model, tokens, interventions, exact=4, audit=4, progress=False)
-        >>> len(table), int(table["exact"].notna().sum())  # 40 heads, two interventions
-        (80, 16)
+        >>> table = head_effects(model, tokens, interventions, exact=2, progress=False)
+        >>> len(table)  # 40 heads, two interventions
+        80
         >>> largest = table[table["intervention"] == "d = 5"].nlargest(1, "exact")
         >>> bool((largest["exact"] > 0.05).item())
         True
+        >>> table.attrs["search"]["d = 5"]["bound"] < largest["kl"].item()
+        True
     """
     check_metric(metric)
-    for name, value in {"draws": draws, "exact": exact, "audit": audit}.items():
-        check_integer(name, value, 0)
+    check_integer("draws", draws, 0)
+    if exact != "all" and not (is_integer(exact) and exact >= 0):
+        raise ArgumentError("exact", f"must be a number of heads, 0 or more, or 'all', got {shown(exact)}")
+    if most is not None:
+        check_integer("most", most, 0)
     check_seed(seed)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
-    names = {item.name: n for n, item in enumerate(items)}
-    n_runs = sum(min(exact + audit, item.n_rows) for item in items)
-    total = len(texts.tokens) * (2 + draws + (len(items) + n_runs) / 2)
-    with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = Estimates(model, items, len(texts.tokens), draws, seed, bar)
+    n_texts, total = len(texts.tokens), len(texts.tokens) * (2 + draws + len(items) / 2)
+    with (
+        running(model) as p,
+        p.counting_tokens() as counts,
+        progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar,
+    ):
+        estimates = Estimates(model, items, n_texts, draws, seed, bar)
         for part in parts:
             estimates.add(part)
         estimates.check_changes()
-        table = _table(items, estimates, metric)
-        chosen = _chosen(table, exact, audit, seed)
-        places = {row: (names[table["intervention"][row]], *_place(table, row)) for row in chosen}
-        effects = ExactEffects(model, items, len(texts.tokens), list(places.values()), bar)
-        bar.total = bar.n + len(texts.tokens) * effects.n_passes
-        for part in parts_of(texts, metric, tokens=estimates.tokens_at_once):
-            effects.add(part)
-    for name, found in {"exact": effects.effects, "kl": effects.divergences}.items():
-        _fill(table, name, {row: found[place] for row, place in places.items()})
-    table.attrs["audit"] = {name: _audit(some, chosen) for name, some in table.groupby("intervention", sort=False)}
+        of_tokens = estimates.n_predictions
+        weights = {"kl": of_tokens, "effect": of_tokens if metric is next_token_loss else torch.ones_like(of_tokens)}
+        table = _table(items, estimates, metric, weights)
+        searches = [_search(table, item, n, estimates, exact, most) for n, item in enumerate(items)]
+        parts = parts_of(texts, metric, tokens=estimates.tokens_at_once)
+        run = partial(exact_effects, model, items, parts=parts, n_texts=n_texts, bar=bar)
+        found: dict[Place, Outcome] = {}
+        while places := [(n, *chosen) for n, search in enumerate(searches) for chosen in search.next_runs()]:
+            bar.total = bar.n + n_texts * n_passes(model, places)
+            found |= run(places)
+            _note(searches, places, found, of_tokens)
+    _fill(table, items, found, weights)
+    table.attrs["search"] = {item.name: search.to_dict() for item, search in zip(items, searches, strict=True)}
+    forward = sum(counts) / sum(texts.lengths) / len(model.blocks)
+    table.attrs["passes"] = forward + 2 * (1 + draws)
     return reading.note(table)
 
 
-def _table(items: Sequence[NamedIntervention], estimates: Estimates, metric: Metric) -> pd.DataFrame:
+def _table(
+    items: Sequence[NamedIntervention], estimates: Estimates, metric: Metric, weights: Mapping[str, Tensor]
+) -> pd.DataFrame:
     """Tabulate the estimates, averaged over texts."""
     rows = [(item.name, layer, head) for item in items for layer, heads in item.rows.items() for head in heads]
     table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})
@@ -147,57 +172,64 @@ def _table(items: Sequence[NamedIntervention], estimates: Estimates, metric: Met
         for found in (estimates.first, estimates.curvature)
     )
     estimate = first + curvature if metric is next_token_loss and estimates.draws else first
-    for name, values in {"first": first, "curvature": curvature, "estimate": estimate}.items():
-        table[name], table[f"{name}_se"] = _mean_and_error(values)
+    of_effects, of_divergences = weights["effect"], weights["kl"]
+    table["first"], table["first_se"] = weighted_means(first, of_effects)
+    table["curvature"], table["curvature_se"] = weighted_means(curvature, of_divergences)
+    table["estimate"], table["estimate_se"] = weighted_means(estimate, of_effects)
     table.attrs["metric"] = metric_name(metric)
     return table
 
 
-def _mean_and_error(values: Float64[Tensor, "text row"]) -> tuple[Any, Any]:
-    """Return the mean over texts, and its standard error (NaN for one text)."""
-    error = values.std(0) / len(values) ** 0.5 if len(values) > 1 else torch.full_like(values[0], torch.nan)
-    return values.mean(0).numpy(), error.numpy()
+def _search(
+    table: pd.DataFrame,
+    item: NamedIntervention,
+    n: int,
+    estimates: Estimates,
+    exact: int | Literal["all"],
+    most: int | None,
+) -> HeadSearch:
+    """Begin the search for the heads with the largest divergences under one intervention."""
+    some = table[table["intervention"] == item.name]
+    ranks = some["curvature"] if estimates.draws else some["first"].abs()
+    heads = [(layer, head) for layer, heads in item.rows.items() for head in heads]
+
+    def joint(layer: int, some: Sequence[int]) -> float:
+        return estimates.joint_curvature(n, layer, [item.rows[layer].index(head) for head in some])
+
+    n_largest = len(heads) if exact == "all" else exact
+    return HeadSearch(
+        dict(zip(heads, ranks, strict=True)),
+        joint,
+        largest=n_largest,
+        most=len(heads) if most is None else most,
+        bounded=bool(estimates.n_predictions.all()),
+    )
 
 
-def _chosen(table: pd.DataFrame, exact: int, audit: int, seed: int) -> dict[int, bool]:
-    """Choose the rows that are run exactly: True for the largest estimates, False for a random sample of others."""
-    chosen: dict[int, bool] = {}
-    for n, (_, some) in enumerate(table.groupby("intervention", sort=False)):
-        order = some["estimate"].abs().sort_values(ascending=False, kind="stable").index
-        chosen |= dict.fromkeys(order[:exact], True)
-        others = np.random.default_rng((seed, n)).permutation(np.sort(order[exact:]))
-        chosen |= dict.fromkeys(others[:audit].tolist(), False)
-    return chosen
+def _note(
+    searches: Sequence[HeadSearch],
+    places: Sequence[Place],
+    found: Mapping[Place, Outcome],
+    weights: Float64[Tensor, "text"],
+) -> None:
+    """Tell each search the divergences of its runs."""
+    means, _ = weighted_means(torch.stack([found[place].divergences for place in places], 1), weights)
+    for n, search in enumerate(searches):
+        own = [(place[1:], float(mean)) for place, mean in zip(places, means, strict=True) if place[0] == n]
+        search.note(dict(own))
 
 
-def _place(table: pd.DataFrame, row: int) -> tuple[int, int | None]:
-    head = table["head"][row]
-    return int(table["layer"][row]), None if pd.isna(head) else int(head)
-
-
-def _fill(table: pd.DataFrame, name: str, found: dict[int, Float64[Tensor, "text"]]) -> None:
-    """Write values by text into some rows, averaged; the other rows are NaN."""
-    table[[name, f"{name}_se"]] = nan
-    if found:
-        mean, error = _mean_and_error(torch.stack([*found.values()], 1))
-        table.loc[list(found), name], table.loc[list(found), f"{name}_se"] = mean, error
-
-
-def _audit(some: pd.DataFrame, chosen: dict[int, bool]) -> dict[str, float | int]:
-    """Compare the estimates of one intervention with exact effects."""
-    largest, drawn = ([row for row in some.index if chosen.get(row) is kind] for kind in (True, False))
-    return audit_of(some["estimate"].abs(), some["exact"].abs(), largest, drawn)
-
-
-def audit_of(
-    estimates: pd.Series, exact: pd.Series, largest: Sequence[Any], drawn: Sequence[Any]
-) -> dict[str, float | int]:
-    """Compare estimates with runs, for heads that were run for their ``largest`` estimates and others that were drawn.
-
-    ``overlooked`` is the number of drawn heads whose exact number is among those of the largest.
-    """
-    ranks = pd.DataFrame({"estimate": estimates[drawn], "exact": exact[drawn]}).rank()
-    correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else nan
-    top = exact[[*largest, *drawn]].nlargest(len(largest)).index
-    counts = {"exact": len(largest), "audited": len(drawn), "overlooked": sum(head in drawn for head in top)}
-    return {**counts, "rank_correlation": float(correlation)}
+def _fill(
+    table: pd.DataFrame,
+    items: Sequence[NamedIntervention],
+    found: Mapping[Place, Outcome],
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Write the outcomes of heads that were run alone, averaged over texts; the other rows are NaN."""
+    table[["exact", "exact_se", "kl", "kl_se"]] = nan
+    places = [(n, layer, head) for n, item in enumerate(items) for layer, heads in item.rows.items() for head in heads]
+    rows = [row for row, place in enumerate(places) if place in found]
+    if rows:
+        effects, divergences = (torch.stack([found[places[row]][i] for row in rows], 1) for i in range(2))
+        table.loc[rows, "exact"], table.loc[rows, "exact_se"] = weighted_means(effects, weights["effect"])
+        table.loc[rows, "kl"], table.loc[rows, "kl_se"] = weighted_means(divergences, weights["kl"])

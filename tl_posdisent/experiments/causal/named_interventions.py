@@ -35,12 +35,12 @@ class NamedIntervention:
 
     Attributes:
         name: its name in the table.
-        hooks: hooks that apply it to all heads.
+        hooks: hooks that apply it to all heads: of this package, functions of the user, or both.
         rows: the heads that have a row each.
     """
 
     name: str
-    hooks: Sequence[Hook]
+    hooks: Hooks
     rows: Rows
 
     @property
@@ -48,16 +48,24 @@ class NamedIntervention:
         return sum(map(len, self.rows.values()))
 
     @property
+    def own(self) -> Sequence[Hook]:
+        """Functions of the user, which may change any head."""
+        return self.hooks.others
+
+    @property
     def divisible(self) -> bool:
         """Whether hooks for one head can be made: not from functions of the user."""
-        return isinstance(self.hooks, Hooks) and bool(self.hooks.interventions)
+        return not self.own
 
     def of(self, layer: int, heads: Sequence[int] | None = None) -> Hooks:
-        """Return the hooks of some heads of a layer, by default all."""
-        assert isinstance(self.hooks, Hooks)
+        """Return the package's hooks of some heads of a layer, by default all."""
         here = [x for x in self.hooks.interventions if x.spec.layer == layer]
         kept = [(x, tuple(h for h in x.heads if heads is None or h in heads)) for x in here]
         return Hooks(replace(x, heads=some) for x, some in kept if some)
+
+    def in_layer(self, layer: int) -> Hooks:
+        """Return the package's hooks of a layer and those of the user."""
+        return self.of(layer) + self.own
 
 
 def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
@@ -70,7 +78,7 @@ def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
     return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
 
 
-def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Sequence[Hook]]:
+def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Hooks]:
     """Validate interventions, and make the hooks of those that are given by name.
 
     Raises:
@@ -101,24 +109,21 @@ def named_interventions(model: Any, interventions: Any, rows: Rows, texts: Texts
     items = []
     for name, hooks in named_hooks(model, interventions, texts).items():
         item = NamedIntervention(name, hooks, rows)
-        if item.divisible:
-            item = replace(item, rows=_rows_changed(item))
-        else:
-            item = replace(item, rows=_rows_of_own_hooks(model, item))
+        item = replace(item, rows=_rows_changed(item, _layers_of_own_hooks(model, item)))
         if not item.rows:
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
         items.append(item)
     return items
 
 
-def _hooks(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
+def _hooks(model: Any, given: Any, texts: Texts) -> Hooks:
     """Return hooks as they are, or make those of a function of ``tl_posdisent.hooks``: its name, or name and arguments.
 
     A mean without a reference is that of the texts.
     """
     name, arguments = given if _is_call(given) else (given, {})
     if not isinstance(name, str):
-        return given if isinstance(given, Hooks) else check_hooks(model, given)
+        return Hooks.of_list(check_hooks(model, given))
     makers = {x for x in dir(tools) if _makes_hooks(getattr(tools, x))}
     if name not in makers:
         raise ValueError(f"{name!r} is none of {', '.join(sorted(makers))}")
@@ -141,31 +146,31 @@ def _is_call(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Mapping)
 
 
-def _rows_changed(item: NamedIntervention) -> Rows:
-    """Return the rows of the heads on which an intervention acts."""
+def _rows_changed(item: NamedIntervention, layers: set[int]) -> Rows:
+    """Return the rows of the heads on which an intervention acts: all those of layers with the user's own hooks."""
     found: Rows = {}
     for layer, heads in item.rows.items():
         acting = {head for x in item.of(layer).interventions for head in x.heads}
-        some = [head for head in heads if head in acting or (head is None and acting)]
+        some = [head for head in heads if layer in layers or head in acting or (head is None and acting)]
         if some:
             found[layer] = some
     return found
 
 
-def _rows_of_own_hooks(model: Any, item: NamedIntervention) -> Rows:
-    """Return the rows of the layers that hooks of the user may change: their functions do not say which heads.
+def _layers_of_own_hooks(model: Any, item: NamedIntervention) -> set[int]:
+    """Return the layers that hooks of the user may change; their functions do not say which heads.
 
     Raises:
         ValueError: the model has other hooks; a hook outside attention layers.
     """
-    if has_hooks(model):
+    if item.own and has_hooks(model):
         raise ArgumentError(
             "interventions",
             f"must be hooks of this package if the model has other hooks, got functions of your own in {item.name!r}: "
             "remove the hooks from the model",
         )
     layers = set()
-    for name, _ in item.hooks:
+    for name, _ in item.own:
         for point in (x for x in model.hook_dict if (x == name if isinstance(name, str) else name(x))):
             found = re.match(r"blocks\.(\d+)\.attn\.", point)
             if not found:
@@ -174,4 +179,4 @@ def _rows_of_own_hooks(model: Any, item: NamedIntervention) -> Rows:
                     f"must change attention alone, at hooks blocks.N.attn.…, got a hook at {point} in {item.name!r}",
                 )
             layers.add(int(found[1]))
-    return {layer: heads for layer, heads in item.rows.items() if layer in layers}
+    return layers

@@ -173,7 +173,6 @@ def replaceable_heads(
         heads=heads,
         draws=check_integer("draws", draws, 1),
         exact=0,
-        audit=0,
         seed=seed,
         progress=progress,
     )

@@ -36,7 +36,7 @@ class ResultGradients:
         before: what the block before each layer returned; a later run can begin there.
         metric: gradient of the metric, by layer, in the shape of z.
         surprise: for each draw of labels, the gradient of ``-Σ log p(label)`` over the predictions, by layer.
-        n_predictions: number of predictions of each text over which labels are drawn.
+        n_predictions: number of predictions of each text; 0 if the output is neither logits by token nor by text.
     """
 
     z: ByLayer
@@ -103,7 +103,7 @@ def result_gradients(
                 gradients.append(_gradient(surprise(draw), results, keep=keep))
             else:
                 gradients.append(_gradient([run.read for run in runs], results, of_read(draw), keep=keep))
-    return [_of_group(runs, gradients, n, log_p[n] if log_p else None) for n in range(len(runs))]
+    return [_of_group(runs, gradients, n, tokens) for n, tokens in enumerate(groups)]
 
 
 def _recorded(p: Pass, tokens: Tensor, layers: Sequence[int]) -> _Run:
@@ -179,11 +179,16 @@ def predictions(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "
 
     None for an output that is neither logits by token nor by text.
     """
+    logits = _logits(output, tokens)
+    return None if logits is None else as_log_probabilities(logits)
+
+
+def _logits(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text prediction option"] | None:
     if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == tokens.shape[:1]:
         if output.ndim == 3 and output.shape[1] == tokens.shape[1]:
-            return as_log_probabilities(output[:, :-1])
+            return output[:, :-1]
         if output.ndim == 2:
-            return as_log_probabilities(output)[:, None]
+            return output[:, None]
     return None
 
 
@@ -212,10 +217,10 @@ def drawn_labels(
     return torch.cat(labels, -1)
 
 
-def _of_group(
-    runs: Sequence[_Run], gradients: Sequence[list[Tensor]], group: int, log_p: Tensor | None
-) -> ResultGradients:
+def _of_group(runs: Sequence[_Run], gradients: Sequence[list[Tensor]], group: int, tokens: Tensor) -> ResultGradients:
     run, first = runs[group], sum(len(run.z) for run in runs[:group])
+    logits = _logits(run.output, tokens)
+    n_predictions = 0 if logits is None else logits.shape[1]
     of_metric, *surprise = [dict(zip(run.z, some[first : first + len(run.z)], strict=True)) for some in gradients]
     z = {layer: x.detach() for layer, x in run.z.items()}
-    return ResultGradients(z, run.before, of_metric, surprise, 0 if log_p is None else log_p.shape[1])
+    return ResultGradients(z, run.before, of_metric, surprise, n_predictions)

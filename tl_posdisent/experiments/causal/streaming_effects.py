@@ -39,7 +39,7 @@ def streaming_effects(
     found = pd.DataFrame(index=pd.MultiIndex.from_tuples(places, names=["layer", "head"]))
     found["effect"], to_run = nan, places
     if exact < len(places):
-        options: dict[str, Any] = {"layers": layers, "draws": DRAWS, "exact": 0, "audit": 0, "seed": seed}
+        options: dict[str, Any] = {"layers": layers, "draws": DRAWS, "exact": 0, "seed": seed}
         hooks = hooks_for(chosen, hiding("streaming_ablation", sinks, window))
         table = head_effects(reading, texts.tokens, hooks, attention_mask=texts.real, progress=False, **options)
         found["effect"] = table.set_index(found.index)["estimate"]

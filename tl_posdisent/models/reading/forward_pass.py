@@ -171,6 +171,22 @@ class Pass:
             yield inputs
 
     @contextlib.contextmanager
+    def counting_tokens(self) -> Iterator[list[int]]:
+        """List the number of tokens each time a layer's attention runs, in passes within the block."""
+        counts: list[int] = []
+
+        def count(module: Any, inputs: Any, output: Any) -> None:
+            residual = output[0] if isinstance(output, (tuple, list)) else output
+            if self.depth == 1:
+                counts.append(residual.shape[0] * residual.shape[1])
+
+        with removing() as handles:
+            for block in self.model.blocks:
+                if attention := getattr(block, "attn", None):
+                    handles.append(attention.register_forward_hook(count))
+            yield counts
+
+    @contextlib.contextmanager
     def skipping(self, skipped: Iterable[Any], output: Callable[[], Any]) -> Iterator[None]:
         """Make modules return ``output()`` without computing anything, in passes within the block."""
 
