@@ -39,7 +39,6 @@ def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> Non
     length = tokens.shape[1]
     others: dict[str, Any] = {
         "intervention_losses": (tp.dummy_distance(model, 5),),
-        "head_effects": (tp.dummy_distance(model, 5),),
         "position_effects": (tp.dummy_distance(model, 5),),
         "head_patching": (tokens.flip(1), lambda logits, _: logits[:, -1].mean(-1)),
         "position_patching": (torch.arange(length).flip(0),),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import zoo
 
-from tl_posdisent import ablate_heads, head_effects, head_verdicts
+from tl_posdisent import ablate_heads, attention_ladder, head_effects, head_verdicts
 from tl_posdisent.experiments import estimated_ladder
 from tl_posdisent.experiments.causal.attention_ladder import MEAN
 from tl_posdisent.hooks import applied, fitted_attention, substitute_attention
@@ -38,7 +38,7 @@ def ladder(model: Any, **options: Any) -> Any:
 def test_estimates_are_those_of_head_effects(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table = ladder(model, exact=0, draws=2, seed=3)
-    effects = head_effects(model, HELDOUT, interventions(model), draws=2, seed=3, exact=0, audit=0, progress=False)
+    effects = head_effects(model, HELDOUT, interventions(model), draws=2, seed=3, exact=0, progress=False)
     expected = effects.set_index(["layer", "head", "intervention"])
     assert not table["exact"][table["rung"] != "untouched"].any()
     for row in table[table["rung"] != "untouched"].itertuples():
@@ -79,6 +79,27 @@ def test_exact_rows_are_those_of_a_loop(kind: str, name: str, shared_model: Any)
             error = (np.square(rest).sum() / (1 - 1 / n)) ** 0.5 / found["uniform"].sum()
             assert row["se_kl"] == pytest.approx(error, abs=2e-4)
         assert found["static"].mean() > 1e-5
+
+
+@FEW
+def test_both_ladders_weigh_unequal_texts_by_their_predicted_tokens(kind: str, name: str, shared_model: Any) -> None:
+    model, lengths = shared_model(kind, name), torch.tensor([12, 4, 9, 3])
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    texts: dict[str, Any] = {"heldout": HELDOUT * mask, "heldout_mask": mask, "heads": [(0, 3), (1, 6)]}
+    estimated = ladder(model, exact=100, negligible=1e-9, **texts).set_index(["layer", "head", "rung"])
+    rungs: Any = ["distance", "static"]
+    exact = attention_ladder(model, FITTED, rungs=rungs, controls=[], progress=False, **texts)
+    exact = exact.set_index(["layer", "head", "rung"])
+    for place in estimated.index:
+        for column in ("kl", "recovered_kl"):
+            assert estimated.loc[place, column] == pytest.approx(exact.loc[place, column], abs=2e-5)
+    with torch.no_grad():
+        clean = model(HELDOUT * mask, attention_mask=mask)
+        with applied(model, substitute_attention(model, "uniform", heads=[(0, 3)])):
+            changed = model(HELDOUT * mask, attention_mask=mask)
+    p, q = clean.double().log_softmax(-1), changed.double().log_softmax(-1)
+    by_token = (p.exp() * (p - q)).sum(-1)[:, :-1][mask[:, 1:].bool()]
+    assert estimated.loc[(0, 3, "uniform"), "kl"] == pytest.approx(by_token.mean().item(), abs=2e-6)
 
 
 @FEW

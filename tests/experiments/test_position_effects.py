@@ -55,6 +55,16 @@ def test_first_order_effects_add_up_to_those_of_heads(kind: str, name: str, shar
     assert expected["first"].abs().max() > 1e-4
 
 
+def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    five, own = dummy_distance(model, 5, layers=0), [("blocks.0.attn.hook_z", lambda z, hook: z * 0.3)]
+    table, expected = (f(model, {"both": five + own}) for f in (by_position, by_head))
+    sums = table.groupby(HEAD, sort=False)["first"].sum() / len(TOKENS)
+    assert sums.tolist() == pytest.approx(expected["first"].tolist(), rel=1e-4, abs=1e-7)
+    for alone in (five, own):
+        assert not np.allclose(sums, by_head(model, {"both": alone})["first"], rtol=0.1)
+
+
 @FEW
 @pytest.mark.parametrize("position", [0, 4, 7])
 def test_a_position_is_that_position_replaced_alone(kind: str, name: str, position: int, shared_model: Any) -> None:

@@ -35,7 +35,6 @@ Measured = Literal[
     "intervention_losses",
     "head_ablation",
     "streaming_ablation",
-    "head_effects",
     "position_effects",
     "head_patching",
     "position_patching",
@@ -49,12 +48,12 @@ Measured = Literal[
     "perturbation_curve",
 ]
 
-_WITH_GRADIENTS = ("head_effects", "head_labels", "position_effects")
+_WITH_GRADIENTS = ("head_labels", "position_effects")
 _ONE_BY_ONE = (  # tools that change heads one by one, several of them in one batch
     *("head_ablation", "streaming_ablation", "head_patching", "position_patching", "component_patching"),
     *("additive_substitution", "attention_ladder", "intervention_losses", *_WITH_GRADIENTS),
 )
-_SEVERAL_CHANGES = ("additive_substitution", "attention_ladder", "head_effects")  # of each head, in common batches
+_SEVERAL_CHANGES = ("additive_substitution", "attention_ladder")  # of each head, in common batches
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,10 @@ def estimate(
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         length: tokens per text, at least 2.
         batch: number of texts that run at once.
-        tool: the tool that will run; ``"intervention_losses"``, ``"head_effects"`` and ``"position_effects"`` are for
-            one intervention (each further one adds a pass, or half a pass and the exact runs of ``head_effects``);
-            ``"fit_attention"`` is for one layer that ``capture`` returns; ``"length_generalization"`` and
-            ``"output_projection"`` are for texts of which half is in range. Computation outside the passes takes time
-            too: docs/memory_and_time.md lists measured times.
+        tool: the tool that will run; ``"intervention_losses"`` and ``"position_effects"`` are for one intervention
+            (each further one adds a pass, or half a pass); ``"fit_attention"`` is for one layer that ``capture``
+            returns; ``"length_generalization"`` and ``"output_projection"`` are for texts of which half is in range.
+            Computation outside the passes takes time too: docs/memory_and_time.md lists measured times.
         layers, heads, positions: the choice that the tool will be given, where it takes one; default all layers and
             heads, and all positions together. Of ``layers=`` for a tool that measures one ``layer``, the last counts.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM

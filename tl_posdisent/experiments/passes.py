@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from tl_posdisent.experiments.causal.streaming_effects import DRAWS
-from tl_posdisent.experiments.causal.text_parts import TOKENS
 
-_EXACT, _AUDIT = 16, 16  # defaults of head_effects and head_labels
+_EXACT = 16  # default of head_labels
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,18 @@ class Work:
     def from_first(self) -> float:
         return self.after(min(self.heads))
 
-    def changed(self, times: int = 1, *, alone: bool = False, share: float = 1.0) -> float:
+    def changed(self, times: int = 1, *, share: float = 1.0) -> float:
         """Runs from its layer on for each chosen head and place, some of these in one batch with an unmodified text.
 
         Args:
             times: number of changes of each head, all of which share batches.
-            alone: texts are run alone, or short ones together, instead of all of them in a batch.
             share: share of the chosen heads that are run, spread over the layers.
         """
-        texts, total = min(self.batch, max(1, TOKENS // self.length)) if alone else self.batch, 0.0
+        total = 0.0
         for layer, heads in self.heads.items():
             runs = share * len(heads) * self.places * times
-            batches = ceil(runs / max(1, self.at_once // texts)) if runs >= 1 else runs
-            total += self.after(layer) * (runs + batches / texts)
+            batches = ceil(runs / max(1, self.at_once // self.batch)) if runs >= 1 else runs
+            total += self.after(layer) * (runs + batches / self.batch)
         return total
 
     @property
@@ -89,10 +87,6 @@ def _compared(work: Work) -> float:
 def _estimated(work: Work) -> float:
     """Gradients of the metric and of each draw of labels, for all heads at once."""
     return 1 + (1 + DRAWS) * work.from_first
-
-
-def _exact(work: Work, n: int) -> float:
-    return _compared(work) + work.changed(alone=True, share=min(n, work.n_heads) / work.n_heads)
 
 
 def _streaming(work: Work, n: int) -> float:
@@ -157,7 +151,6 @@ TOOLS: dict[str, Tool] = {
     "intervention_losses": Tool(lambda work: 2.0, ()),
     "head_ablation": Tool(lambda work: 1 + work.changed(), _BY_HEAD),
     "streaming_ablation": Tool(lambda work: _streaming(work, work.n_heads), _BY_HEAD),
-    "head_effects": Tool(lambda work: _estimated(work) + _exact(work, _EXACT + _AUDIT), _BY_HEAD),
     "position_effects": Tool(_estimated, _BY_HEAD),
     "head_patching": Tool(lambda work: work.up_to + _patched(work), (*_BY_HEAD, "positions")),
     "position_patching": Tool(lambda work: work.up_to + _patched(work), _BY_HEAD),
@@ -175,6 +168,7 @@ _HOOKS = "returns hooks, which change a pass and make none"
 NOT_ESTIMATED: dict[str, str] = {
     "report": "runs as many of the other tools as its sections ask for",
     "check_model": "runs short texts of its own",
+    "head_effects": "runs heads until no other can have one of the largest divergences; its table says how many passes",
     "estimated_ladder": "runs heads until their verdicts are decided",
     "replaceable_heads": "measures sets of heads until their number is found",
     "distance_sources": "splits the texts, and the number of passes depends on how many there are",
