@@ -19,12 +19,15 @@ from support.public_calls import (
     Function,
     call,
     callables,
+    functions,
     model_for,
     numbers,
 )
 from support.untouched import state
 
+import tl_posdisent as tp
 from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.utils.errors import ArgumentError
 
 NAN, INF = float("nan"), float("inf")
 TEXTS = "tokens were given as text, but the model has no tokenizer: pass token ids"
@@ -253,6 +256,35 @@ def test_bad_values(of: str, shared_reading: Any) -> None:
                 wrong.append(f"{shown}: nothing raised")
     assert not wrong, "\n".join(wrong)
     assert state(reading.model) == before
+
+
+def takes_pairs(function: Function) -> bool:
+    """Say whether heads may be given as pairs (layer, head); a figure of one layer takes only their numbers."""
+    return function not in (tp.estimate, tp.viz.show_interventions)
+
+
+@pytest.mark.parametrize("function", [*filter(takes_pairs, functions("heads"))], ids=lambda function: function.__name__)
+def test_a_tuple_of_two_integers_is_not_a_choice_of_heads(function: Function, shared_reading: Any) -> None:
+    """It could be one head or two of each layer, so it is refused with both ways to write it."""
+    message = re.escape(
+        "heads must not be a tuple of two integers, got (0, 1): write [(0, 1)] for head 1 of layer 0, or [0, 1] for "
+        "heads 0 and 1 of each chosen layer"
+    )
+    reading = shared_reading("bridge", "llama-gqa")
+    with pytest.raises(ArgumentError, match=message):
+        call(function, model_for(function, reading), heads=(0, 1))
+
+
+def test_other_choices_of_two_heads(shared_reading: Any) -> None:
+    """Also as iterators, which are read once, and in a sweep, whose arguments become JSON."""
+    reading, edits = shared_reading("bridge", "llama-gqa"), {}
+    for name, heads in {"list": [3, 4], "once": iter([3, 4]), "pair": ((1, 4),), "label": "L1H4"}.items():
+        ablated = tp.ablate_heads(reading, heads).to_frame()
+        edits[name] = [*zip(ablated["layer"], ablated["head"], strict=True)]
+    each = [(layer, head) for layer in range(reading.n_layers) for head in (3, 4)]
+    assert edits == {"list": each, "once": each, "pair": [(1, 4)], "label": [(1, 4)]}
+    with pytest.raises(ArgumentError, match=r"heads must not be a tuple of two integers, got \(1, 2\)"):
+        tp.sweeps.jobs("demo", ("head_ablation", {"heads": (1, 2)}), "demo")
 
 
 def test_every_argument_has_a_kind() -> None:

@@ -23,7 +23,8 @@ from tl_posdisent.utils.words import plural
 
 Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
 """None for all heads of the layers, integers for the same heads in each, or labels ``"L16H0"`` and pairs
-``(layer, head)``.
+``(layer, head)``. A tuple of two integers could be either, and is refused: ``[(16, 0)]`` is one head, ``[16, 0]`` are
+two of each layer.
 """
 
 Chosen = list[tuple[AttentionSpec, list[int]]]
@@ -136,7 +137,7 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)
-    single = isinstance(heads, str) or (isinstance(heads, list) and not all(map(is_integer, heads)))
+    single = isinstance(heads, str) or (isinstance(heads, (list, tuple)) and not all(map(is_integer, heads)))
     named = list(chosen) if single or layers is not None else None
     specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
     return [(spec, chosen[spec.layer]) for spec in specs]

@@ -20,7 +20,7 @@ from tl_posdisent import experiments, synthetic
 from tl_posdisent.models.loading.load import Backend, check_backend
 from tl_posdisent.sweeps.sources import DTYPES, Checkpoint, Text, checkpoint_steps, named, step_of
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_seeds
+from tl_posdisent.utils.validation import check_choice, check_seeds, refuse_pair
 
 
 @functools.cache
@@ -70,6 +70,7 @@ def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> Non
     if seed is not None and {"seed", "seeds"} & set(arguments):
         raise ArgumentError("seeds", f"must be given once, got seed={seed} and {dict(arguments)} for {name}")
     function = experiment_named(name)
+    refuse_pair(arguments.get("heads"))  # JSON has no tuples, so the experiment would read it as a list
     try:
         inspect.signature(function).bind("model", "tokens", **_arguments(function, arguments, seed))
     except TypeError as error:

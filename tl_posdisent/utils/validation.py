@@ -274,8 +274,12 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
 
 
 def listed(chosen: Any) -> Any:
-    """Convert an iterable of indices to a list, which can be iterated twice; return anything else unchanged."""
-    return list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping)) else chosen
+    """Convert an iterable of indices to a list, which can be iterated twice; return anything else unchanged.
+
+    A tuple stays one: ``check_heads`` refuses a tuple of two integers.
+    """
+    once = isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping, tuple))
+    return list(chosen) if once else chosen
 
 
 def head_label(layer: int, head: int) -> str:
@@ -298,20 +302,12 @@ def check_heads(
 
     >>> check_heads(None, [(4, 2), "L0H1", (4, 0)], n_layers=5, n_heads=8)
     {0: [1], 4: [2, 0]}
-    >>> check_heads(None, (1, 4), n_layers=5, n_heads=8)
-    Traceback (most recent call last):
-    ValueError: heads=(1, 4) is ambiguous: [(1, 4)] or "L1H4" is head 4 of layer 1, [1, 4] is heads 1 and 4 of all
     """
+    refuse_pair(heads)
     chosen = sorted(check_indices("layers", layers, n_layers))
     in_each = chosen if layers is not None or default is None else sorted(default)
     if heads is None or is_integer(heads):
         return {layer: check_indices("heads", heads, n_heads) for layer in in_each}
-    if isinstance(heads, tuple) and _is_pair(heads):
-        layer, head = heads
-        raise ValueError(
-            f'heads=({layer}, {head}) is ambiguous: [({layer}, {head})] or "{head_label(layer, head)}" is head {head} '
-            f"of layer {layer}, [{layer}, {head}] is heads {layer} and {head} of all"
-        )
     given: Any = [heads] if isinstance(heads, str) else heads
     if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
         raise ArgumentError(
@@ -334,6 +330,23 @@ def check_heads(
     if not set(by_layer) <= set(chosen):
         raise ArgumentError("heads", f"must lie within layers={shown(layers)}, got {shown(given)}")
     return dict(sorted(by_layer.items()))
+
+
+def refuse_pair(heads: Any) -> None:
+    """Raise for a tuple of two integers: one head, ``(layer, head)``, or the same two heads in each layer?
+
+    >>> refuse_pair((1, 4))  # doctest: +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: heads must not be a tuple of two integers, got (1, 4): write [(1, 4)] for
+    head 4 of layer 1, or [1, 4] for heads 1 and 4 of each chosen layer
+    """
+    if isinstance(heads, tuple) and _is_pair(heads):
+        layer, head = map(operator.index, heads)
+        raise ArgumentError(
+            "heads",
+            f"must not be a tuple of two integers, got ({layer}, {head}): write [({layer}, {head})] for head {head} of "
+            f"layer {layer}, or [{layer}, {head}] for heads {layer} and {head} of each chosen layer",
+        )
 
 
 def _from_label(x: Any) -> Any:
