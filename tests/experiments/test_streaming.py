@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.small_models import small_model
 from torch import Tensor
 
 from tl_posdisent import head_ablation, lambda_mask
@@ -26,7 +27,7 @@ def masked(head: int, sinks: int, window: int) -> Any:
 
     def edit(scores: Tensor, hook: Any) -> Tensor:
         at = torch.arange(scores.shape[-1])
-        seen = (at < sinks) | (at[:, None] - at < window)
+        seen = (at < sinks) | ((at[:, None] - at).abs() < window)
         scores = scores.clone()
         scores[:, head] = scores[:, head].masked_fill(~seen, torch.finfo(scores.dtype).min)
         return scores
@@ -50,6 +51,25 @@ def test_the_numbers_of_the_plain_loop(kind: str, name: str, sinks: int, window:
     assert table["effect"].abs().max() > 1e-3
     baseline = head_ablation(model, TOKENS, layers=1, heads=0, progress=False)["baseline"][0]
     assert table["baseline"].tolist() == pytest.approx([baseline] * len(table))
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(2, 3), (0, 4), (9, 3)])
+@pytest.mark.parametrize("encoding", ["rope", "t5"])
+def test_both_sides_of_the_query_in_a_model_that_is_not_causal(encoding: str, sinks: int, window: int) -> None:
+    """Also where sinks and window together are a whole text: early queries then lose late keys."""
+    model, tokens = small_model(encoding=encoding, causal=False), TOKENS % 20
+
+    def size(output: Tensor) -> Tensor:
+        return output.double().square().sum(-1)
+
+    table = streaming_ablation(model, tokens, size, sinks=sinks, window=window, progress=False)
+    values = []
+    for layer, head in zip(table["layer"], table["head"], strict=True):
+        edit = (f"blocks.{layer}.attn.hook_attn_scores", masked(head, sinks, window))
+        with torch.no_grad(), model.hooks(fwd_hooks=[edit]):
+            values.append(float(size(model(tokens)).mean()))
+    assert table["value"].tolist() == pytest.approx(values, rel=1e-5)
+    assert table["effect"].abs().min() > 1e-3
 
 
 def test_where_edited_scores_are_discarded(shared_model: Any) -> None:
@@ -82,3 +102,5 @@ def test_the_default_window_and_refusals(shared_model: Any) -> None:
     assert got == streaming_ablation(model, TOKENS, sinks=4, window=3, **options)["value"][0]
     with pytest.raises(ValueError, match="window and sinks must hide keys, together less than the 12 tokens"):
         streaming_ablation(model, TOKENS, sinks=9, window=3, **options)
+    with pytest.raises(ValueError, match="window and sinks must hide keys, each less than the 12 tokens"):
+        streaming_ablation(small_model(causal=False), TOKENS % 20, sinks=12, window=3, progress=False)

@@ -103,15 +103,17 @@ def streaming_ablation(
     heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Restrict each head alone to the first keys and a window of the last keys, and measure the change of a metric.
+    """Restrict each head alone to the first keys and a window of near keys, and measure the change of a metric.
 
     A *streaming* head loses nothing; a *retrieval* head looks further back (DuoAttention, arXiv 2410.10819). Query i of
-    the head sees key j if ``j < sinks`` or ``i - j < window``; the scores of visible keys do not change.
+    the head sees key j if ``j < sinks`` or ``|i - j| < window``; the scores of visible keys do not change. In a causal
+    model the window contains the last keys, in others (encoders) as many on both sides.
 
     Args:
         model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``.
         sinks: number of first keys of each text that stay visible.
-        window: number of last keys that stay visible, the query's own included; default a quarter of the longest text.
+        window: number of last keys that stay visible, the query's own included; if the model is not causal, the next
+            ``window - 1`` keys too. Default: a quarter of the longest text.
 
     Returns:
         One row per layer and head, with the columns of ``head_ablation``.
@@ -131,18 +133,20 @@ def streaming_ablation(
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    window = visible_window(texts, sinks, window)
+    causal = all(spec.causal for spec, _ in chosen)
+    window = visible_window(texts, sinks, window, causal=causal)
     check_reach(model, [spec.layer for spec, _ in chosen])
     units, edit = [units_of(spec, some) for spec, some in chosen], hiding("streaming_ablation", sinks, window)
-    options: dict[str, Any] = {"kind": lambda spec: "streaming", "start": sinks + window, "progress": progress}
+    first = sinks + window if causal else 0  # the first query from which a key is hidden
+    options: dict[str, Any] = {"kind": lambda spec: "streaming", "start": first, "progress": progress}
     return effect_table(reading, texts, units, _hooks_by(edit), metric, **options)
 
 
-def visible_window(texts: Texts, sinks: int, window: int | None) -> int:
-    """Validate the numbers of first and last keys that stay visible, and return the window, or its default."""
+def visible_window(texts: Texts, sinks: int, window: int | None, *, causal: bool = True) -> int:
+    """Validate the numbers of first and near keys that stay visible, and return the window, or its default."""
     check_integer("sinks", sinks, 0)
     window = max(1, texts.longest // 4) if window is None else check_integer("window", window, 1)
-    if sinks + window >= texts.longest:
-        limit = f"less than the {texts.longest} tokens of the longest text"
-        raise ValueError(f"window and sinks must hide keys, together {limit}, got {window} and {sinks}")
+    if (sinks + window if causal else max(sinks, window)) >= texts.longest:
+        limit = f"{'together' if causal else 'each'} less than the {texts.longest} tokens of the longest text"
+        raise ValueError(f"window and sinks must hide keys, {limit}, got {window} and {sinks}")
     return window
