@@ -14,6 +14,7 @@ from support.masks import FIELDS, every_option, noise
 from torch import Tensor
 
 from tl_posdisent import AdditiveFit, fit_additive
+from tl_posdisent.utils.errors import ArgumentError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -126,3 +127,31 @@ def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:
     torch.testing.assert_close(listed.r, fit_additive(cache).r)
     one_text = fit_additive([x[0] for x in scores.values()]).to_frame()
     assert list(one_text.columns[:2]) == ["layer", "head"]
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "cache"])
+def test_layers_of_one_text_are_not_pooled(kind: str) -> None:
+    """Their first axis is that of the heads; a list of texts is stacked by its user."""
+    each = [torch.randn(2, 9, 9, dtype=torch.float64) for _ in range(3)]
+    cache = {f"blocks.{layer}.attn.hook_attn_scores": x for layer, x in enumerate(each)}
+    with pytest.raises(
+        ArgumentError,
+        match=r"pool must be False for layers without an axis of texts, got scores of shape \(2, 9, 9\) per layer: "
+        r"pass \(text, head, query, key\) for each, as a cache with remove_batch_dim=False has, or torch.stack",
+    ):
+        fit_additive({"list": each, "tuple": (*each,), "cache": cache}[kind], pool=True)
+    pooled = fit_additive([x[None] for x in each], pool=True)  # one text: nothing to pool
+    torch.testing.assert_close(pooled.r, fit_additive(each).r)
+
+
+def test_a_mask_of_several_layers_has_their_axis() -> None:
+    """A mask of texts and heads alone would be read as one of layers and heads."""
+    scores = torch.randn(2, 2, 3, 9, 9, dtype=torch.float64)  # text, layer, head, query, key
+    mask = torch.ones(9, 9, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    mask[1, ..., :3] = False  # the second text is padded on the left
+    with pytest.raises(ArgumentError, match=r"mask must have shape .* all axes of the scores .* got \(2, 1, 9, 9\)"):
+        fit_additive([*scores.transpose(0, 1)], mask=mask)
+    fit = fit_additive([*scores.transpose(0, 1)], mask=mask[:, None])
+    for text in range(2):
+        alone = fit_additive(scores[text], mask=mask[text, 0])
+        torch.testing.assert_close(fit.r[text], alone.r)

@@ -48,10 +48,12 @@ def fit_additive(
             Also a list of such tensors, one per layer, or a cache of ``run_with_cache`` with ``hook_attn_scores``: the
             result then has an axis of layers before the heads, and its tables a column ``layer``.
         mask: ``"causal"`` (key not after query), ``"full"`` (bidirectional), or a boolean tensor that is True where a
-            cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes).
+            cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes, those of layers
+            included).
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
         sinks: leave this many first keys (attention sinks) out of the fit; their importance is 0.
         pool: fit one distance profile to all entries of the first axis (texts), each with its own query and key part.
+            Scores of several layers then need that axis: ``(text, head, query, key)`` each.
         check: raise for an attention pattern (rows that are non-negative and sum to 1), and warn if the tensor may be
             q, k, v or z (fewer "queries" than "keys", and no causal mask).
 
@@ -84,6 +86,7 @@ def fit_additive(
     layers: tuple[int, ...] | None = None
     if not isinstance(scores, Tensor):
         scores, layers = _stacked(scores)
+        _refuse_ambiguous(scores, mask, pool)
     scores = check_scores(scores).detach()
     check_flag("pool", pool)
     check_flag("check", check)
@@ -120,6 +123,24 @@ def _stacked(scores: Any) -> tuple[Tensor, tuple[int, ...]]:
             f"scores of several layers must have one shape (*batch, head, query, key), got {sorted(shapes)}"
         )
     return torch.stack([x.to(each[0].device) for x in each], -4), tuple(sorted(by_layer))
+
+
+def _refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mask: Any, pool: bool) -> None:
+    """Raise if the first axis of the layers' scores, or of a mask for them, may be texts, layers or heads."""
+    if pool and stacked.ndim < 5:
+        shape = tuple(stacked.shape[1:])
+        raise ArgumentError(
+            "pool",
+            f"must be False for layers without an axis of texts, got scores of shape {shape} per layer: pass (text, "
+            "head, query, key) for each, as a cache with remove_batch_dim=False has, or torch.stack(scores) if each "
+            "item of the list is a text",
+        )
+    if isinstance(mask, Tensor) and 4 <= mask.ndim < stacked.ndim:
+        raise ArgumentError(
+            "mask",
+            "must have shape (query, key), (head, query, key) or all axes of the scores with that of the layers, "
+            f"{tuple(stacked.shape)}, each of that size or 1, got {tuple(mask.shape)}",
+        )
 
 
 def fit_marginals(
