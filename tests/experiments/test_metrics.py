@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.public_calls import Function, call
+from support.small_models import small_model
 from torch import Tensor
 
+import tl_posdisent as tp
 from tl_posdisent import (
     attention_ladder,
     component_patching,
@@ -22,7 +28,8 @@ from tl_posdisent import (
     position_patching,
 )
 from tl_posdisent.experiments import streaming_ablation
-from tl_posdisent.experiments.causal.metrics import as_numbers
+from tl_posdisent.experiments.causal.metrics import as_numbers, next_token_loss
+from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 LENGTHS = [9, 6, 7]
@@ -64,6 +71,7 @@ def test_by_hand() -> None:
     logits = torch.randn(3, 9, 20, generator=torch.Generator().manual_seed(0))
     metric = logit_difference(ANSWERS, WRONG)
     torch.testing.assert_close(metric(logits, TOKENS), by_hand(logits, TOKENS))
+    torch.testing.assert_close(metric(logits), metric(logits, TOKENS))
     torch.testing.assert_close(logit_difference(4)(logits, TOKENS), logits[:, -1, 4] - logits[:, -1].mean(-1))
     at = logit_difference(torch.tensor(ANSWERS), 5, position=[0, 3, -2])(logits, TOKENS)
     wanted = [logits[0, 0, 3] - logits[0, 0, 5], logits[1, 3, 8] - logits[1, 3, 5], logits[2, 7, 11] - logits[2, 7, 5]]
@@ -169,6 +177,44 @@ def test_tools_agree_on_a_metric(metric: Callable[[Tensor], Any], shared_reading
     assert rows["untouched"].tolist() == pytest.approx(ablated["baseline"].tolist(), abs=1e-6)
 
 
+OF_LOSSES = [
+    *(tp.additive_substitution, tp.attention_ladder, tp.head_ablation, tp.head_effects, tp.length_generalization),
+    *(tp.perturbation_curve, tp.position_patching, tp.replaceable_heads, tp.experiments.estimated_ladder),
+    *(tp.experiments.intervention_losses, tp.experiments.position_effects, streaming_ablation),
+    *(tp.head_labels, tp.viz.show_loss_change),
+]
+
+
+@pytest.mark.parametrize("function", OF_LOSSES, ids=lambda function: function.__name__)
+def test_a_model_without_logits_of_each_token_has_no_losses(function: Function) -> None:
+    """Every tool says the same, whichever loss it needs first."""
+    model, tokens = small_model(n_out=6, causal=True), TOKENS % 20
+    more = {"heldout": tokens} if "heldout" in signature(function).parameters else {}
+    own: Any = {tp.length_generalization: {"lengths": [0, 3, 9]}, tp.position_patching: {"positions": range(9)}}
+    given = {} if function is tp.head_labels else {"tokens": tokens}
+    with pytest.raises(
+        ArgumentError,
+        match=r"model must return logits \(batch, pos, vocabulary\) for losses of next tokens, got shape \(\d, 6\) .*: "
+        "for other outputs pass metric= to a tool that takes it, such as head_ablation",
+    ):
+        call(function, model, **given, **more, **own.get(function, {}))
+
+
+def test_a_report_says_which_sections_need_logits(tmp_path: Path) -> None:
+    model, sections = small_model(n_out=6, causal=True), ["distance", "perturbation"]
+    page = tp.report(model, TOKENS % 20, tmp_path / "x.html", sections=sections, control=0, progress=False)
+    assert "model must return logits (batch, pos, vocabulary)" in page.read_text()
+
+
+def test_logits_of_too_few_tokens() -> None:
+    """A vocabulary smaller than the ids, as a classifier of each token returns."""
+    tokens = torch.tensor([[1, 9, 2]])
+    for output in (torch.zeros(1, 3, 9), torch.zeros(1, 2), torch.zeros(2, 3, 10), torch.zeros(1, 5, 10), None):
+        with pytest.raises(ArgumentError, match=r"model must return logits .* got (shape|NoneType)"):
+            next_token_loss(output, tokens)
+    assert next_token_loss(torch.zeros(1, 3, 10), tokens).item() == pytest.approx(math.log(10))
+
+
 def test_it_can_be_sent_and_compared() -> None:
     metric = logit_difference(ANSWERS, WRONG)
     assert pickle.loads(pickle.dumps(metric)) == metric == logit_difference(torch.tensor(ANSWERS), torch.tensor(WRONG))
@@ -194,5 +240,6 @@ def test_refusals_when_called() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             logit_difference(**given)(logits, TOKENS)
-    with pytest.raises(ValueError, match="logits must have shape"):
-        logit_difference(1)(logits[0], TOKENS)
+    for wrong in (logits[0], None):
+        with pytest.raises(ValueError, match="logits must have shape"):
+            logit_difference(1)(wrong)

@@ -300,7 +300,7 @@ def _gap(got: Any, expected: Any) -> float:
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
     """Compute a number per text to which every logit contributes, with a weight of its own; as large as a logit."""
     weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5), device="cpu").to(logits)
-    result: Tensor = (logits.detach() * weights).double().sum((1, 2)) / weights.numel() ** 0.5
+    result: Tensor = (logits.detach() * weights).double().flatten(1).sum(1) / weights.numel() ** 0.5
     return result
 
 

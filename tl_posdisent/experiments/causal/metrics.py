@@ -27,12 +27,6 @@ logits are NaN at padding."""
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
     """Compute the mean cross-entropy of each text's next tokens, in nats; in float32 or wider, averaged in float64."""
-    per_token = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
-    if not per_token or logits.shape[2] <= int(tokens.max()):
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ArgumentError(
-            "metric", f"must be given if the model does not return logits (batch, pos, vocabulary), got {got}"
-        )
     return torch.cat([losses for _, _, losses in in_blocks(logits, tokens)], 1).double().mean(1)
 
 
@@ -66,17 +60,22 @@ class LogitDifference:
     position: tuple[int, ...]
 
     def __call__(
-        self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
+        self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"] | None = None
     ) -> Float[Tensor, "batch"]:
-        """Compute the differences for a batch of logits without padding."""
-        self.check_batch(len(tokens))
-        return self.of_texts(logits, torch.arange(len(tokens), device="cpu"))
+        """Compute the differences for a batch of logits without padding; the tokens are not read."""
+        self._check(logits)
+        self.check_batch(len(logits))
+        return self.of_texts(logits, torch.arange(len(logits), device="cpu"))
 
-    def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
-        """Compute the differences for some texts (``rows`` of the batch) without padding; float32 or wider."""
+    @staticmethod
+    def _check(logits: Any) -> None:
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ArgumentError("logits", f"must have shape (batch, pos, vocab) for a logit difference, got {got}")
+
+    def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
+        """Compute the differences for some texts (``rows`` of the batch) without padding; float32 or wider."""
+        self._check(logits)
         n = logits.shape[1]
         values = []
         for own, row in zip(logits, rows.tolist(), strict=True):
@@ -117,7 +116,8 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
             negative, from its end.
 
     Returns:
-        A function of ``(logits [batch, pos, vocab], tokens [batch, pos])`` that returns one number per text, in logits.
+        A function of logits ``[batch, pos, vocab]``, or of logits and tokens as any metric, that returns one number per
+        text, in logits.
 
     Raises:
         ValueError: ids that are not integers; when called: another number of texts, ids or positions out of range.
@@ -129,7 +129,7 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
         >>> metric
         LogitDifference(answers=((2,), (0,)), wrong=((1,),), position=(-1,))
         >>> logits = torch.tensor([[[0.0, 1.0, 5.0]], [[3.0, 1.0, 0.0]]])  # two texts of one token
-        >>> metric(logits, torch.zeros(2, 1, dtype=torch.int64)).tolist()
+        >>> metric(logits).tolist()
         [4.0, 2.0]
     """
     places = _elements(position)
@@ -256,6 +256,19 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
 _AT_A_TIME = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
 
+def check_logits(output: Any, tokens: Int[Tensor, "batch pos"]) -> None:
+    """Raise unless a model's output has logits of each token's next one. All losses of next tokens begin here."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+    texts, length = tokens.shape
+    if len(shape) != 3 or shape[0] != texts or shape[1] not in (length - 1, length) or shape[2] <= int(tokens.max()):
+        got = f"shape {shape} for tokens of shape {(texts, length)}" if shape else type(output).__name__
+        raise ArgumentError(
+            "model",
+            f"must return logits (batch, pos, vocabulary) for losses of next tokens, got {got}: for other outputs pass "
+            "metric= to a tool that takes it, such as head_ablation",
+        )
+
+
 def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
     """Compute log-probabilities of a model's logits, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -263,6 +276,11 @@ def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*b
 
 def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
     """Compute the loss of each token but the first, from the log-probabilities at the token before."""
+    check_logits(log_p, tokens)
+    return _token_losses(log_p, tokens)
+
+
+def _token_losses(log_p: Tensor, tokens: Tensor) -> Tensor:
     following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits on the last layer's device
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
 
@@ -272,10 +290,11 @@ def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, T
 
     The last position has no next token.
     """
+    check_logits(logits, tokens)
     n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
     for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
         log_p = as_log_probabilities(logits[:, some])
-        yield some, log_p, token_losses(log_p, tokens[:, some.start : some.stop + 1])
+        yield some, log_p, _token_losses(log_p, tokens[:, some.start : some.stop + 1])
 
 
 @without_gradients()
