@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -116,3 +117,27 @@ def test_drops_of_some_heads_another_way() -> None:
     with model.hooks(fwd_hooks=ablate_heads(model, [(1, 0)], mode="resample", seed=4)):
         logits = model(tokens)
     assert drops["value"][0] == pytest.approx((logits.argmax(-1) == labels).double().mean().item(), abs=0.0051)
+
+
+@pytest.mark.parametrize("nth", [2, 3, 4])
+def test_rows_of_heads_that_cannot_be_measured_are_named(nth: int) -> None:
+    """A hook of the user's that raises on every nth call: the other rows are those without it."""
+    model, samples = untrained(), TASK.batch(40, seed=1)
+    expected, calls = head_drops(model, *samples, progress=False), itertools.count(1)
+
+    def fail(x: Any, hook: Any) -> None:
+        if next(calls) % nth == 0:
+            raise RuntimeError("the disk is full")
+
+    with (
+        model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", fail)]),
+        pytest.warns(UserWarning, match=r"their rows are NaN: L\dH\d: RuntimeError: the disk is full"),
+    ):
+        drops = head_drops(model, *samples, progress=False)
+    failed = drops["value"].isna()
+    assert [*drops.attrs["failures"]] == [f"L{x.layer}H{x.head}" for x in drops[failed].itertuples()]
+    assert 0 < failed.sum() < len(drops)
+    assert drops.loc[failed, ["effect", "loss_value", "loss_effect"]].isna().all(axis=None)
+    pd.testing.assert_frame_equal(drops[~failed], expected[~failed], atol=1e-6)
+    with pytest.raises(ValueError, match="drops must have finite numbers as effect, got nan"):
+        deposit(drops)

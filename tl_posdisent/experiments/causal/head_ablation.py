@@ -55,7 +55,8 @@ def head_ablation(
 
     Returns:
         One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of the unmodified model), ``value``
-        (without the head), ``effect`` (value − baseline).
+        (without the head), ``effect`` (value − baseline). Heads at which the model or the metric fails have NaN; a
+        warning names one with its error, and ``attrs["failures"]`` all.
 
     Raises:
         ValueError: invalid arguments; a metric that does not return a number or one number per text, or returns one

@@ -380,7 +380,8 @@ def head_drops(
     Returns:
         One row per head: ``layer``, ``head``, ``baseline`` (accuracy, 0 to 1), ``value`` (without the head),
         ``effect`` (value - baseline, so a drop is negative); ``loss_baseline``, ``loss_value``, ``loss_effect``, the
-        same for the mean cross-entropy in nats. ``deposit`` summarises the table.
+        same for the mean cross-entropy in nats. ``deposit`` summarises the table. As in ``head_ablation``, rows of
+        heads that could not be measured are NaN, and a warning says which and why.
 
     Raises:
         ValueError: as ``evaluate``, and as ``head_ablation``; padded samples with ``mode="resample"``.
@@ -403,7 +404,7 @@ def head_drops(
     averaged: Any = tokens if reference is None and mode == "mean" else reference
     if mode == "mean":
         averaged = reference_texts(model, averaged)
-    losses: list[float] = []  # the baseline's, then each row's
+    losses: list[float] = []  # the baseline's, then each row's that was measured
 
     def accuracy(logits: Tensor, tokens: Tensor) -> Tensor:
         logits = answers(lambda *_, **__: logits, tokens, pad).double()
@@ -414,8 +415,9 @@ def head_drops(
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
     with without_gradients():
         table = head_ablation(model, tokens, accuracy, progress=progress, **options)
-    loss = np.array(losses)
-    return table.assign(loss_baseline=loss[0], loss_value=loss[1:], loss_effect=loss[1:] - loss[0])
+    loss = np.full(len(table), np.nan)
+    loss[table["value"].notna()] = losses[1:]
+    return table.assign(loss_baseline=losses[0], loss_value=loss, loss_effect=loss - losses[0])
 
 
 def _check_drops(drops: pd.DataFrame) -> None:
