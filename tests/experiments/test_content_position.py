@@ -135,7 +135,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* an unknown rotation"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1]}, "tokens must be at least two texts at every position for content_position"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1].expand(4, -1)}, "at least two different texts, got 4 equal ones"),
-    ({"pad_id": 0}, {"tokens": TOKENS * (torch.arange(9) < 7)}, "padded or packed texts are not supported"),
+    ({"pad_id": 0}, {"tokens": TOKENS * (torch.arange(9) < 7)}, "for padded texts pass attention_mask="),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from support import zoo
@@ -15,6 +16,7 @@ from torch import Tensor
 from tl_posdisent import (
     ablate_heads,
     additivity,
+    attention_ladder,
     capture,
     controlled_distance,
     dummy_distance,
@@ -25,6 +27,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.experiments import dummy_distance_check
+from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
 from tl_posdisent.rope import Rotary, rotate
@@ -176,3 +179,27 @@ def test_first_heads_alone_are_refused_clearly() -> None:
     additivity(model, TOKENS, progress=False)
     with pytest.raises(ValueError, match=r"swap_positions needs rotary position embeddings .* an unknown rotation"):
         swap_positions(model, torch.arange(9))
+
+
+@pytest.mark.parametrize("tool", [additivity, attention_ladder, controlled_distance, dummy_distance_check])
+def test_padding_that_the_model_does_not_read(tool: Any) -> None:
+    """It changes the model's mask, and the refusal names the argument with which it works."""
+    model, padded = small_model(encoding="rope", causal=True, pad_id=0, n_out=20, read_out="token"), TOKENS.clone()
+    padded[1, 6:] = 0
+    own: Any = {"rungs": ["distance"], "controls": [], "progress": False} if tool is attention_ladder else {}
+    own = {"distances": [1, 2]} if tool is dummy_distance_check else own
+    with pytest.raises(ValueError, match=r"for padded texts pass attention_mask= \(1 at tokens, 0 at padding\)"):
+        tool(model, padded, **own)
+    tool(model, padded, attention_mask=padded != 0, **own)
+
+
+def test_a_padded_text_is_measured_as_alone() -> None:
+    model, padded = small_model(encoding="rope", causal=True, pad_id=0), TOKENS[:1].clone()
+    padded[0, 6:] = 0
+    alone = additivity(model, padded[:, :6], progress=False)
+    pd.testing.assert_frame_equal(additivity(model, padded, attention_mask=padded != 0, progress=False), alone)
+
+
+def test_repeated_tokens_have_no_padding() -> None:
+    """Random sequences of a model that does not read a token of its vocabulary."""
+    assert not (repeated_tokens(small_model(pad_id=7), None, 20, 0) == 7).any()

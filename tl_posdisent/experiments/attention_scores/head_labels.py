@@ -140,7 +140,7 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     """Draw sequences of different random tokens, each repeated once, after the start token if the model has one."""
     # TransformerLens adds a token beyond the vocabulary to tokenizers that lack a special token.
     start = [x for x in (special_id(model, "bos"),) if x is not None and x < model.cfg.d_vocab]
-    special = (special_id(model, "pad"), *start)
+    special = (special_id(model, "pad"), getattr(model.cfg, "pad_id", None), *start)
     usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
     room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
     most = min(len(usable), room // 2)

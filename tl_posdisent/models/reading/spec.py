@@ -125,8 +125,8 @@ class AttentionSpec:
         """Return the error message for a mask other than the one read."""
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
-            f"({'causal' if self.causal else 'full'}, window {self.window}); padded or packed texts are not supported: "
-            "pass texts of one length, or one at a time"
+            f"({'causal' if self.causal else 'full'}, window {self.window}): for padded texts pass "
+            "attention_mask= (1 at tokens, 0 at padding), and pass packed texts one at a time"
         )
 
     def key_head(self, head: int) -> int:
