@@ -130,6 +130,7 @@ def test_shares_by_hand() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3", {}, "queries that are an affine function of the residual stream .*QK-norm"),
     ("olmo2", {}, "queries that are an affine function of the residual stream"),
+    ("deepseek_v3", {}, "queries and keys of each head before rotation, but layer 1 of Deep.* latent attention"),
     ("gemma2", {}, "soft-caps its scores, so they are not sums of products"),
     ({"encoding": "mla"}, {}, "affine function .* latent attention"),
     ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* an unknown rotation"),

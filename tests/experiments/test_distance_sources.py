@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import zoo
 from support.rotary_layers import all_scores
 from support.small_models import small_model
@@ -22,6 +23,7 @@ CASES = zoo.cases("llama-gqa", "gptj", "gemma2", "olmo2", "llama-yarn", "neox", 
 TOKENS = zoo.random_tokens(length=10, batch=2)
 SMALL = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 DISTANCES = [0, 1, 2, 5, 40.5]
+QK = ("q_proj", "k_proj")
 
 
 def mean_score(model: Any, tokens: Tensor, layer: int, sinks: int = 0) -> Tensor:
@@ -148,6 +150,49 @@ def _frozen_vectors(model: Any, taps: list[Any], scales: list[Any]) -> list[Tens
         return [tap.read(found[tap.name]) for tap in taps]
 
 
+@zoo.needs_bridge
+@pytest.mark.parametrize("family", ["Granite", "GraniteMoe"])
+def test_a_multiple_of_each_layer_is_added_to_the_stream(family: str) -> None:
+    """Granite's residual multiplier: against Hugging Face's own weights, and all pairs of plain queries and keys."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    scales = {"residual_multiplier": 0.22, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
+    own = {"vocab_size": 61, "intermediate_size": 96, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    own |= {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "GraniteMoe" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **scales, **own, attn_implementation="eager")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        zoo.randomise(plain, 0.2, 0.7)
+    query, key = (getattr(plain.model.layers[1].self_attn, name).weight.detach().double() for name in QK)
+    output = plain.model.layers[0].self_attn.o_proj.weight.detach().double()
+    gain = plain.model.layers[1].input_layernorm.weight.detach().double()
+    model = zoo.as_bridge(plain)
+    found = distance_sources(model, torch.tensor([[5, 9, 4, 7]]), 1)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(torch.tensor([[5, 9, 4, 7]]))
+
+    def turned(x: Tensor, distance: int) -> Tensor:
+        angle = distance * 500.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+        a, b = x.split(4, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    q, k = (cache[name, 1][0].double() for name in ("q", "k"))
+    for head in range(8):
+        pairs = [0.2 * turned(q[:, head], d) @ k[:, head // 2].T for d in range(4)]
+        torch.testing.assert_close(found.profile()[head], torch.stack([x.mean() for x in pairs]), rtol=1e-5, atol=1e-6)
+    close(sum_of_terms(found), found.profile(), 1e-5)
+
+    stream, z = cache["blocks.1.hook_resid_pre"][0].double(), cache["z", 0][0].double()
+    factor = gain / stream.square().mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
+    added = {"embedding": cache["blocks.0.hook_resid_pre"][0].double()}
+    added |= {f"L0H{head}": 0.22 * z[:, head] @ output.view(64, 8, 8)[:, head].T for head in range(8)}
+    for source, x in added.items():
+        at, x = found.sources.index(source), factor * x
+        torch.testing.assert_close(found.query[at], (x @ query.T).mean(0).view(8, 8), rtol=1e-4, atol=1e-5)
+        keys = (x @ key.T).mean(0).view(4, 8).repeat_interleave(2, 0)
+        torch.testing.assert_close(found.key[at], keys, rtol=1e-4, atol=1e-5)
+
+
 def test_padded_texts_are_pooled() -> None:
     model = small_model(encoding="rope", causal=True).double()
     lengths = [9, 5, 9, 7]
@@ -262,6 +307,13 @@ def test_hooks_that_break_the_sum_are_refused(name: str, message: str) -> None:
     with model.hooks(fwd_hooks=[(name, lambda x, hook: x.sin() + x)]), pytest.raises(ValueError, match=message):
         distance_sources(model, SMALL, 1)
     assert torch.equal(model(SMALL), before)
+
+
+def test_a_hook_that_does_not_fire_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(encoding="rope", causal=True)
+    monkeypatch.setitem(vars(model.blocks[0].hook_attn_out), "_call_impl", lambda x: x)
+    with pytest.raises(ValueError, match=r"needs, in layer 0 of .*, the hook blocks\.0\.hook_attn_out to fire"):
+        distance_sources(model, SMALL, 1)
 
 
 def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,8 +312,9 @@ def weighted_sources(
     for tokens, weights in batches:
         start: dict[str, Tensor] = {}
         hooks = [hook for each in layers for hook in each.hooks(weights)]
-        with running(model) as p:
-            p.run(tokens, [keep(residual_hook(0), start), *hooks], stop=max(layer, 1))
+        # Hooks of the model, because Granite's bridge computes what a layer adds only for hooks that it knows of.
+        with applied(model, [keep(residual_hook(0), start), *hooks]), running(model) as p:
+            p.run(tokens, stop=max(layer, 1))
         embedding = embedding + torch.einsum("bpw,bpm->wm", weights, start[residual_hook(0)].double())
     found = {EMBEDDING: embedding}
     for each in layers:
@@ -347,6 +348,8 @@ class _Layer:
         seen: dict[str, Tensor] = {}
 
         def reduce(after: Tensor, hook: Any) -> None:
+            if missing := [name for name in self.names if name not in seen]:
+                raise ValueError(f"{self.where} the hook {missing[0]} to fire in a forward pass, but it does not")
             before, z, added, mlp = (seen.pop(name) for name in self.names)
             if not _near(before.double() + added.double() + mlp.double(), after):
                 raise ValueError(

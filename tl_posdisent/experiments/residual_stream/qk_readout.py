@@ -129,6 +129,11 @@ def measure_readouts(
 
     Only the length of the tokens matters.
     """
+    if spec.q is None and spec.no_rotation is not None:
+        raise ValueError(
+            f"{needed} queries and keys of each head before rotation, but layer {spec.layer} of {spec.architecture} "
+            f"{spec.no_rotation}"
+        )
     d_model, length = int(model.cfg.d_model), tokens.shape[1]
     size, texts = d_model**0.5, -(-d_model // length)  # vectors of unit variance, as after a norm
     found: dict[Side, Readout] = {}
