@@ -81,7 +81,7 @@ MEANS: dict[str, Call] = {
     ),
     "streaming_ablation": lambda *x, **y: ex.streaming_ablation(*x, sinks=1, window=3, layers=1, **y),
 }
-"""The mean over texts of a metric of each text."""
+"""The mean of a metric over texts, or of the loss over predicted tokens."""
 
 
 def others(tokens: Tensor) -> Tensor:
@@ -185,16 +185,22 @@ def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("name_of", MEANS)
 def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_reading: Any) -> None:
-    """A metric of a batch is the mean over its texts of the metric of each alone."""
+    """The loss of a batch is the mean over its predicted tokens, another metric the mean over its texts."""
     model, run = shared_reading(kind, name), MEANS[name_of]
     alone = [run(model, text, progress=False) for text in TEXTS]
+    parts = [length - 1 if alone[0].attrs["metric"] == "loss" else 1 for length in LENGTHS]
+    weights = [part / sum(parts) for part in parts]
+
+    def mean(names: list[str]) -> pd.DataFrame:
+        return sum(weight * table[names] for weight, table in zip(weights, alone, strict=True))  # type: ignore
+
     for side in SIDES:
         tokens, mask = batch(side)
         found = run(model, tokens, attention_mask=mask, progress=False)
         names = [x for x in found if x not in ("effect", "layer", "head")]
-        same(found[names], sum(table[names] for table in alone) / len(alone))
+        same(found[names], mean(names))
         if "baseline" in found and "source" not in found:
-            same(found[["effect"]], sum(table[["effect"]] for table in alone) / len(alone))
+            same(found[["effect"]], mean(["effect"]))
 
 
 @pytest.mark.slow
@@ -232,8 +238,11 @@ def test_ablation_of_padded_texts(shared_model: Any) -> None:
         z[:, :, 2] = mean
         return z
 
-    losses = [model.run_with_hooks(x, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_z", put)]) for x in TEXTS]
-    assert found["value"][0] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
+    losses: Any = [
+        (x.shape[1] - 1) * model.run_with_hooks(x, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_z", put)])
+        for x in TEXTS
+    ]
+    assert found["value"][0] == pytest.approx(sum(losses).item() / (sum(LENGTHS) - len(LENGTHS)), abs=1e-5)
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -56,8 +56,9 @@ def seen(loss: Callable[..., float], text: Tensor, positions: Tensor | None) -> 
     return held
 
 
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
+def mean(losses: list[float]) -> float:
+    """Over the predicted tokens of all texts."""
+    return sum((n - 1) * loss for n, loss in zip(LENGTHS, losses, strict=True)) / (sum(LENGTHS) - len(LENGTHS))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

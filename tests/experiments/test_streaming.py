@@ -88,11 +88,11 @@ def test_short_texts_see_no_change(shared_model: Any) -> None:
     options: dict[str, Any] = {"sinks": 2, "window": 3, "heads": [(0, 1)], "progress": False}
     table = streaming_ablation(model, TOKENS, attention_mask=mask, **options)
     with torch.no_grad():
-        values = [float(loss(model(TOKENS[1:2, :5]), TOKENS[1:2, :5]))]
+        values = [4 * float(loss(model(TOKENS[1:2, :5]), TOKENS[1:2, :5]))]
     for text in (TOKENS[:1], TOKENS[2:, :6]):
         with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", masked(1, 2, 3))]):
-            values.append(float(loss(model(text), text)))
-    assert table["value"][0] == pytest.approx(sum(values) / 3, abs=2e-6)
+            values.append((text.shape[1] - 1) * float(loss(model(text), text)))
+    assert table["value"][0] == pytest.approx(sum(values) / (4 + 11 + 5), abs=2e-6)
 
 
 def test_the_default_window_and_refusals(shared_model: Any) -> None:

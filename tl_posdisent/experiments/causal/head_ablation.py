@@ -44,7 +44,7 @@ def head_ablation(
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``. Dropout is disabled.
         tokens: ids ``[batch, pos]`` or, if the model has a tokenizer, a text or a list of texts of any lengths.
         metric: ``f(logits)`` or ``f(logits, tokens)``, called once for every head; returns a number, or one per text,
-            which are averaged. At padding logits are NaN. Default: the mean loss of next tokens, in nats.
+            which are averaged. At padding logits are NaN. Default: the loss, in nats per predicted token of all texts.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all that have attention.
         heads: query heads, default all: numbers, which apply to each of these layers, or pairs ``(layer, head)``.

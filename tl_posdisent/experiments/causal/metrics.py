@@ -249,8 +249,19 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
 
 
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
-    """Compute the metric of a run, averaged over texts if it is one number per text (see ``values_of``)."""
-    return float(as_numbers(values_of(metric, outputs, texts), len(texts.tokens)).mean())
+    """Compute the metric of a run, averaged over texts if it is one number per text (see ``values_of``).
+
+    The loss of next tokens is averaged over all predicted tokens, as in every table of losses.
+    """
+    numbers = as_numbers(values_of(metric, outputs, texts), len(texts.tokens))
+    if metric is next_token_loss:
+        numbers = numbers.repeat_interleave(torch.tensor(_predicted(texts), device="cpu"))
+    return float(numbers.mean())
+
+
+def _predicted(texts: Texts) -> list[int]:
+    """Return the number of predicted tokens of each text, in the order of its groups."""
+    return [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]
 
 
 _AT_A_TIME = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
