@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import ablate_heads
+from tl_posdisent import ablate_heads, head_ablation
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.ablate import _real as real_queries
 from tl_posdisent.hooks.ablate import derangement
@@ -52,6 +53,26 @@ def test_zero_is_a_model_whose_output_matrix_leaves_the_head_out(kind: str, name
     model = shared_model(kind, name)
     torch.testing.assert_close(run(model, ablate_heads(model, heads)), without, rtol=0, atol=2e-4)
     assert (run(model) - without).abs().max() > 0.1
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize(("name", "moves"), [("neox", True), ("gpt2", True), ("qwen2", True), ("llama-gqa", False)])
+def test_weight_processing_changes_zeros_only(name: str, moves: bool, shared_model: Any) -> None:
+    """It moves the bias of values behind hook_z, where zeros leave it."""
+    processed = zoo.bridge(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        processed.enable_compatibility_mode()
+    effects = {}
+    for mode in ("zero", "mean", "resample"):
+        tables = [
+            head_ablation(m, TOKENS, mode=mode, seed=1, progress=False)  # type: ignore[arg-type]
+            for m in (shared_model("bridge", name), processed)
+        ]
+        assert tables[0]["baseline"][0] == pytest.approx(tables[1]["baseline"][0], abs=1e-5)
+        effects[mode] = (tables[0]["effect"] - tables[1]["effect"]).abs().max()
+    assert max(effects["mean"], effects["resample"]) < 1e-5
+    assert effects["zero"] > 0.03 if moves else effects["zero"] < 1e-5
 
 
 @CASES

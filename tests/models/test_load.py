@@ -12,13 +12,18 @@ import transformers
 from jaxtyping import TypeCheckError
 from support import zoo
 from support.live_bytes import LiveBytes
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
+from tl_posdisent import head_ablation
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import convert as conversion
 from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
@@ -205,6 +210,25 @@ def test_directory_gives_the_logits_of_hugging_face(tmp_path: Path, backend: Any
         ids = model.to_tokens("We the people")[0].tolist()
         assert ids == demo_tokenizer().encode("We the people")
         assert ids[0] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_text_of_a_tokenizer_without_bos_begins_with_eos(tmp_path: Path, backend: Any) -> None:
+    """So TransformerLens encodes it, and what is given as text is measured with that token."""
+    words = Tokenizer(WordLevel({"we": 3, "the": 4, "people": 5, "?": 6, "<eos>": 7}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>", unk_token="?")
+    assert tokenizer("we the people")["input_ids"] == [3, 4, 5]
+    llama().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load_model(tmp_path, backend=backend)
+    assert model.to_tokens("we the people").tolist() == [[7, 3, 4, 5]]
+    plain = model.to_tokens("we the people", prepend_bos=False)
+    assert plain.tolist() == [[3, 4, 5]]
+    options: Any = {"layers": 0, "heads": 0, "progress": False}
+    given: list[Any] = ["we the people", torch.tensor([[7, 3, 4, 5]]), plain]
+    text, with_eos, without = (head_ablation(model, x, **options)["baseline"].item() for x in given)
+    assert text == with_eos != without
 
 
 def test_auto_takes_hooked_where_it_is_right_and_the_bridge_where_it_is_not(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ def ablate_heads(
     * ``"resample"``: ``z[σ(b), i, h]``, its output at the same position of another text of the batch. σ is drawn
       uniformly from the permutations that leave no text in its place; it is the same for all heads.
 
+    If values have a bias (GPT-NeoX, GPT-2, Qwen 2), ``"zero"`` depends on TransformerLens's weight processing
+    (``enable_compatibility_mode()``, ``HookedTransformer.from_pretrained``): it moves the biases from z to the bias of
+    the layer's output, where zeros do not remove them. ``"mean"`` and ``"resample"`` do not depend on it.
+
     Args:
         model: HookedTransformer, TransformerBridge or a similar model.
         heads: query heads: pairs ``(layer, head)``, or integers, the same heads in each of ``layers``.

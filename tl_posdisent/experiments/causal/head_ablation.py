@@ -42,13 +42,15 @@ def head_ablation(
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``. Dropout is disabled.
-        tokens: ids ``[batch, pos]`` or, if the model has a tokenizer, a text or a list of texts of any lengths.
+        tokens: ids ``[batch, pos]`` or, if the model has a tokenizer, a text or a list of texts of any lengths. Text is
+            encoded by ``model.to_tokens``, which by default puts BOS in front, or EOS if the tokenizer has no BOS.
         metric: ``f(logits)`` or ``f(logits, tokens)``, called once for every head; returns a number, or one per text,
             which are averaged. At padding logits are NaN. Default: the loss, in nats per predicted token of all texts.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all that have attention.
         heads: query heads, default all: numbers, which apply to each of these layers, or pairs ``(layer, head)``.
-        mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length.
+        mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length, and "zero"
+            depends on TransformerLens's weight processing if values have a bias.
         reference: texts for the mean, without padding; default ``tokens``.
         seed: seed of "resample".
         progress: show a progress bar.
