@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -201,6 +202,38 @@ def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_readi
         same(found[names], mean(names))
         if "baseline" in found and "source" not in found:
             same(found[["effect"]], mean(["effect"]))
+
+
+def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
+    """That of Hugging Face, over the predicted tokens of texts of unequal length."""
+    reading, hf = shared_reading("bridge", "llama-gqa"), zoo.hf_model("llama-gqa")
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(hf(x).logits[0, :-1], x[0, 1:], reduction="sum").item() for x in TEXTS
+        ]
+    wanted = sum(losses) / (sum(LENGTHS) - len(LENGTHS))
+    tokens, mask = batch("left")
+    every: dict[str, Any] = {"attention_mask": mask, "progress": False}
+    one: dict[str, Any] = every | {"layers": 0, "heads": 0}
+    places = torch.arange(WIDTH) ** 1.1
+    ladder = tp.attention_ladder(reading, tokens, rungs=["distance"], controls=[], **one).set_index("rung")
+    substituted = tp.additive_substitution(reading, tokens, layers=0, **every)
+    found = {
+        "head_ablation": tp.head_ablation(reading, tokens, **one)["baseline"][0],
+        "streaming_ablation": ex.streaming_ablation(reading, tokens, sinks=1, window=2, **one)["baseline"][0],
+        "position_patching": tp.position_patching(reading, tokens, places, **one)["clean"][0],
+        "component_patching": tp.component_patching(reading, tokens, source_positions=places, **one)["baseline"][0],
+        "intervention_losses": ex.intervention_losses(reading, tokens, {"a": tp.dummy_distance(reading, 5)}, **every)[
+            "loss"
+        ][0],
+        "attention_ladder": ladder["loss"]["untouched"],
+        "additive_substitution": (substituted["loss"] - substituted["change"])[0],
+        "perturbation_curve": math.log(
+            tp.perturbation_curve(reading, tokens, ["order"], [0], seeds=1, **every)["perplexity"][0]
+        ),
+    }
+    assert found == pytest.approx(dict.fromkeys(found, wanted), abs=1e-5)
+    assert abs(wanted - sum(loss / (n - 1) for loss, n in zip(losses, LENGTHS, strict=True)) / len(LENGTHS)) > 1e-2
 
 
 @pytest.mark.slow
