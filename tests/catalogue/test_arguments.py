@@ -283,8 +283,12 @@ def test_other_choices_of_two_heads(shared_reading: Any) -> None:
         edits[name] = [*zip(ablated["layer"], ablated["head"], strict=True)]
     each = [(layer, head) for layer in range(reading.n_layers) for head in (3, 4)]
     assert edits == {"list": each, "once": each, "pair": [(1, 4)], "label": [(1, 4)]}
-    with pytest.raises(ArgumentError, match=r"heads must not be a tuple of two integers, got \(1, 2\)"):
-        tp.sweeps.jobs("demo", ("head_ablation", {"heads": (1, 2)}), "demo")
+    for name, arguments in (
+        ("head_ablation", {"heads": (1, 2)}),
+        ("head_effects", {"interventions": {"zero": ("ablate_heads", {"heads": (1, 2)})}}),
+    ):
+        with pytest.raises(ArgumentError, match=r"heads must not be a tuple of two integers, got \(1, 2\)"):
+            tp.sweeps.jobs("demo", (name, arguments), "demo")
 
 
 def test_every_argument_has_a_kind() -> None:

@@ -70,11 +70,20 @@ def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> Non
     if seed is not None and {"seed", "seeds"} & set(arguments):
         raise ArgumentError("seeds", f"must be given once, got seed={seed} and {dict(arguments)} for {name}")
     function = experiment_named(name)
-    refuse_pair(arguments.get("heads"))  # JSON has no tuples, so the experiment would read it as a list
+    _refuse_pairs(arguments)
     try:
         inspect.signature(function).bind("model", "tokens", **_arguments(function, arguments, seed))
     except TypeError as error:
         raise ValueError(f"arguments must be parameters of {name}, got {dict(arguments)}: {error}") from error
+
+
+def _refuse_pairs(given: Any) -> None:
+    """Refuse a pair of integers as heads, also in interventions: JSON would make it a list, which means other heads."""
+    if isinstance(given, Mapping):
+        refuse_pair(given.get("heads"))
+    if isinstance(given, Mapping | list | tuple):
+        for value in given.values() if isinstance(given, Mapping) else given:
+            _refuse_pairs(value)
 
 
 def run_experiment(name: str, model: Any, tokens: Any, arguments: Mapping[str, Any], seed: int | None) -> pd.DataFrame:
