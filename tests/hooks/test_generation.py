@@ -234,7 +234,7 @@ def test_attention_sinks(tool: str) -> None:
         close(step_by_step(model, "bridge", hooks, TEXTS), whole, 2e-4)
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3.5"))
 def test_padded_prompts(kind: str, name: str, shared_reading: Any) -> None:
     reading = shared_reading(kind, name)
     model = reading.model

@@ -11,8 +11,8 @@ from support import zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, WAYS, L, close
 from torch import Tensor
 
-from tl_posdisent import ablate_heads
-from tl_posdisent.hooks import applied, drop_component, substitute_additive, substitute_attention
+from tl_posdisent import ablate_heads, dummy_distance, position_interpolation, remap_distance, swap_positions
+from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive, substitute_attention
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import model_of
 
@@ -70,6 +70,107 @@ def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_rea
             raise AssertionError(f"{tool} {where} {side}: {error}") from error
     shows_no_mask = (kind, name) == ("bridge", "gptj")
     assert right == [tool for tool, _ in cases if not shows_no_mask or tool in WITHOUT_MASK]
+
+
+ABSOLUTE: dict[str, Callable[..., list[Hook]]] = {
+    "swap": lambda m, **w: swap_positions(m, lambda p: p**2, **w),
+    "noise": lambda m, **w: phase_noise(m, 0.7, **w),
+    "both": lambda m, **w: swap_positions(m, lambda p: p**2, **w) + phase_noise(m, 0.7) + position_interpolation(m, 2),
+    "beside others": lambda m, **w: remap_distance(m, lambda d: d / 2, heads=[0, 2]) + phase_noise(m, 0.7, heads=[1]),
+}
+"""Interventions by position: of a text whose first token has another position than 0 they are other ones."""
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_model_that_counts_padding_as_positions(side: str, shared_reading: Any) -> None:
+    """Qwen3.5 as released: TransformerLens does not give it the positions of the tokens of padded texts."""
+    reading = shared_reading("bridge", "qwen3.5")
+    tokens, mask, _ = padded(side)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        watch = [("blocks.1.attn.hook_cos", lambda x, hook: seen.append(x))]
+        reading.model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=watch)
+        if zoo.TL_MAJOR == 3:
+            assert torch.equal(*seen[0].expand(2, -1, -1))  # both texts have the same positions
+        for tool, make in (ABSOLUTE | TOOLS).items():
+            hooks = make(reading, layers=[1])
+            if tool in ABSOLUTE:
+                shifted = reading.model.run_with_hooks(TEXTS, fwd_hooks=hooks, position_ids=torch.arange(L)[None] + PAD)
+                assert (shifted - reading.model.run_with_hooks(TEXTS, fwd_hooks=hooks)).abs().max() > 0.1, tool
+    for tool, make in (ABSOLUTE | TOOLS).items():
+        for where in ({}, {"heads": [1, 6]}) if tool != "beside others" else ({},):
+            try:
+                check(reading, make, side, 2e-4, **where)
+            except AssertionError as error:
+                raise AssertionError(f"{tool} {where}: {error}") from error
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen"])
+@pytest.mark.parametrize("tool", ABSOLUTE)
+def test_a_mask_of_pairs_of_tokens(name: str, tool: str, shared_reading: Any) -> None:
+    """With such a mask TransformerLens leaves positions to the model, which counts padding, and packed texts on."""
+    reading = shared_reading("bridge", name)
+    tokens, mask, at = padded("left")
+    hooks = ABSOLUTE[tool](reading)
+    text = torch.arange(L) // (L // 2)
+    with torch.no_grad(), applied(reading.model, hooks):
+        expected = reading.model(TEXTS[:1, : L - PAD]), reading.model(TEXTS[1:])
+        left = reading.model(tokens, attention_mask=of_pairs(mask[:, None, :].bool() | torch.eye(L).bool()))
+        halves = [reading.model(half) for half in TEXTS.split(L // 2, 1)]
+        packed = reading.model(TEXTS, attention_mask=of_pairs((text[:, None] == text).expand(2, -1, -1)))
+    close(left[:1, at], expected[0], 2e-4)
+    close(left[1:], expected[1], 2e-4)
+    close(packed, torch.cat(halves, 1), 2e-4)
+
+
+def of_pairs(seen: Tensor) -> Tensor:
+    """The causal mask ``[batch, 1, query, key]`` of transformers, in which tokens also see nothing but these keys."""
+    return torch.zeros(len(seen), 1, L, L).masked_fill(~seen.tril()[:, None], torch.finfo(torch.float32).min)
+
+
+PACKED = {"position_ids": (torch.arange(L) % (L // 2)).expand(2, -1)}
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen", "falcon"])
+def test_texts_packed_by_their_positions_alone(name: str, shared_reading: Any) -> None:
+    """transformers hides them from each other in a pass without a mask and a cache; in others the hooks say so."""
+    reading = shared_reading("bridge", name)
+    model, message = reading.model, r"position_ids must not begin again at 0|are not what its queries, keys"
+    with torch.no_grad():
+        plain = torch.cat([model(half) for half in TEXTS.split(L // 2, 1)], 1)
+        for tool, make in (ABSOLUTE | TOOLS_FOR_ANY_LENGTH).items():
+            hooks = make(reading)
+            with applied(model, hooks):
+                halves = torch.cat([model(half) for half in TEXTS.split(L // 2, 1)], 1)
+                if tool == "ablation":  # what the model makes of such a row is its own
+                    assert (model(TEXTS, **PACKED) - halves).abs().max() > 0.1
+                    continue
+                for more in ({}, {"use_cache": True}, {"attention_mask": torch.ones_like(TEXTS)}):
+                    with pytest.raises(ValueError, match=message):
+                        model(TEXTS, **PACKED, **more)
+                if name == "falcon":  # which hides them from each other in no pass
+                    with pytest.raises(ValueError, match=message):
+                        model(TEXTS, **PACKED, use_cache=False)
+                    continue
+                close(model(TEXTS, **PACKED, use_cache=False), halves, 2e-4)
+                assert (halves - plain).abs().max() > 0.01
+
+
+@zoo.needs_bridge
+def test_other_positions_that_repeat_are_not_packed_texts(shared_reading: Any) -> None:
+    """Those of padding, those of a text read backwards, and one position for all."""
+    reading = shared_reading("bridge", "llama-gqa")
+    tokens, mask, _ = padded("left")
+    derived = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad(), applied(reading.model, dummy_distance(reading, 3)):
+        expected = reading.model(TEXTS)
+        for positions in (torch.arange(L).flip(0), torch.zeros(L, dtype=torch.int64), torch.arange(L) // 2):
+            given = {"position_ids": positions[None], "attention_mask": torch.ones_like(TEXTS)}
+            close(reading.model(TEXTS, **given), expected, 1e-4)
+        close(reading.model(tokens, attention_mask=mask, position_ids=derived)[1], expected[1], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gptj"])

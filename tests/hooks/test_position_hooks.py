@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, logits
+from support import zoo
+from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, TOOLS_FOR_ANY_LENGTH, logits
+from support.live_bytes import LiveBytes
 from torch import Tensor
 
 
@@ -43,3 +46,37 @@ def test_nothing_is_held_after_the_run(kind: str, name: str, intervention: Any, 
     logits(model, [*hooks, *((hook, watch) for hook in names)])
     assert len(seen) >= len(names)
     assert [ref for ref in seen if ref() is not None] == []
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "codegen"))
+def test_a_pass_without_a_cache_leaves_nothing_in_memory(kind: str, name: str, shared_model: Any) -> None:
+    """While the hooks stay on the model; what a pass leaves without them is the model's own."""
+    model, tokens = shared_model(kind, name), zoo.random_tokens(100)
+
+    def left() -> int:
+        model(TOKENS)
+        with LiveBytes() as live:
+            model(tokens)
+            gc.collect()
+            return live.now
+
+    with torch.no_grad():
+        plain = left()
+        for tool, make in TOOLS_FOR_ANY_LENGTH.items():
+            with model.hooks(fwd_hooks=make(model, heads=[1, 6])):
+                assert left() == plain, tool
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_what_is_kept_of_a_cached_text_is_released(kind: str, name: str, shared_model: Any) -> None:
+    """By the next pass without a cache; until then the keys are needed."""
+    model, text = shared_model(kind, name), zoo.random_tokens(100, 1)
+    with torch.no_grad(), model.hooks(fwd_hooks=TOOLS_FOR_ANY_LENGTH["remap"](model)), LiveBytes() as live:
+        generated = model.generate(text, max_new_tokens=3, do_sample=False, stop_at_eos=False, verbose=False)
+        gc.collect()
+        keys = model.cfg.n_layers * 102 * (model.cfg.n_key_value_heads or model.cfg.n_heads) * model.cfg.d_head * 4
+        assert keys <= live.now - generated.nbytes
+        model(TOKENS)
+        gc.collect()
+        assert live.now - generated.nbytes < keys / 10

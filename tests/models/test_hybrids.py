@@ -23,6 +23,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.experiments import streaming_ablation
+from tl_posdisent.hooks.edits import layer_pass
 
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
@@ -69,6 +70,16 @@ def test_check_model_finds_nothing_wrong(name: str, shared_model: Any) -> None:
     table = check_model(shared_model("bridge", name), tools=tools, lengths=12, progress=False)
     expected = {"works"} if zoo.ARCHITECTURES[name].rotary and name != "bamba" else {"works", "refused"}
     assert set(table["verdict"]) == expected, table.to_string()
+
+
+@zoo.needs_bridge
+def test_check_model_finds_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
+    """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
+    monkeypatch.setattr(layer_pass, "_start_texts_at_0", lambda state, real: None)
+    tools = ["swap_positions", "phase_noise", "remap_distance"]
+    table = check_model(shared_model("bridge", "qwen3.5"), tools=tools, lengths=12, progress=False)
+    wrong = table[table["verdict"] == "wrong"]
+    assert wrong[["tool", "text"]].values.tolist() == [["swap_positions", "padded"], ["phase_noise", "padded"]]
 
 
 @zoo.needs_bridge

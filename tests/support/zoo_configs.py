@@ -74,6 +74,9 @@ _DELTA = _HYBRID | {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"head_dim": 16, "layer_types": ["linear_attention", _FULL] * 2},
 }
+# As Qwen3.5 is released: one position for each axis of an image. TransformerLens then leaves positions to the model,
+# which counts padding before a text.
+_BY_AXES = _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 _EXPERTS |= {"shared_expert_intermediate_size": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -150,7 +153,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": _of("Lfm2", _HYBRID | {"layer_types": ["conv", _FULL] * 2, "block_multiple_of": 8}, hybrid=True),
     "qwen3-next": _of("Qwen3Next", _DELTA | _EXPERTS, hybrid=True),
-    "qwen3.5": _of("Qwen3_5", _DELTA, "Qwen3_5TextConfig", hybrid=True),
+    "qwen3.5": _of("Qwen3_5", _DELTA | {"rope_parameters": _BY_AXES}, "Qwen3_5TextConfig", hybrid=True),
     "jamba": _of(
         "Jamba",
         _HYBRID

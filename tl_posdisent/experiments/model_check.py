@@ -412,6 +412,17 @@ def _component_patching(trial: Trial) -> Iterator[Law]:
 # --- interventions ----------------------------------------------------------------------------------------------------
 
 
+def _curved(index: Tensor, n: int) -> Tensor:
+    """Positions from 0 to ``n`` with unequal steps, so that they show whether each text begins at 0."""
+    return index**2 / n
+
+
+def _distances(trial: Trial) -> Tensor:
+    n = trial.tokens.shape[1]
+    at = _curved(torch.arange(n, dtype=torch.float64, device=trial.tokens.device), n)
+    return at[:, None] - at
+
+
 class Intervention(NamedTuple):
     """Hooks on a trial that must change the logits; that must change nothing; that do the first by other means."""
 
@@ -422,9 +433,9 @@ class Intervention(NamedTuple):
 
 INTERVENTIONS: dict[str, Intervention] = {
     "swap_positions": Intervention(
-        lambda t: swap_positions(t.reading, lambda index: 2 * index),
+        lambda t: swap_positions(t.reading, partial(_curved, n=t.tokens.shape[1])),
         lambda t: swap_positions(t.reading, lambda index: index + 7),
-        lambda t: remap_distance(t.reading, lambda d: 2 * d),
+        lambda t: remap_distance(t.reading, _distances(t)),
     ),
     "dummy_distance": Intervention(
         lambda t: dummy_distance(t.reading, 3), twice=lambda t: remap_distance(t.reading, lambda d: 0 * d + 3)

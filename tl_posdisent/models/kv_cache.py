@@ -152,7 +152,8 @@ def running_cache() -> tuple[Any | None, bool]:
     """Return the KV cache of the running pass, of transformers models alone, and whether the caller asked for one.
 
     A hook function receives a tensor and a hook point, but not the arguments of the pass, so these are read from the
-    call stack. transformers makes a cache in every pass; the caller asked for it by passing one or ``use_cache=True``.
+    call stack. transformers makes a cache in every pass; the caller asked for it by passing one, by ``use_cache=True``
+    or by ``return_type="logits_and_cache"``.
     """
     from transformers import Cache, PreTrainedModel
 
@@ -168,6 +169,7 @@ def running_cache() -> tuple[Any | None, bool]:
             if isinstance(given.get("self"), PreTrainedModel):  # the outermost one is seen last
                 asked = bool(caches) or given.get("use_cache") is True
             asked = asked or given.get("past_kv_cache") is not None  # a HookedTransformer's
+            asked = asked or given.get("return_type") == "logits_and_cache"
         frame = frame.f_back
     return cache, asked
 

@@ -17,6 +17,7 @@ class CachedText:
     n_key: int = 0  # keys in the cache
     seen: int = 0  # tokens so far; a sliding window may have dropped some from the cache
     places: Tensor | None = None  # positions of these tokens, if they were determined
+    at_slots: bool = False  # whether these positions are the slots of the batch, padding included
     counted: Tensor | None = None  # index of each token in its text, if needed
     keys: Tensor | None = None  # unrotated; only the last one, which identifies the text, if no more are needed
     given: Tensor | None = None  # keys as hooks turned them for the wrong positions, if a pass then fell back
@@ -26,6 +27,10 @@ class CachedText:
         """Say whether this is the beginning of a text of which ``cached`` keys come from a cache."""
         forgotten = window is not None and min(self.n_key, window - 1) <= cached
         return self.texts == texts and (self.n_key == cached or forgotten)
+
+    def forget(self) -> None:
+        """Release all tensors: the running pass keeps no cache, so that no pass can continue its text."""
+        vars(self).update(vars(CachedText()))
 
 
 def last_of(before: Tensor | None, now: Tensor, n_key: int) -> Tensor:

@@ -17,6 +17,7 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
 turned for the wrong positions. Then the pass *falls back*: it recomputes the scores of all heads with rotation edits.
+So it does if the mask shows padding before a text and the model's positions count it: an edit starts each text at 0.
 """
 
 from __future__ import annotations
@@ -209,13 +210,16 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     state.n_query, n_key = x.shape[-2:]
     cached, new = n_key > state.n_query, None
     state.check_cache(n_key)
-    if state.edits_scores or state.own is None or cached:  # otherwise nothing depends on the mask
+    _compare_with_slots(state, cached)
+    if state.reads_mask or cached:
         inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
         if not state.plan.editable:
             state.seen.scores, state.seen.inside = x, inside
+        unseen = state.own is None
         _number_queries(state, n_key, inside, real)
-        if state.edits_scores or cached:
+        if state.edits_scores or cached or unseen:
             check_scores(state, x, inside)
+        _start_texts_at_0(state, real)
         if state.edits_scores and state.plan.editable:
             new = edited_scores(state, x, inside)
     if not state.puts_in:
@@ -223,15 +227,37 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     return new
 
 
+def _compare_with_slots(state: LayerState, cached: bool) -> None:
+    """Find out whether the model's own positions are the slots of the batch, from its beginning."""
+    if state.own is not None and state.own.ndim == 1 and (state.memory.at_slots or not cached):
+        start = state.memory.seen if cached else 0
+        state.at_slots = torch.equal(state.own, torch.arange(start, start + state.n_query, device=state.own.device))
+
+
 def _number_queries(state: LayerState, n_key: int, inside: Tensor, real: Tensor) -> None:
     """Count the queries in their text if needed; if only the mask shows their positions, read these from it."""
-    if state.plan.counts:
+    if state.plan.counts or state.own is None or (state.plan.by_place and state.at_slots):
         before = state.memory.counted if n_key > state.n_query else None
         state.counted = text.counted_in_text(inside, real, before)
     if state.own is None:
-        state.own = text.positions_from_mask(real) + n_key - state.n_query
+        assert state.counted is not None
+        state.own = text.positions_of(state.counted)
         if state.plan.turned_before and not bool((state.own == state.expected).expand(real.shape)[real].all()):
             state.fall_back()
+    elif n_key == state.n_query and text.restarts(state.own):
+        text.check_packed(state.own, inside, real)
+
+
+def _start_texts_at_0(state: LayerState, real: Tensor) -> None:
+    """Fall back if edits depend on positions and the model's own count the padding before a text."""
+    if not (state.plan.by_place and state.at_slots):
+        return
+    assert state.counted is not None
+    assert state.own is not None
+    shifted = (state.counted != state.own) & (real | (state.counted < 0))  # padding after a text shifts nothing
+    if bool(shifted.any()):
+        state.recounted = True
+        state.fall_back()
 
 
 # --- 8, 9, 10: the result of edited scores, where the model discards them

@@ -107,6 +107,11 @@ class LayerPlan:
     def rotates(self) -> bool:
         return any(self.rotations)
 
+    @cached_property
+    def by_place(self) -> bool:
+        """Whether an edit depends on the tokens' own positions, not only on the distances between them."""
+        return any(edit.by_place for rotation in self.rotations for edit in rotation.edits)
+
     @property
     def needs_positions(self) -> bool:
         """Whether the running text's positions must be read from its rotation."""

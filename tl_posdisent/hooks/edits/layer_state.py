@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, continued, last_of
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
@@ -41,6 +42,9 @@ class LayerState:
         seen: the tensors seen so far.
         own: the model's own positions of the queries; None until they are known.
         counted: index of each query in its text, regardless of its position.
+        at_slots: whether the model's own positions are the slots of the batch, 0, 1, 2 …, padding included.
+        recounted: whether edits take the indices in the text for positions, since padding precedes a text that the
+            model positions by slots.
         rescored: heads whose scores are recomputed: those of the plan, or all with rotation edits if it ``fell_back``.
         fell_back: whether the running text's rotation table is not the expected one.
         start: number of tokens in the model's own cache, if needed before the hooks show it.
@@ -52,6 +56,7 @@ class LayerState:
         self.texts, self.n_query, self.dtype = 1, 0, torch.float32
         self.own: Tensor | None = None
         self.counted: Tensor | None = None
+        self.at_slots = self.recounted = False
         self.rescored = plan.rescored
         self.fell_back = False
         self.start: int | None = None
@@ -76,6 +81,13 @@ class LayerState:
         assert self.own is not None
         return self.own, before_and_now(self.own, n_key, self.memory.places)
 
+    def edited_places(self, n_key: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries and keys for edits, from 0 at the first token of each text."""
+        if not self.recounted:
+            return self.places(n_key)
+        query, key = self.counts(n_key)
+        return query.clamp_min(0), key.clamp_min(0)
+
     def counts(self, n_key: int) -> tuple[Tensor, Tensor]:
         """Return the indices of queries and keys in their text."""
         assert self.counted is not None
@@ -98,6 +110,16 @@ class LayerState:
     @property
     def edits_scores(self) -> bool:
         return bool(self.rescored or self.plan.score_edits)
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether something depends on the mask of the running text."""
+        return (
+            self.edits_scores
+            or self.own is None
+            or (self.at_slots and self.plan.by_place)
+            or (self.plan.needs_positions and text.restarts(self.own))
+        )
 
     @property
     def puts_in(self) -> bool:
@@ -126,7 +148,7 @@ class LayerState:
         """Group the heads whose scores must be known by the edits that the model has already applied."""
         rescored = {head for some in self.rescored.values() for head in some}
         read = {h for edit, heads in self.plan.score_edits if edit.vectors or pattern for h in heads}
-        if cached or not self.spec.cos:
+        if cached or not self.spec.cos or (pattern and self.plan.by_place):
             read |= self.plan.heads
         now = HeadRotation() if self.fell_back else self.plan.table
         wanted = sorted(rescored | read)
@@ -194,12 +216,16 @@ class LayerState:
     def refuse_cache(self, n_key: int) -> NoReturn:
         raise ValueError(
             f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys, of which the KV cache was "
-            f"not filled under these hooks: fill and use it in one model.hooks block, or {WITHOUT_CACHE}"
+            f"not filled under these hooks: fill it with use_cache=True and use it in one model.hooks block, or "
+            f"{WITHOUT_CACHE}"
         )
 
     def remember(self, n_key: int) -> None:
-        """Store what the next pass needs if it continues this text."""
+        """Store what the next pass needs if it continues this text, which it can only with a KV cache."""
         memory = self.memory
+        if n_key == self.n_query and not running_cache()[1]:
+            memory.forget()
+            return
         if n_key > self.n_query:
             memory.places = continued(memory.places, self.own)
             memory.counted = continued(memory.counted, self.counted)
@@ -208,11 +234,11 @@ class LayerState:
             memory.places, memory.counted, memory.seen = self.own, self.counted, self.n_query
         if self.seen.k is not None:
             # A pattern is compared for all keys.
-            all_keys = self.plan.reads_vectors or self.spec.scores is None or self.misplaced
+            all_keys = self.plan.reads_vectors or self.spec.scores is None or self.fell_back
             keys = self.keys(n_key) if all_keys else self.seen.k[:, -1:]
             given = self.given_keys(n_key).detach().clone() if self.misplaced else None
             memory.keys, memory.given = keys.detach().clone(), given
         if self.puts_in:
             assert self.seen.v is not None
             memory.values = last_of(memory.values, self.seen.v, n_key).detach().clone()
-        memory.texts, memory.n_key = self.texts, n_key
+        memory.texts, memory.n_key, memory.at_slots = self.texts, n_key, self.at_slots

@@ -49,7 +49,7 @@ def edited_scores(
             left = of_heads(inside, heads) & (before != -torch.inf)
             vectors = state.vectors(heads, n_key) if edit.vectors else None
             counted = state.counts(n_key) if edit.counts else None
-            view = View(state.spec, heads, left, rotation, state.places(n_key), counted, before, vectors)
+            view = View(state.spec, heads, left, rotation, state.edited_places(n_key), counted, before, vectors)
             x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
     return x
 
@@ -76,4 +76,4 @@ def _rotated(
     q, k = state.vectors(heads, n_key)
     by_slot = rotation.position is not None and rotation.position.slots
     part = state.part(n_key) if by_slot else None
-    return rotated_scores(state.spec, rotation, heads, q, k, state.places(n_key), before, part)
+    return rotated_scores(state.spec, rotation, heads, q, k, state.edited_places(n_key), before, part)

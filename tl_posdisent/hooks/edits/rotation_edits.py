@@ -47,6 +47,11 @@ class RotationEdit(Edit):
         """Whether it was given for each slot of the batch, regardless of the tokens' own positions."""
         return False
 
+    @property
+    def by_place(self) -> bool:
+        """Whether it depends on the tokens' own positions, not only on the distances between them."""
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class PositionMap(RotationEdit):
@@ -59,6 +64,10 @@ class PositionMap(RotationEdit):
     @property
     def slots(self) -> bool:
         return isinstance(self.queries, Tensor)
+
+    @property
+    def by_place(self) -> bool:
+        return callable(self.queries)
 
     @property
     def distances_only(self) -> bool:
@@ -160,6 +169,10 @@ class PhaseNoise(RotationEdit):
     @property
     def slots(self) -> bool:
         return not isinstance(self.angles, (int, float))
+
+    @property
+    def by_place(self) -> bool:
+        return not self.slots
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Float[Tensor, "*batch pos subspace"]:
         """Return the angles of tokens at their own positions."""

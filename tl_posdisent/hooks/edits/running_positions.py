@@ -92,11 +92,10 @@ def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "b
     return ~masked.diagonal(cached, -2, -1).all(1)
 
 
-def positions_from_mask(real: Bool[Tensor, "batch query"]) -> Int[Tensor, "*batch pos"]:
-    """Count positions as models do, from the first real token."""
-    counted = (real.long().cumsum(-1) - 1).clamp_min(0)
-    plain = torch.arange(real.shape[-1], device=real.device)
-    return plain if bool((counted == plain).all()) else counted
+def positions_of(counted: Int[Tensor, "batch pos"]) -> Int[Tensor, "*batch pos"]:
+    """Return the positions of tokens with these indices in their texts: one row if it serves all texts."""
+    positions = counted.clamp_min(0)
+    return positions[0] if bool((positions == positions[0]).all()) else positions
 
 
 def counted_in_text(
@@ -105,7 +104,7 @@ def counted_in_text(
     """Return the index of each query in its text, from 0, whatever its position; ``before`` are those of a cached text.
 
     Texts packed into one row are told apart by what their tokens see: from any token, go to the first token that it
-    sees, and repeat; this ends at the first token of the text.
+    sees, and repeat; this ends at the first token of the text. Padding before a text has the index -1.
     """
     count = real.long().cumsum(-1)
     if before is not None:
@@ -115,7 +114,30 @@ def counted_in_text(
     first = torch.where(seen.any(-1), seen.to(torch.uint8).argmax(-1), alone).expand(count.shape)
     for _ in range(count.shape[-1].bit_length()):  # a sliding window needs several steps
         first = first.gather(-1, first)
-    return count - count.gather(-1, first)
+    return torch.where(real, count - count.gather(-1, first), count - 1)
+
+
+def restarts(own: Int[Tensor, "*batch pos"]) -> bool:
+    """Say whether positions begin again at 0 within a row."""
+    return bool(((own[..., 1:] == 0) & (own[..., :-1] > 0)).any())
+
+
+def check_packed(
+    own: Int[Tensor, "*batch query"], inside: Bool[Tensor, "*lead query key"], real: Bool[Tensor, "batch query"]
+) -> None:
+    """Refuse texts packed into one row by their positions alone, which the mask does not hide from each other."""
+    own, both = own.expand(real.shape), real[:, 1:] & real[:, :-1]
+    begins = both & (own[:, 1:] == 0) & (own[:, :-1] > 0)
+    packed = begins.any(-1) & (begins | ~both | (own.diff() == 1)).all(-1)
+    text = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
+    seen = inside if inside.ndim < 4 else inside.any(1)
+    if bool((seen & (text[:, :, None] != text[:, None, :]))[packed].any()):
+        raise ArgumentError(
+            "position_ids",
+            "must not begin again at 0 in a pass whose tokens see those before, got packed texts: pass a batch of "
+            "texts, or a mask [batch, 1, query, key] (with use_cache=False and no attention_mask, transformers makes "
+            "one for most models)",
+        )
 
 
 def inside_mask(
