@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "beside controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
     ),
     "count": (
-        [0, 2.5, True, "3", NAN],
+        [0, 2.5, True, "3", NAN, 2**63, 10**400],
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
         "looks max_side min_length n n_ctx n_heads n_layers n_logits n_out "
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
-        [-1, 0.5, True, "a", NAN],
+        [-1, 0.5, True, "a", NAN, 2**63],
         "audit control distance_ceiling draws exact first first_label max_count min_count min_gap min_side n_sink"
         " pad_id rotary_heads sinks split_seed start until",
     ),
@@ -75,12 +75,12 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
-        [NAN, "1", True, 1j],
+        [NAN, "1", True, 1j, 10**400],
         "attention_factor budget clip confidence distance dropout factor fraction high low lr negligible noise"
         " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
-    "index": ([8, -9, 0.5, "0", True], "head layer"),
+    "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1]], "layers heads"),
     "tokens": (
         [

@@ -23,6 +23,7 @@ from torch import Tensor
 from tl_posdisent import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.utils.errors import ArgumentError
 
 
 def refused(model: Any, hooks: list[Hook], message: str, **arguments: Any) -> None:
@@ -98,3 +99,17 @@ def test_position_ids_of_the_users_own(name: str, shared_model: Any) -> None:
         rest = swap_positions(model, UNORDERED, heads=[h for h in range(8) if h not in heads]) if heads else []
         with torch.no_grad(), applied(model, [*rest, *hooks]):
             close(got, model(TOKENS), 1e-3)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_pairs_of_tokens_are_no_positions(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for pairs in ([(5, 6)], ((5, 6), (7, 8)), [(torch.tensor(5), 6)]):
+        with pytest.raises(
+            ArgumentError, match=r"positions must be one position for each token.* got pairs.* exchange"
+        ):
+            swap_positions(model, pairs)  # type: ignore[arg-type]
+    exchanged = torch.arange(L)
+    exchanged[[5, 6]] = exchanged[[6, 5]]
+    for same in (exchanged, exchanged.tolist(), tuple(exchanged.tolist()), [exchanged.tolist()] * 2):
+        close(logits(model, swap_positions(model, same)), logits(model, swap_positions(model, exchanged)))

@@ -13,7 +13,7 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, is_number
+from tl_posdisent.utils.validation import check_choice, is_number, shown
 
 Mode = Literal["drop", "freeze"]
 
@@ -63,7 +63,9 @@ def limit_frequencies(
     """
     for name, value in (("low", low), ("high", high)):
         if value is not None and not (is_number(value) and 0 <= value < float("inf")):
-            raise ArgumentError(name, f"must be a frequency in radians per position, 0 or more, or None, got {value!r}")
+            raise ArgumentError(
+                name, f"must be a frequency in radians per position, 0 or more, or None, got {shown(value)}"
+            )
     if low is not None and high is not None and low > high:
         raise ArgumentError("low", f"must be at most high, got {low!r} and {high!r}")
     low, high = low or 0.0, float("inf") if high is None else high

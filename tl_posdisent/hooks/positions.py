@@ -18,7 +18,7 @@ from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, PositionMap, Po
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, rotation_hooks
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_number, listed, real_tensor
+from tl_posdisent.utils.validation import check_number, listed, real_tensor, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One position for each slot of the batch, or a function of the tokens' own positions."""
@@ -49,7 +49,7 @@ def swap_positions(
 
     Raises:
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
-            rank or not finite; layers or heads out of range or repeated. While running: positions whose length differs
+            rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose length differs
             from the text's, a KV cache not filled under these hooks, a model other than ``model``; texts packed into
             one row by ``position_ids`` that the model does not hide from each other; positions at which one of the
             layers scales its scores by the position (Ministral 3).
@@ -73,6 +73,12 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
     """Validate ``positions`` and return the edit that assigns them to queries and keys."""
     if callable(positions) and not isinstance(positions, Tensor):
         return PositionMap(f"{tool}({getattr(positions, '__name__', 'a function')})", positions, positions)
+    if isinstance(positions, Sequence) and any(isinstance(x, tuple) and len(x) == 2 for x in positions):
+        raise ArgumentError(
+            "positions",
+            f"must be one position for each token, (pos,) or (batch, pos), or a function of them, got pairs, "
+            f"{shown(positions)}: to exchange those of tokens i and j, p = torch.arange(n); p[[i, j]] = p[[j, i]]",
+        )
     given = real_tensor("positions", positions)
     if given.ndim not in (1, 2) or given.numel() == 0:
         raise ArgumentError("positions", f"must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")

@@ -31,7 +31,10 @@ def shown(value: Any) -> str:
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape != ():
         return f"a {type(value).__name__} of shape {tuple(shape)}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integers of more than 4300 digits
+        return f"{type(value).__name__} of too many digits to print"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -69,19 +72,32 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether ``value`` is a real number of Python or numpy; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Say whether ``value`` is a real number of Python or numpy that a float can hold; True and False are not."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an integer or a fraction beyond the largest float
+        return False
+    return True
+
+
+_TOO_LARGE = 2**63  # tensors hold integers below it
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None, why: str = "") -> int:
     """Return ``value`` as an int, or raise unless it is one from ``least`` to ``most``. ``why`` explains the bound.
 
+    Integers that no tensor can hold, from 2**63 on, are refused in any case.
+
     >>> check_integer("step", 12, 0, 10, why="the steps of this run")
     Traceback (most recent call last):
     tl_posdisent.utils.errors.ArgumentError: step must be an integer from 0 to 10 (the steps of this run), got 12
     """
-    if not is_integer(value) or not least <= operator.index(value) <= (math.inf if most is None else most):
+    if not is_integer(value) or not least <= operator.index(value) <= (_TOO_LARGE - 1 if most is None else most):
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+        if most is None and is_integer(value) and operator.index(value) >= _TOO_LARGE:
+            bound += " and below 2**63"
         raise ArgumentError(name, f"must be an integer {bound}{why and f' ({why})'}, got {shown(value)}")
     return operator.index(value)
 
@@ -211,7 +227,7 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tenso
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(name, f"must be real numbers, got {shown(values)}") from error
+        raise ArgumentError(name, f"must be real numbers, integers below 2**63, got {shown(values)}") from error
     check_values(name, tensor)
     check_float64(name, tensor.device)
     if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
@@ -322,7 +338,7 @@ def check_heads(
             raise ArgumentError(
                 "heads",
                 f"must be L0H0 to {head_label(n_layers - 1, n_heads - 1)}, as labels or as pairs (layer, head) "
-                f"(or negative, counted from the end), got {head_label(*x) if _is_pair(x) else shown(x)}",
+                f"(or negative, counted from the end), got {shown(x)}",
             )
         by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
     if any(len(set(some)) < len(some) for some in by_layer.values()):

@@ -33,7 +33,7 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_integer, is_integer
+from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
 Rung = Literal[
     "uniform", "first_token", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"
@@ -54,7 +54,8 @@ def check_rung_options(bands: Any, rank: Any) -> None:
     """Validate the bands of distances and the rank."""
     integers = not isinstance(bands, (str, bytes)) and isinstance(bands, Sequence) and all(map(is_integer, bands))
     if not integers or len(bands) == 0 or any(a >= b for a, b in pairwise(bands)):
-        raise ArgumentError("bands", f"must be a sequence of distances that ascend, at least one, got {bands!r}")
+        raise ArgumentError("bands", f"must be a sequence of distances that ascend, at least one, got {shown(bands)}")
+    check_integer("bands", bands[-1], bands[0])
     check_integer("rank", rank, 1)
 
 
