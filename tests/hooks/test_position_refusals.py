@@ -113,3 +113,23 @@ def test_pairs_of_tokens_are_no_positions(shared_model: Any) -> None:
     exchanged[[5, 6]] = exchanged[[6, 5]]
     for same in (exchanged, exchanged.tolist(), tuple(exchanged.tolist()), [exchanged.tolist()] * 2):
         close(logits(model, swap_positions(model, same)), logits(model, swap_positions(model, exchanged)))
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "phi3"])
+def test_positions_beyond_those_that_are_recognised(name: str) -> None:
+    """The limit is said, and it is the true one; a longer text has a farther one."""
+    model = zoo.bridge(name, max_position_embeddings=16_384)
+    hooks = swap_positions(model, lambda p: 2 * p)
+    for length, limit in ((12, 4096), (3000, 6000)):
+        tokens = zoo.random_tokens(length, 1)
+
+        def run(start: int, hooks: Any = (), tokens: Tensor = tokens) -> Tensor:
+            at = torch.arange(start, start + tokens.shape[1])[None]
+            with torch.no_grad(), model.hooks(fwd_hooks=list(hooks)):
+                return model(tokens, position_ids=at, attention_mask=torch.ones_like(tokens))
+
+        if length == 12:
+            close(run(limit - length, hooks), run(0, hooks), 0.05)  # only distances count here
+        with pytest.raises(ValueError, match=f"any others below {limit}, .* position_ids below {limit}"):
+            run(limit - length + 1, hooks)

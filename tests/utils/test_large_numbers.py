@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+
 from tl_posdisent import (
     ablate_heads,
     dummy_distance,

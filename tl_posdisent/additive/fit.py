@@ -94,7 +94,12 @@ def fit_additive(
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
     cells = make_cells(scores.shape, mask, window, sinks=sinks, device=scores.device)
     if check:
-        refuse_patterns(scores, 'pass cache["attn_scores", layer], or check=False to fit these values as they are')
+        refuse_patterns(
+            scores,
+            'pass cache["attn_scores", layer]; if that is what was passed, TransformerLens carries the pattern there '
+            "for this architecture, and additivity(model, tokens) computes the scores from queries and keys, if it "
+            "knows the rotation. check=False fits these values as they are",
+        )
         if mask == "causal":
             warn_of_vectors(scores)
     read = read_marginals(scores, cells, suspicious=isinstance(mask, str))

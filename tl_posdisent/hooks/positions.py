@@ -49,10 +49,10 @@ def swap_positions(
 
     Raises:
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
-            rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose length differs
-            from the text's, a KV cache not filled under these hooks, a model other than ``model``; texts packed into
-            one row by ``position_ids`` that the model does not hide from each other; positions at which one of the
-            layers scales its scores by the position (Ministral 3).
+            rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose
+            length differs from the text's, a KV cache not filled under these hooks, a model other than ``model``; texts
+            packed into one row by ``position_ids`` that the model does not hide from each other; positions at which one
+            of the layers scales its scores by the position (Ministral 3).
 
     Example:
         >>> import torch

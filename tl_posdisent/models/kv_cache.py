@@ -29,7 +29,7 @@ _PROMPT, _TEXT = 4, 6  # number of tokens in the test of a cache: in the first p
 
 def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
     """Make an empty KV cache, as an argument of the model's forward pass."""
-    if hasattr(model, "original_model"):
+    if hasattr(getattr(model, "original_model", None), "config"):
         from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
         cache = DynamicCache(config=model.original_model.config)
@@ -43,7 +43,8 @@ def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
             from transformer_lens import HookedTransformerKeyValueCache as Cache
 
         return {"past_kv_cache": Cache.init_cache(model.cfg, tokens.device, len(tokens))}
-    raise ArgumentError("model", f"must take a cache of keys and values, got {type(model).__name__}")
+    of = getattr(model, "original_model", model)
+    raise ArgumentError("model", f"must take a cache of keys and values, got {type(of).__name__}: {WITHOUT_CACHE}")
 
 
 def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str, Any]:

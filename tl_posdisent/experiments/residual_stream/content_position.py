@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.residual_stream.qk_readout import Readout, keep, measure_readouts, residual_hook, taps_of
+from tl_posdisent.experiments.residual_stream.qk_readout import (
+    Kept,
+    Readout,
+    keep,
+    measure_readouts,
+    residual_hook,
+    taps_of,
+)
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.forward_pass import running
@@ -325,7 +332,7 @@ def positional_subspace(
     check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     streams = []
     for group in texts.groups:
-        seen: dict[str, Tensor] = {}
+        seen = Kept()
         with running(model) as p:
             p.run(group.tokens, [keep(residual_hook(layer), seen)], stop=layer + 1)
         streams.append(seen[residual_hook(layer)][:, sinks:].double())

@@ -143,7 +143,7 @@ def measure_readouts(
                 raise ArgumentError("model", f"must have the hook {name}, which {spec.architecture} does not have")
         answers = []
         for sign in (size, -size):
-            seen: dict[str, Tensor] = {}
+            seen = Kept()
 
             def put(x: Tensor, hook: Any, sign: float = sign) -> Tensor:
                 rows = sign * torch.eye(d_model, dtype=x.dtype, device=x.device)
@@ -179,6 +179,13 @@ def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
 def residual_hook(layer: int, when: str = "pre") -> str:
     """Return the hook of the residual stream before (or after, ``"post"``) a layer."""
     return f"blocks.{layer}.hook_resid_{when}"
+
+
+class Kept(dict[str, Tensor]):
+    """Activations by the name of their hook; raises an error that names a hook which did not fire."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ArgumentError("model", f"must call its hook {name} in a pass, and does not")
 
 
 def keep(name: str, seen: dict[str, Tensor]) -> Hook:

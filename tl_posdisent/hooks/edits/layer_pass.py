@@ -129,10 +129,12 @@ def _fall_back_elsewhere(state: LayerState) -> None:
 
 
 def _refuse_rotation(state: LayerState) -> NoReturn:
+    end = text.end_of_known(state.expected, state.cached)
     raise ValueError(
-        f"the rotation table of layer {state.spec.layer} is not that of positions 0, 1, 2 … nor of any others "
-        "that this model is known to use: run it on a whole text, unpadded, without position_ids or KV cache, and "
-        "make the hooks again if its tables have changed"
+        f"the rotation table of layer {state.spec.layer} is not that of positions 0, 1, 2 … nor of any others below "
+        f"{end}, which are those that are recognised in a text of this length: run the model on a whole text, "
+        f"unpadded, without KV cache and with position_ids below {end}, if any, and make the hooks again if its tables "
+        "have changed"
     )
 
 

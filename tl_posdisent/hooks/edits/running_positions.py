@@ -20,6 +20,11 @@ _CANDIDATES = 4096  # positions to try if a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
 
 
+def end_of_known(expected: Int[Tensor, "pos"], cached: int) -> int:
+    """Return the position below which those of a running text are recognised in its table."""
+    return max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached)
+
+
 def positions_from_table(
     cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, "pos"], cached: int = 0
 ) -> Int[Tensor, "*batch pos"] | None:
@@ -35,7 +40,7 @@ def positions_from_table(
     for plain in (expected, expected + cached):
         if fits(plain):
             return plain
-    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached), device=cos.device)
+    candidates = torch.arange(end_of_known(expected, cached), device=cos.device)
     table = table_like(cos, rotary, candidates, "cos")[0].float()
     if table.shape[-1] != cos.shape[-1]:
         return None
@@ -64,7 +69,7 @@ def positions_from_vectors(
             return plain
     start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
     turns = (end * start.conj()).sum(2).flatten(0, 1)  # its argument is the angle of each subspace
-    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached), device=before.device)
+    candidates = torch.arange(end_of_known(expected, cached), device=before.device)
     possible = torch.exp(-1j * rotary.angles(candidates)).to(turns.dtype)
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
     positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])

@@ -28,6 +28,12 @@ def architecture(model: Any) -> str:
     return type(model).__name__
 
 
+def implementation(attn: Any) -> Any:
+    """Return the attention implementation of a Hugging Face layer (eager, sdpa …); None for other models."""
+    config = getattr(getattr(attn, "original_component", None), "config", None)
+    return getattr(config, "_attn_implementation", None)
+
+
 def lengths_of_note(model: Any) -> tuple[list[int], int]:
     """Return the lengths at which a model's rotation or scale may change, and the greatest that can be tested."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)

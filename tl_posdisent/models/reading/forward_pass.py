@@ -27,6 +27,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.model_parts import dtype_of, modules
 from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
 from tl_posdisent.utils.precision import with_gradients
@@ -116,6 +117,8 @@ class Pass:
     def _add(self, hooks: Sequence[Hook], handles: list[RemovableHandle]) -> None:
         for name, function in hooks:
             if isinstance(name, str):
+                if name not in self.points:
+                    raise ArgumentError("model", f"must have the hook {name}, which {architecture(self.model)} lacks")
                 chosen = [self.points[name]]
             else:
                 chosen = [point for full, point in self.points.items() if name(full)]

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 import torch
 
-from tl_posdisent.models.reading.attributes import architecture
+from tl_posdisent.models.reading.attributes import architecture, implementation
 from tl_posdisent.models.reading.model_parts import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
@@ -274,9 +274,7 @@ def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
 
 def _implementations(model: Any) -> set[Any]:
     """Collect the attention implementations (eager, sdpa …) of all layers; empty if not a Hugging Face model."""
-    originals = [getattr(getattr(block, "attn", None), "original_component", None) for block in model.blocks]
-    configs = [getattr(original, "config", None) for original in originals]
-    return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
+    return {implementation(block.attn) for block in model.blocks if hasattr(block, "attn")} - {None}
 
 
 def _settings(model: Any) -> list[Any]:

@@ -7,8 +7,10 @@ far positions, to find the length up to which it holds, and perturb the tensors,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,13 +20,15 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward_pass import Hook, Pass, running
+from tl_posdisent.models.reading.forward_pass import Hook, Pass, removing, running
 from tl_posdisent.models.reading.model_parts import device_of, hook_name
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below, n_layers
 from tl_posdisent.models.reading.tokens import check_tokens, special_id
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
 
@@ -37,7 +41,8 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     with running(model, bare=True) as p, without_gradients():
         # HookedTransformer, and a bridge in compatibility mode, replace NaN in the pattern by 0.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
-        seen = listen(p, tokens, range(n_layers(model)) if hides_nan else layers)
+        with _running_each_block_once(model):
+            seen = listen(p, tokens, range(n_layers(model)) if hides_nan else layers, whole=True)
         for layer, tensors in seen.items():
             ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
             if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
@@ -65,6 +70,24 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         specs = check_lengths(p, tokens, specs, edits)
         specs = check_turns(p, tokens, specs, edits)
         return check_tables_and_scores(p, tokens, specs, edits)
+
+
+@contextlib.contextmanager
+def _running_each_block_once(model: Any) -> Iterator[None]:
+    """Refuse a model that runs a block several times in a pass: hooks, layers and tables have one place for each."""
+    runs: Counter[torch.nn.Module] = Counter()
+    parts = {part: n for n, block in enumerate(model.blocks) for part in (block, getattr(block, "attn", None)) if part}
+    with removing() as handles:
+        for part in parts:
+            handles.append(part.register_forward_hook(lambda part, *_: runs.update([part])))
+        yield
+    for part, times in runs.items():
+        if times > 1:
+            raise ArgumentError(
+                "model",
+                f"must run each block once in a pass, got {facts.architecture(model)}, which runs block {parts[part]} "
+                f"{times} times. Models with such loops are not supported",
+            )
 
 
 def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
@@ -117,8 +140,12 @@ def _explain(p: Pass, layer: int, seen: Seen, own: facts.OwnNumbers) -> Attentio
     if visible is None:
         return replace(
             spec,
-            problem="neither hook_attn_scores nor hook_pattern fires: its attention runs in a fused kernel. "
-            'Load the model with attn_implementation="eager"',
+            problem="neither hook_attn_scores nor hook_pattern fires: "
+            + (
+                "TransformerLens has no such hooks for this architecture"
+                if facts.implementation(attn) == "eager"
+                else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
+            ),
         )
     if not is_mask(visible, causal, window):
         return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
@@ -150,14 +177,22 @@ def _explain_scores(
             break
     best = min(error for error, *_ in tried)
     if best > 1:
-        return replace(
-            spec,
-            problem="its scores are not scale * <q, k> under any rotation, scale and soft cap found in the model "
-            "(an additive bias such as ALiBi, or an unknown rotation)",
-        )
+        return replace(spec, problem=_unexplained(seen))
     # Among those that fit equally well (a high soft cap leaves no trace in 16 bits), the first is the most specific.
     _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
     return _with_taps(chosen, q, k, turned, seen)
+
+
+def _unexplained(seen: Seen) -> str:
+    """Say that nothing explains the scores of a layer, or its pattern, if hooks show only that."""
+    found = "scale * <q, k> under any rotation, scale and soft cap found in the model"
+    if shows_scores(seen):
+        return f"its scores are not {found} (an additive bias such as ALiBi, or an unknown rotation)"
+    where = "carries the attention pattern instead" if "hook_attn_scores" in seen else "does not fire"
+    return (
+        f"TransformerLens shows no scores for this architecture (hook_attn_scores {where}), and the pattern is not the "
+        f"softmax of {found}"
+    )
 
 
 _ROTATED_EARLIER = (
@@ -205,8 +240,13 @@ Seen = dict[str, Tensor]
 """Tensors recorded in one layer during one pass, by short hook name."""
 
 
-def listen(p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any) -> dict[int, Seen]:
-    """Run one pass under edits and return what fired in each layer, after the edits; ``more`` are its arguments."""
+def listen(
+    p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), *, whole: bool = False, **more: Any
+) -> dict[int, Seen]:
+    """Run one pass under edits and return what fired in each layer, after the edits; ``more`` are its arguments.
+
+    The pass ends after the last of these layers, unless it is to be a ``whole`` one.
+    """
 
     def record(seen: Seen, short: str, x: Any, hook: Any) -> None:
         if isinstance(x, Tensor):
@@ -219,14 +259,14 @@ def listen(p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook]
         for short in _LISTEN
         if (name := hook_name(layer, short)) in p.points
     ]
-    p.run(tokens, [*edits, *recorders], stop=max(layers) + 1, **more)
+    p.run(tokens, [*edits, *recorders], stop=None if whole else max(layers) + 1, **more)
     return seen
 
 
 def shows_scores(seen: Seen) -> bool:
     """Say whether the hook of the scores carries scores: in some classes it carries the pattern."""
     scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
-    return scores is not None and not (pattern is not None and torch.equal(scores, pattern))
+    return scores is not None and not (is_pattern(scores) or (pattern is not None and torch.equal(scores, pattern)))
 
 
 def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:

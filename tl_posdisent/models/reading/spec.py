@@ -211,4 +211,12 @@ def n_layers(model: Any) -> int:
             "must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
             f"got {type(model).__name__}",
         )
+    blocks = getattr(model, "blocks", ())
+    if len(blocks) != n:
+        raise ArgumentError(
+            "model",
+            f"must have one block for each of its {n} layers, at model.blocks, got {len(blocks)} in "
+            f"{getattr(model.cfg, 'architecture', None) or type(model).__name__}. Encoders and decoders, and models "
+            "that run blocks several times in a pass (HRM-Text), are not supported",
+        )
     return n

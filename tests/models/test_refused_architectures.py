@@ -1,0 +1,181 @@
+"""Architectures that cannot be measured, or not by every tool: what is said of each is the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import zoo
+from support.zoo_configs import _FULL, _GEMMA, _HYBRID, _SLIDING, _grouped
+
+from tl_posdisent import (
+    ablate_heads,
+    additivity,
+    check_model,
+    fit_additive,
+    head_ablation,
+    head_effects,
+    read_model,
+    swap_positions,
+)
+from tl_posdisent.experiments import positional_subspace
+from tl_posdisent.utils.errors import ArgumentError
+
+pytestmark = [zoo.needs_bridge, pytest.mark.usefixtures("unchecked")]
+TOKENS = zoo.random_tokens()
+
+
+def bridge(family: str, arguments: dict[str, Any], config: str = "") -> Any:
+    kinds = [getattr(transformers, name, None) for name in (f"{family}ForCausalLM", config or f"{family}Config")]
+    if None in kinds:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    made = kinds[1](**arguments)
+    made._attn_implementation = "eager"
+    model = kinds[0](made).float()
+    zoo.randomise(model, 0.2, 0.7)
+    return zoo.as_bridge(model.eval())
+
+
+# --- blocks that run several times ---
+
+
+TOOLS = {
+    "read_model": read_model,
+    "additivity": lambda m: additivity(m, TOKENS, progress=False),
+    "swap_positions": lambda m: swap_positions(m, lambda p: p),
+    "ablate_heads": lambda m: ablate_heads(m, 1),
+    "head_ablation": lambda m: head_ablation(m, TOKENS, heads=1, progress=False),
+    "head_effects": lambda m: head_effects(m, TOKENS, ablate_heads, progress=False),
+    "check_model": lambda m: check_model(m, progress=False),
+    "positional_subspace": lambda m: positional_subspace(m, TOKENS, 0),
+    "one layer": lambda m: read_model(m, 0),
+}
+
+
+def test_hrm_text() -> None:
+    more = {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "head_dim": 8}
+    model = bridge("HrmText", _grouped(**more))
+    for tool in TOOLS.values():
+        with pytest.raises(
+            ArgumentError, match=r"model must have one block for each of its \d+ layers.* got 0 in HrmText"
+        ):
+            tool(model)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("loop", ["again", "shared"])
+def test_a_block_that_runs_twice(loop: str, tool: str) -> None:
+    """Hooks of its second run would be those of the first."""
+    hf = zoo.hf_model("llama-gqa")
+    layers = hf.model.layers
+    if loop == "shared":
+        layers[1] = layers[0]
+    model = zoo.as_bridge(hf)
+    if loop == "again":  # after the last block, in the same pass
+
+        def again(block: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            handle.remove()
+            output = model.blocks[1](output[0] if isinstance(output, tuple) else output, *args[1:], **kwargs)
+            add()
+            return output
+
+        def add() -> None:
+            nonlocal handle
+            handle = model.blocks[1].register_forward_hook(again, with_kwargs=True)
+
+        handle: Any = None
+        add()
+    with pytest.raises(ArgumentError, match=r"model must run each block once in a pass, .* runs block \d 2 times"):
+        TOOLS[tool](model)
+
+
+# --- architectures of which TransformerLens shows no scores ---
+
+
+SHOW_PATTERNS: dict[str, tuple[dict[str, Any], str]] = {
+    "Llama4": (
+        _grouped(intermediate_size_mlp=96, num_local_experts=2, head_dim=8, no_rope_layers=[1, 0]),
+        "Llama4TextConfig",
+    ),
+    "NanoChat": (_grouped(head_dim=8), ""),
+    "Afmoe": (
+        _grouped(head_dim=8, num_experts=2, num_experts_per_tok=1, num_shared_experts=1, num_dense_layers=1)
+        | {"moe_intermediate_size": 32, "sliding_window": 8},
+        "",
+    ),
+    "OlmoHybrid": (_HYBRID | {"layer_types": ["linear_attention", _FULL] * 2}, ""),
+    "Gemma4": (
+        {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
+        | {"layer_types": [_SLIDING, _FULL], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        | {"global_head_dim": 16},
+        "Gemma4TextConfig",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SHOW_PATTERNS)
+def test_a_pattern_in_place_of_scores_is_the_reason(family: str) -> None:
+    model = bridge(family, *SHOW_PATTERNS[family])
+    spec = read_model(model).specs()[0]
+    with torch.no_grad():
+        _, cache = model.run_with_cache(TOKENS)
+    assert torch.equal(cache["attn_scores", spec.layer], cache["pattern", spec.layer])
+    for tool in (lambda: additivity(model, TOKENS, progress=False), lambda: swap_positions(model, lambda p: p)):
+        with pytest.raises(ValueError, match="hook_attn_scores carries the attention pattern instead") as caught:
+            tool()
+        assert "ALiBi" not in str(caught.value)
+    with pytest.raises(ArgumentError, match=r"if that is what was passed, TransformerLens carries the pattern there"):
+        fit_additive(cache["attn_scores", spec.layer])
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_an_additive_bias_is_the_reason(name: str, shared_model: Any) -> None:
+    problem = read_model(shared_model("bridge", name)).specs()[0].problem
+    assert problem is not None
+    assert "an additive bias such as ALiBi" in problem
+    assert "pattern" not in problem
+
+
+def test_without_the_hooks_of_the_stream_and_of_scores() -> None:
+    more = {"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    more |= {"moe_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "head_dim": 16}
+    more |= {"layer_types": [_SLIDING] * 2, "mlp_layer_types": ["moe"] * 2, "partial_rotary_factor": 0.5}
+    model = bridge(
+        "DeepseekV4",
+        {n: x for n, x in _grouped(**more).items() if n not in ("num_key_value_heads",)} | {"rope_parameters": None},
+    )
+    for layer in (0, 1):
+        with pytest.raises(
+            ArgumentError, match=f"model must have the hook blocks.{layer}.hook_resid_pre, which DeepseekV4"
+        ):
+            positional_subspace(model, TOKENS, layer)
+    with pytest.raises(ValueError, match="TransformerLens has no such hooks for this architecture"):
+        additivity(model, TOKENS, progress=False)
+
+
+# --- models of TransformerLens's own class ---
+
+
+@pytest.mark.parametrize("positions", ["rotary", "standard"])
+def test_check_model_on_boot_native(positions: str) -> None:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    if not hasattr(TransformerBridge, "boot_native"):
+        pytest.skip("this TransformerLens has no boot_native")
+    shape = {"d_model": 64, "d_head": 8, "n_heads": 8, "n_layers": 2, "n_ctx": 64, "d_vocab": 61, "d_mlp": 96}
+    config = TransformerBridgeConfig(
+        **shape, act_fn="gelu", normalization_type="LN", positional_embedding_type=positions, rotary_dim=8, seed=0
+    )
+    model = TransformerBridge.boot_native(config)
+    table = check_model(
+        model, lengths=12, tools=["additivity", "capture", "swap_positions", "ablate_heads"], progress=False
+    )
+    cached = table[table["text"] == "KV cache"]
+    assert set(cached["verdict"]) == {"refused"}
+    assert cached["reason"].str.contains("must take a cache of keys and values, got NativeModel").all()
+    whole = table[table["text"] == "12 tokens"].set_index("tool")["verdict"]
+    assert whole["additivity"] == whole["capture"] == whole["ablate_heads"] == "works"
+    assert whole["swap_positions"] == ("works" if positions == "rotary" else "refused")
