@@ -172,7 +172,7 @@ def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) ->
         asked.append(options)
         raise OSError(f"{source} is not here")
 
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
     with pytest.raises(ValueError, match="Qwen/Qwen-7B is not here"):
         load_model("Qwen/Qwen-7B", backend="hooked")
     assert [options["trust_remote_code"] for options in asked] == [False]
@@ -251,8 +251,8 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="differ by nan"):
         check_same_logits(torch.full((1, 1, 2), torch.nan), torch.ones(1, 1, 2), what="it")
     if has_hooked():
-        with pytest.raises(ValueError, match="cannot load a causal language model from no-such-model"):
-            load_model("no-such-model", backend="hooked")
+        with pytest.raises(ValueError, match="cannot load a causal language model from no-one/no-such-model"):
+            load_model("no-one/no-such-model", backend="hooked")
     monkeypatch.setattr("tl_posdisent.models.loading.load.has_hooked", lambda: False)
     with pytest.raises(ValueError, match="has no HookedTransformer, use backend='bridge'"):
         hooked_from_hf(llama())
@@ -312,6 +312,15 @@ def test_a_refusal_of_one_backend_names_the_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'Gemma2ForCausalLM .*; use backend="bridge"$') as caught:
         load_model(tmp_path, backend="hooked")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_original_that_fails_by_itself_is_refused_as_such(backend: str) -> None:
+    """As kernels of quantised weights do for some sizes."""
+    hf_model = llama()
+    hf_model.model.layers[1].mlp.down_proj.forward = lambda x: x.view(3, -1, 7)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"model must run, but LlamaForCausalLM fails on 128 tokens .RuntimeError: sh"):
+        CONVERT[backend](hf_model)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "xpu", "mps", "meta", "hpu"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tl_posdisent import load_model
 from tl_posdisent.models.loading.load import _OFFICIAL_NAME, _lens
 from tl_posdisent.models.loading.names import OWN, _of_transformer_lens, check_model_name
 
@@ -40,3 +42,22 @@ def test_one_wrong_letter_names_the_right_one(name: str) -> None:
             if wrong != name:
                 with pytest.raises(ValueError, match=f"got '{wrong}': did you mean '{name}'"):
                     check_model_name(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("smolm2", "did you mean 'smollm2'"),
+        ("no such", "owner/name of a repository"),
+        ("demo", r"with load_demo_model\("),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_a_mistyped_name_is_loaded_from_no_hub(name: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    with pytest.raises(ValueError, match=f"^name_or_dir must be .*got '{name}': .*{advice}"):
+        load_model(name)

@@ -132,7 +132,9 @@ def test_a_folder_is_read_without_a_network_and_a_name_is_not(no_network: list[A
     for path in ("./none", str(tmp_path / "none"), "~/none", "a/b/c"):
         with pytest.raises(ValueError, match="is neither a folder"):
             tl_posdisent.load_model(path)
+    with pytest.raises(ValueError, match="must be a known name"):
+        tl_posdisent.load_model("no-such-model-anywhere")
     assert not no_network
     with pytest.raises((ValueError, AssertionError)):
-        tl_posdisent.load_model("no-such-model-anywhere")
-    assert no_network, "only a name may ask"
+        tl_posdisent.load_model("no-one/no-such-model-anywhere")
+    assert no_network, "only the name of a repository may ask"

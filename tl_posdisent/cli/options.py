@@ -75,7 +75,8 @@ def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
     try:
         loaded: Any = make(backend=backend, device=place)  # type: ignore[arg-type]
     except (ValueError, OSError) as error:
-        raise ValueError(f"--model {model}: {error} (tl-posdisent models lists known names)") from error
+        names = "" if found_at(model) else " (tl-posdisent models lists known names)"
+        raise ValueError(f"--model {model}: {error}{names}") from error
     if model == "demo" and kind != torch.float32:
         loaded = loaded.to(kind)  # its weights are stored in float16, and loaded as float32
     if getattr(loaded, "tokenizer", None) is None:

@@ -38,8 +38,12 @@ _COMPARED_AT_ONCE = 2**20  # logits in float64; with a large vocabulary, those o
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, printable, without the lists that transformers and torch append."""
-    line = printable((str(error).strip() or type(error).__name__).splitlines()[0])
+    """Return the first line of an error's message, printable, without the lists that transformers and torch append.
+
+    A line that ends in a colon only announces the reason, so those after it are joined to it.
+    """
+    lines = [x.strip() for x in str(error).strip().splitlines()] or [type(error).__name__]
+    line = printable(" ".join(lines) if lines[0].endswith(":") else lines[0])
     return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
 
 
@@ -77,21 +81,35 @@ def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "bat
 
 @without_gradients()
 def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-    logits: Tensor = hf_model(tokens, use_cache=False).logits
+    """Compute the logits of the original; raise ValueError if it fails by itself, as kernels for other devices do."""
+    try:
+        logits: Tensor = hf_model(tokens, use_cache=False).logits
+    except Exception as error:
+        why = (
+            f"{type(hf_model).__name__} fails on {tokens.shape[1]} tokens ({type(error).__name__}: {first_line(error)})"
+        )
+        raise ArgumentError(
+            "model", f"must run, but {why}: correct its configuration, or load it on another device or in another dtype"
+        ) from error
     return logits
 
 
 def check_same_logits(
-    got: Float[Tensor, "batch pos vocab"], expected: Float[Tensor, "batch pos vocab"], *, what: str
+    got: Float[Tensor, "batch pos vocab"],
+    expected: Float[Tensor, "batch pos vocab"],
+    *,
+    what: str,
+    quantised: bool = False,
 ) -> None:
     """Raise ValueError unless the logits agree: largest difference at most 1e-3 of the largest logit.
 
-    In a 16-bit type, where rounding alone makes larger single differences, the root mean square of the
-    difference must be at most a tenth of that of the logits. Expected logits that are not finite are refused.
+    In a 16-bit type, and with quantised weights, where rounding alone makes larger single differences, the root mean
+    square of the difference must be at most a tenth of that of the logits. Expected logits that are not finite are
+    refused.
     """
     if got.shape != expected.shape:
         raise _different(what, f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
-    precise = expected.dtype in (torch.float32, torch.float64)
+    precise = expected.dtype in (torch.float32, torch.float64) and not quantised
     check_float64("model", expected.device)
     norm = partial(torch.linalg.vector_norm, ord=torch.inf if precise else 2)
     rows, errors, sizes = max(1, _COMPARED_AT_ONCE // expected.shape[-1]), [], []

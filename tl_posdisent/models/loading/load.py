@@ -14,10 +14,10 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tl_posdisent.models.kv_cache import keep_cache
+from tl_posdisent.models.loading.checkpoint import read_checkpoint
 from tl_posdisent.models.loading.convert import (
     check_same_logits,
     first_line,
@@ -27,7 +27,9 @@ from tl_posdisent.models.loading.convert import (
     to_hooked,
 )
 from tl_posdisent.models.loading.gguf import read_gguf
+from tl_posdisent.models.loading.names import check_model_name
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
+from tl_posdisent.models.reading.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.restoring import without_gradients
@@ -127,6 +129,12 @@ def _check_hf_model(hf_model: Any) -> None:
             "hf_model",
             f"must return logits, got {name}, which has no language-model head: load it as its class ...ForCausalLM",
         )
+    if offloaded_from(hf_model) is not None:
+        raise ArgumentError(
+            "hf_model",
+            f"must have its weights in memory, but accelerate offloads those of {name}: make the bridge first, and "
+            "then call cpu_offload(bridge.original_model)",
+        )
 
 
 def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
@@ -205,7 +213,8 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
             why = first_line(error)
             raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
     if got is not None and expected is not None:
-        check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
+        what = f"the TransformerBridge of {name}"
+        check_same_logits(got, expected, what=what, quantised=is_quantised(hf_model))
     if not any(p.is_meta for p in hf_model.parameters()):
         keep_cache(bridge, tokens)
     bridge.checked_logits = got is not None
@@ -234,19 +243,7 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
             return read_gguf(path, dtype=dtype)
     if isinstance(source, Path) and source.is_file():
         return read_gguf(source, dtype=dtype)
-    try:
-        options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
-        hf_model = AutoModelForCausalLM.from_pretrained(  # weights in pickle files are not read
-            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
-        )
-        tokenizer = None
-        names = ("tokenizer.json", "tokenizer_config.json")
-        if not isinstance(source, Path) or any((source / name).is_file() for name in names):
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        where = printable(str(source))
-        raise ValueError(f"cannot load a causal language model from {where}: {first_line(error)}") from error
-    return hf_model, tokenizer
+    return read_checkpoint(source, dtype=dtype)
 
 
 def _source(name_or_dir: Any) -> str | Path:
@@ -267,6 +264,9 @@ def _source(name_or_dir: Any) -> str | Path:
     a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or there is not None
     if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
         raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is neither a folder nor a .gguf file")
+    if name_or_dir == "demo":
+        raise ArgumentError("name_or_dir", f"{needed}, got 'demo': load the demo model with load_demo_model()")
+    check_model_name(str(name_or_dir), "name_or_dir")
     return str(name_or_dir)
 
 
@@ -293,9 +293,11 @@ def load_model(
         never read.
 
     Raises:
-        ValueError: unknown backend, device or dtype; no such path; not a complete model in safetensors format; a GGUF
-            file that is damaged, lacks a key or a tensor, or has one that the model would ignore; a package that is not
-            installed; a model that the backend cannot represent, or whose logits are not finite in this dtype.
+        ValueError: unknown backend, device or dtype; no such path, or a name that is neither known nor ``owner/name``;
+            a damaged or missing file; a tensor that is missing, has another shape than ``config.json`` states, or that
+            the model would ignore; an adapter that is not merged; a GGUF file of which a key or a tensor is missing or
+            would be ignored; a package that is not installed, as for quantised weights; a model that fails, that the
+            backend cannot represent, or whose logits are not finite in this dtype.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model

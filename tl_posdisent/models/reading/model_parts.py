@@ -13,13 +13,28 @@ def hook_name(layer: int, short: str) -> str:
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the device on which the model takes its tokens."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Return the device on which the model takes its tokens: of offloaded weights, the one they are loaded onto."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return device if device.type != "meta" else offloaded_from(model) or device
+
+
+def offloaded_from(model: Any) -> torch.device | None:
+    """Return the device on which a model computes whose weights accelerate offloads between passes; None for others."""
+    hooks = (getattr(part, "_hf_hook", None) for part in modules(model))
+    found = (getattr(hook, "execution_device", None) for hook in hooks if getattr(hook, "offload", False))
+    return next((torch.device(device) for device in found if device is not None), None)
 
 
 def dtype_of(model: Any) -> torch.dtype:
     """Return the dtype of the model's weights."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def is_quantised(model: Any) -> bool:
+    """Say whether the model's weights are quantised, so that its kernels may round to 16 bits whatever its dtype is."""
+    wrapped = getattr(model, "original_model", None)
+    stated = any(getattr(x, "is_quantized", False) is True for x in (model, wrapped))  # set by transformers
+    return stated or any(not p.is_floating_point() for p in model.parameters())
 
 
 def modules(model: Any) -> list[torch.nn.Module]:

@@ -1,0 +1,322 @@
+"""Folders and repositories: a whole model computes what was saved, and what is not whole is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import zoo
+from support.command_line import run_command
+from torch import Tensor
+
+from tl_posdisent import load_model
+from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.models.loading.checkpoint import read_checkpoint
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+TOKENS = zoo.random_tokens()
+INDEX = "model.safetensors.index.json"
+
+
+def saved(at: Path, name: str = "llama-gqa", **options: Any) -> Path:
+    zoo.hf_model(name).save_pretrained(at / "model", **options)
+    return at / "model"
+
+
+def with_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """Change the tensors of a folder's file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    return folder
+
+
+def loaded(folder: Path) -> Tensor:
+    """The logits of the model that was read."""
+    with torch.no_grad():
+        return read_checkpoint(folder, dtype=torch.float32)[0](TOKENS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("size", ["1GB", "40KB"])
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_what_save_pretrained_writes_is_whole(name: str, size: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, name, max_shard_size=size)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (size == "40KB")
+    torch.testing.assert_close(loaded(folder), zoo.hf_logits(name, TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def damaged(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each tensor left out, given another shape, or with the name that a layer with an adapter has."""
+    for name, x in tensors.items():
+        rest = {key: value for key, value in tensors.items() if key != name}
+        yield name, rest
+        yield name, rest | {name: torch.cat([x, x[:1]])}
+        if name.endswith(".weight"):
+            yield name, rest | {name.replace(".weight", ".base_layer.weight"): x}
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox", "qwen2", "gemma3", "deepseek_v3", "qwen3-next"])
+def test_no_tensor_is_filled_in(name: str, tmp_path: Path) -> None:
+    """Experts are named as transformers merges them."""
+    folder = saved(tmp_path, name)
+    for key, tensors in damaged(load_file(folder / "model.safetensors")):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"file lacks|in the file and|cannot be made of parts") as caught:
+            read_checkpoint(folder, dtype=torch.float32)
+        module = key.rpartition(".")[0].replace("embed_out", "lm_head")
+        assert module.partition(".experts.")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "model.layers.2.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight_scale",
+        "model.layers.1.self_attn.q_proj.lora_A.weight",
+        "model.layers.1.self_attn.q_proj.bias",
+        "v_head.summary.weight",
+    ],
+)
+def test_no_tensor_is_ignored(extra: str, tmp_path: Path) -> None:
+    folder = with_tensors(saved(tmp_path), lambda tensors: tensors.update({extra: torch.ones(4, 4)}))
+    with pytest.raises(ValueError, match=f"the model would ignore 1 tensor .{extra}. of the file: correct config.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("llama-gqa", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("neox", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"),
+        ("neox", "gpt_neox.layers.1.attention.bias"),
+        ("neox", "gpt_neox.layers.1.attention.masked_bias"),
+        ("gpt2", "transformer.h.1.attn.bias"),
+        ("gpt2", "h.1.attn.masked_bias"),
+        ("gptj", "transformer.h.1.attn.masked_bias"),
+        ("codegen", "transformer.h.1.attn.causal_mask"),
+        ("gpt_neo", "transformer.h.1.attn.attention.bias"),
+        ("gpt_neo", "transformer.h.1.attn.attention.masked_bias"),
+        ("qwen3-next", "mtp.fc.weight"),
+    ],
+)
+def test_buffers_that_older_versions_stored_are_harmless(name: str, extra: str, tmp_path: Path) -> None:
+    """As in GPT-2 and Pythia on the hub; so is what transformers itself lists."""
+    folder = with_tensors(saved(tmp_path, name), lambda tensors: tensors.update({extra: torch.ones(1, 1, 8, 8)}))
+    torch.testing.assert_close(loaded(folder), zoo.hf_logits(name, TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    folder = with_config(saved(tmp_path), tie_word_embeddings=True)
+    with_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    model = zoo.hf_model("llama-gqa")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(folder), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    with_tensors(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    with pytest.raises(ValueError, match=r"file lacks 2 tensors .lm_head.weight, model.embed_tokens.weight."):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            r"the file lacks 9 tensors .model.layers.2.input_layernorm.weight, .*which would be",
+        ),
+        ({"num_hidden_layers": 1}, r"the model would ignore 9 tensors .model.layers.1.input_layernorm.weight"),
+        ({"num_hidden_layers": 0}, "config.json must state at least one layer, got num_hidden_layers 0"),
+        ({"attention_bias": True}, r"the file lacks 8 tensors .model.layers.0.self_attn.k_proj.bias"),
+        (
+            {"intermediate_size": 97},
+            r"down_proj.weight has shape \(64, 96\) in the file and \(64, 97\) in the mod",
+        ),
+        (
+            {"hidden_size": "64"},
+            "cannot read config.json .*Field 'hidden_size' expected int, got str.*: correct",
+        ),
+        ({"hidden_size": 65}, "cannot read config.json .*is not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "cannot read config.json .ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "cannot load the model that config.json describes .KeyError: 'nope'"),
+        ({"model_type": "nonsense"}, "has model type `nonsense` but"),
+        ({"model_type": ["llama"]}, "cannot read config.json .TypeError: unhashable type"),
+        ({"model_type": "t5"}, "T5Config.*for this kind of AutoModel: AutoModelForCausalLM"),
+        ({"model_type": "bert"}, "file lacks 44 tensors"),
+        (
+            {"quantization_config": {"quant_method": "nonsense"}},
+            "quantisation 'nonsense', which transformers",
+        ),
+        ({"quantization_config": [1]}, "cannot read config.json .AttributeError"),
+        ({"quantization_config": {}}, "cannot read config.json .*no `quant_method`"),
+    ],
+)
+def test_a_configuration_that_is_not_of_these_weights_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"cannot load a causal language model from .*{message}") as caught:
+        load_model(with_config(saved(tmp_path), **changes))
+    assert "\n" not in str(caught.value)
+
+
+METHODS = {
+    "awq": {"bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "gptq": {"bits": 4, "group_size": 128},
+    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "compressed-tensors": {"format": "pack-quantized", "config_groups": {}},
+    "torchao": {"quant_type": "int8_weight_only"},
+    "hqq": {},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantisation_whose_library_is_not_installed_is_refused(method: str, tmp_path: Path) -> None:
+    """None of these is among what the tests install."""
+    folder = with_config(saved(tmp_path), quantization_config={"quant_method": method, **METHODS[method]})
+    with pytest.raises(ValueError, match=f"config.json states the quantisation '{method}': install what it needs, or"):
+        load_model(folder)
+
+
+def test_weights_in_eight_bits_are_dequantised_by_their_scales(tmp_path: Path) -> None:
+    """By transformers itself, on the CPU; without a word of the scales in config.json they would be ignored."""
+    model, block = zoo.hf_model("llama-gqa"), 32
+    exact = model.state_dict()
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            rows, columns = tensors[name].shape
+            blocks = tensors[name].view(rows // block, block, columns // block, block)
+            scale = blocks.abs().amax((1, 3)) / 448
+            small = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors |= {name: small.view(rows, columns), f"{name}_scale_inv": scale}
+            exact[name] = (small.float() * scale[:, None, :, None]).view(rows, columns)
+
+    folder = with_tensors(saved(tmp_path), quantise)
+    with pytest.raises(ValueError, match=r"would ignore 14 tensors .*weight_scale_inv"):
+        load_model(folder)
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    got = loaded(with_config(folder, quantization_config=stated))
+    model.load_state_dict(exact)
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/vllm-flash-attn3", "flex_attention"])
+def test_attention_kernels_in_the_configuration_are_not_needed(key: str, kernel: str, tmp_path: Path) -> None:
+    got = loaded(with_config(saved(tmp_path), **{key: kernel}))
+    torch.testing.assert_close(got, zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_adapters_that_are_not_merged_are_refused(alone: bool, tmp_path: Path) -> None:
+    """Without the package peft transformers would leave them out; with it, it would ask a hub for the model."""
+    folder = saved(tmp_path)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y", "peft_type": "LORA"}')
+    if alone:
+        (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has an adapter .adapter_config.json., which is not applied here: merge it"):
+        load_model(folder)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+FILES = {
+    **{f"config.json {x}": ("config.json", x, "config.json must hold a JSON object, not") for x in ("null", "[]", "3")},
+    **{f"config.json {x!r}": ("config.json", x, "config.json is not valid JSON") for x in ("", "{", "\udcff")},
+    "config.json {}": ("config.json", "{}", "cannot read config.json .*`model_type`"),
+    "generation_config.json []": ("generation_config.json", "[]", "generation_config.json must hold a JSON object"),
+    "tokenizer.json []": ("tokenizer.json", "[]", "tokenizer.json must hold a JSON object"),
+    "tokenizer.json null": ("tokenizer.json", "null", "tokenizer.json must hold a JSON object"),
+    "tokenizer.json {}": ("tokenizer.json", "{}", "cannot load the tokenizer .*: correct tokenizer.json and"),
+    "tokenizer_config.json []": ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
+    "index {": (INDEX, "{", f"{INDEX} is not valid JSON"),
+    "index []": (INDEX, "[]", f"{INDEX} must hold a JSON object"),
+    "index {}": (INDEX, "{}", "KeyError: 'weight_map'"),
+    "empty weights": ("model-00002-of-00006.safetensors", "", "model-00002-of-00006.safetensors is not a whole"),
+    "a pointer of git lfs": (
+        "model-00002-of-00006.safetensors",
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "model-00002-of-00006.safetensors is not a whole safetensors file",
+    ),
+    "weights cut short": ("model-00002-of-00006.safetensors", cut, "model-00002-of-00006.safetensors is not a whole"),
+    "a shard that is missing": ("model-00002-of-00006.safetensors", Path.unlink, "model-00002-of-00006.* is missing"),
+    "no configuration": ("config.json", Path.unlink, "it has no config.json"),
+    "no tokenizer": ("tokenizer.json", Path.unlink, "cannot load the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_the_damaged_file_is_named(what: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, max_shard_size="50KB")
+    demo_tokenizer().save_pretrained(folder)
+    read_checkpoint(folder, dtype=torch.float32)
+    name, content, message = FILES[what]
+    if callable(content):
+        content(folder / name)
+    else:
+        (folder / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=f"cannot load a causal language model from .*{message}") as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": "64"}, {"intermediate_size": 97}])
+def test_the_command_line_says_it_on_one_line(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = with_config(saved(tmp_path), **change)
+    result = run_command("fit --no-progress --model", folder, code=2)
+    line = result.stderr.rpartition("it/s]")[2].strip()  # after the bar of transformers, which tests do not turn off
+    assert line.startswith(f"error: --model {folder}: cannot load a causal language model from")
+    assert "\n" not in line
+    assert not result.stdout
+
+
+def test_a_repository_in_the_cache_of_a_hub_is_read_as_strictly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--tiny"
+    folder = repository / "snapshots" / ("0" * 40)
+    zoo.hf_model("llama-gqa").save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    with torch.no_grad():
+        got = load_model("someone/tiny", device="cpu")(TOKENS)
+    torch.testing.assert_close(got, zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-3, atol=1e-3)
+    with_config(folder, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"from someone/tiny: the file lacks 9 tensors"):
+        load_model("someone/tiny", device="cpu")
+    cut(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"from someone/tiny: model.safetensors is not a whole safetensors file"):
+        load_model("someone/tiny", device="cpu")
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="from someone/tiny: it has an adapter"):
+        load_model("someone/tiny", device="cpu")
+
+
+def test_experts_of_another_architecture(tmp_path: Path) -> None:
+    """Of Mixtral, whose names in files are not those in the model."""
+    config = transformers.MixtralConfig(**zoo.ARCHITECTURES["llama-gqa"].arguments, num_local_experts=4)
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    one = next(name for name in load_file(tmp_path / "model.safetensors") if ".1." in name and ".experts.2." in name)
+    with_tensors(tmp_path, lambda tensors: tensors.pop(one))
+    with pytest.raises(ValueError, match=r"experts"):
+        load_model(tmp_path)
