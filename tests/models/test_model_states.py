@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import accelerate
+import pandas as pd
 import pytest
 import torch
 from support import zoo
@@ -12,7 +14,18 @@ from support.untouched import state
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tl_posdisent import capture, random_control, read_model, remap_distance, swap_positions
+from tl_posdisent import (
+    additivity,
+    bridge_from_hf,
+    capture,
+    distance_sources,
+    head_ablation,
+    head_effects,
+    random_control,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.kv_cache import empty_cache
@@ -54,6 +67,39 @@ def test_compatibility_mode(name: str, processed: bool) -> None:
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
     everything = [layer.layer for layer in capture(model, TOKENS)]
     assert everything == [0, 1]
+
+
+@zoo.needs_bridge
+def test_weights_that_are_offloaded_are_loaded_for_each_pass(shared_model: Any) -> None:
+    """By accelerate, which leaves meta tensors; what reads weights outside a pass is refused."""
+    reference, model = shared_model("bridge", "llama-gqa"), zoo.bridge("llama-gqa")
+    accelerate.cpu_offload(model.original_model, torch.device("cpu"))
+    assert all(p.is_meta for p in model.parameters())
+    for ours, theirs in zip(capture(model, TOKENS), capture(reference, TOKENS), strict=True):
+        assert torch.equal(ours.scores, theirs.scores)
+    for measure in (
+        additivity,
+        head_ablation,
+        lambda x, tokens, progress: head_effects(x, tokens, remap_distance(x, lambda d: d / 2), progress=progress),
+    ):
+        ours, theirs = (measure(x, TOKENS, progress=False) for x in (model, reference))
+        pd.testing.assert_frame_equal(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert not any(p.is_meta for p in next(random_control(model)).parameters())
+    for weights in ("shuffled", "random_qk"):
+        with pytest.raises(ValueError, match="model must have its weights in memory"):
+            next(random_control(model, weights=weights))
+    with pytest.raises(ValueError, match=r"output weights W_O .*, in memory"):
+        distance_sources(model, TOKENS, layer=1)
+    offloaded = accelerate.cpu_offload(zoo.hf_model("llama-gqa"), torch.device("cpu"))
+    with pytest.raises(ValueError, match="hf_model must have its weights in memory, but accelerate offloads"):
+        bridge_from_hf(offloaded)
+
+
+@zoo.needs_bridge
+def test_a_model_without_weights_is_refused_as_such() -> None:
+    model = zoo.bridge("llama-gqa").to("meta")
+    with pytest.raises(ValueError, match="model must have weights, but its parameters are meta tensors"):
+        read_model(model)
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])

@@ -142,7 +142,7 @@ def _of_unembedded(
     layers, is the same for all draws. Two draws show whether the unembedding is linear, as none with a soft cap is.
     """
     weights, n_draws = getattr(model, "W_U", None), len(labels[0]) if labels else 0
-    if n_draws < 3 or has_hooks(model) or not isinstance(weights, Tensor):
+    if n_draws < 3 or has_hooks(model) or not isinstance(weights, Tensor) or weights.is_meta:
         return None
     shapes = [(len(y[0]), y.shape[2] + 1, len(weights)) for y in labels]
     if not all(_is_wide(run.read) and run.read.shape == shape for run, shape in zip(runs, shapes, strict=True)):

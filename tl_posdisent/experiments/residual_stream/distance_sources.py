@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -332,8 +333,11 @@ class _Layer:
                 raise ValueError(f"{tool} needs the hook {name}, which {architecture(model)} lacks")
         self.where = f"{tool} needs, in layer {number} of {architecture(model)},"  # begins error messages
         self.attention = model.blocks[number].attn
-        if not isinstance(weight := getattr(self.attention, "W_O", None), Tensor) or weight.ndim != 3:
-            raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model]")
+        weight = None
+        with suppress(NotImplementedError):  # of TransformerLens, for weights that are quantised or offloaded
+            weight = getattr(self.attention, "W_O", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 3:
+            raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model], in memory and not quantised")
         self.norm: FrozenNorm | None = None
         self.z = self.mlp = self.scale = torch.zeros((), device="cpu")
 

@@ -88,6 +88,10 @@ def random_control(
     layers = n_layers(model)
     check_choice("weights", weights, get_args(Baseline))
     numbers = check_seeds(seeds)
+    if weights != "random" and any(p.is_meta for p in model.parameters()):
+        raise ArgumentError(
+            "model", f"must have its weights in memory for weights={weights!r}, which keeps some of them"
+        )
     if weights == "shuffled":
         if std != "config":
             raise ArgumentError(

@@ -40,6 +40,9 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
             "must have shape (pos,) or (batch, pos) with at least two positions, got "
             f"{tokens.dtype} of shape {tuple(tokens.shape)}",
         )
+    device = device_of(model)
+    if device.type == "meta":
+        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
     if tokens.is_meta:
         raise ArgumentError("tokens", "must have values, got a meta tensor")
     vocabulary = getattr(model.cfg, "d_vocab", None)
@@ -47,9 +50,6 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
         raise ArgumentError(
             "tokens", f"must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
         )
-    device = device_of(model)
-    if device.type == "meta":
-        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
     ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
     if not padded:
         refuse_padding(model, ids)
