@@ -11,7 +11,7 @@ import torch
 import transformers
 from support import zoo
 
-from tl_posdisent import check_model, read_model
+from tl_posdisent import bridge_from_hf, check_model, read_model
 from tl_posdisent.experiments import model_check
 
 _REAL = {name: getattr(model_check, name) for name in dir(model_check)}
@@ -140,3 +140,38 @@ def test_by_default_two_layers_of_each_kind(kind: str, name: str) -> None:
         first = model(tokens)
     assert not torch.equal(first, before)
     assert torch.equal(model(tokens), before)
+
+
+class EightBits(torch.nn.Linear):
+    """A layer with weights in eight bits, whose kernel rounds to bfloat16, as those of quantisation libraries do."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.weight = torch.nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.bfloat16() @ self.weight.bfloat16().T * self.scale.T.bfloat16()).to(x.dtype)
+
+
+@zoo.needs_bridge
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("quantised", [True, False])
+def test_rounding_in_the_kernels_of_quantised_weights_is_no_error(
+    quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that of float32, tools would be wrong that are not; also the model's own cached pass would."""
+    hf_model = zoo.hf_model("llama-gqa")
+    for block in hf_model.model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, linear in [x for x in part.named_children() if isinstance(x[1], torch.nn.Linear)]:
+                setattr(part, name, EightBits(linear))
+    model = bridge_from_hf(hf_model)
+    tools = ["swap_positions", "dummy_distance", "remap_distance", "position_interpolation"]
+    if not quantised:  # the tolerance that the dtype of the other parameters has
+        monkeypatch.setattr(model_check, "is_quantised", lambda model: False)
+    table = check_model(model, tools=tools, progress=False)
+    assert ("wrong" in set(table["verdict"])) != quantised
+    assert not quantised or set(table["verdict"]) == {"works"}
+    assert table["error"].max() > 2e-4

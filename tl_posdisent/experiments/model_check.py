@@ -35,7 +35,7 @@ from tl_posdisent.models.kv_cache import (
     with_mask,
 )
 from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.models.reading.model_parts import hook_name, is_quantised
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -51,6 +51,13 @@ from .causal.patching import component_patching, head_patching, position_patchin
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative error that rounding explains, by the dtype of the model. Rotation tables are float32 at best."""
+
+
+def tolerance_of(model: Any) -> float:
+    """Return the largest relative error that rounding explains: kernels of quantised weights round to 16 bits."""
+    dtypes = {p.dtype for p in model.parameters()} | ({torch.bfloat16} if is_quantised(model) else set())
+    return max(TOLERANCE[dtype] for dtype in dtypes & TOLERANCE.keys())
+
 
 OTHER_WITH_CACHE = "the model itself gives other logits with a KV cache"
 
@@ -75,7 +82,8 @@ def check_model(
 
     Args:
         model: a HookedTransformer, a TransformerBridge or a similar model, or its ``read_model``. Laws are checked
-            in its own dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16.
+            in its own dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16 and for quantised
+            weights, whose kernels round to 16 bits.
         tools: which to check, by name; default all.
         every_layer: whether to check all layers. Default the first two of each kind (that differ in rotation, window,
             soft cap or heads); the layers after the last of them are skipped.
@@ -114,7 +122,7 @@ def check_model(
         tried = [spec.layer for spec in two_of_each_kind(reading.attention)]
         reading = replace(reading, without_attention=tuple(sorted({*range(reading.n_layers)} - {*tried})))
     trials = {f"{size} tokens": Trial(reading, probe_tokens(reading.model, size, seed)) for size in sizes}
-    tolerance = max(TOLERANCE[p.dtype] for p in reading.model.parameters() if p.dtype in TOLERANCE)
+    tolerance = tolerance_of(reading.model)
     rows: list[dict[str, Any]] = []
     with (
         first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1),
@@ -253,7 +261,7 @@ class Trial:
         cache = empty_cache(self.reading.model, self.tokens)
         in_parts = self.logits_in_parts([], cache)
         gap = _gap(in_parts, self.plain[:, : in_parts.shape[1]])
-        if gap <= TOLERANCE[in_parts.dtype]:
+        if gap <= tolerance_of(self.reading.model):
             return None
         lost = layers_without_keys(cache)
         why = lost_keys(lost[0]) if lost else f"{library_versions()}; {WITHOUT_CACHE}"
@@ -490,7 +498,7 @@ def _padded_logits(trial: Trial, make: Callable[[Trial], list[Hook]]) -> Iterato
         together, mask = batch.logits(edits), batch.mask
         for n, text in enumerate(trial.alone):
             real = slice(None) if mask is None else mask[n].bool()
-            if _gap(batch.plain[n][real], text.plain[0]) > TOLERANCE[text.plain.dtype]:
+            if _gap(batch.plain[n][real], text.plain[0]) > tolerance_of(trial.reading.model):
                 raise ValueError(f"the model itself gives other logits in a batch padded on the {side}")
             yield f"a text in a batch padded on the {side}", _gap(together[n][real], expected[n])
 
