@@ -12,7 +12,7 @@ from support import zoo
 from support.intervention_cases import close
 from torch import Tensor
 
-from tl_posdisent import capture, read_model, swap_positions
+from tl_posdisent import capture, read_model, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.model_parts import modules
 from tl_posdisent.rope import rotate
@@ -138,8 +138,14 @@ def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_b
         one, every = swap_positions(bridge, lambda p, at=places: at.double(), heads=[1]), swap_positions(bridge, places)
         if first + length > ORIGINAL:
             for hooks in (one, every):
-                with pytest.raises(ValueError, match=r"positions must be from 0 to 47 for swap_pos|at most 48 long"):
+                with pytest.raises(
+                    ValueError, match=r"positions must be from 0 to 47 for swap_pos|at most 48 long"
+                ) as caught:
                     run(tokens, hooks)
+                if hooks is every:  # its advice is not refused in turn
+                    assert ("use remap_distance" in str(caught.value)) == (length <= ORIGINAL)
+            if length <= ORIGINAL:
+                run(tokens, remap_distance(bridge, lambda distance: 2 * distance))
             continue
         with torch.no_grad():
             ones = torch.ones_like(tokens)

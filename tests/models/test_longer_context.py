@@ -168,3 +168,22 @@ def test_a_long_context_runs_few_tokens(
         assert max(longest, default=0) <= 8
         with torch.no_grad():
             assert model(zoo.random_tokens(n + 1, 1)).isfinite().all()
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("kind", ["rotary", "standard"])
+def test_native_models_end_with_their_context_for_the_reason_that_is_given(kind: str) -> None:
+    """TransformerLens's own models refuse longer texts by themselves, also those without learned positions."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    config = {
+        **{"n_layers": 1, "d_model": 32, "n_heads": 4, "d_head": 8, "d_mlp": 64, "d_vocab": zoo.VOCAB, "n_ctx": 64},
+        **{"act_fn": "gelu", "normalization_type": "LN", "positional_embedding_type": kind, "rotary_dim": 8, "seed": 0},
+    }
+    model = TransformerBridge.boot_native(config)
+    with (
+        pytest.raises(ValueError, match=r"length must be at most 64 .*exceeds n_ctx=64") as caught,
+        longer_context(model, 65),
+    ):
+        pass
+    assert ("learned (absolute) positions" in str(caught.value)) == (kind == "standard")

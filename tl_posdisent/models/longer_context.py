@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_posdisent.models.reading import attributes as facts
 from tl_posdisent.models.reading.forward_pass import restored, running
 from tl_posdisent.models.reading.model_parts import device_of
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
@@ -37,7 +37,8 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
 
     Raises:
         ValueError: a length that is not a positive integer; a table that neither formula reproduces; a model that
-            still fails beyond its context, as every model with learned (absolute) positions does.
+            still fails beyond its context, as every model with learned (absolute) positions does, and those of
+            ``TransformerBridge.boot_native``, which refuse longer texts.
 
     Example:
         >>> import torch
@@ -60,7 +61,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         ]
         for slot, table in grown:
             setattr(slot.owner, slot.name, table)
-        _check_that_it_runs(model, length)
+        _check_that_it_runs(reading, length)
         yield model
 
 
@@ -87,12 +88,13 @@ _MOST_BYTES = 2**30  # limit for the scores of one layer
 _FEW = 8  # number of tokens to run at the last positions
 
 
-def _check_that_it_runs(model: Any, length: int) -> None:
+def _check_that_it_runs(reading: ModelReading, length: int) -> None:
     """Run one layer on one token more than the context, so that a model that fails does so on entry.
 
     If the context is too long for this, run a few tokens at the last positions instead: a table of learned positions
     lacks the last one. HookedTransformer takes no positions, so its configuration is read.
     """
+    model, rotates = reading.model, any(spec.rotary is not None for spec in reading.attention)
     context = getattr(model.cfg, "n_ctx", None)
     if not isinstance(context, int) or length <= context:
         return
@@ -102,7 +104,7 @@ def _check_that_it_runs(model: Any, length: int) -> None:
     if 4 * model.cfg.n_heads * n**2 > _MOST_BYTES:
         if (kind := facts.positions_of_config(model)) is not None:
             if kind not in ("rotary", "alibi"):
-                _refuse(context, length, f"positional_embedding_type is {kind!r}")
+                _refuse(context, length, f"positional_embedding_type is {kind!r}", rotates)
             return
         n, more = _FEW, {"position_ids": torch.arange(n - _FEW, n, device=device_of(model))[None]}
     tokens = torch.full((1, n), plain, device=device_of(model))
@@ -112,12 +114,14 @@ def _check_that_it_runs(model: Any, length: int) -> None:
     except (ValueError, IndexError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        _refuse(context, length, error.__cause__ or error)
+        _refuse(context, length, error.__cause__ or error, rotates)
 
 
-def _refuse(context: int, length: int, why: Any) -> NoReturn:
+def _refuse(context: int, length: int, why: Any, rotates: bool) -> NoReturn:
+    reason = (
+        "its tables of rotations are not the reason" if rotates else "learned (absolute) positions cannot be continued"
+    )
     raise ArgumentError(
         "length",
-        f"must be at most {context} for this model, got {length}: it fails beyond its context, and not because of a "
-        f"rotary table; learned (absolute) positions cannot be continued ({why})",
+        f"must be at most {context} for this model, got {length}: it fails beyond its context; {reason} ({why})",
     )

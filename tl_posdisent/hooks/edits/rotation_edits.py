@@ -82,12 +82,14 @@ class PositionMap(RotationEdit):
         both = torch.stack([x.double() for x in torch.broadcast_tensors(found, own)])
         if torch.equal(*both) or bool(((both >= 0) & (both < self.unscaled)).all()):
             return found
+        advice = "give a shorter text"
+        if bool((own < self.unscaled).all()):  # longer texts are refused by remap_distance too
+            advice = "give nearer positions, or use remap_distance, which changes distances alone"
         raise ArgumentError(
             "positions",
             f"must be from 0 to {self.unscaled - 1} for {self.tool}, of the text and as given, got "
             f"{both.min():g} … {both.max():g}: from {self.unscaled} on, this model scales scores by the position of "
-            "the query, which the hooks do not change. Give a shorter text or nearer positions; remap_distance changes "
-            "distances alone",
+            f"the query, which the hooks do not change; {advice}",
         )
 
     def _places(self, given: Positions, own: Tensor, texts: int) -> Tensor:
