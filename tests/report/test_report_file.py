@@ -90,7 +90,6 @@ def test_refusals_leave_no_file_and_no_trace(tmp_path: Path) -> None:
         ({"sections": ["heads", "heads"]}, "each once"),
         ({"command": b"x"}, "command must be text"),
         ({"text": TOKENS.float()}, "text cannot be used: tokens must be text or an integer tensor"),
-        ({"path": tmp_path}, "path must be that of the HTML file, got"),
     ]
     for changed, message in wrong:
         arguments = {"text": TOKENS, "path": tmp_path / "report.html", "progress": False, **changed}
@@ -98,6 +97,36 @@ def test_refusals_leave_no_file_and_no_trace(tmp_path: Path) -> None:
             tp.report(model, arguments.pop("text"), arguments.pop("path"), **arguments)
     assert list(tmp_path.iterdir()) == []
     assert state(model) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_path_that_cannot_be_written_is_refused_before_the_model_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the model ran")
+
+    model = tp.load_demo_model()
+    cases: list[tuple[Any, str]] = [
+        (tmp_path, "got .*, which is a folder"),
+        (tmp_path / "file" / "new" / "page.html", "file' is not a folder"),
+        ("/sys/page.html", r"no file can be created in '/sys'"),
+        ("/dev/null", "which is a device or a pipe"),
+        (tmp_path / ("x" * 300), "name too long"),
+        ("a\0b", "null byte"),
+        (5, "got int"),
+        (b"page.html", "got bytes"),
+    ]
+    for path, message in cases:
+        with (
+            model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", fail)]),
+            pytest.raises(ValueError, match=message) as raised,
+        ):
+            tp.report(model, TOKENS, path, progress=False)
+        assert str(raised.value).startswith("path must be ")
+        assert len(str(raised.value)) < 400
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+    assert tp.report(model, TOKENS, tmp_path / "a" / "b.html", sections=["additivity"], progress=False).is_file()
 
 
 @pytest.mark.usefixtures("unchecked")

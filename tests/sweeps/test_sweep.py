@@ -12,10 +12,14 @@ import pickle
 import shutil
 import signal
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.processes import started
@@ -25,8 +29,9 @@ import tl_posdisent
 from tl_posdisent import demo_text, demo_tokens, load_demo_model
 from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
 from tl_posdisent.sweeps import runner as worker
-from tl_posdisent.sweeps.jobs import RESULTS, experiments_by_name
+from tl_posdisent.sweeps.jobs import experiments_by_name
 from tl_posdisent.sweeps.sources import named
+from tl_posdisent.sweeps.versions import digest_of, installed
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +45,11 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
-    """A stored one. When results change on purpose, RESULTS changes with them, and this figure too."""
+    """A stored one, of stored versions."""
     text = Text.of("We hold these truths to be self-evident", length=8)
     job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"sinks": 1})], text, checkpoints=[1000])[0]
-    assert job.hash == "0163aa798faf2d44a4f1a2d829f019798a5677db8e0660ad1584478be8a6ba93"
-    assert tl_posdisent.__version__.startswith(f"{RESULTS}.")
+    stored = dataclasses.replace(job, versions="tl-posdisent 0.2.0, torch 2.13.0")
+    assert stored.hash == "86410457cbfd96610e009b74fd08e49d5f91ba3831b4a586b74ea4e86b7b2af4"
 
 
 def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
@@ -56,9 +61,10 @@ def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
         "backend": "bridge",
         "dtype": "bfloat16",
     }
+    changes["versions"] = "tl-posdisent 0.2.1"
     others = [dataclasses.replace(base, **{name: value}) for name, value in changes.items()]
     others.append(dataclasses.replace(base, text=Text.of("some words", length=3)))
-    assert len({job.hash for job in [base, *others]}) == 11
+    assert len({job.hash for job in [base, *others]}) == 12
     forward, backward = {"sinks": 2, "layers": range(2)}, {"layers": [0, 1], "sinks": 2}
     one, two = (jobs("demo", ("controlled_distance", x), "demo")[0] for x in (forward, backward))
     assert one == two
@@ -69,6 +75,76 @@ def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
     assert len(found) == 1
     ids, words = Text.of([[1, 2]]), Text.of("[[1, 2]]")
     assert (ids.sha256, ids.described()) != (words.sha256, words.described())  # same bytes, not the same text
+
+
+@pytest.fixture
+def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Install another version of transformers, or remove it again, as far as metadata tell."""
+    metadata = tmp_path / "site" / "transformers-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n", encoding="utf-8")
+
+    def change(to_newer: bool) -> None:
+        if to_newer:
+            monkeypatch.syspath_prepend(tmp_path / "site")
+        else:
+            monkeypatch.undo()
+        installed.cache_clear()
+
+    yield change
+    change(False)
+
+
+def test_results_of_other_versions_are_not_used_and_said(tmp_path: Path, upgraded: Callable[[bool], None]) -> None:
+    out = tmp_path / "out"
+    before = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
+    old = sweep(before, out=out, progress=False)
+    (first,) = {job.versions for job in before}
+    upgraded(True)
+    todo = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
+    assert "transformers 99.0" in todo[0].versions
+    assert not {job.hash for job in before} & {job.hash for job in todo}
+    with pytest.warns(UserWarning, match="2 of 2 jobs have results of other versions") as warned:
+        new = sweep(todo, out=out, progress=False)
+    assert all(versions in str(warned[0].message) for versions in (first, todo[0].versions))
+    assert len(inodes(out)) == 4
+    pd.testing.assert_frame_equal(old.drop(columns="job"), new.drop(columns="job"), check_exact=True)
+    with pytest.warns(UserWarning, match="1 of 1 jobs failed"):  # a worker with other versions than the caller
+        sweep([dataclasses.replace(before[0], seed=1)], out=out, progress=False)
+    (row,) = failures(out).to_dict("records")
+    assert row["message"].startswith(f"the versions of the job, {first}, are not those of the process that runs it")
+    assert row["versions"] == first
+    upgraded(False)
+    kept = inodes(out)
+    pd.testing.assert_frame_equal(
+        sweep(before, out=out, progress=False), old, check_exact=True
+    )  # found, without a warning
+    assert inodes(out) == kept
+
+
+def test_results_stored_without_versions_are_those_of_unknown_ones(tmp_path: Path) -> None:
+    (job,) = jobs("demo", LAST, Text.of("demo", length=32))
+    sweep([job], out=tmp_path, progress=False)
+    path = tmp_path / "parts" / f"{job.hash}.parquet"
+    table = pq.read_table(path)
+    about = json.loads(table.schema.metadata[b"tl_posdisent"])
+    del about["job"]["versions"]
+    path.unlink()
+    metadata = {b"tl_posdisent": json.dumps(about | {"hash": "0" * 64}).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "parts" / f"{'0' * 64}.parquet")
+    (tmp_path / "parts" / "other.parquet").write_bytes(b"PAR1")
+    with pytest.warns(UserWarning, match="1 of 1 jobs have results of other versions .* made with unknown versions"):
+        sweep([job], out=tmp_path, progress=False)
+
+
+def test_sources_are_part_of_the_version(tmp_path: Path) -> None:
+    package = Path(tl_posdisent.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    assert digest_of(package) == digest_of(copy)
+    assert f"tl-posdisent {version('tl-posdisent')} (sources {digest_of(package)})" in installed()
+    file = copy / "additive" / "cells.py"
+    file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert digest_of(package) != digest_of(copy)
 
 
 @pytest.mark.parametrize(("seeds", "drawn"), [([3, 5], [3, 5]), (2, [0, 1])])
@@ -269,6 +345,18 @@ def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
     assert before.items() <= inodes(tmp_path).items()
 
 
+class Submits:
+    """What has only the method of an executor that is called first, as a client of dask has."""
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        raise AssertionError("it is asked")
+
+
+class OtherFutures(Executor):
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        return object()
+
+
 BAD = [
     (lambda: jobs("demo", "load_model", "demo"), "experiment must be one of .* got 'load_model'"),
     (lambda: jobs("demo", "perturb", "demo"), "experiment must be one of .* got 'perturb'"),
@@ -277,6 +365,29 @@ BAD = [
     (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments must be numbers, strings"),
     (lambda: jobs("demo", ("additivity", {"layers": float("nan")}), "demo"), "arguments must be numbers, strings"),
     (lambda: jobs("demo", ("additivity", 3), "demo"), "experiments must be names, or pairs"),
+    (
+        lambda: jobs("demo", ("additivity", {}, {"x": 1}), "demo"),
+        r"experiments must be .*, got \('additivity', {}, {'x': 1}\)",
+    ),
+    (lambda: jobs("demo", [("additivity", {}, {"x": 1})], "demo"), "experiments must be names, or pairs"),
+    (lambda: jobs("demo", ("additivity",), "demo"), "experiments must be names, or pairs"),
+    (lambda: jobs("demo", 3, "demo"), "experiments must be a list, or a single name or path, got 3"),
+    (lambda: jobs(3, "additivity", "demo"), "models must be a list, or a single name or path, got 3"),
+    (lambda: jobs("demo", "additivity", 3), "texts must be a list, or a single name or path, got 3"),
+    (lambda: jobs("demo", "additivity", "demo", checkpoints=3), "checkpoints must be a list, or .*, got 3"),
+    (lambda: jobs("demo", "additivity", {"demo": 1}), "texts must be a list, or .*, got {'demo': 1}"),
+    (lambda: jobs("demo", "additivity", b"words"), "texts must be a list, or .*, got b'words'"),
+    (lambda: jobs("demo", "additivity", [1, 2, 3]), r"texts must be .*, got \[1, 2, 3\]: ids of one text are \[\["),
+    (lambda: jobs("demo", "additivity", torch.tensor([1, 2])), "texts must be .*, got a Tensor of shape"),
+    (lambda: jobs("demo", "additivity", [[2**70]]), "text must be .* token ids"),
+    (lambda: jobs("demo", "perturbation_curve", "demo", seeds=10**9), "seeds must be an integer from 1 to 1000000"),
+    (lambda: jobs("demo", "perturbation_curve", "demo", seeds=range(10**30)), "seeds must be at most 1000000"),
+    (lambda: jobs("demo", "perturbation_curve", "demo", seeds=10**6), "must make at most 100000 jobs, got 1000000"),
+    (lambda: jobs("demo", "additivity", "demo", seeds=range(10**5)), r"seeds must be None, .* got \[0, 1, .*\.\.\.$"),
+    (
+        lambda: Text.of("demo", length=8, count=10**12).split(10**12),
+        "parts must be at most 100000, .*, got 1000000000000",
+    ),
     (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds must be None, as none of additivity takes one"),
     (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds must be given once"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint must be None for model='demo'"),
@@ -296,7 +407,12 @@ BAD = [
     (lambda: sweep([], out="nowhere"), "jobs must be a list of Job .* got none"),
     (lambda: sweep(["additivity"], out="nowhere"), "jobs must be a list of Job .* got str"),
     (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor must be .* got int"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out must be a folder, .* got the file"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), Submits(), out="nowhere"), "executor must be .* got Submits: of a dask"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out must be a folder that .*, which is a file"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__ + "/sweep"), "out must be a folder that .*is not a folder"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out="/sys/sweep"), "no file can be created in '/sys'"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out=5), "out must be the path of a folder, got 5"),
+    (lambda: failures(5), "out must be the path of a folder, got 5"),
     (lambda: Text.of(" "), "text must have words, got none"),
     (lambda: failures("nowhere"), "out must be the folder of a sweep"),
 ]
@@ -308,6 +424,19 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(call: Any, mes
     with pytest.raises(ValueError, match=message):
         call()
     assert not Path("nowhere").exists()
+
+
+def test_a_mistyped_number_of_parts_takes_no_memory() -> None:
+    text = Text.of("demo", length=8, count=3)
+    assert text.split(10**12) == text.split(3)
+
+
+def test_executors_return_futures_that_can_be_waited_for(tmp_path: Path) -> None:
+    todo = jobs("demo", LAST, Text.of("demo", length=16))
+    with pytest.raises(ValueError, match=r"executor must return a concurrent\.futures\.Future from submit, got object"):
+        sweep(todo, OtherFutures(), out=tmp_path, progress=False)
+    with ThreadPoolExecutor(1) as threads:
+        assert sweep(todo, threads, out=tmp_path, progress=False)["job"].unique() == [todo[0].hash]
 
 
 @pytest.mark.parametrize("length", [255, 256, 1023, 1024, 5000])

@@ -26,7 +26,7 @@ from tl_posdisent.report.sections import TITLES, section
 from tl_posdisent.report.subject import read_subject
 from tl_posdisent.report.verdict import headline, verdict
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.files import check_writable, whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
 from tl_posdisent.viz.widgets.offline import library, policy
 
@@ -77,7 +77,8 @@ def report(
         progress: show one bar, which counts forward passes of all texts, and a forecast of passes and time.
 
     Raises:
-        ValueError: invalid arguments; a model for which none of these sections can be measured.
+        ValueError: invalid arguments; a path where no file can be written; a model for which none of these
+            sections can be measured.
 
     Example:
         >>> import pathlib, tempfile
@@ -90,6 +91,7 @@ def report(
         ...     path.name, "Headline numbers" in path.read_text(encoding="utf-8")
         ('report.html', True)
     """
+    target = check_writable("path", path)
     subject = read_subject(model, text, attention_mask, layers, heads)
     chosen = check_subset("sections", SECTIONS if sections is None else sections, SECTIONS)
     wanted = [name for name in SECTIONS if name in chosen]
@@ -101,9 +103,6 @@ def report(
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
             raise ArgumentError(name, f"must be text, got {shown(value)}")
-    if not isinstance(path, (str, PathLike)) or not str(path) or Path(path).is_dir():
-        raise ArgumentError("path", f"must be that of the HTML file, got {shown(path)}")
-    target = Path(path)
     found = measure(subject, wanted, copies=Copies(control, scale), seed=seed, progress=progress)
     found = {name: found[name] for name in wanted}
     options = {

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,10 @@ import pandas as pd
 
 from tl_posdisent import experiments, synthetic
 from tl_posdisent.models.loading.load import Backend, check_backend
-from tl_posdisent.sweeps.sources import DTYPES, Checkpoint, Text, checkpoint_steps, named, step_of
+from tl_posdisent.sweeps.sources import DTYPES, MOST_JOBS, Checkpoint, Text, checkpoint_steps, named, step_of
+from tl_posdisent.sweeps.versions import installed
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_seeds, refuse_pair
+from tl_posdisent.utils.validation import check_choice, check_seeds, is_integer, refuse_pair, shown
 
 
 @functools.cache
@@ -45,7 +46,9 @@ def _gives_table(function: Callable[..., Any]) -> bool:
 def experiment_named(name: str) -> Callable[..., Any]:
     """Return the experiment of this name, or raise ValueError."""
     if name not in experiments_by_name():
-        raise ArgumentError("experiment", f"must be one of {', '.join(sorted(experiments_by_name()))}, got {name!r}")
+        raise ArgumentError(
+            "experiment", f"must be one of {', '.join(sorted(experiments_by_name()))}, got {shown(name)}"
+        )
     return experiments_by_name()[name]
 
 
@@ -56,7 +59,7 @@ def canonical(arguments: Mapping[str, Any]) -> str:
         return json.dumps(plain, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            "arguments", f"must be numbers, strings, lists or None, as in JSON, got {arguments!r}"
+            "arguments", f"must be numbers, strings, lists or None, as in JSON, got {shown(arguments)}"
         ) from error
 
 
@@ -68,13 +71,13 @@ def takes_seed(name: str) -> bool:
 def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> None:
     """Raise ValueError, before anything is loaded, unless the experiment takes these arguments."""
     if seed is not None and {"seed", "seeds"} & set(arguments):
-        raise ArgumentError("seeds", f"must be given once, got seed={seed} and {dict(arguments)} for {name}")
+        raise ArgumentError("seeds", f"must be given once, got seed={seed} and {shown(dict(arguments))} for {name}")
     function = experiment_named(name)
     _refuse_pairs(arguments)
     try:
         inspect.signature(function).bind("model", "tokens", **_arguments(function, arguments, seed))
     except TypeError as error:
-        raise ValueError(f"arguments must be parameters of {name}, got {dict(arguments)}: {error}") from error
+        raise ValueError(f"arguments must be parameters of {name}, got {shown(dict(arguments))}: {error}") from error
 
 
 def _refuse_pairs(given: Any) -> None:
@@ -103,7 +106,6 @@ def _arguments(function: Callable[..., Any], arguments: Mapping[str, Any], seed:
     return given
 
 
-RESULTS = "0.2"  # package version in the hash: another version may compute different results
 Experiment = str | tuple[str, Mapping[str, Any]]
 Source = str | Path | Text
 
@@ -121,6 +123,7 @@ class Job:
         arguments: its other arguments, as JSON.
         seed: its ``seed`` or ``seeds``; None if it takes none.
         backend, dtype: how to load the model.
+        versions: of this package, TransformerLens, transformers and torch, which may change the result.
 
     Example:
         >>> from tl_posdisent.sweeps import jobs
@@ -138,12 +141,13 @@ class Job:
     seed: int | None = None
     backend: Backend = "auto"
     dtype: str = "float32"
+    versions: str = field(default_factory=installed)
 
     @cached_property
     def hash(self) -> str:
         """SHA-256 of everything that determines the result; of files, the content and not the path."""
         what = dataclasses.asdict(self) | {"model": "" if self.weights else self.model, "text": self.text.described()}
-        what |= {"arguments": json.loads(self.arguments), "results": RESULTS}
+        what |= {"arguments": json.loads(self.arguments)}
         return hashlib.sha256(canonical(what).encode("utf-8")).hexdigest()
 
     @property
@@ -198,16 +202,23 @@ def jobs(
     """
     check_backend(backend)
     check_choice("dtype", dtype, DTYPES)
-    asked = [_experiment(x) for x in ([experiments] if isinstance(experiments, str | tuple) else experiments)]
-    read = [x if isinstance(x, Text) else Text.of(x) for x in _listed(texts)]
+    one = isinstance(experiments, tuple)  # a name and its arguments
+    asked = [_experiment(x) for x in ([experiments] if one else _listed("experiments", experiments))]
+    read = _texts(texts)
     drawn = None if seeds is None else check_seeds(seeds)
     if drawn is not None and not any(takes_seed(name) for name, _ in asked):
         names = ", ".join(name for name, _ in asked)
-        raise ArgumentError("seeds", f"must be None, as none of {names} takes one, got {drawn}")
+        raise ArgumentError("seeds", f"must be None, as none of {names} takes one, got {shown(drawn)}")
     places = []
-    for model in _listed(models):
+    for model in _listed("models", models):
         steps = checkpoint_steps(model) if checkpoints == "all" else [None] if checkpoints is None else checkpoints
-        places += [named(model, step) for step in _listed(steps)]
+        places += [named(model, step) for step in _listed("checkpoints", steps)]
+    draws = sum(len(drawn) if drawn is not None and takes_seed(name) else 1 for name, _ in asked)
+    if (count := len(places) * len(read) * draws) > MOST_JOBS:
+        raise ValueError(
+            f"models, experiments, texts, checkpoints and seeds must make at most {MOST_JOBS} jobs, got {count}: "
+            "call jobs and sweep for parts of them, with one folder"
+        )
     found = []
     for (model, checkpoint, weights), text, (name, arguments) in itertools.product(places, read, asked):
         for seed in drawn if drawn is not None and takes_seed(name) else [None]:
@@ -221,11 +232,30 @@ def jobs(
 
 
 def _experiment(given: Any) -> tuple[str, dict[str, Any]]:
-    name, arguments = (given, {}) if isinstance(given, str) else (*given, None, None)[:2]
+    name, arguments = (given, {}) if isinstance(given, str) else given if _is_pair(given) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        raise ArgumentError("experiments", f"must be names, or pairs of a name and a dict of arguments, got {given!r}")
+        raise ArgumentError(
+            "experiments", f"must be names, or pairs of a name and a dict of arguments, got {shown(given)}"
+        )
     return name, dict(arguments)
 
 
-def _listed(given: Any) -> list[Any]:
-    return [given] if isinstance(given, str | Path | Text) else list(given)
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2
+
+
+def _texts(given: Any) -> list[Text]:
+    sources = _listed("texts", given)
+    if any(is_integer(x) for x in sources):  # one text of ids, or several?
+        raise ArgumentError(
+            "texts", f"must be texts or lists of token ids, got {shown(given)}: ids of one text are [[0, 5, 9]]"
+        )
+    return [x if isinstance(x, Text) else Text.of(x) for x in sources]
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, str | Path | Text):
+        return [given]
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+        raise ArgumentError(name, f"must be a list, or a single name or path, got {shown(given)}")
+    return list(given)

@@ -23,12 +23,15 @@ import torch
 from tqdm.auto import tqdm
 
 from tl_posdisent.sweeps.jobs import Job, run_experiment
-from tl_posdisent.sweeps.sources import load
+from tl_posdisent.sweeps.sources import Text, load
+from tl_posdisent.sweeps.versions import installed
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
+from tl_posdisent.utils.validation import shown
 
 _KEY = b"tl_posdisent"
 _FAILURE = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"]
+_UNKNOWN = "unknown versions"  # of results that were stored before versions were
 
 
 def failures(out: str | Path) -> pd.DataFrame:
@@ -39,7 +42,7 @@ def failures(out: str | Path) -> pd.DataFrame:
 
     Returns:
         One row per failed job: ``job`` (its hash), ``model``, ``checkpoint``, ``text``, ``experiment``, ``arguments``,
-        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``.
+        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``; ``versions``, as in ``Job``.
 
     Raises:
         ValueError: no such folder; a damaged file in it.
@@ -51,20 +54,27 @@ def failures(out: str | Path) -> pd.DataFrame:
         ...     len(failures(folder))
         0
     """
-    if not Path(out).is_dir():
-        raise ArgumentError("out", f"must be the folder of a sweep, got {out}")
+    folder = _folder(out)
+    if not folder.is_dir():
+        raise ArgumentError("out", f"must be the folder of a sweep, got {shown(folder)}")
     rows = []
-    for path in sorted(Path(out, "failed").glob("*.json")):
+    for path in sorted(Path(folder, "failed").glob("*.json")):
         try:
             row = json.loads(path.read_bytes())
-            rows.append([row[name] for name in _FAILURE])
+            rows.append([*(row[name] for name in _FAILURE), row.get("versions", _UNKNOWN)])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ArgumentError(
                 "out",
                 f"must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
                 "delete that file, and call sweep(..., retry=True) to repeat its job",
             ) from error
-    return pd.DataFrame(rows, columns=_FAILURE)
+    return pd.DataFrame(rows, columns=[*_FAILURE, "versions"])
+
+
+def _folder(out: Any) -> Path:
+    if not isinstance(out, (str, os.PathLike)) or "\0" in str(out):
+        raise ArgumentError("out", f"must be the path of a folder, got {shown(out)}")
+    return Path(out)
 
 
 def prepare(out: Path) -> None:
@@ -102,6 +112,23 @@ def read_part(out: Path, job: Job) -> pd.DataFrame | None:
         return None
 
 
+def finished_before(out: Path, jobs: list[Job]) -> dict[str, int]:
+    """Count the jobs that were finished with other versions: their results are kept, but not used."""
+    wanted, counts = {job.hash for job in jobs}, dict[str, int]()
+    for path in Path(out, "parts").glob("*.parquet"):
+        if path.stem in wanted:
+            continue
+        try:
+            about = json.loads((pq.read_schema(path).metadata or {})[_KEY])["job"]
+            old = Job(**about | {"text": Text(**about["text"]), "versions": installed()})
+            versions = about.get("versions", _UNKNOWN)
+        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+            continue  # damaged, or no part of a sweep
+        if old.hash in wanted:
+            counts[versions] = counts.get(versions, 0) + 1
+    return counts
+
+
 def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
     table = table.copy(deep=False)
     table.attrs = {}
@@ -114,7 +141,7 @@ def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
 
 
 def write_failure(out: Path, job: Job, error: BaseException) -> None:
-    about = {**job.columns(), "error": type(error).__name__, "message": str(error)}
+    about = {**job.columns(), "versions": job.versions, "error": type(error).__name__, "message": str(error)}
     about["traceback"] = "".join(traceback.format_exception(error))
     with whole_file(failure_of(out, job)) as file:
         file.write(json.dumps(about, indent=1).encode("utf-8"))
@@ -155,6 +182,7 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
             if read_part(Path(out), job) is not None:  # another worker did it, and died before it returned
                 continue
             try:
+                _check_versions(job)
                 model = _model(job, device)
                 tokens, arguments = job.text.tokens(model), json.loads(job.arguments)
                 table = run_experiment(job.experiment, model, tokens, arguments, job.seed)
@@ -162,6 +190,14 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
                 write_failure(Path(out), job, error)
             else:
                 write_part(Path(out), job, table)
+
+
+def _check_versions(job: Job) -> None:
+    if job.versions != installed():
+        raise ValueError(
+            f"the versions of the job, {job.versions}, are not those of the process that runs it, {installed()}: "
+            "install the same everywhere, or call jobs again after an upgrade"
+        )
 
 
 def _model(job: Job, device: str | None) -> Any:
@@ -197,15 +233,16 @@ def sweep(
     """Run the jobs that have no result yet, and return the results of all jobs as one table.
 
     Each finished job is written immediately, so a sweep that was stopped or killed continues if it is called again with
-    the same ``out``. A job that fails is recorded with its error and does not stop the others. Ctrl-C cancels the jobs
-    that have not begun. One sweep at a time may write to a folder; a second one raises an error.
+    the same ``out``. Results of other versions (``Job.versions``) are not used; a warning says so. A job that fails is
+    recorded with its error and does not stop the others. Ctrl-C cancels the jobs that have not begun. One sweep at a
+    time may write to a folder; a second one raises an error.
 
     Args:
         jobs: jobs from ``jobs``.
-        executor: where to run them: None for this process, or an object with the interface of
-            ``concurrent.futures.Executor``: ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or
-            ``dask.distributed.Client(...).get_executor()`` for a cluster, whose workers must see ``out`` and the files
-            of the jobs under the same paths. Each of its processes holds one model at a time; threads take turns.
+        executor: where to run them: None for this process, or a ``concurrent.futures.Executor``:
+            ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or ``dask.distributed.Client(...).get_executor()``
+            for a cluster, whose workers must have the same versions and see ``out`` and the files of the jobs under the
+            same paths. Each of its processes holds one model at a time; threads take turns.
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
         device: device of the models, such as ``"cuda"``; default as in ``load_model``.
@@ -220,9 +257,9 @@ def sweep(
         ``failures(out)`` the reasons.
 
     Raises:
-        ValueError: no jobs; an invalid job or executor; ``out`` is a file, or a folder in which another sweep is
-            running.
-        OSError: ``out`` cannot be written (a full disk). Finished jobs are kept.
+        ValueError: no jobs; an invalid job or executor; ``out`` is a file or cannot be written, or another sweep is
+            running there.
+        OSError: a result cannot be written (a full disk). Finished jobs are kept.
         RuntimeError: the executor lost its workers, or its workers do not see ``out``. Finished jobs are kept.
 
     Example:
@@ -234,20 +271,28 @@ def sweep(
         >>> table.groupby("text")["r"].count().to_dict()
         {'demo[0:1]×64': 8, 'demo[1:2]×64': 8}
     """
-    listed, folder = list(jobs) if isinstance(jobs, Iterable) else [jobs], Path(out).resolve()
+    listed, folder = list(jobs) if isinstance(jobs, Iterable) else [jobs], _folder(out).resolve()
     wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
     if wrong or not listed:
         raise ArgumentError("jobs", f"must be a list of Job as jobs() returns it, got {wrong[0] if wrong else 'none'}")
     listed = list(dict.fromkeys(listed))
-    if executor is not None and not callable(getattr(executor, "submit", None)):
-        raise ArgumentError("executor", f"must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
-    if folder.exists() and not folder.is_dir():
-        raise ArgumentError("out", f"must be a folder, or a path where one can be created, got the file {folder}")
+    if executor is not None and not isinstance(executor, Executor):
+        raise ArgumentError(
+            "executor",
+            f"must be a concurrent.futures.Executor or None, got {type(executor).__name__}: of a dask Client, pass "
+            "client.get_executor()",
+        )
     different = list({job.hash: job for job in listed}.values())
     if unfinished(folder, different, retry):
         with locked(folder, "out", "sweep"):
             prepare(folder)
             todo = unfinished(folder, different, retry)  # again: another sweep may just have ended
+            for versions, n in finished_before(folder, todo).items():
+                warnings.warn(
+                    f"{n} of {len(listed)} jobs have results of other versions in {folder}, which are not used: "
+                    f"they were made with {versions}, and run again with {installed()}",
+                    stacklevel=2,
+                )
             for job in todo:  # delete old errors and damaged parts, which would look like new ones
                 part_of(folder, job).unlink(missing_ok=True)
                 failure_of(folder, job).unlink(missing_ok=True)
@@ -283,16 +328,24 @@ def _chunks(models: list[list[Job]]) -> list[list[Job]]:
 
 def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor: Executor, bar: Any) -> None:
     waiting: dict[Future[None], list[Job]] = {}
+
+    def submit(some: list[Job]) -> None:
+        future = executor.submit(run_jobs, some, os.fspath(out), device)
+        if not isinstance(future, Future):  # only those can be waited for together
+            what = type(future).__name__
+            raise ArgumentError("executor", f"must return a concurrent.futures.Future from submit, got {what}")
+        waiting[future] = some
+
     try:
         for chunk in chunks:
-            waiting[executor.submit(run_jobs, chunk, os.fspath(out), device)] = chunk
+            submit(chunk)
         while waiting:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                 chunk = waiting.pop(future)
                 left = _left_of(chunk, future.exception(), out)
                 bar.update(len(chunk) - len(left))
                 if left:
-                    waiting[executor.submit(run_jobs, left, os.fspath(out), device)] = left
+                    submit(left)
     except BrokenExecutor as error:
         raise RuntimeError(
             "a worker process ended abruptly (killed, or out of memory), which ended its pool; finished jobs are kept "

@@ -39,6 +39,7 @@ _BESIDE = [
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
 ]
 _OF_HUB = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm"]
+MOST_JOBS = 100_000  # of one call: each is a file, and a mistyped number of texts or seeds would fill the memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -56,11 +57,12 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
 def named(model: str | Path, checkpoint: Checkpoint) -> tuple[str, Checkpoint, str]:
     """Return model, checkpoint and a hash of what will be loaded (empty for names, which their revision identifies)."""
     if not (checkpoint is None or isinstance(checkpoint, str) or is_integer(checkpoint)):
-        raise ArgumentError("checkpoint", f"must be a step, a revision or None, got {checkpoint!r}")
+        raise ArgumentError("checkpoint", f"must be a step, a revision or None, got {shown(checkpoint)}")
     if model == "demo":
         if checkpoint is not None:
             raise ArgumentError(
-                "checkpoint", f"must be None for model='demo', got {checkpoint!r}: pass the folder of a training run"
+                "checkpoint",
+                f"must be None for model='demo', got {shown(checkpoint)}: pass the folder of a training run",
             )
         return "demo", None, fingerprint(Path(demo_model.__file__).with_name("weights.safetensors"))
     if found_at(model):
@@ -84,7 +86,7 @@ def place(model: Path, checkpoint: Checkpoint) -> Path:
     else:
         at = steps.get(checkpoint) if isinstance(checkpoint, int) else model / checkpoint
     if at is None or not at.exists():
-        raise ArgumentError("checkpoint", f"must be one of {sorted(steps)} for {model}, got {checkpoint!r}")
+        raise ArgumentError("checkpoint", f"must be one of {shown(sorted(steps))} for {model}, got {shown(checkpoint)}")
     return at
 
 
@@ -208,14 +210,16 @@ class Text:
         """
         kind, kept, content = _content(source)
         if not content.strip():
-            raise ArgumentError("text", f"must have words, got none in {source!r}")
+            raise ArgumentError("text", f"must have words, got none in {shown(source)}")
         return cls(kind, kept, _sha256(content), length, count, first)
 
     def split(self, parts: int) -> list[Text]:
         """Distribute the parts over several texts (fewer if there are fewer parts), for as many jobs."""
-        check_integer("parts", parts, 1)
+        parts = min(check_integer("parts", parts, 1), self.count)
+        if parts > MOST_JOBS:
+            raise ArgumentError("parts", f"must be at most {MOST_JOBS}, as each part is a job, got {parts}")
         cuts = [self.first + self.count * n // parts for n in range(parts + 1)]
-        return [replace(self, first=a, count=b - a) for a, b in itertools.pairwise(cuts) if b > a]
+        return [replace(self, first=a, count=b - a) for a, b in itertools.pairwise(cuts)]
 
     @property
     def name(self) -> str:
@@ -284,11 +288,11 @@ def _content(source: Any) -> tuple[Kind, str, str]:
         if source == "demo":
             return "demo", "demo", demo_text()
         if found_at(source) == "file":
-            raise ArgumentError("text", f"must be words or a Path, got the name of a file: pass Path({source!r})")
+            raise ArgumentError("text", f"must be words or a Path, got the name of a file: pass Path({shown(source)})")
         return "words", source, source
     try:
         ids = torch.as_tensor(source, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         ids = torch.empty(0, device="cpu")
     if ids.dtype != torch.int64 or ids.ndim not in (1, 2) or ids.numel() == 0:
         raise ArgumentError(

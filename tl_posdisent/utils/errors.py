@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class ArgumentError(ValueError):
@@ -49,3 +51,18 @@ def naming(**names: str) -> Iterator[None]:
         if type(error) is not ArgumentError or error.argument not in names:
             raise
         raise ArgumentError(names[error.argument], error.problem) from error
+
+
+def brief(value: Any) -> str:
+    """Return the repr of a value for an error: at most 120 characters, and paths as the strings that users gave.
+
+    >>> from pathlib import PurePosixPath
+    >>> brief([PurePosixPath("a/b.txt"), 1]), len(brief(list(range(1000))))
+    ("['a/b.txt', 1]", 120)
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integers of more than 4300 digits
+        return f"{type(value).__name__} of too many digits to print"
+    text = re.sub(r"\b(?:Pure)?(?:Posix|Windows)?Path\(('[^']*'|\"[^\"]*\")\)", r"\1", text)
+    return text if len(text) <= 120 else text[:117] + "..."

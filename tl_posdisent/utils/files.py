@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from filelock import FileLock, Timeout
 
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, brief
 
 UNFINISHED = ".unfinished"
 LOCK = ".tl_posdisent.lock"
@@ -29,6 +30,40 @@ def found_at(path: str | os.PathLike[str]) -> Literal["file", "folder"] | None:
     except (OSError, ValueError):  # nothing there, or an invalid name: too long, or with a zero byte
         return None
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else None
+
+
+def check_writable(name: str, path: Any, kind: Literal["file", "folder"] = "file") -> Path:
+    """Return the path, or raise if no file can be written there: before the work whose result it will hold.
+
+    ``name`` is the argument. Folders that are missing will be created, so the last one that exists is tried.
+
+    >>> check_writable("path", __file__ + "/page.html")
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: path must be a file that can be written, got '...': ... is not a folder
+    """
+    needed = f"must be a {kind} that can be written, got"
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise ArgumentError(name, f"must be the path of a {kind}, got {type(path).__name__}")
+    target = Path(path)
+    needed += f" {brief(target)}"
+    try:
+        mode = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = None
+    except (OSError, ValueError) as error:  # a name that is too long, or with a zero byte
+        raise ArgumentError(name, f"{needed}: {getattr(error, 'strerror', None) or error}") from error
+    if mode is not None and not (stat.S_ISREG(mode) if kind == "file" else stat.S_ISDIR(mode)):
+        what = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device or a pipe"
+        raise ArgumentError(name, f"{needed}, which is {what}")
+    place = next(x for x in [*[target] * (kind == "folder"), *target.absolute().parents] if x.exists())
+    if not place.is_dir():
+        raise ArgumentError(name, f"{needed}: {brief(place)} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=place):  # permissions alone do not tell: the file system may be read-only
+            pass
+    except OSError as error:
+        raise ArgumentError(name, f"{needed}: no file can be created in {brief(place)} ({error.strerror})") from error
+    return target
 
 
 @contextlib.contextmanager
@@ -61,12 +96,14 @@ def remove_unfinished(folder: str | os.PathLike[str], names: str = "*") -> None:
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[None]:
-    """Hold a folder's lock, or raise if another process or thread holds it; create the folder if it is missing.
+    """Hold a folder's lock, or raise if it cannot be written or another process or thread holds its lock.
+
+    A folder that is missing is created.
 
     The operating system releases the lock when its process ends. Errors name the argument ``name`` and the ``work``,
     a noun such as ``"training"``.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    check_writable(name, folder, "folder").mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(Path(folder, LOCK), timeout=0, thread_local=False).acquire()
     except Timeout:

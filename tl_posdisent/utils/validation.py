@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, brief
 
 Numbers = Sequence[int | float] | Tensor  # also a range
 
@@ -31,11 +31,7 @@ def shown(value: Any) -> str:
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape != ():
         return f"a {type(value).__name__} of shape {tuple(shape)}"
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integers of more than 4300 digits
-        return f"{type(value).__name__} of too many digits to print"
-    return text if len(text) <= 120 else text[:117] + "..."
+    return brief(value)
 
 
 def printable(text: str) -> str:
@@ -242,10 +238,15 @@ def check_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
+_MOST_SEEDS = 1_000_000  # a list of more would fill the memory before the first is used
+
+
 def check_seeds(seeds: Any, least: Literal[0, 1] = 1) -> list[int]:
     """Validate seeds, given as a number of seeds (0, 1, 2 …) or a list of different seeds, and return a list."""
     if is_integer(seeds):
-        return list(range(check_integer("seeds", seeds, least)))
+        return list(range(check_integer("seeds", seeds, least, _MOST_SEEDS)))
+    if isinstance(seeds, range) and seeds[_MOST_SEEDS:]:
+        raise ArgumentError("seeds", f"must be at most {_MOST_SEEDS}, got {seeds}")
     if not least and isinstance(seeds, Sized) and not isinstance(seeds, (str, bytes)) and not len(seeds):
         return []
     return check_distinct("seeds", seeds, check_seed, "a number of seeds or a list of seeds")
