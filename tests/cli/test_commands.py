@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.command_line import run_command
-from typer.testing import Result
+from support.command_line import ENVIRONMENT, run_command
+from typer.testing import CliRunner, Result
 
 from tl_posdisent import (
     ablate_heads,
@@ -45,6 +46,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.additive.attention import rungs
+from tl_posdisent.cli import app
 from tl_posdisent.cli.commands import causal, measurements
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
@@ -555,7 +557,25 @@ REFUSED = [
     ("fit --device abacus", DEVICE),
     *((f"fit --device {x}", f"--device must be one that torch can use, got {x!r} (") for x in ("meta", "cuda:77")),
     ("fit --out table.xls", "--out must end in .csv, .parquet, .json, got 'table.xls'"),
-    ("fit --out short.txt/table.csv", "--out cannot be written: "),
+    ("fit --out short.txt/table.csv", "--out must be a file that can be written, got 'short.txt/table.csv': "),
+    ("fit --out folder.csv", "--out must be a file that can be written, got 'folder.csv', which is a folder"),
+    *(
+        (f"{x} --out /sys/x", "--out must be a folder that can be written, got '/sys/x'")
+        for x in ("sweep", "synthetic")
+    ),
+    ("report --out /sys/x.html", "--out must be a file that can be written, got '/sys/x.html': no file can be created"),
+    ("sweep --table /sys/x.csv", "--table must be a file that can be written, got '/sys/x.csv': no file can be"),
+    (f"fit --out {'x' * 300}.csv", "--out must be a file that can be written, got 'xxx"),
+    ("fit --text /dev/zero", "--text must have at most 100 MB, but /dev/zero has more"),
+    ("sweep --text /dev/zero", "--text must be a file, got '/dev/zero', which is a device or a pipe"),
+    ("sweep --seeds 0-999999", "--seeds must be at most 100000 numbers, got 1000000"),
+    (f"fit --layers {','.join(['0-999999'] * 1000)}", "--layers must be at most 100000 numbers, got 1000000000"),
+    ("fit --length 16 --layers 0-99999", "--layers must be integers from 0 to 4, got 5"),
+    (f"fit --heads L{'9' * 5000}H0", "--heads must be numbers or ranges such as 0-3, separated by commas, got 'L999"),
+    ("sweep --seeds 0-9999", "--seeds must be None, as none of additivity takes one, got [0, 1, 2, 3"),
+    ("sweep --texts 1000000 --split 1000000", "parts must be at most 100000, as each part is a job, got 1000000"),
+    (f"sweep --argument layers=[{'9' * 5000}]", "--argument layers cannot be read: Exceeds the limit"),
+    (f"sweep --argument layers={'[' * 5000}", "--argument layers cannot be read: maximum recursion depth"),
     ("fit --model ./none --text short.txt", "--model ./none: no such directory"),
     ("fit --model ./model --text short.txt", "--model ./model has no tokenizer, so it cannot read text"),
     ("fit --model smolm2 --text nowhere.txt", "--model must be a known name, got 'smolm2': did you mean 'smollm2'?"),
@@ -592,8 +612,39 @@ REFUSED = [
     ("sweep --table table.xlsx", "--table must end in .csv"),
     ("synthetic --encoding rotary", "--encoding must be 'none', "),
     ("synthetic --encoding none --rotary-heads 1", "--rotary-heads must be left out with --encoding 'none'"),
-    ("synthetic --out short.txt", "--out must be a folder, but short.txt is a file"),
+    ("synthetic --out short.txt", "--out must be a folder that can be written, got 'short.txt', which is a file"),
+    ("sweep --out short.txt", "--out must be a folder that can be written, got 'short.txt', which is a file"),
 ]
+
+
+COUNTS = [  # options that are a number of things
+    (command.callback.__name__, "--" + option.name.replace("_", "-"))
+    for command in app.registered_commands
+    for option in inspect.signature(command.callback).parameters.values()
+    if option.annotation in (int, int | None) and option.name != "seed"
+]
+
+
+@pytest.mark.parametrize(("name", "option"), COUNTS)
+def test_a_count_that_no_memory_holds_is_refused_at_once(name: str, option: str) -> None:
+    result = run_command(name, option, 10**9, code=2)
+    assert f"Invalid value for '{option}'" in result.stderr
+    assert "1000000" in result.stderr.replace("10000000", "")
+
+
+def test_there_are_counts() -> None:
+    assert len(COUNTS) > 40
+    assert ("sweep", "--split") in COUNTS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["x" * 10**5], ["fit", "--" + "x" * 10**5], ["fit", "--backend", "x" * 10**5], ["fit", "--length", "9" * 10**5]],
+)
+def test_usage_errors_quote_the_beginning_of_what_was_typed(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words, env=ENVIRONMENT)
+    assert result.exit_code == 2
+    assert len(result.stderr) < 2500
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,49 @@ def test_without_progress_only_results_are_printed() -> None:
         stdout, stderr = running.communicate()
     assert (running.returncode, stderr) == (0, b"")
     assert b"mean r" in stdout
+
+
+SHORT = ("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress")
+SPEAKS = {name: [name, "--help"] for name in COMMANDS} | {"results": SHORT, "help": ["--help"], "none": []}
+SPEAKS |= {"version": ["--version"], "models": ["models"]}
+
+
+@pytest.mark.parametrize("words", SPEAKS.values(), ids=SPEAKS)
+def test_stdout_that_cannot_be_written(words: Sequence[str], tmp_path: Path) -> None:
+    """Full, closed, or a pipe whose reader has gone: one line says so, and the exit code is that of a failure."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    streams = {"No space left on device": full, "Broken pipe": pipe, "it is closed": None}
+    for reason, stream in streams.items():
+        close = "import os; os.close(1); " if stream is None else ""
+        code = (
+            f"{close}import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[1:]]).returncode)"
+        )
+        arguments = ["-c", code, PROGRAM, *words]
+        with process(sys.executable, *arguments, stdout=stream, stderr=subprocess.PIPE) as running:
+            stderr = running.communicate()[1].decode()
+        assert (running.returncode, stderr) == (1, f"error: standard output cannot be written: {reason}\n"), reason
+    os.close(pipe)
+    os.close(full)
+
+
+def test_stdin_that_is_closed() -> None:
+    code = f"import sys; sys.stdin = None; {PROGRAM}"
+    with process(sys.executable, "-c", code, "fit", "--text", "-", **PIPES) as running:
+        stdout, stderr = running.communicate()
+    assert (running.returncode, stdout) == (2, b"")
+    assert stderr == b"error: --text cannot be read: stdin is closed\n"
+
+
+def test_warnings_are_lines_of_their_own(tmp_path: Path) -> None:
+    """Not with the place in the library where they were raised; and why all jobs failed is said."""
+    with program("sweep", "--length", "4000", "--no-progress", "--out", str(tmp_path / "out")) as running:
+        stdout, stderr = running.communicate()
+    assert (running.returncode, stdout) == (2, b"")
+    warning, error = stderr.decode().splitlines()
+    assert warning.startswith("warning: 1 of 1 jobs failed; failures(")
+    assert error.startswith("error: all 1 jobs failed, the first with: text has 3257 tokens, too few for 1 × 4000")
 
 
 def test_interrupted() -> None:

@@ -1,7 +1,8 @@
 """The command line: ``tl-posdisent fit --model demo --out table.csv``.
 
 Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 success, 2 wrong
-usage or input, 130 interrupted, 1 a bug. Nothing here imports torch until a command runs.
+usage or input, 130 interrupted, 1 if stdout cannot be written or for a bug. Nothing here imports torch until a command
+runs.
 """
 
 from __future__ import annotations
@@ -9,17 +10,37 @@ from __future__ import annotations
 import io
 import sys
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .commands.causal import ablate, effects, intervene, ladder, patch
 from .commands.measurements import controlled, fit, labels, length, perturb, report
 from .commands.models import check, estimate, models
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
+from .output import delivering, parsing
+
+
+class Program(TyperGroup):
+    """The commands, of which none ends in a traceback because its stdout cannot be written."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with delivering():
+            return super().main(*args, **options)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with parsing():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with parsing():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=Program,
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="rich",
@@ -44,7 +65,7 @@ def main(
 
     Results go to stdout, progress and errors to stderr. --out saves the whole table.
 
-    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 a bug.
+    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, or a bug.
 
     Examples:
       tl-posdisent fit --model demo --out table.csv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import io
@@ -34,9 +35,14 @@ def read_text(text: Path | None, model: str, option: str = "text") -> str:
         return demo_text()
     name = "stdin" if str(text) == "-" else str(text)
     try:
-        content = sys.stdin.buffer.read() if name == "stdin" else text.read_bytes()
-    except OSError as error:
+        if name == "stdin" and sys.stdin is None:
+            raise OSError("stdin is closed")
+        with contextlib.nullcontext(sys.stdin.buffer) if name == "stdin" else text.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--{option} cannot be read: {error}") from error
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"--{option} must have at most {_MOST_BYTES // 10**6} MB, but {name} has more")
     try:
         words = io.StringIO(content.decode("utf-8-sig"), newline=None).read()
     except UnicodeDecodeError as error:
@@ -151,6 +157,9 @@ class Given:
         return model, tokens, f"{name_of(self.model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
 
 
+_MOST = 1_000_000  # of any option that is a number of things: a larger one is a mistake, and would fill the memory
+_MOST_LISTED = 100_000
+_MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
 ON_TEXT = "model text out backend device dtype length texts"  # for commands that measure a model on a text
 
 
@@ -168,6 +177,9 @@ def command(shared: str) -> Callable[[Callable[..., list[str]]], Callable[..., N
     def decorate(work: Callable[..., list[str]]) -> Callable[..., None]:
         own = {name: p for name, p in inspect.signature(work, eval_str=True).parameters.items() if name != "given"}
         common = {name: declared[name] for name in shared.split() if name not in own}
+        for option in (common | own).values():
+            if option.annotation in (int, int | None) and option.name != "seed":
+                option.default.max = option.default.max or _MOST
         options = sorted((common | own).values(), key=lambda option: places.get(option.name, alone))
 
         @functools.wraps(work)
@@ -201,6 +213,8 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
     if re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
         pairs = [part.partition("-")[::2] for part in text.split(",")]
         ranges = [range(int(first), int(last or first) + 1) for first, last in pairs]
+        if (count := sum(map(len, ranges))) > _MOST_LISTED:
+            raise ValueError(f"--{option} must be at most {_MOST_LISTED} numbers, got {count}")
         if all(ranges):
             return [number for found in ranges for number in found]
     raise ValueError(f"--{option} must be numbers or ranges such as 0-3, separated by commas, got {text!r}")
@@ -242,7 +256,7 @@ def head_numbers(text: str | None) -> list[Any] | None:
     >>> head_numbers("L4H2,L0H5"), head_numbers("0,2-4")
     (['L4H2', 'L0H5'], [0, 2, 3, 4])
     """
-    if text is not None and re.fullmatch(r"L\d+H\d+(,L\d+H\d+)*", text):
+    if text is not None and re.fullmatch(r"L\d{1,6}H\d{1,6}(,L\d{1,6}H\d{1,6})*", text):
         return text.split(",")
     return whole_numbers("heads", text)
 

@@ -3,26 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
-from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.errors import ArgumentError, ContextExceeded, brief
+from tl_posdisent.utils.files import check_writable, whole_file
 
 QUIET = "TQDM_DISABLE"  # environment variable that --no-progress sets
+FAILED = 1  # also a bug, with its traceback
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
 # Arguments of the library whose options have another name.
 _RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
+
+
+@contextlib.contextmanager
+def delivering() -> Iterator[None]:
+    """End the program with one line on stderr and exit code 1 if stdout is closed, full, or a pipe without a reader."""
+    try:
+        if sys.stdout is None:  # Python's stdout, if it was closed before the program began
+            raise OSError("it is closed")
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # or the error would come when Python ends, with a traceback
+    except OSError as error:
+        typer.echo(f"error: standard output cannot be written: {error.strerror or error}", err=True)
+        with contextlib.suppress(OSError, AttributeError):  # none to redirect: closed, or a test's own stream
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        raise SystemExit(FAILED) from None
+
+
+@contextlib.contextmanager
+def parsing() -> Iterator[None]:
+    """Do so where options are read and commands run, and shorten usage errors, which quote what was typed."""
+    with delivering():  # here too: of a broken pipe typer would tell main nothing
+        try:
+            yield
+        except SystemExit:  # rich's answer to a broken pipe; typer and commands raise typer.Exit
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
+        except Exception as error:
+            if hasattr(error, "format_message"):  # click's usage errors, whichever click typer uses
+                error.message = shortened(error.message)  # type: ignore[attr-defined]
+            raise
+
+
+def shortened(message: str) -> str:
+    """Cut the middle out of a long message, such as a value of thousands of characters that it quotes.
+
+    >>> len(shortened("must be one of " + "x" * 10**6 + ": do this")) <= 800, shortened("short")
+    (True, 'short')
+    """
+    return message if len(message) <= 800 else f"{message[:595]} … {message[-200:]}"
 
 
 @contextlib.contextmanager
@@ -32,6 +75,7 @@ def answering(options: Collection[str]) -> Iterator[None]:
     Output of loading and measuring goes to stderr. A user's error is printed there on one line, with exit code 2;
     Ctrl-C gives exit code 130. Any other exception is a bug and keeps its traceback (exit code 1).
     """
+    plain, warnings.formatwarning = warnings.formatwarning, _warning_line  # type: ignore[assignment]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -42,6 +86,13 @@ def answering(options: Collection[str]) -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo(f"interrupted{f': {one_line(error, options)}' if str(error) else ''}", err=True)
         raise typer.Exit(INTERRUPTED) from error
+    finally:
+        warnings.formatwarning = plain
+
+
+def _warning_line(message: Warning | str, *place: Any) -> str:
+    """Format a warning on one line, without the place in the library where it was raised."""
+    return f"warning: {shortened(' '.join(str(message).split()))}\n"
 
 
 def one_line(error: BaseException, options: Collection[str]) -> str:
@@ -66,7 +117,7 @@ def one_line(error: BaseException, options: Collection[str]) -> str:
         return f"{option}{' ' * bool(found[2])}" if option else found[0]
 
     message = re.sub(r"\b(\w+)=(?=(\S?))", hinted, message)
-    return subject + message
+    return shortened(subject + message)
 
 
 def _option(argument: str, options: Collection[str]) -> str | None:
@@ -89,12 +140,8 @@ def check_out(out: Path | None, formats: Sequence[str] = FORMATS, option: str = 
     if out is None:
         return
     if out.suffix.lower() not in formats:
-        raise ValueError(f"--{option} must end in {', '.join(formats)}, got {out.name!r}")
-    if out.is_dir():
-        raise ValueError(f"--{option} must be a file, but {out} is a directory")
-    folder = next(path for path in out.absolute().parents if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--{option} cannot be written: {folder} is not a writable directory")
+        raise ValueError(f"--{option} must end in {', '.join(formats)}, got {brief(out.name)}")
+    check_writable(option, out)
 
 
 def save(table: Any, out: Path | None) -> None:

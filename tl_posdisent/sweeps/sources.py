@@ -303,6 +303,8 @@ def _content(source: Any) -> tuple[Kind, str, str]:
 
 
 def _read(path: Path) -> str:
+    if found_at(path) is None and path.exists():  # a job reads its text twice, when it is made and when it runs
+        raise ArgumentError("text", f"must be a file, got {shown(str(path))}, which is a device or a pipe")
     try:
         return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,8 +11,8 @@ from typing import Any
 from typer import Option
 
 from tl_posdisent.cli.options import Given, check_model, command, whole_numbers
-from tl_posdisent.cli.output import check_out, frame, note, save
-from tl_posdisent.utils.files import found_at
+from tl_posdisent.cli.output import check_out, frame, note, one_line, save
+from tl_posdisent.utils.files import check_writable, found_at
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
 
@@ -49,7 +49,9 @@ def sweep(
     for name in model or ():
         check_model(name)
     check_out(table, option="table")
+    check_writable("out", out, "folder")
     from tl_posdisent.sweeps.jobs import jobs
+    from tl_posdisent.sweeps.runner import failures
     from tl_posdisent.sweeps.runner import sweep as run
     from tl_posdisent.sweeps.sources import Text
 
@@ -69,7 +71,8 @@ def sweep(
     save(done, table)
     note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
     if done.empty:
-        raise ValueError(f"all {len(todo)} jobs failed; the errors are in {out / 'failed'}")
+        reason = one_line(ValueError(failures(out)["message"].iloc[0]), ())
+        raise ValueError(f"all {len(todo)} jobs failed, the first with: {reason} (all errors: {out / 'failed'})")
     return frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
 
 
@@ -81,6 +84,8 @@ def _argument(given: str) -> tuple[str, Any]:
         if not sign:
             raise ValueError(f"--argument must be NAME=JSON, such as layers=[0,1], got {given!r}") from None
         return name, value  # a string without quotes
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists in lists …
+        raise ValueError(f"--argument {name} cannot be read: {error}") from error
 
 
 @contextlib.contextmanager

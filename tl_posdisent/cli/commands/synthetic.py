@@ -9,6 +9,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import Given, command
 from tl_posdisent.cli.output import grid, number, save, spread
+from tl_posdisent.utils.files import check_writable
 from tl_posdisent.utils.words import plural
 
 _SAMPLES = 1000  # number of test samples on which heads are ablated
@@ -46,8 +47,7 @@ def synthetic(
       tl-posdisent synthetic
       tl-posdisent synthetic --encoding rope --task distance --seeds 3
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder, but {out} is a file")
+    check_writable("out", out, "folder")
     from tl_posdisent.models.loading.load import check_device
     from tl_posdisent.synthetic.training import presets
 
