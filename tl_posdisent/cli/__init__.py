@@ -21,6 +21,7 @@ from .commands.models import check, estimate, models
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
 from .output import delivering, parsing
+from .process import spin_briefly
 
 
 class Program(TyperGroup):
@@ -72,6 +73,7 @@ def main(
       tl-posdisent controlled --help
       cat book.txt | tl-posdisent ablate --model EleutherAI/pythia-70m --text -
     """
+    spin_briefly()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print ? for characters that a terminal lacks, instead of failing
             stream.reconfigure(errors="replace")

@@ -19,6 +19,7 @@ import typer
 from typer import Option
 
 from tl_posdisent.cli.output import QUIET, answering, check_out, note
+from tl_posdisent.cli.process import collecting_late, settle
 from tl_posdisent.utils.files import found_at
 
 
@@ -87,6 +88,7 @@ def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
         loaded = loaded.to(kind)  # its weights are stored in float16, and loaded as float32
     if getattr(loaded, "tokenizer", None) is None:
         raise ValueError(f"--model {model} has no tokenizer, so it cannot read text")
+    settle(loaded)
     return loaded
 
 
@@ -184,7 +186,7 @@ def command(shared: str) -> Callable[[Callable[..., list[str]]], Callable[..., N
 
         @functools.wraps(work)
         def run(**values: Any) -> None:
-            with answering(values):
+            with answering(values), collecting_late():
                 given = Given(**defaults | {name: values[name] for name in common})
                 lines = work(given, **{name: values[name] for name in own})
             sys.stdout.write("\n".join(lines) + "\n")

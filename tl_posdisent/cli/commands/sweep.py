@@ -12,6 +12,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import Given, check_model, command, whole_numbers
 from tl_posdisent.cli.output import check_out, frame, note, one_line, save
+from tl_posdisent.cli.process import limit_threads, settle
 from tl_posdisent.utils.files import check_writable, found_at
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
@@ -66,6 +67,9 @@ def sweep(
         backend=given.backend,
         dtype=given.dtype,
     )
+    settle()
+    if set(model or ["demo"]) == {"demo"}:
+        limit_threads(1)
     with _executor(workers) as executor:
         done = run(todo, executor, out=out, retry=retry, device=given.device, progress=given.progress)
     save(done, table)
@@ -97,7 +101,10 @@ def _executor(workers: int) -> Iterator[Any]:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    import torch
+
+    threads = torch.get_num_threads() // workers  # of each, or all of them would use every core
+    with ProcessPoolExecutor(workers, get_context("spawn"), limit_threads, (threads,)) as pool:
         try:
             yield pool
         except RuntimeError as error:  # the pool lost a process

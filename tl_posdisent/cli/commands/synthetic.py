@@ -9,6 +9,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import Given, command
 from tl_posdisent.cli.output import grid, number, save, spread
+from tl_posdisent.cli.process import settle
 from tl_posdisent.utils.files import check_writable
 from tl_posdisent.utils.words import plural
 
@@ -52,6 +53,7 @@ def synthetic(
     from tl_posdisent.synthetic.training import presets
 
     check_device(device)
+    settle()
     changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
     runs = presets.train_preset(
         presets.preset(preset),
