@@ -343,7 +343,10 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
         """Say for each layer whether its scores are as read, and whether they agree with its tables at that length."""
         try:
             positions = torch.arange(length - n, length, device=tokens.device)
-            more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
+            more: dict[str, Any] = {
+                "position_ids": positions[None].expand(len(tokens), -1),
+                "attention_mask": torch.ones_like(tokens),
+            }
             seen = listen(p, tokens, [spec.layer for spec in explained], first, **more)
         except (TypeError, IndexError):  # the model takes no positions, or its table of them is shorter
             return {spec.layer: (True, True) for spec in explained}
