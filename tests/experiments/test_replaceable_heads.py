@@ -94,6 +94,9 @@ def test_hooks_need_the_interventions_of_the_order(shared_model: Any) -> None:
     for wrong in ({"a": named["a"]}, named["a"], {"a": named["a"], "b": "ablate_heads"}):
         with pytest.raises(ValueError, match="interventions must be the hooks of"):
             found.hooks(wrong)
+    beside = named | {"b": named["b"] + [("blocks.1.attn.hook_z", lambda z, hook: z * 0)]}
+    with pytest.raises(ValueError, match=r"package alone, got functions of your own in ablate_heads.* \+ 1 more"):
+        found.hooks(beside)
     layer, head = found.order[["layer", "head"]].values[2]
     others = [h for h in range(8) if h != head]
     fewer = named | {"ab"[layer]: ablate_heads(model, others, layers=int(layer))}
@@ -119,7 +122,7 @@ def test_refusals(shared_model: Any) -> None:
     hooks = ablate_heads(model, None)
     own = {"x": [("blocks.0.attn.hook_pattern", lambda x, hook: x)]}
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (own, {}, "interventions must be hooks of this package, got functions of your own in 'x'"),
+        (own, {}, "interventions must be hooks of this package alone, got functions of your own in 1 more"),
         (hooks, {"counts": [17]}, "counts must be an integer from 1 to 16, got 17"),
         (hooks, {"counts": []}, "counts must be numbers of heads"),
         (hooks, {"budget": 0}, "budget must be"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -69,6 +69,7 @@ class ReplaceableHeads(HasTable):
         named = isinstance(given, Mapping) and all(isinstance(given.get(name), Hooks) for name in names)
         if not named:
             raise ArgumentError("interventions", f"must be the hooks of {', '.join(names)}, got {shown(interventions)}")
+        _refuse_own(given[name] for name in names)
         first = self.order.iloc[:n]
         hooks = _replacing({name: NamedIntervention(name, given[name], {}) for name in names}, first)
         acting = {(x.spec.layer, head) for x in hooks.interventions for head in x.heads}
@@ -159,8 +160,7 @@ def replaceable_heads(
     model, among = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     found = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
-    if own := [item.name for item in found if not item.divisible]:
-        raise ArgumentError("interventions", f"must be hooks of this package, got functions of your own in {own[0]!r}")
+    _refuse_own(item.hooks for item in found)
     items = {item.name: item for item in found}
     with naming(tokens="heldout", attention_mask="heldout_mask"):
         measured = read_texts(model, heldout, heldout_mask)
@@ -194,6 +194,14 @@ def replaceable_heads(
     columns = ["layer", "head", "intervention", "curvature", "curvature_se"]
     order = order[columns].assign(rank=range(1, n_heads + 1))[["rank", *columns]]
     return ReplaceableHeads(order, cost.table(), budget, n)
+
+
+def _refuse_own(interventions: Iterable[Hooks]) -> None:
+    """Raise for functions of the user, which cannot be had for single heads."""
+    if own := [hooks for hooks in interventions if hooks.others]:
+        raise ArgumentError(
+            "interventions", f"must be hooks of this package alone, got functions of your own in {shown(own[0])}"
+        )
 
 
 def _ordered(effects: pd.DataFrame, by: str) -> pd.DataFrame:
