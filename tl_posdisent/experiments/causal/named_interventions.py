@@ -19,8 +19,8 @@ from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
-Call = str | tuple[str, Mapping[str, Any]]
-"""A function of ``tl_posdisent.hooks`` by its name, or its name and arguments."""
+Call = str | tuple[str, Mapping[str, Any]] | list[Any]
+"""A function of ``tl_posdisent.hooks`` by its name, or its name and arguments, of which JSON makes a list."""
 
 Interventions = Mapping[str, Sequence[Hook] | Call] | Hooks
 """Interventions by name, or hooks of one intervention."""
