@@ -138,7 +138,8 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
             r"the file lacks 9 tensors .model.layers.2.input_layernorm.weight, .*which would be",
         ),
         ({"num_hidden_layers": 1}, r"the model would ignore 9 tensors .model.layers.1.input_layernorm.weight"),
-        ({"num_hidden_layers": 0}, "config.json must state at least one layer, got num_hidden_layers 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers of config.json must be at least 1, got 0"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings of config.json must be at least 1, got -1"),
         ({"attention_bias": True}, r"the file lacks 8 tensors .model.layers.0.self_attn.k_proj.bias"),
         (
             {"intermediate_size": 97},
@@ -220,14 +221,15 @@ def test_attention_kernels_in_the_configuration_are_not_needed(key: str, kernel:
     torch.testing.assert_close(got, zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("alone", [True, False])
-def test_adapters_that_are_not_merged_are_refused(alone: bool, tmp_path: Path) -> None:
+def test_adapters_that_are_not_merged_are_refused(alone: bool, file: str, tmp_path: Path) -> None:
     """Without the package peft transformers would leave them out; with it, it would ask a hub for the model."""
     folder = saved(tmp_path)
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y", "peft_type": "LORA"}')
+    (folder / file).write_text('{"base_model_name_or_path": "x/y", "peft_type": "LORA"}')
     if alone:
         (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has an adapter .adapter_config.json., which is not applied here: merge it"):
+    with pytest.raises(ValueError, match=rf"has an adapter .{file}., which is not applied here: merge it"):
         load_model(folder)
 
 
@@ -319,4 +321,22 @@ def test_experts_of_another_architecture(tmp_path: Path) -> None:
     one = next(name for name in load_file(tmp_path / "model.safetensors") if ".1." in name and ".experts.2." in name)
     with_tensors(tmp_path, lambda tensors: tensors.pop(one))
     with pytest.raises(ValueError, match=r"experts"):
+        load_model(tmp_path)
+
+
+def test_the_text_part_of_a_model_that_sees_is_whole(tmp_path: Path) -> None:
+    """Of Llama 4, whose class for text does not have the other parts."""
+    text = zoo.ARCHITECTURES["llama-gqa"].arguments | {"intermediate_size_mlp": 96, "num_local_experts": 2}
+    vision = {
+        **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
+        **{"image_size": 28, "patch_size": 14, "vision_output_dim": 32},
+        **{"projector_input_dim": 32, "projector_output_dim": 32},
+    }
+    config = transformers.Llama4Config(text_config=text | {"head_dim": 8}, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    with_tensors(tmp_path, lambda tensors: tensors.pop("language_model.model.norm.weight"))
+    with pytest.raises(ValueError, match=r"file lacks 1 tensor .model.norm.weight."):
         load_model(tmp_path)

@@ -33,6 +33,9 @@ _JSON = (_CONFIG, "generation_config.json", _INDEX, *_TOKENIZER, "special_tokens
 _OF_TORCH = (None, "eager", "sdpa")  # what every installation has; others, such as flash_attention_2, are kernels
 # Causal masks, which GPT-2's relatives had as buffers until 2023. transformers lists them for some of these only.
 _MASKS = re.compile(r"\.\d+\.attn(\.attention)?\.(bias|masked_bias|causal_mask)$")
+_NOT_TEXT = re.compile(
+    r"^(model\.)?(vision|visual|image|audio|multi_modal)"
+)  # parts that a model of text has no use for
 _SHOWN = 3  # names of tensors in an error
 
 
@@ -65,7 +68,7 @@ def read_checkpoint(
             output_loading_info=True,
             **options,
         )
-    _check_complete(source, report)
+    _check_complete(source, report, text_alone=type(model.config) is not type(config))
 
     tokenizer = None
     if not local or any(_path(source, name) for name in _TOKENIZER):
@@ -74,15 +77,17 @@ def read_checkpoint(
     return model, tokenizer
 
 
-def _check_complete(source: str | Path, report: Mapping[str, Any]) -> None:
+def _check_complete(source: str | Path, report: Mapping[str, Any], *, text_alone: bool) -> None:
     """Raise ValueError for tensors that are missing, have another shape, or are not part of the model.
 
     ``report`` is what ``from_pretrained(output_loading_info=True)`` returns. What transformers lists as ignorable is
-    not in it: tied weights, and buffers that older versions stored.
+    not in it: tied weights, and buffers that older versions stored. ``text_alone`` says that the class is the text part
+    of a model that also sees or hears, as for Llama 4.
     """
     lacking = sorted(report["missing_keys"])
     shapes = sorted((name, tuple(found), tuple(needed)) for name, found, needed in report["mismatched_keys"])
     ignored = sorted(name for name in report["unexpected_keys"] if not _MASKS.search(name))
+    ignored = [name for name in ignored if not (text_alone and _NOT_TEXT.match(name))]
     problems = []
     if lacking:
         problems.append(f"the file lacks {_tensors(lacking)}, which would be random")
@@ -109,7 +114,8 @@ def _configuration(source: str | Path, local: bool) -> Any:
     """Read the configuration; refuse what transformers would load without saying that it ignores a part of it."""
     problem: str | None
     with _explained(source, f"read {_CONFIG}", f"correct {_CONFIG}"):
-        if adapter := find_adapter_config_file(source, local_files_only=local):
+        adapter = find_adapter_config_file(source, local_files_only=local) or _path(source, "adapter_model.safetensors")
+        if adapter:
             problem = (
                 f"it has an adapter ({Path(adapter).name}), which is not applied here: merge it into its model "
                 "(merge_and_unload of the package peft) and save that with save_pretrained, or remove that file to "
@@ -125,9 +131,10 @@ def _configuration(source: str | Path, local: bool) -> Any:
 
 def _problem(config: Any) -> str | None:
     """Say what is wrong with a configuration that transformers takes: no layers, or quantisation that it ignores."""
-    n = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    if isinstance(n, int) and n < 1:
-        return f"{_CONFIG} must state at least one layer, got num_hidden_layers {n}"
+    for name in ("num_hidden_layers", "max_position_embeddings"):
+        n = getattr(config.get_text_config(), name, None)
+        if isinstance(n, int) and n < 1:
+            return f"{name} of {_CONFIG} must be at least 1, got {n}"
     stated = _quantisation(config)
     if stated is not None and not AutoHfQuantizer.supports_quant_method(stated):
         return (
