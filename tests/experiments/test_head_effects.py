@@ -404,7 +404,7 @@ def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
             effect = losses(changed, TOKENS) - losses(clean, TOKENS)
             assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=2e-6)
             assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
-    with pytest.raises(ValueError, match="interventions must be hooks of this package alone, got functions of your own"):
+    with pytest.raises(ValueError, match="must be hooks of this package alone, got functions of your own"):
         replaceable_heads(model, TOKENS, {"both": five + own}, heldout=TOKENS, progress=False)
 
 
