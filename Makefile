@@ -18,6 +18,10 @@ torch = $(call pip,$(1),$(2)) $(TORCH_ARGS) torch$(3) && $(call pip,$(1),$(2)) u
 OFFLINE = HF_HUB_OFFLINE=1
 # On Linux, large pages for large tensors: a pass of SmolLM2 has thousands, whose memory is mapped anew, a tenth of its time.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# Beside other programs, threads that wait should sleep soon; the command line sets the same.
+ifndef OMP_WAIT_POLICY
+export GOMP_SPINCOUNT ?= 10000
+endif
 # A process that only runs a real model also keeps what is freed: logits of Gemma 3 take half a gigabyte.
 KEEP = GLIBC_TUNABLES=$(GLIBC_TUNABLES):glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=8589934592
 # Each of many processes would compile the package, and rewrite the tests for pytest, once more.

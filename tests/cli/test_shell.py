@@ -95,6 +95,55 @@ def test_warnings_are_lines_of_their_own(tmp_path: Path) -> None:
     assert error.startswith("error: all 1 jobs failed, the first with: text has 3257 tokens, too few for 1 × 4000")
 
 
+THREADS = """
+import gc, os, sys
+from tl_posdisent.cli import app
+sys.argv = ["tl-posdisent", *sys.argv[1:]]
+try:
+    app()
+except SystemExit as end:
+    assert not end.code, end
+import torch
+print("found", torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT"), gc.isenabled(), file=sys.stderr)
+"""
+SET_BY_USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "1 10000 True"),
+        ({"OMP_NUM_THREADS": "2"}, "2 10000 True"),
+        ({"MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}, "1 None True"),
+        ({"GOMP_SPINCOUNT": "7"}, "1 7 True"),
+    ],
+)
+def test_a_small_model_takes_one_thread_unless_the_user_has_said_otherwise(given: dict[str, str], found: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in SET_BY_USERS} | given
+    done = run(sys.executable, "-c", THREADS, *SHORT, env=environment)
+    assert done.stderr.splitlines()[-1] == f"found {found}"
+
+
+def test_larger_models_take_more_threads_and_the_library_takes_none() -> None:
+    """One for each ten million parameters, and never more than there were; only a command's own process is changed."""
+    code = """
+import torch
+from tl_posdisent import demo_tokens, head_ablation, load_demo_model
+from tl_posdisent.cli.process import limit_threads, settle
+torch.set_num_threads(5)
+model = load_demo_model()
+head_ablation(model, demo_tokens(length=8), layers=[0], heads=[0], progress=False)
+found = [torch.get_num_threads()]
+for parameters in (100_000_000, 41_000_000, 25_000_000, 1_000_000, 100_000_000):
+    settle(torch.nn.Linear(1000, parameters // 1000, bias=False, device="meta"))
+    found.append(torch.get_num_threads())
+limit_threads(0)
+print(*found, torch.get_num_threads())
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in SET_BY_USERS}
+    assert run(sys.executable, "-c", code, env=environment).stdout == "5 5 4 2 1 1 1\n"
+
+
 def test_interrupted() -> None:
     with program("perturb", "--length", "64", "--seeds", "100000") as running:
         assert running.stderr
