@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -303,7 +304,7 @@ def _content(source: Any) -> tuple[Kind, str, str]:
 
 
 def _read(path: Path) -> str:
-    if found_at(path) is None and path.exists():  # a job reads its text twice, when it is made and when it runs
+    if found_at(path) is None and os.path.exists(path):  # a job reads its text twice, when it is made and when it runs
         raise ArgumentError("text", f"must be a file, got {shown(str(path))}, which is a device or a pipe")
     try:
         return path.read_bytes().decode("utf-8")

@@ -55,7 +55,7 @@ def check_writable(name: str, path: Any, kind: Literal["file", "folder"] = "file
     if mode is not None and not (stat.S_ISREG(mode) if kind == "file" else stat.S_ISDIR(mode)):
         what = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device or a pipe"
         raise ArgumentError(name, f"{needed}, which is {what}")
-    place = next(x for x in [*[target] * (kind == "folder"), *target.absolute().parents] if x.exists())
+    place = next(x for x in [*[target] * (kind == "folder"), *target.absolute().parents] if os.path.exists(x))
     if not place.is_dir():
         raise ArgumentError(name, f"{needed}: {brief(place)} is not a folder")
     try:
