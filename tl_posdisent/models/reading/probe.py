@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward_pass import Hook, Pass, removing, running
+from tl_posdisent.models.reading.forward_pass import Hook, Pass, running
 from tl_posdisent.models.reading.model_parts import device_of, hook_name
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below, n_layers
@@ -41,7 +40,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     with running(model, bare=True) as p, without_gradients():
         # HookedTransformer, and a bridge in compatibility mode, replace NaN in the pattern by 0.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
-        with _running_each_block_once(model):
+        with _running_each_block_once(p):
             seen = listen(p, tokens, range(n_layers(model)) if hides_nan else layers, whole=True)
         for layer, tensors in seen.items():
             ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
@@ -73,20 +72,18 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
 
 
 @contextlib.contextmanager
-def _running_each_block_once(model: Any) -> Iterator[None]:
+def _running_each_block_once(p: Pass) -> Iterator[None]:
     """Refuse a model that runs a block several times in a pass: hooks, layers and tables have one place for each."""
-    runs: Counter[torch.nn.Module] = Counter()
-    parts = {part: n for n, block in enumerate(model.blocks) for part in (block, getattr(block, "attn", None)) if part}
-    with removing() as handles:
-        for part in parts:
-            handles.append(part.register_forward_hook(lambda part, *_: runs.update([part])))
+    blocks = enumerate(p.model.blocks)
+    parts = {part: n for n, block in blocks for part in (block, getattr(block, "attn", None)) if part is not None}
+    with p.counting_runs(parts) as runs:
         yield
     for part, times in runs.items():
         if times > 1:
             raise ArgumentError(
                 "model",
-                f"must run each block once in a pass, got {facts.architecture(model)}, which runs block {parts[part]} "
-                f"{times} times. Models with such loops are not supported",
+                f"must run each block once in a pass, got {facts.architecture(p.model)}, which runs block "
+                f"{parts[part]} {times} times. Models with such loops are not supported",
             )
 
 
