@@ -1,4 +1,4 @@
-"""Studies of ``real_models.py``: effects of every head at once, and heads replaced together."""
+"""Studies of ``real_models.py``: the search for the largest effects, verdicts on heads, heads replaced together."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ import trained_and_random
 from torch import Tensor
 
 import tl_posdisent as tp
+from tl_posdisent.demo.demo_model import demo_text
 from tl_posdisent.experiments import estimated_ladder
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 
-def some_interventions(model: Any, fitted: Tensor) -> dict[str, Any]:
-    """Eight interventions; the mean and the static attention are those of other texts."""
-    n = fitted.shape[1]
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    return {
-        "zero": tp.ablate_heads(model, None),
-        "mean": tp.ablate_heads(model, None, mode="mean", reference=fitted),
-        "uniform": substitute_attention(model, "uniform"),
-        "static": fitted_attention(model, fitted),
+def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
+    """The search for the largest divergences beside runs of all heads, for four interventions: the largest, how many of
+    the 4 and of the 8 largest were run, the cost, and what was left; half an hour. Texts: the beginning of the demo text
+    in parts, each behind its BOS."""
+    ids, rest = model.to_tokens(demo_text())[0], length - 1
+    tokens = torch.stack([torch.cat([ids[:1], ids[1 + n * rest : 1 + (n + 1) * rest]]) for n in range(texts)])
+    interventions = {
+        "distances halved": tp.remap_distance(model, lambda d: d / 2),
         "every distance 5": tp.dummy_distance(model, 5),
-        "shuffled positions": tp.swap_positions(model, order),
-        "distances at most 8": tp.remap_distance(model, lambda d: d.clamp(max=8)),
-        "4 first keys and 32 last": tp.lambda_mask(model, min(4, n // 8), min(32, n // 4), n),
+        "distances at most 16": tp.remap_distance(model, lambda d: d.clamp(max=16)),
+        "zero": tp.ablate_heads(model, None),
     }
-
-
-def head_effects(model: Any, texts: int = 4, exact: int = 30, audit: int = 30) -> pd.DataFrame:
-    """Estimates and exact effects of the heads with the largest estimates and of random others, for eight
-    interventions; ``largest`` says which. First parts of speeches; fits to parts of others."""
-    parts = trained_and_random.texts(model)
-    interventions = some_interventions(model, parts[14:18])
-    table = tp.head_effects(model, parts[:texts], interventions, draws=8, exact=exact, audit=audit, progress=False)
-    print(pd.DataFrame(table.attrs["audit"]).T.round(2).to_string(), flush=True)
-    ranks = table.groupby("intervention")["estimate"].transform(lambda x: x.abs().rank(ascending=False))
-    run = table[table["exact"].notna()].assign(largest=ranks <= exact)
-    columns = ["intervention", "layer", "head", "largest", "first", "curvature", "estimate", "exact", "exact_se", "kl"]
-    return run[columns].round(6)
+    rows = []
+    for name, hooks in interventions.items():  # one by one, so that passes are those of one
+        table = tp.head_effects(model, tokens, {name: hooks}, exact=4, progress=False)
+        whole = tp.head_effects(model, tokens, {name: hooks}, exact="all", progress=False)
+        kl, run, search = whole["kl"], table["kl"].notna(), table.attrs["search"][name]
+        found = {f"found_of_{n}": run[kl.nlargest(n).index].sum() for n in (4, 8)}
+        row = whole.loc[kl.idxmax()]
+        largest = {"layer": int(row["layer"]), "head": int(row["head"]), "kl": row["kl"], "curvature": row["curvature"]}
+        cost = {"run": search["run"], "passes": round(table.attrs["passes"], 1)}
+        left = {"bound": search["bound"], "largest_not_run": kl[~run].max()}
+        ranks = whole[["curvature", "kl", "first", "exact"]].abs().rank()
+        correlations = {f"{a}_{b}": ranks[a].corr(ranks[b]) for a, b in (("curvature", "kl"), ("first", "exact"))}
+        rows.append({"intervention": name} | largest | found | cost | left | correlations)
+        print(rows[-1], flush=True)
+    return pd.DataFrame(rows).round(5)
 
 
 def every_verdict(model: Any, texts: int = 8, exact: int | None = 24, audit: int = 8, sets: str = "ab") -> pd.DataFrame:

@@ -614,7 +614,7 @@ def downstream_questions(model: Any, questions: int = 100) -> pd.DataFrame:
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [interventions, heads, layers, rotation, sufficiency, restored, copying]
 STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, measures]
-STUDIES += [rounding, scales, head_effects.head_effects, head_effects.every_verdict]
+STUDIES += [rounding, scales, head_effects.head_search, head_effects.every_verdict]
 STUDIES += [head_effects.replaced_heads, head_effects.remaining_heads]
 STUDIES += [text_needed.text_needed, subspaces, as_small, sources, lengths, beyond, downstream_questions]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long

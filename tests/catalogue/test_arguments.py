@@ -68,8 +68,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     ),
     "count or none": (
         [-1, 0.5, True, "a", NAN, 2**63],
-        "audit control distance_ceiling draws exact first first_label max_count min_count min_gap min_side n_sink"
-        " pad_id rotary_heads sinks split_seed start until",
+        "audit control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most"
+        " n_sink pad_id rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),

@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "idle": {"heads": [(1, 0), (0, 1)]},
     "measures": {"heads": [(1, 0), (0, 1)]},
     "downstream_questions": {"questions": 3},
-    "head_effects": {"texts": 2},
+    "head_search": {"length": SHORT},
     "text_needed": {"of": 4},
     "every_verdict": {"texts": 8, "exact": 1, "audit": 1},
 }
