@@ -17,8 +17,8 @@ from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
     """The search for the largest divergences beside runs of all heads, for four interventions: the largest, how many of
-    the 4 and of the 8 largest were run, the cost, and what was left; half an hour. Texts: the beginning of the demo text
-    in parts, each behind its BOS."""
+    the 4 and of the 8 largest were run, the cost, and what was left; half an hour. Texts: parts of the beginning of the
+    demo text, each behind its BOS."""
     ids, rest = model.to_tokens(demo_text())[0], length - 1
     tokens = torch.stack([torch.cat([ids[:1], ids[1 + n * rest : 1 + (n + 1) * rest]]) for n in range(texts)])
     interventions = {

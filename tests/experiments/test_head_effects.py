@@ -595,7 +595,9 @@ def test_refusals(shared_model: Any) -> None:
         with pytest.raises(ValueError, match=message):
             effects(model, interventions, **options)
     for wrong in (-1, 1.5, "some", None):
-        with pytest.raises(ValueError, match="exact must be a number of heads, 0 or more, or 'all', got"):
+        with pytest.raises(
+            ValueError, match=r"exact must be an integer of at least 0 \(a number of heads, or 'all'\), got"
+        ):
             effects(model, zero, exact=wrong)
     metrics: list[tuple[Any, str]] = [
         (lambda logits, tokens: logits.detach().mean(), "metric must be differentiable"),

@@ -38,10 +38,9 @@ from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.texts import Tokens
-from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import weighted_means
-from tl_posdisent.utils.validation import check_integer, check_seed, is_integer, shown
+from tl_posdisent.utils.validation import check_integer, check_seed
 
 
 def head_effects(
@@ -124,8 +123,8 @@ def head_effects(
     """
     check_metric(metric)
     check_integer("draws", draws, 0)
-    if exact != "all" and not (is_integer(exact) and exact >= 0):
-        raise ArgumentError("exact", f"must be a number of heads, 0 or more, or 'all', got {shown(exact)}")
+    if exact != "all":
+        check_integer("exact", exact, 0, why="a number of heads, or 'all'")
     if most is not None:
         check_integer("most", most, 0)
     check_seed(seed)
