@@ -34,22 +34,6 @@ torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the pro
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
-LONGEST_MESSAGE = 1000
-_raises = type(pytest.raises(ValueError))  # noqa: PT011
-_leave = _raises.__exit__
-
-
-def _leave_with_a_short_message(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    """``pytest.raises`` that also refuses a message that nobody would read to its end."""
-    expected = _leave(self, kind, error, trace)
-    if expected and isinstance(error, (ValueError, OSError, MemoryError)):
-        assert len(str(error)) <= LONGEST_MESSAGE, f"a message of {len(str(error))} characters: {str(error)[:200]} …"
-    return bool(expected)
-
-
-_raises.__exit__ = _leave_with_a_short_message  # type: ignore[method-assign]
-
 LONGEST = "docs/test_examples.py"  # minutes, in one kernel: begun last, it would leave the other processes without work
 
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
