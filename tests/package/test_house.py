@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from support import mutants
 from support.imports import PACKAGE, ROOMS, circle, grouped, import_graph, imported, parsed, sources
 
 import tl_posdisent
@@ -196,14 +195,3 @@ def test_truth_values_are_told_from_numbers_in_one_place() -> None:
         if path.name != "validation.py" and re.search(r"isinstance\([^()]*, bool\)", path.read_text(encoding="utf-8"))
     ]
     assert not found
-
-
-def test_mutants_are_tried_by_tests_that_exist() -> None:
-    paths = {path for stem in mutants.all_files() for path in mutants.tests_of(stem)}
-    assert not [path for path in paths if not (mutants.ROOT / path).exists()]
-
-
-def test_test_files_have_names_of_their_own() -> None:
-    """pytest's default import mode takes a second file of one name for the first, and stops."""
-    names = [path.name for path in (mutants.ROOT / "tests").rglob("test_*.py")]
-    assert not {name for name in names if names.count(name) > 1}

@@ -14,7 +14,7 @@ STARTS = {
     *("os.system", "os.fork", "os.popen", "ProcessPoolExecutor", "Process", "multiprocessing.Process", "pty.fork"),
 }
 TESTS = ROOT / "tests"
-PROGRAMS = {TESTS / "support" / name for name in ("processes.py", "smoke.py", "mutants.py")}  # no tests, but the first
+PROGRAMS = {TESTS / "support" / name for name in ("processes.py", "smoke.py")}  # no tests, but the first
 
 
 def test_no_test_starts_a_process_in_another_way() -> None:
