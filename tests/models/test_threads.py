@@ -36,7 +36,7 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
     def catching() -> None:
         try:
             got.append(work())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
             got.append(error)
 
     thread = threading.Thread(target=catching)
@@ -134,7 +134,7 @@ def beside(work: Callable[[], Any], other: Callable[[], Any], times: int) -> lis
         try:
             while not stop.is_set():
                 other()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the caller looks at it
             errors.append(error)
 
     thread = threading.Thread(target=loop)

@@ -186,7 +186,7 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
                 model = _model(job, device)
                 tokens, arguments = job.text.tokens(model), json.loads(job.arguments)
                 table = run_experiment(job.experiment, model, tokens, arguments, job.seed)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - it is stored, and the other jobs run
                 write_failure(Path(out), job, error)
             else:
                 write_part(Path(out), job, table)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import find_adapter_config_file
@@ -212,7 +212,7 @@ def _damage(source: str | Path) -> str | None:
         try:
             with safe_open(path, framework="pt"):
                 pass
-        except Exception as error:
+        except (SafetensorError, OSError) as error:
             return f"{printable(path.name)} is not a whole safetensors file ({first_line(error)})"
     return None
 
