@@ -44,7 +44,7 @@ VERSIONS = -m "(not slow or versions) and not release"
 ALIKE = $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
     $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
     $(patsubst %,tests/package/test_%.py, release house public_names processes interrupts no_network_no_pickle) \
-    $(patsubst %,tests/docs/test_%.py, evidence links mentions) \
+    $(patsubst %,tests/docs/test_%.py, evidence links troubleshooting) \
     tests/models/test_gguf_bytes.py $(patsubst %,tests/experiments/test_%.py, head_verdicts verdict_correction) \
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals \
         transformer) \

@@ -38,15 +38,6 @@ def _marks(name: str, code: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.release] if alike else []
 
 
-def test_most_rows_are_tried_in_every_run() -> None:
-    """Left for a release are rows of older versions that are those of a newer one, and of no mechanism's only model."""
-    left = {(name, code): row for (name, code), row in WRITTEN.items() if pytest.mark.release in _marks(name, code)}
-    assert {code for _, code in left} == set(NEWER)
-    for (name, code), row in left.items():
-        assert WRITTEN[name, NEWER[code]] == row
-    assert 2 * len(left) < len(WRITTEN)
-
-
 @pytest.mark.slow
 @pytest.mark.versions
 @pytest.mark.parametrize(("name", "code"), [pytest.param(*case, marks=_marks(*case)) for case in support_table.cases()])
@@ -73,7 +64,6 @@ def test_api_pages_have_every_public_name_once_with_a_line_of_its_own() -> None:
     assert [(shown, f"tl_posdisent.{path}") for shown, path, _ in rows] == [
         (path.removeprefix("tl_posdisent."), path) for path in entries
     ]
-    assert [name for name, _, line in rows if len(line) < 15] == []
     index = api_pages.expanded((DOCS / "api.md").read_text(encoding="utf-8"))
     assert sorted(re.findall(r"<(tl_posdisent\.[\w.]+)>", index)) == sorted(entries)
     assert sorted(re.findall(r"^api/(\w+)$", index, re.MULTILINE)) == sorted(

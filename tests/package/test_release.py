@@ -51,7 +51,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
             there, here = wheel.read(f"tl_posdisent/demo/{name}"), (ROOT / "tl_posdisent" / "demo" / name).read_bytes()
             assert hashlib.sha256(there).digest() == hashlib.sha256(here).digest()
     assert built[0].name.endswith("-py3-none-any.whl")
-    assert built[0].stat().st_size < 5e6
 
 
 def test_the_wheel_says_what_it_is(built: tuple[Path, Path]) -> None:
