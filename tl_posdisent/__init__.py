@@ -11,5 +11,5 @@ demand.
 
 from tl_posdisent.utils.lazy_names import attach
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -48,8 +48,8 @@ def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
     """A stored one, of stored versions."""
     text = Text.of("We hold these truths to be self-evident", length=8)
     job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"sinks": 1})], text, checkpoints=[1000])[0]
-    stored = dataclasses.replace(job, versions="tl-posdisent 0.2.0, torch 2.13.0")
-    assert stored.hash == "86410457cbfd96610e009b74fd08e49d5f91ba3831b4a586b74ea4e86b7b2af4"
+    stored = dataclasses.replace(job, versions="tl-posdisent 0.1.0, torch 2.13.0")
+    assert stored.hash == "348050332b6087d001876f7dd5e63d81fda20d17bbc09fedc2777f48be5a4954"
 
 
 def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
         "backend": "bridge",
         "dtype": "bfloat16",
     }
-    changes["versions"] = "tl-posdisent 0.2.1"
+    changes["versions"] = "tl-posdisent 0.1.1"
     others = [dataclasses.replace(base, **{name: value}) for name, value in changes.items()]
     others.append(dataclasses.replace(base, text=Text.of("some words", length=3)))
     assert len({job.hash for job in [base, *others]}) == 12
