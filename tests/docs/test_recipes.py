@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.pages import ROOT
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -17,6 +15,11 @@ from tl_posdisent.hooks import applied, drop_component, substitute_additive
 TOKENS = tp.demo_tokens(length=48)
 HEAD = {"layers": [3], "heads": [0]}
 MASK = torch.ones(48, 48).tril().bool()
+
+
+@pytest.fixture
+def model() -> Any:
+    return tp.load_demo_model()
 
 
 def seen(model: Any, hooks: Any = (), what: str = "pattern", tokens: Tensor = TOKENS) -> Tensor:
@@ -34,7 +37,7 @@ def near(a: Tensor, b: Tensor, atol: float = 1e-4) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=0, atol=atol)
 
 
-def without_positions(model: Any) -> None:
+def test_without_positions(model: Any) -> None:
     """The softmax of plain products of queries and keys; with the content dropped too, uniform attention."""
     (layer,) = tp.capture(model, TOKENS, layers=[3])
     products = layer.spec.scale * layer.q[0, :, 0].double() @ layer.k[0, :, 0].double().T
@@ -47,7 +50,7 @@ def without_positions(model: Any) -> None:
         assert not near(content, other, 0.1)
 
 
-def bands_add_up(model: Any) -> None:
+def test_bands_add_up(model: Any) -> None:
     cut = read_frequencies(model)[3]
     bands: list[dict[str, float]] = [{"low": cut}, {"high": 0.999 * cut}]
     halves = [seen(model, tp.limit_frequencies(model, **band, mode="drop", **HEAD), "attn_scores") for band in bands]
@@ -60,7 +63,7 @@ def read_frequencies(model: Any) -> list[float]:
     return tp.read_attention(model, 3).rotary.frequencies.tolist()
 
 
-def a_head_without_positions_can_matter(model: Any) -> None:
+def test_a_head_without_positions_can_matter(model: Any) -> None:
     """One whose queries are 0: ablation costs something, and other positions change nothing."""
     with torch.no_grad(), applied(model, tp.limit_frequencies(model, high=0, mode="drop", **HEAD)):
         blind = tp.head_ablation(model, TOKENS, **HEAD, progress=False)["effect"].item()
@@ -72,12 +75,12 @@ def a_head_without_positions_can_matter(model: Any) -> None:
     assert not near(logits(model, tp.swap_positions(model, order, **HEAD)), logits(model), 0.01)
 
 
-def the_softmax_cancels_the_query(model: Any) -> None:
+def test_the_softmax_cancels_the_query(model: Any) -> None:
     assert near(logits(model, drop_component(model, "query", **HEAD)), logits(model), 1e-3)
     assert not near(logits(model, drop_component(model, "distance", **HEAD)), logits(model), 0.05)
 
 
-def a_component_that_fits_may_be_unused(model: Any) -> None:
+def test_a_component_that_fits_may_be_unused(model: Any) -> None:
     """Of a head whose output nothing reads, the distance explains as much, and dropping it changes nothing."""
     unread = tp.ablate_heads(model, ["L3H0"])
     shares = [
@@ -88,20 +91,20 @@ def a_component_that_fits_may_be_unused(model: Any) -> None:
     assert near(logits(model, unread + drop_component(model, "distance", **HEAD)), logits(model, unread))
 
 
-def a_shift_changes_nothing(model: Any) -> None:
+def test_a_shift_changes_nothing(model: Any) -> None:
     places = torch.arange(48)
     assert near(logits(model, tp.swap_positions(model, places + 1000)), logits(model), 1e-2)
     assert not near(logits(model, tp.swap_positions(model, places * 2)), logits(model), 0.5)
 
 
-def the_mask_still_tells_early_from_late(model: Any) -> None:
+def test_the_mask_still_tells_early_from_late(model: Any) -> None:
     tokens = torch.tensor([[0] + [300] * 9])
     alike = logits(model, tp.dummy_distance(model, 0), tokens)[0]
     assert not near(alike[1], alike[9], 0.1)
     assert near(logits(model, tp.dummy_distance(model, 0), tokens[:, 1:])[0].std(0), torch.zeros(()), 1e-3)
 
 
-def hooks_that_never_fire(model: Any) -> None:
+def test_hooks_that_never_fire(model: Any) -> None:
     def stopped() -> None:
         model(TOKENS, stop_at_layer=2)
 
@@ -112,7 +115,7 @@ def hooks_that_never_fire(model: Any) -> None:
         stopped()
 
 
-def no_head_sees_beyond_the_window(model: Any) -> None:
+def test_no_head_sees_beyond_the_window(model: Any) -> None:
     hooks = tp.lambda_mask(model, 2, 6, 6)
     hidden = ~torch.ones(48, 48).triu(-5).bool()
     hidden[:, :2] = False
@@ -127,47 +130,22 @@ def no_head_sees_beyond_the_window(model: Any) -> None:
     assert near(last[0], logits(model, hooks, other)[0, -1])
 
 
-def the_mean_score_is_uniform_attention(model: Any) -> None:
+def test_the_mean_score_is_uniform_attention(model: Any) -> None:
     pattern = seen(model, substitute_additive(model, [], layers=[3]))[0]
     assert near(pattern, (MASK / MASK.sum(1, keepdim=True)).expand(8, -1, -1))
 
 
-def all_kinds_move_the_same_positions(model: Any) -> None:
+def test_all_kinds_move_the_same_positions(model: Any) -> None:
     runs = {kind: perturb(model, TOKENS, kind, 0.5, seed=3) for kind in ("order", "index", "feature")}
     moved = {kind: run.moved.tolist() for kind, run in runs.items()}
     assert moved["order"] == moved["index"] == moved["feature"]
     assert perturb(model, TOKENS, "order", 0.5, seed=4).moved.tolist() != moved["order"]
 
 
-def a_mean_over_positions_ablates_what_depends_on_them(model: Any) -> None:
+def test_a_mean_over_positions_ablates_what_depends_on_them(model: Any) -> None:
     same = torch.full((1, 48), 300)
     same[0, 0] = 0
     z = seen(model, (), "z", same)[0, :, 0]
     mean = seen(model, tp.ablate_heads(model, ["L3H0"], mode="mean", reference=same), "z", same)[0, :, 0]
     assert not near(z[1], z[-1], 1e-2)
     assert near(mean, z.mean(0).expand_as(mean), 1e-3)
-
-
-CLAIMS: list[tuple[str, str, Callable[[Any], None]]] = [
-    ("guides/which_head", "To test a head *without* positions, put all its pairs at distance 0", without_positions),
-    ("guides/which_head", "A head can matter (`ablated`) without using positions", a_head_without_positions_can_matter),
-    ("frequencies", 'with `mode="drop"` it keeps only the coordinates that RoPE does not rotate', without_positions),
-    ("frequencies", "under a band and under the rest of the frequencies add up to the scores", bands_add_up),
-    ("guides/where_or_what", "The softmax cancels a number that is added to all scores", the_softmax_cancels_the_query),
-    ("patching", "The query component is left out: the softmax cancels it", the_softmax_cancels_the_query),
-    ("guides/where_or_what", "whether the model *uses* a component, remove it", a_component_that_fits_may_be_unused),
-    ("guides/sensitivity_to_position", "A shift by a constant** changes nothing", a_shift_changes_nothing),
-    ("guides/sensitivity_to_position", "can still distinguish early tokens", the_mask_still_tells_early_from_late),
-    ("guides/sensitivity_to_position", "`applied` raises an error for such hooks", hooks_that_never_fire),
-    ("guides/extrapolate", "With the window no head sees them", no_head_sees_beyond_the_window),
-    ("guides/disentangled", "uniform attention (*mean score*)", the_mean_score_is_uniform_attention),
-    ("perturbation", "With the same seed all kinds move the same positions", all_kinds_move_the_same_positions),
-    ("head_ablation", "a mean per position would not ablate", a_mean_over_positions_ablates_what_depends_on_them),
-]
-
-
-@pytest.mark.parametrize(("page", "sentence", "holds"), CLAIMS, ids=[f"{page}: {text}" for page, text, _ in CLAIMS])
-def test_what_a_page_says_holds(page: str, sentence: str, holds: Callable[[Any], None]) -> None:
-    text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
-    assert sentence in text, "the claim has been reworded: try what the page says now"
-    holds(tp.load_demo_model())

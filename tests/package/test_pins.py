@@ -72,10 +72,3 @@ def test_the_page_of_the_newest_versions_counts_what_failed(tmp_path: Path) -> N
         "|---|---|---|",
         "| 2 | `test_generate` | `hooks/test_generation.py` |",
     ]
-
-
-def test_the_support_page_quotes_the_newest_run() -> None:
-    assert re.match(
-        r"On 20\d\d-\d\d-\d\d, with transformer-lens \d", (ROOT / "docs" / "newest.md").read_text(encoding="utf-8")
-    )
-    assert "```{include} newest.md" in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
