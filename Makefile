@@ -40,7 +40,7 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep package/test_pins)
 VERSIONS = -m "(not slow or versions) and not release"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
-# bytes of files, training of synthetic models, rules for sources and words): in one environment only.
+# bytes of files, training of synthetic models, rules for sources and pages): in one environment only.
 ALIKE = $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
     $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
     $(patsubst %,tests/package/test_%.py, release house public_names processes interrupts no_network_no_pickle) \

@@ -31,6 +31,12 @@ html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_extra_path = ["llms.txt"]
 
+nitpicky = True  # a page that names a function which is gone is a warning
+nitpick_ignore_regex = [  # types in signatures, and what other packages document
+    ("py:class", r".*"),
+    ("py:.*", r"(?!tl_posdisent\.).*"),
+]
+
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 

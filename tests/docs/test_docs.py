@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import operator
 import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.pages import PAGES, ROOT
+from support.pages import ROOT
 from support.public import public_names
 from support.zoo_configs import MECHANISMS
-
-import tl_posdisent
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
@@ -76,12 +73,3 @@ def test_names_are_documented_where_they_are_imported_from() -> None:
         namespace, _, name = path.rpartition(".")
         value = getattr(importlib.import_module(namespace), name)
         assert value is getattr(importlib.import_module(f"tl_posdisent.{module}"), name)
-
-
-def test_the_documentation_names_no_functions_that_are_gone() -> None:
-    for page in PAGES:
-        for path in re.findall(r"~tl_posdisent\.([\w.]+)", page.read_text(encoding="utf-8")):
-            try:
-                operator.attrgetter(path)(tl_posdisent)
-            except AttributeError:
-                pytest.fail(f"{page.name} names tl_posdisent.{path}")
