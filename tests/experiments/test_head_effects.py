@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from tl_posdisent import (
     logit_difference,
     replaceable_heads,
 )
+from tl_posdisent.experiments import intervention_losses
 from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
 from tl_posdisent.hooks import applied, drop_component, substitute_attention
 
@@ -404,6 +407,12 @@ def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
             effect = losses(changed, TOKENS) - losses(clean, TOKENS)
             assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=2e-6)
             assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
+    front = [("blocks.0.attn.hook_z", lambda z, hook: z + 0.3), *ablate_heads(model, None, layers=0)]
+    with pytest.raises(ValueError, match="your own hooks behind those of this package, got some before them in 'x'"):
+        effects(model, {"x": front})
+    with torch.no_grad():
+        loss = losses(model.run_with_hooks(TOKENS, fwd_hooks=front), TOKENS).mean().item()
+    assert intervention_losses(model, TOKENS, {"x": front}, progress=False)["loss"][1] == pytest.approx(loss, abs=2e-6)
     with pytest.raises(ValueError, match="must be hooks of this package alone, got functions of your own"):
         replaceable_heads(model, TOKENS, {"both": five + own}, heldout=TOKENS, progress=False)
 
@@ -502,6 +511,27 @@ def test_heads_that_cancel_are_run_or_named() -> None:
     assert found.attrs["search"]["zero"]["cancelling"] == []
 
 
+def test_the_printed_bound_is_rounded_up(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for head in range(8):
+        own = [("blocks.1.attn.hook_z", partial(zeroed, head))]
+        search = effects(model, {"x": own}, exact=1, most=0, layers=[1]).attrs["search"]["x"]
+        shown = float(search["statement"].split("more than ")[1].split()[0])
+        assert search["bound"] <= shown <= 1.1 * search["bound"]
+
+
+def zeroed(head: int, z: Tensor, hook: Any) -> Tensor:
+    z[:, :, head] = 0
+    return z
+
+
+def test_the_bar_ends_where_the_passes_do(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        effects(model, some_interventions(model), progress=True)
+
+
 def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     zero = ablate_heads(model, None)
@@ -590,6 +620,21 @@ def test_refusals(shared_model: Any) -> None:
         ({"x": [(lambda name: "resid" in name, print)]}, {}, "must change attention alone, .* got a hook at blocks.0"),
         ({"x": scaled(1.0)}, {}, "interventions must change the results of heads, .* 'x'"),
         ({"x": scaled(2.0, 1)}, {"layers": 1}, "interventions must act on the chosen heads"),
+        (
+            {"x": [*dummy_distance(model, 5), ("blocks.1.attn.hook_out", lambda z, hook: z * 0)]},
+            {},
+            "interventions must change what heads gather, .* got a hook at blocks.1.attn.hook_out in 'x'",
+        ),
+        (
+            {"x": [*zero, ("blocks.1.attn.hook_result", lambda z, hook: z * 0)]},
+            {},
+            "interventions must have hooks that fire, got one at blocks.1.attn.hook_result in 'x'",
+        ),
+        (
+            {"bad": [("blocks.1.attn.hook_z", lambda z, hook: z * float("nan"))]},
+            {},
+            "interventions must give finite results, but 'bad' gives NaN or infinity in layer 1",
+        ),
     ]
     for interventions, options, message in cases:
         with pytest.raises(ValueError, match=message):

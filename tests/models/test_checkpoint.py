@@ -244,11 +244,23 @@ FILES = {
     "generation_config.json []": ("generation_config.json", "[]", "generation_config.json must hold a JSON object"),
     "tokenizer.json []": ("tokenizer.json", "[]", "tokenizer.json must hold a JSON object"),
     "tokenizer.json null": ("tokenizer.json", "null", "tokenizer.json must hold a JSON object"),
-    "tokenizer.json {}": ("tokenizer.json", "{}", "cannot load the tokenizer .*: correct tokenizer.json and"),
+    "tokenizer.json {}": (
+        "tokenizer.json",
+        "{}",
+        "cannot load the tokenizer .*: correct its files, such as tokenizer.json",
+    ),
     "tokenizer_config.json []": ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
     "index {": (INDEX, "{", f"{INDEX} is not valid JSON"),
     "index []": (INDEX, "[]", f"{INDEX} must hold a JSON object"),
-    "index {}": (INDEX, "{}", "KeyError: 'weight_map'"),
+    "index {}": (INDEX, "{}", f"{INDEX} must have metadata and a weight_map"),
+    "index without files": (
+        INDEX,
+        '{"metadata": {}, "weight_map": {}}',
+        f"{INDEX} must have metadata and a weight_map",
+    ),
+    "index of a list": (INDEX, '{"metadata": {}, "weight_map": [1]}', f"{INDEX} must have metadata and a weight_map"),
+    "weights twice": ("model.safetensors", "", f"it has both model.safetensors and {INDEX}, .*: remove one"),
+    "added_tokens.json [1]": ("added_tokens.json", "[1]", "added_tokens.json must hold a JSON object"),
     "empty weights": ("model-00002-of-00006.safetensors", "", "model-00002-of-00006.safetensors is not a whole"),
     "a pointer of git lfs": (
         "model-00002-of-00006.safetensors",
@@ -275,6 +287,19 @@ def test_the_damaged_file_is_named(what: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"cannot load a causal language model from .*{message}") as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_alone_is_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "gpt2")
+    letters = {letter: n for n, letter in enumerate("abcdefgh", 1)} | {"ab": 9, "<|endoftext|>": 0}
+    (folder / "vocab.json").write_text(json.dumps(letters), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n", encoding="utf-8")
+    tokenizer = read_checkpoint(folder, dtype=torch.float32)[1]
+    assert tokenizer is not None
+    assert tokenizer("abcab", add_special_tokens=False)["input_ids"] == [9, 3, 9]
+    (folder / "vocab.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"vocab\.json must hold a JSON object"):
+        read_checkpoint(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": "64"}, {"intermediate_size": 97}])

@@ -132,6 +132,10 @@ class Estimates:
                 "interventions", f"must act on each text alone and on its attention{name}: {error}"
             ) from error
         assert new is not None
+        if item is not None and not bool(new.isfinite().all()) and bool(z.isfinite().all()):
+            raise ArgumentError(
+                "interventions", f"must give finite results, but {item.name!r} gives NaN or infinity in layer {layer}"
+            )
         return new
 
     @own_sums()

@@ -24,6 +24,7 @@ from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.models.partial_forward import changed_results
 from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.utils.errors import ArgumentError
 
 Place = tuple[int, int, int | tuple[int, ...] | None]
 """Number of an intervention, layer, and the head or heads that are changed: None for all of the layer."""
@@ -66,7 +67,13 @@ def exact_effects(
             changes = {n: _change(part, runs, model, items[n], layer) for n in dict.fromkeys(n for n, _, _ in some)}
             each = runs.each(layer, [(_heads(model, heads), changes[n]) for n, _, heads in some])
             for place, run in zip(some, each, strict=True):
-                values, kl = _measured(run(), clean, part)
+                try:
+                    values, kl = _measured(run(), clean, part)
+                except ArgumentError as error:
+                    raise ArgumentError(
+                        "interventions",
+                        f"must leave outputs that can be measured; {items[place[0]].name!r} in layer {layer}: {error}",
+                    ) from error
                 found[place].effects[part.places] = values - baseline
                 found[place].divergences[part.places] = kl
                 bar.update(_share(model, layer) * len(part.places))

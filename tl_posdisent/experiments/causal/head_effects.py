@@ -42,6 +42,8 @@ from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import check_integer, check_seed
 
+_SLACK = 1e-6  # passes: fractions of them are added, and a bar must not pass its end by rounding
+
 
 def head_effects(
     model: Any,
@@ -132,7 +134,7 @@ def head_effects(
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
-    n_texts, total = len(texts.tokens), len(texts.tokens) * (2 + draws + len(items) / 2)
+    n_texts, total = len(texts.tokens), len(texts.tokens) * (2 + draws + len(items) / 2) + _SLACK
     with (
         running(model) as p,
         p.counting_tokens() as counts,
@@ -150,7 +152,7 @@ def head_effects(
         run = partial(exact_effects, model, items, parts=parts, n_texts=n_texts, bar=bar)
         found: dict[Place, Outcome] = {}
         while places := [(n, *chosen) for n, search in enumerate(searches) for chosen in search.next_runs()]:
-            bar.total = bar.n + n_texts * n_passes(model, places)
+            bar.total = bar.n + n_texts * n_passes(model, places) + _SLACK
             found |= run(places)
             _note(searches, places, found, of_tokens)
     _fill(table, items, found, weights)

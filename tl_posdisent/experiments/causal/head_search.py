@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan, nan
+from math import ceil, floor, inf, isnan, log10, nan
 from typing import Any
 
 import numpy as np
@@ -89,12 +89,12 @@ class HeadSearch:
         n, run = len(self.ranks), len(self.alone)
         if run == n:
             return f"all {plural(n, 'head')} were run" if n > 1 else "the only head was run"
-        text = f"{run} of {n} heads were run"
+        text = f"{run} of {plural(n, 'head')} were run"
         if isnan(self.bound):
             return text + (", and nothing limits the effects of the others" if run else "")
         text += (
-            f"; no other head alone diverges by more than {self.bound:.2g} nats per prediction, unless heads of one "
-            "layer cancel"
+            f"; no other head alone diverges by more than {_rounded_up(self.bound):g} nats per prediction, unless "
+            "heads of one layer cancel"
         )
         if cancelling := self.cancelling:
             layers = "layer" if len(cancelling) == 1 else "layers"
@@ -143,3 +143,15 @@ class HeadSearch:
             return False
         largest = self.ranks[remaining[0]]
         return largest > _NOTHING and self.joint(layer, [int(x) for _, x in remaining if x is not None]) < largest / 2
+
+
+def _rounded_up(x: float) -> float:
+    """Round up to two digits, so that a bound stays one.
+
+    >>> _rounded_up(0.0192548), _rounded_up(0.31), _rounded_up(0.0)
+    (0.02, 0.31, 0.0)
+    """
+    if x <= 0:
+        return 0.0
+    unit = 10.0 ** (floor(log10(x)) - 1)
+    return ceil(x / unit - 1e-9) * unit

@@ -11,9 +11,11 @@ from typing import Any
 from tl_posdisent import hooks as tools
 from tl_posdisent.hooks.ablate import by_heads
 from tl_posdisent.hooks.applied import check_hooks
+from tl_posdisent.hooks.edits.hook_function import HookFunction
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks
 from tl_posdisent.models.partial_forward import has_hooks
-from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
@@ -78,7 +80,7 @@ def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
     return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
 
 
-def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Hooks]:
+def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Sequence[Hook]]:
     """Validate interventions, and make the hooks of those that are given by name.
 
     Raises:
@@ -104,26 +106,27 @@ def named_interventions(model: Any, interventions: Any, rows: Rows, texts: Texts
     """Validate interventions, make the hooks of those that are given by name, and find the rows of each.
 
     Raises:
-        ValueError: what ``named_hooks`` refuses; hooks that act on no chosen head.
+        ValueError: what ``named_hooks`` refuses; hooks that act on no chosen head; the user's own hooks before those of
+            this package in a list, behind the heads' results, or where nothing fires.
     """
     items = []
     for name, hooks in named_hooks(model, interventions, texts).items():
-        item = NamedIntervention(name, hooks, rows)
-        item = replace(item, rows=_rows_changed(item, _layers_of_own_hooks(model, item)))
+        item = NamedIntervention(name, _in_order(name, hooks), rows)
+        item = replace(item, rows=_rows_changed(item, _layers_of_own_hooks(model, item, texts)))
         if not item.rows:
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
         items.append(item)
     return items
 
 
-def _hooks(model: Any, given: Any, texts: Texts) -> Hooks:
+def _hooks(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
     """Return hooks as they are, or make those of a function of ``tl_posdisent.hooks``: its name, or name and arguments.
 
     A mean without a reference is that of the texts.
     """
     name, arguments = given if _is_call(given) else (given, {})
     if not isinstance(name, str):
-        return Hooks.of_list(check_hooks(model, given))
+        return given if isinstance(given, Hooks) else check_hooks(model, given)
     makers = {x for x in dir(tools) if _makes_hooks(getattr(tools, x))}
     if name not in makers:
         raise ValueError(f"{name!r} is none of {', '.join(sorted(makers))}")
@@ -157,11 +160,22 @@ def _rows_changed(item: NamedIntervention, layers: set[int]) -> Rows:
     return found
 
 
-def _layers_of_own_hooks(model: Any, item: NamedIntervention) -> set[int]:
+def _in_order(name: str, hooks: Sequence[Hook]) -> Hooks:
+    """Return hooks as a list that knows its interventions, which act before the user's own hooks."""
+    ours = [isinstance(function, HookFunction) for _, function in hooks]
+    if ours != sorted(ours, reverse=True):
+        raise ArgumentError(
+            "interventions", f"must have your own hooks behind those of this package, got some before them in {name!r}"
+        )
+    return Hooks.of_list(hooks)
+
+
+def _layers_of_own_hooks(model: Any, item: NamedIntervention, texts: Texts) -> set[int]:
     """Return the layers that hooks of the user may change; their functions do not say which heads.
 
     Raises:
-        ValueError: the model has other hooks; a hook outside attention layers.
+        ValueError: the model has other hooks; a hook outside attention layers, behind the heads' results, or that does
+            not fire.
     """
     if item.own and has_hooks(model):
         raise ArgumentError(
@@ -170,13 +184,37 @@ def _layers_of_own_hooks(model: Any, item: NamedIntervention) -> set[int]:
             "remove the hooks from the model",
         )
     layers = set()
-    for name, _ in item.own:
-        for point in (x for x in model.hook_dict if (x == name if isinstance(name, str) else name(x))):
-            found = re.match(r"blocks\.(\d+)\.attn\.", point)
-            if not found:
-                raise ArgumentError(
-                    "interventions",
-                    f"must change attention alone, at hooks blocks.N.attn.…, got a hook at {point} in {item.name!r}",
-                )
-            layers.add(int(found[1]))
+    for accepts, _ in item.own:
+        points = [x for x in model.hook_dict if (x == accepts if isinstance(accepts, str) else accepts(x))]
+        found = {point: re.match(r"blocks\.(\d+)\.attn\.", point) for point in points}
+        if outside := [point for point, layer in found.items() if layer is None]:
+            raise ArgumentError(
+                "interventions",
+                f"must change attention alone, at hooks blocks.N.attn.…, got a hook at {outside[0]} in {item.name!r}",
+            )
+        own = {point: int(layer[1]) for point, layer in found.items() if layer is not None}
+        fired = _fired(model, texts, own)
+        seen = [point for point in own if point in fired]
+        if behind := [point for point in seen if fired.index(point) > fired.index(hook_name(own[point], "hook_z"))]:
+            raise ArgumentError(
+                "interventions",
+                f"must change what heads gather, at hook_z or before it, got a hook at {behind[0]} in {item.name!r}",
+            )
+        if not seen:
+            where = next(iter(own), "no point")
+            raise ArgumentError("interventions", f"must have hooks that fire, got one at {where} in {item.name!r}")
+        layers |= set(own.values())
     return layers
+
+
+def _fired(model: Any, texts: Texts, points: Mapping[str, int]) -> list[str]:
+    """Return those of some hooks that fire in a pass, and the ``hook_z`` of their layers, in their order."""
+    fired: list[str] = []
+
+    def listen(name: str) -> Hook:
+        return name, lambda x, hook: fired.append(name)
+
+    with running(model) as p:
+        names = dict.fromkeys([*points, *(hook_name(layer, "hook_z") for layer in points.values())])
+        p.run(texts.groups[0].tokens[:1], [listen(name) for name in names], stop=max(points.values(), default=0) + 1)
+    return fired

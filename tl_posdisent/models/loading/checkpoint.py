@@ -28,8 +28,16 @@ from tl_posdisent.utils.words import plural
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-_JSON = (_CONFIG, "generation_config.json", _INDEX, *_TOKENIZER, "special_tokens_map.json", "vocab.json")
+_WEIGHTS = "model.safetensors"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_JSON_OF_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_JSON = (_CONFIG, "generation_config.json", _INDEX, *_JSON_OF_TOKENIZER)
 _OF_TORCH = (None, "eager", "sdpa")  # what every installation has; others, such as flash_attention_2, are kernels
 # Causal masks, which GPT-2's relatives had as buffers until 2023. transformers lists them for some of these only.
 _MASKS = re.compile(r"\.\d+\.attn(\.attention)?\.(bias|masked_bias|causal_mask)$")
@@ -72,7 +80,7 @@ def read_checkpoint(
 
     tokenizer = None
     if not local or any(_path(source, name) for name in _TOKENIZER):
-        with _explained(source, "load the tokenizer", f"correct {' and '.join(_TOKENIZER)}, or remove both"):
+        with _explained(source, "load the tokenizer", f"correct its files, such as {_TOKENIZER[0]}, or remove them"):
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
     return model, tokenizer
 
@@ -124,6 +132,8 @@ def _configuration(source: str | Path, local: bool) -> Any:
         else:
             config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
             problem = _problem(config)
+            if _path(source, _INDEX) and _path(source, _WEIGHTS):
+                problem = f"it has both {_WEIGHTS} and {_INDEX}, which names other files: remove one of them"
     if problem:
         raise _refusal(source, problem)
     return config
@@ -204,8 +214,12 @@ def _damage(source: str | Path) -> str | None:
             return f"{path.name} is not valid JSON ({first_line(error)})"
         if not isinstance(content, dict):
             return f"{path.name} must hold a JSON object, not {shown(content)}"
-        shards = content.get("weight_map") if path.name == _INDEX else None
-        for name in sorted({*map(str, shards.values())} if isinstance(shards, dict) else ()):
+        if path.name != _INDEX or not path.exists():
+            continue
+        shards = content.get("weight_map")
+        if not (isinstance(shards, dict) and shards and isinstance(content.get("metadata"), dict)):
+            return f"{_INDEX} must have metadata and a weight_map of tensors to files"
+        for name in sorted({*map(str, shards.values())}):
             if not (config.parent / name).is_file():
                 return f"{printable(name)[:80]} is missing, which {_INDEX} names"
     for path in sorted(config.parent.glob("*.safetensors")):
