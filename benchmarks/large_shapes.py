@@ -3,7 +3,6 @@
     python benchmarks/large_shapes.py --shape pythia-1.4b --length 512 2048
     python benchmarks/large_shapes.py --shape llama-3-8b --layers 2 4 --step additivity controlled_distance
     python benchmarks/large_shapes.py --shape llama-3-8b --device cuda --length 8192
-    python benchmarks/large_shapes.py --shape llama-3-8b --device meta --layers 2 4 32  # what estimate says, no more
 
 Each step runs in a process of its own, once, after the same step on 64 tokens; ``load`` without a step before it.
 Nothing is downloaded or stored.
@@ -84,11 +83,6 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "limit_frequencies": partial(with_hooks, lambda model: tp.limit_frequencies(model, low=0.01)),
 }
 BUILD = {"bridge": tp.bridge_from_hf, "hooked": tp.hooked_from_hf}
-PLANS: dict[str, dict[str, Any]] = {  # what estimate is asked for
-    "additivity": {},
-    "controlled_distance": {"tool": "controlled_distance"},
-    "fit_attention": {"tool": "fit_attention"},
-}
 
 
 @torch.no_grad()
@@ -98,21 +92,13 @@ def random_weights(options: argparse.Namespace, layers: int | None) -> Any:
     with torch.device(options.device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
         some = torch.randn(2**20 + 1) * config.initializer_range
-    for name, weights in model.named_parameters() if options.device != "meta" else ():
+    for name, weights in model.named_parameters():
         if weights.ndim == 1:
             weights.fill_(float(not name.endswith("bias")))
             continue
         for part in weights.view(-1).split(len(some)):
             part.copy_(some[: len(part)])
     return model.eval()
-
-
-def planned(model: Any, step: str, length: int) -> dict[str, float]:
-    """What estimate says."""
-    if step not in PLANS:
-        return {}
-    plan = tp.estimate(model, length, available=2**60, **PLANS[step])
-    return {"estimate MiB": plan.needed_bytes / 2**20}
 
 
 @torch.no_grad()
@@ -126,7 +112,6 @@ def one(options: argparse.Namespace, step: str, length: int, layers: int | None)
         model = work()
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(3, model.cfg.d_vocab, (1, length), generator=generator).to(device())
-        found |= planned(model, step, length)
         STEPS[step](model, tokens[:, :64])
         work = lambda: STEPS[step](model, tokens)  # noqa: E731
     synchronise()
@@ -138,16 +123,12 @@ def one(options: argparse.Namespace, step: str, length: int, layers: int | None)
 def rows_of(options: argparse.Namespace, layers: int | None) -> list[dict[str, Any]]:
     """Of one depth."""
     rows = []
-    columns = ["model GB", "CPU s", "wall s", "peak MiB", "estimate MiB"]
+    columns = ["model GB", "CPU s", "wall s", "peak MiB"]
     depth = SHAPES[options.shape](layers).num_hidden_layers
-    shapes = tp.bridge_from_hf(random_weights(options, layers)) if options.device == "meta" else None
     for length in options.length:
         for step in [x for x in options.step if length == options.length[0] or x != "load"]:
-            if options.device == "meta":
-                found = planned(shapes, step, length)
-            else:
-                arguments = [f"--{name}={getattr(options, name)}" for name in ("shape", "device", "dtype", "kind")]
-                found = in_a_process(__file__, *arguments, "--one", json.dumps([step, length, layers]))
+            arguments = [f"--{name}={getattr(options, name)}" for name in ("shape", "device", "dtype", "kind")]
+            found = in_a_process(__file__, *arguments, "--one", json.dumps([step, length, layers]))
             row = {"layers": depth, "length": length, "step": step} | {name: found.get(name, "") for name in columns}
             print(row, flush=True)
             rows.append(row)

@@ -30,9 +30,8 @@ DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
 HOOKED = zoo.TL_MAJOR < 4
 QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
 SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
-# Bytes on a device are counted otherwise, and a reading says which device it was; ``report`` and ``check_model`` call
-# what is tried here, for minutes.
-ELSEWHERE = {"estimate", "read_model", "report", "check_model"}
+# A reading says which device it was; ``report`` and ``check_model`` call what is tried here, for minutes.
+ELSEWHERE = {"read_model", "report", "check_model"}
 # torch's engine makes backward passes on the first imitated device alone.
 BACKWARD = {"head_effects", "position_effects", "replaceable_heads", "estimated_ladder"}
 

@@ -198,7 +198,7 @@ NOT_YET = words_of(
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    answer available body changed checkpoint checkpoints command compile context
+    answer body changed checkpoint checkpoints command compile context
     downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
     on_step out path perturb profiles progress queries query resume retry signed source_positions sufficient
     tokenizer words wrong
@@ -207,7 +207,7 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("DistanceSources", "Estimate", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
+    *("DistanceSources", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
     *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares", "ReplaceableHeads"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
@@ -260,7 +260,7 @@ def test_bad_values(of: str, shared_reading: Any) -> None:
 
 def takes_pairs(function: Function) -> bool:
     """Say whether heads may be given as pairs (layer, head); a figure of one layer takes only their numbers."""
-    return function not in (tp.estimate, tp.viz.show_interventions)
+    return function != tp.viz.show_interventions
 
 
 @pytest.mark.parametrize("function", [*filter(takes_pairs, functions("heads"))], ids=lambda function: function.__name__)

@@ -14,7 +14,7 @@ import tl_posdisent as tp
 from tl_posdisent.hooks.hook_list import Hooks
 
 # All others take minutes together.
-QUICK = {"ablate_heads", "attention_ladder", "choice_scores", "component_patching", "drop_component", "estimate"}
+QUICK = {"ablate_heads", "attention_ladder", "choice_scores", "component_patching", "drop_component"}
 QUICK |= {"perturb", "phase_noise", "position_patching", "remap_distance"}
 OF_MODELS = {f.__name__: f for f in functions() if f.__module__.split(".")[1] not in ("models", "report")}
 del OF_MODELS["check_model"]  # which calls what is tried here

@@ -27,7 +27,6 @@ from tl_posdisent import (
     demo_text,
     demo_tokens,
     dummy_distance,
-    estimate,
     head_ablation,
     head_effects,
     head_labels,
@@ -273,21 +272,6 @@ CASES = {
         lambda m, t: attention_ladder(m, t, heads=["L4H2"], rungs=["distance"], controls=[], **QUIET),
         stretches(2, 24),
     ),
-    "estimate": Case(
-        "estimate --length 64 --texts 2 --layers 1,3 --heads 0,5 --positions 0-9 --available 2 --tool head_ablation "
-        "--tool head_patching --tool additivity",
-        lambda m, t: pd.concat(
-            [
-                estimate(m, 64, batch=2, tool=tool, layers=[1, 3], available=2 * 10**9, **more).to_frame()
-                for tool, more in (
-                    ("head_ablation", {"heads": [0, 5]}),
-                    ("head_patching", {"heads": [0, 5], "positions": range(10)}),
-                    ("additivity", {}),
-                )
-            ]
-        ),
-        ONE,
-    ),
     "ablate accuracy": Case(
         "ablate --length 16 --texts 3 --layers 4 --mode resample --seed 2 --metric accuracy",
         lambda m, t: head_ablation(m, t, right, layers=[4], mode="resample", seed=2, **QUIET),
@@ -303,10 +287,9 @@ def test_the_table_is_that_of_the_library(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source.txt").write_text(SOURCE, encoding="utf-8")
     case, out = CASES[name], tmp_path / "new" / "table.csv"
-    quiet = [] if name == "estimate" else ["--no-progress"]
-    result = run_command(case.line, *quiet, "--out", out)
+    result = run_command(case.line, "--no-progress", "--out", out)
     same(pd.read_csv(out), case.expected(model, case.tokens))
-    assert result.stderr == ("" if quiet else f"table: {out} (3 rows)\n")
+    assert result.stderr == ""
     assert str(out) not in result.stdout
 
 
@@ -602,8 +585,6 @@ REFUSED = [
     ("ablate --length 16 --mode resample", '--mode "resample" needs a batch of at least two texts'),
     ("controlled --length 16 --sinks 16", "--sinks must be an integer from 0 to 15"),
     ("report --out page.csv", "--out must end in .html, got 'page.csv'"),
-    ("estimate --tool report", "--tool must be one of additivity, controlled_distance"),
-    ("estimate --tool head_ablation --layers 7", "--layers must be integers from 0 to 4"),
     ("models --search 'no such model'", "no model matches; more are listed with --untested"),
     ("sweep --experiment additivty", "--experiment must be one of"),
     ("sweep --argument layers", "--argument must be NAME=JSON"),
@@ -666,7 +647,7 @@ def test_errors_are_one_line_that_names_the_option(
         pytest.skip("TransformerLens 4")
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    result = run_command(line, *([] if line.startswith(("models", "estimate")) else ["--no-progress"]), code=2)
+    result = run_command(line, *([] if line.startswith("models") else ["--no-progress"]), code=2)
     assert result.stderr.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in result.output
     if "meta" not in line and "--argument" not in line:  # torch's own words; arguments of the library are meant

@@ -103,7 +103,6 @@ _OTHERWISE = {
     "read_model": "describes short texts",
     "read_attention": "describes short texts",
     "check_model": "draws its own texts",
-    "estimate": "runs no text",
     "applied": "takes hooks",
     "longer_context": "gives the model",
     "random_control": "gives a model",

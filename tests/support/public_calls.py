@@ -108,7 +108,6 @@ GOOD: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
     "dummy_distance_check": {"distances": [1, 2]},
-    "estimate": {"available": 10**9},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "estimated_ladder": {"heldout": TOKENS, "rungs": ["distance"]},
@@ -176,7 +175,7 @@ def model_for(function: Function, reading: Any) -> Any:
     """A model that this function takes: a synthetic one, this reading, or its model."""
     if takes_synthetic(function):
         return synthetic()
-    of_models = function.__module__.startswith("tl_posdisent.models") or function in (tp.hooks.applied, tp.estimate)
+    of_models = function.__module__.startswith("tl_posdisent.models") or function == tp.hooks.applied
     return reading.model if of_models else reading
 
 

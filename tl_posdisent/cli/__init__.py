@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from .commands.causal import ablate, effects, intervene, ladder, patch
 from .commands.measurements import controlled, fit, labels, length, perturb, report
-from .commands.models import check, estimate, models
+from .commands.models import check, models
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
 from .output import delivering, parsing
@@ -81,5 +81,5 @@ def main(
 
 _MEASURE = (fit, controlled, labels, perturb, length)
 _CHANGE = (intervene, ablate, effects, patch, ladder)
-for each in (*_MEASURE, *_CHANGE, sweep, synthetic, report, estimate, check, models):
+for each in (*_MEASURE, *_CHANGE, sweep, synthetic, report, check, models):
     app.command()(each)

@@ -74,7 +74,7 @@ def report(
         title: title of the page; the default names the model.
         seed: seed of random initialisations, perturbations, estimates, and the heads that are run at random.
         command: the command line to print under "How to reproduce"; default this call.
-        progress: show one bar, which counts forward passes of all texts, and a forecast of passes and time.
+        progress: show a bar of the sections, and one within those that run heads.
 
     Raises:
         ValueError: invalid arguments; a path where no file can be written; a model for which none of these

@@ -6,7 +6,7 @@ estimates agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,7 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.texts import read_texts
 from tl_posdisent.report.subject import Subject
-from tl_posdisent.utils.progress import counted
 
-Move = Callable[[float], Any]
-"""Counts passes in the bar of a report."""
 HEAD = ["layer", "head"]
 IDLE = ("not used", "no effect")
 """Verdicts of heads whose output or attention the predictions do not need."""
@@ -43,8 +40,6 @@ AUDIT = 12
 """Number of these heads that are drawn at random, at most half of them."""
 DRAWS = 16
 """Draws of labels for each text, for estimates: with fewer, these are most of the spread over texts."""
-ESTIMATE = {"ablation": DRAWS + 6, "ladder": 2 * DRAWS + 10}
-"""Forward passes of all texts for the estimates of heads that are not run; a backward pass counts as two."""
 TEXTS, SHORTEST = 8, 64
 """Estimates of the ladder need several held-out texts: texts are cut into so many parts, of at least so many tokens."""
 
@@ -64,12 +59,12 @@ def for_estimates(subject: Subject, part: Subject, positions: int, tokens: int) 
     return subject.pieces(length, tokens) if length > 1 else part
 
 
-def ablation(subject: Subject, seed: int) -> pd.DataFrame:
+def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
     """Measure the added loss without each head: the table of ``head_ablation``, and whether a head was run (``exact``).
 
     If not all heads are run, ``attrs["search"]`` is that of ``head_effects``.
     """
-    options: dict[str, Any] = {"model": subject.reading, **subject.texts, "heads": subject.pairs, "progress": False}
+    options: dict[str, Any] = {"model": subject.reading, **subject.texts, "heads": subject.pairs, "progress": progress}
     n = affordable("ablation", subject)
     if n == len(subject.pairs):
         return head_ablation(**options, layers=subject.asked).assign(exact=True)
@@ -95,26 +90,25 @@ def _loss(subject: Subject) -> float:
         return value_of(next_token_loss, run_texts(model, texts, [[]] * len(texts.groups)), texts)
 
 
-def ladder(subject: Subject, seed: int, move: Move) -> pd.DataFrame:
+def ladder(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
     """Measure the ladder of each head: rows of ``attention_ladder`` for heads that are run (``exact``), else estimates.
 
     If not all heads are run, ``attrs["audit"]`` compares the divergences with the mean output (``_audit``). A head that
-    fails in all runs has no rows, or its estimates. ``move`` counts passes.
+    fails in all runs has no rows, or its estimates.
     """
     n = affordable("ladder", subject)
     if n == len(subject.pairs):
-        table = _climbed(subject, subject.pairs, [], _held_out(subject, 2), move)
+        table = _climbed(subject, subject.pairs, [], _held_out(subject, 2), progress)
         return _with_attrs(table.assign(exact=True), table.attrs)
     texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 4)
-    options: dict[str, Any] = {"heads": subject.pairs, "draws": DRAWS, "seed": seed, "progress": False}
-    with counted(ESTIMATE["ladder"], move):
-        estimates = estimated_ladder(subject.reading, **texts, exact=0, **options)
+    options: dict[str, Any] = {"heads": subject.pairs, "draws": DRAWS, "seed": seed, "progress": progress}
+    estimates = estimated_ladder(subject.reading, **texts, exact=0, **options)
     means = estimates[estimates["rung"] == MEAN].set_index(HEAD)["kl"].sort_values(ascending=False, kind="stable")
     drawn = min(AUDIT, n // 2)
     largest, others = means.index[: n - drawn], means.index[n - drawn :].sort_values()
     at_random = others[np.random.default_rng(seed).permutation(len(others))[:drawn]]
     chosen, used = [(int(layer), int(head)) for layer, head in sorted(largest.append(at_random))], _used(estimates)
-    run = _climbed(subject, chosen, [head for head in chosen if head in used], texts, move)
+    run = _climbed(subject, chosen, [head for head in chosen if head in used], texts, progress)
     rest = estimates[~_within(estimates, pd.MultiIndex.from_frame(run[HEAD]))]
     table = pd.concat([run.assign(exact=True), rest.assign(exact=False)]).sort_values(HEAD, kind="stable")
     exact = run[run["rung"] == MEAN].set_index(HEAD)["kl"]
@@ -152,7 +146,7 @@ def _climbed(
     heads: Sequence[tuple[int, int]],
     effective: Sequence[tuple[int, int]],
     texts: dict[str, Any],
-    move: Move,
+    progress: bool,
 ) -> pd.DataFrame:
     """Measure uniform attention and the mean output for each head, and the other rungs where neither surely suffices.
 
@@ -164,9 +158,8 @@ def _climbed(
     failures: dict[str, str] = {}
 
     def climb(heads: Sequence[tuple[int, int]], rungs: Sequence[Rung]) -> pd.DataFrame:
-        runs = 1 + len({"uniform", *rungs})  # of a head: its mean output, too
-        with counted(PASSES["ladder"] * len(heads) * runs / (4 + len(LADDER)), move):
-            table = attention_ladder(subject.reading, heads=heads, rungs=rungs, controls=[], progress=False, **texts)
+        options: dict[str, Any] = {"controls": [], "progress": progress}
+        table = attention_ladder(subject.reading, heads=heads, rungs=rungs, **options, **texts)
         failures.update(table.attrs.get("failures", {}))
         return table[table["loss"].notna().groupby([table[name] for name in HEAD]).transform("all")]
 

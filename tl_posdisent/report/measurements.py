@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -26,8 +24,7 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.report.every_head import HEAD, Move, ablation, for_estimates, ladder
-from tl_posdisent.report.forecast import forecast, passes_of, remaining, slower
+from tl_posdisent.report.every_head import HEAD, ablation, for_estimates, ladder
 from tl_posdisent.report.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
 from tl_posdisent.report.words import number
 from tl_posdisent.utils.progress import progress_bar
@@ -51,6 +48,7 @@ SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 SHARES = ["share_distance", "share_query", "share_key"]
 _LEAST = 3  # texts of at most this many tokens keep their first key
 _PROFILES = 12  # layers whose distance profiles are drawn
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # no rate: sections take very different times
 
 
 @dataclass(frozen=True)
@@ -132,22 +130,12 @@ def measure(
     """Run the measurements of the requested sections; raise if this model supports none of them."""
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
-    ahead = {name: passes_of(name, subject, narrowed(name, subject), copies.n) for name in needed}
-    at_random = sum(ahead[name] for name in needed if name in _COMPARED)  # for each copy
-    total = sum(ahead.values()) + at_random * copies.n
-    with progress_bar(total=round(total, 1), desc="report", unit="pass", unit_scale=True, disable=not progress) as bar:
-        if progress:
-            bar.write(forecast(total, subject), file=sys.stderr)
-        began = monotonic()
-        for n, name in enumerate(needed):
+    total = len(needed) + copies.n * any(name in _COMPARED for name in wanted)
+    with progress_bar(total=total, desc="report", bar_format=_BAR, disable=not progress) as bar:
+        for name in needed:
             bar.set_postfix_str(name)
-            end = bar.n + ahead[name]
-            found[name] = _try(name, subject, found, seed, copies, bar.update)
-            bar.update(end - bar.n)  # the ladder makes fewer passes than forecast where heads are idle
-            if progress and n == 0 and len(needed) > 1:
-                each = (monotonic() - began) / (ahead[name] * slower(name, subject))  # without the unembedding
-                seconds = each * (at_random * copies.n + sum(ahead[x] * slower(x, subject) for x in needed[1:]))
-                bar.write(remaining(total - ahead[name], seconds, needed[1:]), file=sys.stderr)
+            found[name] = _try(name, subject, found, seed, copies, progress)
+            bar.update()
         if all(found[name].refused for name in wanted):
             raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
         compared = [name for name in _COMPARED if name in wanted and not found[name].refused]
@@ -164,7 +152,7 @@ def measure(
                     missing = f"Not measured with random weights of seed {n}: {type(error).__name__}: {error}."
                     found[name] = replace(found[name], note=" ".join(filter(None, [found[name].note, missing])))
             del copy, untrained  # free their memory before the next
-            bar.update(at_random)
+            bar.update()
     for name, tables in chance.items():
         if tables:
             found[name] = replace(found[name], random=pd.concat(tables, ignore_index=True))
@@ -182,7 +170,7 @@ def _try(
     found: Mapping[SectionName, Found],
     seed: int,
     copies: Copies,
-    move: Move,
+    progress: bool,
 ) -> Found:
     """Run one measurement, or return why it failed: an unsuitable input (``ValueError``) or a failed computation."""
     part = narrowed(name, subject)
@@ -191,9 +179,8 @@ def _try(
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
         if name == "labels":
             table = _labels(part, seed, copies)
-        elif name == "ladder":
-            share = sum(part.lengths) / sum(subject.lengths)
-            table = ladder(part, seed, lambda passes: move(passes * share))
+        elif name in _BY_HEAD:
+            table = _BY_HEAD[name](part, seed, progress)
         else:
             table = _MEASUREMENTS[name](part, seed)
         failures = "; ".join(f"{label}: {reason}" for label, reason in table.attrs.get("failures", {}).items())
@@ -298,7 +285,8 @@ _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "shares": partial(_of_layers, controlled_distance),
     "subspaces": partial(_of_layers, subspace_patterns),
     "perturbation": _perturbation,
-    "ablation": ablation,
 }
+_BY_HEAD: dict[SectionName, Callable[[Subject, int, bool], pd.DataFrame]] = {"ablation": ablation, "ladder": ladder}
+"""The long sections, which show a bar of their own."""
 _COMPARED: tuple[SectionName, ...] = ("additivity", "shares", "subspaces")  # these have a random-weights baseline
 _FAILURES = (ValueError, RuntimeError, MemoryError)

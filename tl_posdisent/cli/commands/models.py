@@ -1,4 +1,4 @@
-"""Commands about models, without a text: ``models`` (names for ``--model``, offline), ``check`` and ``estimate``."""
+"""Commands about models, without a text: ``models`` (names for ``--model``, offline) and ``check``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from typer import Option
 
-from tl_posdisent.cli.options import Given, command, name_of, one_of, whole_numbers
+from tl_posdisent.cli.options import Given, command, name_of
 from tl_posdisent.cli.output import frame, save
 from tl_posdisent.utils.words import plural
 
@@ -102,54 +102,3 @@ def check(
     short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
     counted = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
     return [*frame(short, title), counted, *([table.attrs["not reached"]] if "not reached" in table.attrs else [])]
-
-
-@command("model out backend device dtype length texts layers heads")
-def estimate(
-    given: Given,
-    tool: list[str] | None = Option(
-        None, help="Name of a function, such as head_ablation; may be repeated; default all."
-    ),
-    positions: str | None = Option(None, help="Positions that head_patching patches one by one, such as 0-63."),
-    available: float | None = Option(None, min=0, help="Free memory in GB; default that of the device."),
-) -> list[str]:
-    """Estimate forward passes and memory of measurements, before they run.
-
-    --layers, --heads and --positions count for the tools that take them. Default --length 256.
-
-    Columns:
-      tool          the function
-      passes        forward passes of all texts through all layers; partial and backward passes count
-      needed_GB     upper bound of the memory in addition to the model
-      fits          whether that is free
-      advice        arguments that would fit, if these do not
-
-    Examples:
-      tl-posdisent estimate --model smollm2 --length 512
-      tl-posdisent estimate --model smollm2 --tool head_ablation --layers 0-4 --texts 4
-    """
-    from typing import get_args
-
-    import pandas as pd
-
-    from tl_posdisent.experiments import cost
-    from tl_posdisent.experiments.passes import TOOLS
-
-    names: Any = one_of("tool", tool, get_args(cost.Measured))
-    chosen = {
-        "layers": given.chosen_layers,
-        "heads": given.chosen_heads,
-        "positions": whole_numbers("positions", positions),
-    }
-    model, length = given.load(), given.length or 256
-    free = None if available is None else int(available * 1e9)
-    found = []
-    for name in names:
-        some: Any = {key: value for key, value in chosen.items() if key in TOOLS[name].takes}
-        found.append(cost.estimate(model, length, batch=given.texts, tool=name, available=free, **some).to_frame())
-    table = pd.concat(found, ignore_index=True)
-    save(table, given.out)
-    short = table[["tool", "passes", "fits", "advice"]].replace({"fits": {True: "yes", False: "no"}})
-    short.insert(2, "needed_GB", table["needed_bytes"] / 1e9)
-    title = f"passes and memory: {name_of(given.model)}, {given.texts} × {length} tokens"
-    return [*frame(short, title), f"model: {table['model_bytes'].iloc[0] / 1e9:.2f} GB"]

@@ -1,4 +1,4 @@
-"""Memory that a model takes and memory that is free, in bytes."""
+"""The refusal of texts whose scores exceed the free memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
 
 from tl_posdisent.models.reading.model_parts import modules
 
 
-def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:
+def free_memory(devices: Iterable[torch.device | str]) -> int | None:
     """Return the free bytes on the fullest of these devices; None for devices other than CPU and CUDA.
 
     On the host, at most what its control group leaves; on a GPU, including what torch has reserved but does not use.
@@ -23,7 +22,7 @@ def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             found.append(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-        elif device.type in ("cpu", "meta"):
+        elif device.type == "cpu":
             found.append(max(0, min(psutil.virtual_memory().available, *_left_by_group())))
     return min(found, default=None)
 
@@ -40,18 +39,8 @@ def _left_by_group(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
 
 def model_devices(model: Any) -> list[torch.device]:
     """List the devices of a model's tensors, each once."""
-    return list(dict.fromkeys(x.device for x in _tensors(model)))
-
-
-def model_bytes(model: Any) -> int:
-    """Return the bytes of a model's parameters and buffers, counting each storage once."""
-    storages = [x.untyped_storage() for x in _tensors(model)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(model: Any) -> list[Tensor]:
     held = [x for part in modules(model) for x in (*part._parameters.values(), *part._buffers.values())]
-    return [x for x in held if x is not None]
+    return list(dict.fromkeys(x.device for x in held if x is not None))
 
 
 def require_room(
@@ -71,10 +60,7 @@ def require_room(
     scores = n_matrices * length**2 * size
     free = free_memory(model_devices(model)) if scores > 2**20 else None
     if free is not None and scores > free:
-        raise MemoryError(
-            f"scores of {of} take {gigabytes(scores)}, and {gigabytes(free)} are free: {instead} "
-            f"(estimate(model, {length}) says which fit)"
-        )
+        raise MemoryError(f"scores of {of} take {gigabytes(scores)}, and {gigabytes(free)} are free: {instead}")
 
 
 def gigabytes(n: int | float) -> str:
