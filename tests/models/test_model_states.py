@@ -100,6 +100,8 @@ def test_a_model_without_weights_is_refused_as_such() -> None:
     model = zoo.bridge("llama-gqa").to("meta")
     with pytest.raises(ValueError, match="model must have weights, but its parameters are meta tensors"):
         read_model(model)
+    with pytest.raises(ValueError, match="hf_model must have weights, but its parameters are meta tensors"):
+        bridge_from_hf(zoo.hf_model("llama-gqa").to("meta"))
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])

@@ -135,6 +135,8 @@ def _check_hf_model(hf_model: Any) -> None:
             f"must have its weights in memory, but accelerate offloads those of {name}: make the bridge first, and "
             "then call cpu_offload(bridge.original_model)",
         )
+    if any(p.is_meta for p in hf_model.parameters()):
+        raise ArgumentError("hf_model", "must have weights, but its parameters are meta tensors: load them first")
 
 
 def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
@@ -196,11 +198,10 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     their weights. ``bridge.checked_logits`` says whether they were compared.
     """
     hf_model.eval()
-    numbers = check and not any(p.is_meta for p in hf_model.parameters())  # meta tensors have no values to compare
     tokens = probe_tokens(hf_model)
     name = type(hf_model).__name__
     with logits_at_some_positions(hf_model, tokens):
-        expected = hf_logits(hf_model, tokens) if numbers else None  # before wrapping, with the model's own attention
+        expected = hf_logits(hf_model, tokens) if check else None  # before wrapping, with the model's own attention
         try:
             hf_model.set_attn_implementation("eager")
             bridge: TransformerBridge = _lens(_BRIDGE)(
@@ -208,16 +209,15 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
             )
             bridge.eval()
             with without_gradients():
-                got = bridge(tokens) if numbers else None
+                got = bridge(tokens) if check else None
         except Exception as error:
             why = first_line(error)
             raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
     if got is not None and expected is not None:
         what = f"the TransformerBridge of {name}"
         check_same_logits(got, expected, what=what, quantised=is_quantised(hf_model))
-    if not any(p.is_meta for p in hf_model.parameters()):
-        keep_cache(bridge, tokens)
-    bridge.checked_logits = got is not None
+    keep_cache(bridge, tokens)
+    bridge.checked_logits = check
     return bridge
 
 

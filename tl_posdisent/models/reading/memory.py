@@ -22,7 +22,7 @@ def free_memory(devices: Iterable[torch.device | str]) -> int | None:
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             found.append(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-        elif device.type == "cpu":
+        elif device.type in ("cpu", "meta"):  # weights that accelerate offloads are on meta
             found.append(max(0, min(psutil.virtual_memory().available, *_left_by_group())))
     return min(found, default=None)
 
