@@ -207,13 +207,13 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
 
 def test_captions_count_heads_without_a_number(tmp_path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the map those without a colour, in the scatter plot also those without a place."""
-    measured = measurements._MEASUREMENTS["ablation"]
+    measured = measurements._BY_HEAD["ablation"]
 
-    def gaps(subject: Any, seed: int) -> Any:
-        table = measured(subject, seed)
+    def gaps(*options: Any) -> Any:
+        table = measured(*options)
         return table.assign(effect=table["effect"].where(table.index % 20 != 7))
 
-    monkeypatch.setitem(measurements._MEASUREMENTS, "ablation", gaps)
+    monkeypatch.setitem(measurements._BY_HEAD, "ablation", gaps)
     options: dict[str, Any] = {"sections": ["additivity", "ablation"], "control": 0, "progress": False}
     page = opened(tp.report(tp.load_demo_model(), tp.demo_tokens(length=32), tmp_path / "r.html", **options))
     page.page.wait_for_selector("#atlas .heatmap-label")

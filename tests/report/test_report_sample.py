@@ -140,7 +140,7 @@ def test_the_budget_is_for_so_many_heads(n: int, monkeypatch: pytest.MonkeyPatch
     each = every_head.PASSES["ablation"] * subject.n_parameters * 96
     monkeypatch.setattr(every_head, "BUDGET", 1.01 * each * n)
     assert every_head.affordable("ablation", subject) == n
-    table = every_head.ablation(subject, 0)
+    table = every_head.ablation(subject, 0, progress=False)
     n_run, most = table["exact"].sum(), max(every_head.LEAST, n - 5)
     assert n_run == 40 if n == 40 else every_head.LEAST <= n_run <= most + 5
     assert table[["value", "effect"]].notna().all(axis=None)
