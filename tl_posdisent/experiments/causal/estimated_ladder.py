@@ -240,8 +240,8 @@ def _table(
             if not by_rung:
                 continue
             n_texts = len(found[by_rung["uniform"]])
-            predicted = torch.tensor(lengths[:n_texts]) - 1  # a text counts by its predicted tokens
-            blocks = Blocks(torch.arange(n_texts).repeat_interleave(predicted))
+            predicted = torch.tensor(lengths[:n_texts], device="cpu") - 1  # a text counts by its predicted tokens
+            blocks = Blocks(torch.arange(n_texts, device="cpu").repeat_interleave(predicted))
             by_token = {name: found[place].repeat_interleave(predicted) for name, place in by_rung.items()}
             shared = blocks.count, blocks.df, len(blocks.numbers), looks, causal[layer]
             for name, values in by_token.items():

@@ -52,7 +52,8 @@ def exact_effects(
 ) -> dict[Place, Outcome]:
     """Run texts with the heads of each place changed; texts of a batch that are in none of the parts are NaN."""
     found = {
-        place: Outcome(*(torch.full((n_texts,), torch.nan, dtype=torch.float64) for _ in range(2))) for place in places
+        place: Outcome(*(torch.full((n_texts,), torch.nan, dtype=torch.float64, device="cpu") for _ in range(2)))
+        for place in places
     }
     by_layer: dict[int, list[Place]] = {}
     for place in sorted(places, key=lambda place: place[:2]):
