@@ -407,6 +407,10 @@ def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
             effect = losses(changed, TOKENS) - losses(clean, TOKENS)
             assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=2e-6)
             assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
+    alias = [(lambda name: name in ("blocks.0.attn.hook_z", "blocks.0.attn.o.hook_in"), lambda z, hook: z * 0.3)]
+    named = {"alias": five + alias, "z": five + own}
+    tables = [some["exact"].tolist() for _, some in effects(model, named, exact="all").groupby("intervention")]
+    assert tables[0] == pytest.approx(tables[1], abs=1e-6)
     front = [("blocks.0.attn.hook_z", lambda z, hook: z + 0.3), *ablate_heads(model, None, layers=0)]
     with pytest.raises(ValueError, match="your own hooks behind those of this package, got some before them in 'x'"):
         effects(model, {"x": front})

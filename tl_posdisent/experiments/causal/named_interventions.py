@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -183,38 +183,48 @@ def _layers_of_own_hooks(model: Any, item: NamedIntervention, texts: Texts) -> s
             f"must be hooks of this package if the model has other hooks, got functions of your own in {item.name!r}: "
             "remove the hooks from the model",
         )
-    layers = set()
-    for accepts, _ in item.own:
-        points = [x for x in model.hook_dict if (x == accepts if isinstance(accepts, str) else accepts(x))]
-        found = {point: re.match(r"blocks\.(\d+)\.attn\.", point) for point in points}
-        if outside := [point for point, layer in found.items() if layer is None]:
-            raise ArgumentError(
-                "interventions",
-                f"must change attention alone, at hooks blocks.N.attn.…, got a hook at {outside[0]} in {item.name!r}",
-            )
-        own = {point: int(layer[1]) for point, layer in found.items() if layer is not None}
-        fired = _fired(model, texts, own)
-        seen = [point for point in own if point in fired]
-        if behind := [point for point in seen if fired.index(point) > fired.index(hook_name(own[point], "hook_z"))]:
+    by_hook = [_points(model, item, accepts) for accepts, _ in item.own]
+    layer_of = {point: layer for points in by_hook for point, layer in points.items()}
+    fired = _fired(model, texts, layer_of)
+    for points in by_hook:
+        seen = [point for point in points if point in fired]
+        if not seen:
+            where = next(iter(points), "no point")
+            raise ArgumentError("interventions", f"must have hooks that fire, got one at {where} in {item.name!r}")
+        results = {point: hook_name(layer, "hook_z") for point, layer in points.items()}
+        if behind := [x for x in seen if results[x] not in fired[fired.index(x) :]]:
             raise ArgumentError(
                 "interventions",
                 f"must change what heads gather, at hook_z or before it, got a hook at {behind[0]} in {item.name!r}",
             )
-        if not seen:
-            where = next(iter(own), "no point")
-            raise ArgumentError("interventions", f"must have hooks that fire, got one at {where} in {item.name!r}")
-        layers |= set(own.values())
-    return layers
+    return set(layer_of.values())
+
+
+def _points(model: Any, item: NamedIntervention, accepts: str | Callable[[str], bool]) -> dict[str, int]:
+    """Return the names that a hook of the user's accepts, and their layers; raise for one outside attention."""
+    found = {}
+    for point in (x for x in model.hook_dict if (x == accepts if isinstance(accepts, str) else accepts(x))):
+        layer = re.match(r"blocks\.(\d+)\.attn\.", point)
+        if layer is None:
+            raise ArgumentError(
+                "interventions",
+                f"must change attention alone, at hooks blocks.N.attn.…, got a hook at {point} in {item.name!r}",
+            )
+        found[point] = int(layer[1])
+    return found
 
 
 def _fired(model: Any, texts: Texts, points: Mapping[str, int]) -> list[str]:
     """Return those of some hooks that fire in a pass, and the ``hook_z`` of their layers, in their order."""
     fired: list[str] = []
+    if not points:
+        return fired
 
     def listen(name: str) -> Hook:
         return name, lambda x, hook: fired.append(name)
 
+    results = {hook_name(layer, "hook_z") for layer in points.values()}  # last: a bridge has further names for them
+    names = [*(point for point in points if point not in results), *results]
     with running(model) as p:
-        names = dict.fromkeys([*points, *(hook_name(layer, "hook_z") for layer in points.values())])
-        p.run(texts.groups[0].tokens[:1], [listen(name) for name in names], stop=max(points.values(), default=0) + 1)
+        p.run(texts.groups[0].tokens[:1], [listen(name) for name in names], stop=max(points.values()) + 1)
     return fired
