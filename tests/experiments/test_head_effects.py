@@ -285,8 +285,8 @@ def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str,
         return (pattern > 0).to(pattern) / (pattern > 0).sum(-1, keepdim=True)
 
     own = [(lambda name: name.endswith("hook_pattern"), flat)]
-    if (kind, name) == ("bridge", "gptj"):  # which discards an edited pattern
-        with pytest.raises(ValueError, match="interventions must change the results of heads"):
+    if (kind, name) == ("bridge", "gptj"):  # which discards an edited pattern: its hook fires behind the results
+        with pytest.raises(ValueError, match="interventions must change what heads gather"):
             effects(model, {"x": own})
         return
     tables = [effects(model, {"x": x}, exact=16, draws=2) for x in (own, substitute_attention(model, "uniform"))]
