@@ -20,7 +20,7 @@ OFFLINE = HF_HUB_OFFLINE=1
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Beside other programs, threads that wait should sleep soon; the command line sets the same.
 ifndef OMP_WAIT_POLICY
-export GOMP_SPINCOUNT ?= 10000
+export GOMP_SPINCOUNT ?= 1000
 endif
 # A process that only runs a real model also keeps what is freed: logits of Gemma 3 take half a gigabyte.
 KEEP = GLIBC_TUNABLES=$(GLIBC_TUNABLES):glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=8589934592

@@ -112,8 +112,8 @@ SET_BY_USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAI
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, "1 10000 True"),
-        ({"OMP_NUM_THREADS": "2"}, "2 10000 True"),
+        ({}, "1 1000 True"),
+        ({"OMP_NUM_THREADS": "2"}, "2 1000 True"),
         ({"MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}, "1 None True"),
         ({"GOMP_SPINCOUNT": "7"}, "1 7 True"),
     ],

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-_SPINS = "10000"  # libgomp's default is 300 000: milliseconds, in which another program could run
+_SPINS = "1000"  # libgomp's default is 300 000: milliseconds, in which another program could run
 _PER_THREAD = 10_000_000  # parameters
 
 
