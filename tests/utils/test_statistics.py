@@ -14,6 +14,7 @@ from tl_posdisent.utils.statistics import (
     error_over_draws,
     jackknife_error,
     significance,
+    weighted_means,
 )
 
 DESIGNS = {
@@ -73,6 +74,18 @@ def test_texts_are_cut_into_tenths_and_no_more(lengths: list[int]) -> None:
     if min(sum(lengths), sum(10 * n <= sum(lengths) for n in lengths)) >= 20:
         assert blocks.df > 9
     assert np.isnan(blocks.df) == (blocks.count == 1)
+
+
+@pytest.mark.parametrize("sizes", [[4] * 7, [1, 9], [12, 3, 8, 2]])
+def test_means_over_texts_by_weight_are_those_of_their_tokens(sizes: list[int]) -> None:
+    values = torch.randn(len(sizes), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    lengths = torch.tensor(sizes)
+    blocks = Blocks(torch.arange(len(sizes)).repeat_interleave(lengths))
+    means, errors = weighted_means(values, lengths.double())
+    for row in range(3):
+        expected = blocks.mean(values[:, row].repeat_interleave(lengths))
+        assert (means[row], errors[row]) == pytest.approx(expected)
+    assert np.isnan(weighted_means(values[:1], lengths[:1].double())[1]).all()
 
 
 def test_a_single_block_has_no_error() -> None:
