@@ -19,9 +19,6 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.validation import shown
 
-Effects = dict[int, Float64[Tensor, "text row"]]
-"""By layer, the effects on its rows."""
-
 
 class Estimates:
     """Estimates for each intervention, layer and head, text by text.
