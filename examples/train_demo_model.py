@@ -32,7 +32,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.demo.demo_model import BOS, load_weights
-from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop
 from tl_posdisent.utils.files import whole_file
 

@@ -11,7 +11,7 @@ from support import zoo
 from support.live_bytes import LiveBytes
 
 import tl_posdisent as tp
-from tl_posdisent.models.reading import memory
+from tl_posdisent.models.running import memory
 
 LAYER_BY_LAYER = (
     *("additivity", "controlled_distance", "subspace_patterns", "positional_symbolic", "dummy_distance_check"),

@@ -26,8 +26,8 @@ from tl_posdisent import capture, position_patching, swap_positions
 from tl_posdisent.hooks import patch_vectors
 from tl_posdisent.hooks.hook_list import joined
 from tl_posdisent.models.capture import listen_vectors
-from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.running.forward_pass import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 HEAD = 5

@@ -12,7 +12,7 @@ from support.live_bytes import LiveBytes
 import tl_posdisent as tp
 from tl_posdisent import load_demo_model
 from tl_posdisent.experiments.causal import metrics as predictions
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.running.texts import read_texts
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3 * 512 * 3, 3 * 512 * 24, 2**40])

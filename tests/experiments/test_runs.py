@@ -13,8 +13,8 @@ from torch import Tensor
 from tl_posdisent.experiments.causal import runs as module
 from tl_posdisent.experiments.causal.runs import COUPLED, Change, Runs
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import read_texts
 
 TOKENS = zoo.random_tokens(length=10, batch=2)
 LAYER = 1

@@ -21,7 +21,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive
 from tl_posdisent.hooks.edits.cached_text import before_and_now
-from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.running.forward_pass import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TEXTS = zoo.random_tokens(L)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance, position_interpolation, remap_distance, swap_positions
 from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive, substitute_attention
-from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import model_of
+from tl_posdisent.models.running.forward_pass import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 PAD = 4

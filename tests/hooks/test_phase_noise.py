@@ -11,7 +11,7 @@ from support.intervention_cases import L, close, logits
 
 from tl_posdisent import read_model
 from tl_posdisent.hooks import applied, phase_noise
-from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.running.forward_pass import Hook
 
 
 def subspaces(model: Any, layer: int = 0) -> int:

@@ -13,7 +13,7 @@ from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, TOOLS_FO
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
-from tl_posdisent.models.kv_cache import empty_cache, with_mask
+from tl_posdisent.models.running.kv_cache import empty_cache, with_mask
 
 
 @EVERY_INTERVENTION

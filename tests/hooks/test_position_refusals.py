@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tl_posdisent import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.forward_pass import Hook
+from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.utils.errors import ArgumentError
 
 

@@ -12,8 +12,8 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.model_parts import hook_name
 
 TOKENS = zoo.random_tokens()
 OTHER = TOKENS.flip(1)

@@ -17,7 +17,7 @@ from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from support.untouched import state_of_model
 
 from tl_posdisent import bridge_from_hf, check_model, dummy_distance, head_patching, read_model
-from tl_posdisent.models.kv_cache import keep_cache
+from tl_posdisent.models.running.kv_cache import keep_cache
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge]
 TEXTS, START = zoo.random_tokens(L), 7

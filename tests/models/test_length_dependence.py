@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, read_model, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.model_parts import modules
+from tl_posdisent.models.running.model_parts import modules
 from tl_posdisent.rope import rotate
 
 ORIGINAL = 48  # tokens of the training, of a context of 128

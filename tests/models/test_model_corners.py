@@ -13,9 +13,9 @@ from support import zoo
 import tl_posdisent as tp
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit
 from tl_posdisent.hooks.hook_list import hooks_for, replace_scores
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.probe import judge_turns, listen
-from tl_posdisent.models.reading.tokens import check_tokens
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import check_tokens
 
 TOKENS = zoo.random_tokens(10)
 Shared = Callable[[str, str], Any]

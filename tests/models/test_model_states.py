@@ -28,10 +28,10 @@ from tl_posdisent import (
 )
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.kv_cache import empty_cache
-from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_parts import modules
 from tl_posdisent.models.reading.spec import masked_below
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.kv_cache import empty_cache
+from tl_posdisent.models.running.model_parts import modules
 
 TOKENS = zoo.random_tokens()
 

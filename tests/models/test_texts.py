@@ -11,8 +11,7 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.models.reading.tokens import check_tokens
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.running.texts import check_tokens, read_texts
 
 LENGTHS = [7, 12, 7, 3]
 

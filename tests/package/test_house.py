@@ -102,4 +102,4 @@ _CUTS_IN = re.compile(
 def test_one_file_cuts_into_forward_passes() -> None:
     """Hooks and other ``forward``s are set in one place, which takes them off again whatever happens."""
     found = {str(path.relative_to(PACKAGE)) for path in sources().values() if _CUTS_IN.search(path.read_text("utf-8"))}
-    assert found == {"models/reading/forward_pass.py"}
+    assert found == {"models/running/forward_pass.py"}

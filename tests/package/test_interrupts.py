@@ -21,7 +21,7 @@ from support.untouched import state, state_of_model
 
 import tl_posdisent as tp
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.model_parts import modules
+from tl_posdisent.models.running.model_parts import modules
 from tl_posdisent.synthetic import evaluate, head_drops, positional_gradients
 from tl_posdisent.utils.restoring import without_gradients
 

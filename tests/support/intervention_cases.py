@@ -32,8 +32,8 @@ from tl_posdisent.hooks import (
 from tl_posdisent.hooks.fitted_attention import Stored, attended, fit_in_turn, stored_hooks
 from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
 from tl_posdisent.hooks.patch import check_components, score_hooks
-from tl_posdisent.models.reading.forward_pass import Hook
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.texts import read_texts
 
 from . import zoo
 from .edited_scores import Call, Layer, edited_results

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tl_posdisent.models.reading.model_parts import modules
+from tl_posdisent.models.running.model_parts import modules
 
 
 def state(model: Any) -> tuple[Any, ...]:

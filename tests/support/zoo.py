@@ -124,7 +124,7 @@ def as_bridge(model: transformers.PreTrainedModel, *, adapted: bool = True) -> T
     _skip_without_bridge()
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-    from tl_posdisent.models.kv_cache import keep_cache
+    from tl_posdisent.models.running.kv_cache import keep_cache
 
     wrapped = build_bridge_from_module(
         model, architecture=type(model).__name__, hf_config=model.config, tokenizer=None

@@ -26,7 +26,10 @@ from tl_posdisent.hooks.positions import dummy_distance, position_interpolation,
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive, substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores
-from tl_posdisent.models.kv_cache import (
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.kv_cache import (
     WITHOUT_CACHE,
     empty_cache,
     layers_without_keys,
@@ -34,12 +37,8 @@ from tl_posdisent.models.kv_cache import (
     lost_keys,
     with_mask,
 )
-from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name, is_quantised
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
-from tl_posdisent.models.reading.probe import probe_tokens
-from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.reading.tokens import special_id
+from tl_posdisent.models.running.model_parts import hook_name, is_quantised
+from tl_posdisent.models.running.texts import probe_tokens, special_id
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed

@@ -14,13 +14,11 @@ from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.hooks.edits.running_positions import real_tokens
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
-from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
-from tl_posdisent.models.reading.tokens import check_tokens, refuse_padding
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.texts import Texts, Tokens, check_tokens, probe_tokens, read_texts, refuse_padding
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seed
 

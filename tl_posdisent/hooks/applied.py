@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from tl_posdisent.hooks.edits.hook_function import HookFunction
-from tl_posdisent.models.reading.forward_pass import Hook, installed
-from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.models.running.forward_pass import Hook, installed
+from tl_posdisent.models.running.model_parts import n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 

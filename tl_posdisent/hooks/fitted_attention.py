@@ -18,10 +18,10 @@ from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import fewest_masks
 from tl_posdisent.hooks.substitute import BANDS, with_sums_of
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
 FittedRung = Literal["distance", "distance+sink", "static"]

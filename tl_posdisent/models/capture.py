@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward_pass import Ended, Hook, running
-from tl_posdisent.models.reading.memory import require_room
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Ended, Hook, running
+from tl_posdisent.models.running.memory import require_room
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance

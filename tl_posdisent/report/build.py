@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
 from tl_posdisent.models.reading.model_reading import Layers
-from tl_posdisent.models.texts import Tokens
+from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.report.atlas import atlas, atlas_table, listed
 from tl_posdisent.report.markup import read, render
 from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, measure

@@ -20,8 +20,8 @@ from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.causal.metrics import next_token_loss, run_texts, value_of
 from tl_posdisent.hooks.ablate import ablate_heads
-from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.report.subject import Subject
 
 HEAD = ["layer", "head"]

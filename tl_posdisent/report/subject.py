@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.reading.tokens import special_id, token_words
+from tl_posdisent.models.running.texts import Tokens, read_texts, special_id, token_words
 from tl_posdisent.models.size import count_parameters
-from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.words import plural
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -28,18 +27,6 @@ def no_autocast() -> Iterator[None]:
 def own_sums() -> Iterator[None]:
     """Disable gradients and autocast. Use it as a context, or as a decorator of functions that do not run a model."""
     with without_gradients(), no_autocast():
-        yield
-
-
-@contextlib.contextmanager
-def with_gradients(model: torch.nn.Module) -> Iterator[None]:
-    """Record gradients, also within the caller's ``no_grad`` or ``inference_mode``."""
-    if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
-        raise ArgumentError(
-            "model",
-            "must be created outside torch.inference_mode(), whose tensors never record gradients: load it outside",
-        )
-    with torch.inference_mode(False), torch.enable_grad():
         yield
 
 

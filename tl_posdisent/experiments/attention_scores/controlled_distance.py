@@ -24,7 +24,7 @@ from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import Captured, for_each_scores
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.utils.errors import ArgumentError

@@ -15,12 +15,11 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.streaming_effects import streaming_effects
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
-from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import device_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.reading.tokens import special_id
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.model_parts import device_of
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds

@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts
+from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer
 

@@ -17,7 +17,7 @@ from tl_posdisent.experiments.attention_scores.measure_layers import measure_lay
 from tl_posdisent.models.capture import Captured, spread_rows
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.preference_flips import check_distance_sets, preference_flips_qk
 from tl_posdisent.rope.rotary import Rotary

@@ -18,7 +18,7 @@ from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk

@@ -22,10 +22,10 @@ from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import Part, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_subset
 

@@ -27,11 +27,11 @@ from tl_posdisent.hooks.fitted_attention import Attended, Stored, attended, fit_
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, rung_hooks
 from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control
-from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_parts import dtype_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.model_parts import dtype_of
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.progress import progress_bar

@@ -14,7 +14,7 @@ from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
 from tl_posdisent.experiments.causal.text_parts import TOKENS, Part
-from tl_posdisent.models.partial_forward import attempted, changed_results, has_hooks, of_texts
+from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks, of_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.validation import shown

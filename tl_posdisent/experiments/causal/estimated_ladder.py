@@ -26,9 +26,9 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads
 from tl_posdisent.hooks.substitute import substitute_attention
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks

@@ -21,9 +21,9 @@ from tl_posdisent.experiments.causal.named_interventions import NamedInterventio
 from tl_posdisent.experiments.causal.result_gradients import predictions
 from tl_posdisent.experiments.causal.runs import Change, Runs
 from tl_posdisent.experiments.causal.text_parts import Part
-from tl_posdisent.models.partial_forward import changed_results
-from tl_posdisent.models.reading.forward_pass import Hook
-from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.partial_forward import changed_results
 from tl_posdisent.utils.errors import ArgumentError
 
 Place = tuple[int, int, int | tuple[int, ...] | None]

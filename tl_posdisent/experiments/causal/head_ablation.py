@@ -14,9 +14,9 @@ from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, any_heads, hooks_for
 from tl_posdisent.hooks.lambda_mask import hiding
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_integer
 

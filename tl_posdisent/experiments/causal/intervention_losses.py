@@ -18,9 +18,9 @@ from tl_posdisent.experiments.causal.metrics import (
     run_texts,
 )
 from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
 

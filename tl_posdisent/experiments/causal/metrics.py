@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward_pass import Hook, output_of, running
-from tl_posdisent.models.texts import Texts
+from tl_posdisent.models.running.forward_pass import Hook, output_of, running
+from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_seed, is_integer, shown

@@ -13,11 +13,11 @@ from tl_posdisent.hooks.ablate import by_heads
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.hooks.edits.hook_function import HookFunction
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks
-from tl_posdisent.models.partial_forward import has_hooks
-from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.texts import Texts
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.partial_forward import has_hooks
+from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 

@@ -17,11 +17,11 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, rep
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
-from tl_posdisent.models.reading.forward_pass import Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_indices, is_integer, real_tensor
 

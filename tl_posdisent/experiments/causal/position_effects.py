@@ -22,9 +22,9 @@ from tl_posdisent.experiments.causal.named_interventions import (
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Heads, any_heads
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.texts import Tokens
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed

@@ -19,9 +19,9 @@ from tl_posdisent.experiments.causal.named_interventions import (
     rows_by_layer,
 )
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, joined
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.progress import progress_bar

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities
-from tl_posdisent.models.partial_forward import has_hooks
-from tl_posdisent.models.reading.forward_pass import Pass, running
-from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.models.running.forward_pass import Pass, running, with_gradients
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.partial_forward import has_hooks
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import mismatch, with_gradients
+from tl_posdisent.utils.precision import mismatch
 
 _AT_A_TIME = 2**22  # number of probabilities accumulated at a time
 

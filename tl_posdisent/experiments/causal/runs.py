@@ -22,8 +22,12 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.kv_cache import cache_of, of_rows
-from tl_posdisent.models.partial_forward import (
+from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook, output_of, running
+from tl_posdisent.models.running.kv_cache import cache_of, of_rows
+from tl_posdisent.models.running.model_parts import dtype_of, hook_name
+from tl_posdisent.models.running.partial_forward import (
     attempted,
     changed_results,
     has_hooks,
@@ -33,11 +37,7 @@ from tl_posdisent.models.partial_forward import (
     run_after,
     run_clean,
 )
-from tl_posdisent.models.reading.forward_pass import Hook, output_of, running
-from tl_posdisent.models.reading.model_parts import dtype_of, hook_name
-from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.models.running.texts import Texts, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.precision import apart, mismatch
 from tl_posdisent.utils.progress import progress_bar

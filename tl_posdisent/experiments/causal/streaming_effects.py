@@ -13,7 +13,7 @@ from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import any_heads, hooks_for
 from tl_posdisent.hooks.lambda_mask import hiding
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading
-from tl_posdisent.models.texts import Texts
+from tl_posdisent.models.running.texts import Texts
 
 DRAWS = 4  # of labels, for each text
 

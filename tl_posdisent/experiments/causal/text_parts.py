@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, next_token_loss
-from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 
 TOKENS = 256
 """Texts of which several have no more tokens than this are differentiated together."""

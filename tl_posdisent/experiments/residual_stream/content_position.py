@@ -21,10 +21,10 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
 )
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.rotary import running_rotary
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError

@@ -25,11 +25,11 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.reading.attributes import architecture
-from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.model_parts import architecture
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import share_of
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError

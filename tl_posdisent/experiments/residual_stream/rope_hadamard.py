@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.product_spectrum import condition_number, effective_rank, product_spectrum
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import toeplitz_share

@@ -15,10 +15,10 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import run_under
 from tl_posdisent.experiments.robustness.perturb import Perturb
-from tl_posdisent.models.reading.model_parts import device_of
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.tokens import check_tokens, refuse_padding
+from tl_posdisent.models.running.model_parts import device_of
+from tl_posdisent.models.running.texts import check_tokens, refuse_padding
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 

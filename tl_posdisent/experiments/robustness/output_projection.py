@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tl_posdisent.experiments.robustness.attention_outputs import for_each_output
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_integer
 

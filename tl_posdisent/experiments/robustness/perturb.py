@@ -14,10 +14,10 @@ from torch import Tensor
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 from tl_posdisent.hooks.hook_list import hooks_for
 from tl_posdisent.hooks.positions import positions_edit
-from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, check_number

@@ -15,7 +15,7 @@ from tl_posdisent.experiments.causal.metrics import correct, divergences, in_blo
 from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown

@@ -22,8 +22,8 @@ from tl_posdisent.hooks.edits.cached_text import CachedText
 from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.layer_pass import LayerPass
 from tl_posdisent.hooks.edits.layer_plan import at_head, plan_layer
-from tl_posdisent.models.reading.probe import FIRST_HOOK
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.model_parts import FIRST_HOOK
 
 _FIRED: WeakKeyDictionary[Any, tuple[Any, tuple[weakref.ref[Any], ...]]] = WeakKeyDictionary()
 """For each hook point, the hooks installed there when functions of this class last fired, and these. It is kept

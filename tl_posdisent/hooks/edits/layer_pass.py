@@ -34,9 +34,9 @@ from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, Step
 from tl_posdisent.hooks.edits.layer_state import LayerState
 from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores, result_of
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
-from tl_posdisent.models.kv_cache import check_cache_is_kept, tokens_before
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
+from tl_posdisent.models.running.kv_cache import check_cache_is_kept, tokens_before
 from tl_posdisent.rope.rotary import turn
 from tl_posdisent.utils.precision import no_autocast
 

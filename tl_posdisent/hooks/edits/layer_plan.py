@@ -20,9 +20,9 @@ from tl_posdisent.hooks.edits.conflicts import conflict
 from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation, RotationEdit, compose
 from tl_posdisent.hooks.edits.score_edits import ResultEdit, ScoreEdit
-from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.utils.validation import head_label
 
 Grouped = dict[HeadRotation, list[int]]

@@ -13,7 +13,7 @@ from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, continued, last_of
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
-from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept, running_cache
+from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE, check_cache_is_kept, running_cache
 from tl_posdisent.rope.rotary import Rotary
 
 

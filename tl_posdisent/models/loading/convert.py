@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tl_posdisent.models.reading.forward_pass import alter_arguments, removing
+from tl_posdisent.models.running.forward_pass import alter_arguments, removing
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_float64, printable

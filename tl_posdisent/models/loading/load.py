@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tl_posdisent.models.kv_cache import keep_cache
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
 from tl_posdisent.models.loading.convert import (
     check_same_logits,
@@ -29,7 +28,8 @@ from tl_posdisent.models.loading.convert import (
 from tl_posdisent.models.loading.gguf import read_gguf
 from tl_posdisent.models.loading.names import check_model_name
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
-from tl_posdisent.models.reading.model_parts import is_quantised, offloaded_from
+from tl_posdisent.models.running.kv_cache import keep_cache
+from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.restoring import without_gradients

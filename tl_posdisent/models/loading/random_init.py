@@ -14,9 +14,8 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
-from tl_posdisent.models.reading.attributes import table_slots
-from tl_posdisent.models.reading.model_parts import device_of, dtype_of
-from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.models.reading.explanation import table_slots
+from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown

@@ -1,1 +1,1 @@
-"""Read what a model's attention layers do by running it: forward passes, recorded hooks, and their description."""
+"""Read what a model's attention layers do by running it: probes, explanations, and the description of a layer."""

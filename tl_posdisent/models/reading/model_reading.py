@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Literal, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import pandas as pd
-import torch
 
-from tl_posdisent.models.reading.attributes import architecture, implementation
-from tl_posdisent.models.reading.model_parts import device_of, modules
 from tl_posdisent.models.reading.probe import probe
-from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.model_parts import architecture, device_of, model_state, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices, shown
@@ -215,7 +213,7 @@ def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> Mod
                 f"whose {n} blocks has them",
             )
         check_float64("model", device_of(model))
-        state, kept = _state(model), _READINGS.get(model)
+        state, kept = model_state(model), _READINGS.get(model)
         if fresh or kept is None or kept[0] != state:
             kept = _READINGS[model] = state, {}, {}
         reading = ModelReading(model, n, without, kept[1], kept[2], state)
@@ -232,84 +230,8 @@ def model_of(model: Any) -> Any:
     return model
 
 
-def _state(model: Any) -> dict[str, Any]:
-    """Collect what a reading depends on and a user may change.
-
-    Of the buffers, it includes only HookedTransformer's rotary tables: other models overwrite some of theirs for each
-    text, and hooks that act on a running text check its tables.
-    """
-    parts = modules(model)
-    _check_compiled_parts(parts)
-    parameters = [p for part in parts for p in part._parameters.values() if p is not None]
-    return {
-        "dtypes": {p.dtype for p in parameters},
-        "device": {p.device for p in parameters},
-        "modules": tuple(map(id, parts)),
-        "rotary tables": _rotary_tables(parts),
-        "attention implementation": _implementations(model),
-        "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
-        "settings": _settings(model),
-        "permanent hooks": {
-            (part.name, handle.hook.id)
-            for part in parts
-            if "fwd_hooks" in vars(part)  # a hook point; a bridge rebuilds its hook_dict, which takes longer
-            for handle in vars(part)["fwd_hooks"]
-            if handle.is_permanent
-        },
-    }
-
-
-def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
-    """Refuse parts compiled by torch: hooks that are added after their first run have no effect in them."""
-    for part in parts:
-        inside = "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
-        if inside or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
-            of = type(part._modules.get("_orig_mod", part)).__name__
-            raise ArgumentError(
-                "model",
-                f"must not have compiled parts, got a compiled {of}: hooks that are added after its first run "
-                "would not act in it. Load the model again, and do not call torch.compile on its parts",
-            )
-
-
-def _implementations(model: Any) -> set[Any]:
-    """Collect the attention implementations (eager, sdpa …) of all layers; empty if not a Hugging Face model."""
-    return {implementation(block.attn) for block in model.blocks if hasattr(block, "attn")} - {None}
-
-
-def _settings(model: Any) -> list[Any]:
-    """Collect numbers, flags and strings of the model's configs and attention layers: scales, windows, soft caps …"""
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    holders = [model.cfg, config, getattr(config, "text_config", None)]
-    for block in model.blocks:
-        attn = getattr(block, "attn", None)
-        holders += [attn, getattr(attn, "original_component", None)]
-    return [
-        {
-            name: x if isinstance(x, (bool, int, float, str)) else repr(x)
-            for name, x in vars(each).items()
-            if (isinstance(x, (bool, int, float, str)) or name == "rope_parameters")
-            and name[0] != "_"  # modules' private state
-            and name not in ("training", "use_cache")
-        }
-        for each in holders
-        if each is not None
-    ]
-
-
-def _rotary_tables(parts: Sequence[torch.nn.Module]) -> list[bytes]:
-    """Return two rows of each table of HookedTransformer, which determine its frequencies whatever its length."""
-    names = ("rotary_sin", "rotary_cos")
-    tables = [part._buffers[name] for part in parts for name in names if part._buffers.get(name) is not None]
-    by_device: dict[torch.device, list[torch.Tensor]] = {}  # synchronise once per device
-    for table in tables:
-        if table is not None and not table.is_meta:
-            by_device.setdefault(table.device, []).append(table[1:3].detach().flatten().double())
-    return [torch.cat(rows).cpu().numpy().tobytes() for rows in by_device.values()]
-
-
 def _check_unchanged(reading: ModelReading) -> None:
-    now = _state(reading.model)
+    now = model_state(reading.model)
     changed = [name for name, before in reading.state.items() if now[name] != before]
     if changed:
         raise ArgumentError(

@@ -8,30 +8,33 @@ far positions, to find the length up to which it holds, and perturb the tensors,
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward_pass import Hook, Pass, running
-from tl_posdisent.models.reading.model_parts import device_of, hook_name
-from tl_posdisent.models.reading.query_key_hooks import Tap
-from tl_posdisent.models.reading.spec import AttentionSpec, masked_below, n_layers
-from tl_posdisent.models.reading.tokens import check_tokens, special_id
+from tl_posdisent.models.reading.explanation import (
+    Seen,
+    explain,
+    is_softmax,
+    lengths_of_note,
+    misfit,
+    own_numbers,
+    query_or_key,
+    short_name,
+    shows_scores,
+    visible_cells,
+)
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook, Pass, running
+from tl_posdisent.models.running.model_parts import architecture, hook_name, n_layers
+from tl_posdisent.models.running.texts import check_tokens, probe_tokens
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
-
-FIRST_HOOK = "hook_embed"  # the first hook of a forward pass, in all model classes
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
@@ -46,11 +49,11 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
             if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
                 raise ValueError(
-                    f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: check the "
+                    f"layer {layer} of {architecture(model)}: its scores are NaN or infinite: check the "
                     "weights, and whether numbers of this size fit its dtype"
                 )
-        own = facts.own_numbers(model)  # after the pass, which may overwrite them
-        specs = [_explain(p, layer, seen[layer], own) for layer in layers]
+        own = own_numbers(model)  # after the pass, which may overwrite them
+        specs = [explain(p, layer, seen[layer], own) for layer in layers]
 
         # A pattern alone says little about scores that are very large or almost equal.
         def to_unit_size(x: Tensor, hook: Any) -> Tensor:
@@ -60,11 +63,11 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             (tap.name, to_unit_size)
             for layer in layers
             for which in "qk"
-            if not shows_scores(seen[layer]) and (tap := facts.query_or_key(model, layer, which, seen[layer]))
+            if not shows_scores(seen[layer]) and (tap := query_or_key(model, layer, which, seen[layer]))
         ]
         if edits:
             seen = listen(p, tokens, layers, edits)
-            again = [_explain(p, layer, seen[layer], own) for layer in layers]
+            again = [explain(p, layer, seen[layer], own) for layer in layers]
             specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
         specs = check_lengths(p, tokens, specs, edits)
         specs = check_turns(p, tokens, specs, edits)
@@ -82,148 +85,9 @@ def _running_each_block_once(p: Pass) -> Iterator[None]:
         if times > 1:
             raise ArgumentError(
                 "model",
-                f"must run each block once in a pass, got {facts.architecture(p.model)}, which runs block "
+                f"must run each block once in a pass, got {architecture(p.model)}, which runs block "
                 f"{parts[part]} {times} times. Models with such loops are not supported",
             )
-
-
-def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
-    """Draw two random texts of about ten tokens, or of another length, without special tokens."""
-    cfg = model.cfg
-    if length is None:
-        heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
-        length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no two axes can be confused
-        length = min(length, getattr(cfg, "n_ctx", None) or length)
-    generator = torch.Generator().manual_seed(seed)
-    tokenizer = getattr(model, "tokenizer", None)
-    # Padding would change positions and mask.
-    special = {
-        *(getattr(tokenizer, "all_special_ids", None) or ()),
-        getattr(cfg, "pad_id", None),
-        special_id(model, "pad"),
-    }
-    ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special], device="cpu")
-    return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
-
-
-def _explain(p: Pass, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
-    model = p.model
-    attn, cfg = model.blocks[layer].attn, model.cfg
-    visible = visible_cells(seen)
-    causal = visible is None or not bool(visible.triu(1).any())
-    window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
-    names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
-
-    def named(short: str) -> str | None:
-        return hook_name(layer, short) if short in seen else None
-
-    q, k = (facts.query_or_key(model, layer, which, seen) for which in "qk")
-    n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
-    spec = AttentionSpec(
-        layer=layer,
-        architecture=facts.architecture(model),
-        n_heads=cfg.n_heads,
-        n_kv_heads=n_kv,
-        d_head=cfg.d_head,
-        causal=causal,
-        window=window,
-        scores=named("hook_attn_scores") if shows_scores(seen) else None,
-        pattern=named("hook_pattern"),
-        z=named("hook_z"),
-        v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
-        masked_below=masked_score(seen),
-        points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
-    )
-    if visible is None:
-        return replace(
-            spec,
-            problem="neither hook_attn_scores nor hook_pattern fires: "
-            + (
-                "TransformerLens has no such hooks for this architecture"
-                if facts.implementation(attn) == "eager"
-                else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
-            ),
-        )
-    if not is_mask(visible, causal, window):
-        return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
-    if q is None or k is None:
-        return replace(spec, problem="hook_q and hook_k do not fire")
-    rotaries = [*facts.rotaries(model, attn, seen, own), None]
-    scales, caps = dict.fromkeys(facts.scales(attn, spec.d_head)), dict.fromkeys(facts.soft_caps(model, attn))
-    return _explain_scores(spec, q, k, seen, visible, itertools.product(rotaries, scales, caps))
-
-
-def _explain_scores(
-    spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, explanations: Iterable[Any]
-) -> AttentionSpec:
-    """Find the rotation, scale and soft cap (the most specific first) under which queries and keys give the scores."""
-    fits = q.read(seen[short_name(q)]), k.read(seen[short_name(k)])
-    if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
-        return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
-    certain = all(bool(x.any()) for x in fits)
-    # Take the number of key heads from the hooks: TransformerLens may ungroup keys.
-    spec = replace(spec, n_kv_heads=fits[1].shape[2], certain=certain)
-    k = replace(k, n_heads=spec.n_kv_heads)
-    positions = torch.arange(len(visible), device=visible.device)
-    tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
-    for rotary, scale, cap in explanations:
-        candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap)
-        turned = candidate.rotated(fits[0].double(), positions), candidate.rotated(fits[1].double(), positions)
-        tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
-        if tried[-1][0] < 0.02:  # 2 % of the rounding tolerance: no other candidate can be right
-            break
-    best = min(error for error, *_ in tried)
-    if best > 1:
-        return replace(spec, problem=_unexplained(seen))
-    # Among those that fit equally well (a high soft cap leaves no trace in 16 bits), the first is the most specific.
-    _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
-    return _with_taps(chosen, q, k, turned, seen)
-
-
-def _unexplained(seen: Seen) -> str:
-    """Say that nothing explains the scores of a layer, or its pattern, if hooks show only that."""
-    found = "scale * <q, k> under any rotation, scale and soft cap found in the model"
-    if shows_scores(seen):
-        return f"its scores are not {found} (an additive bias such as ALiBi, or an unknown rotation)"
-    where = "carries the attention pattern instead" if "hook_attn_scores" in seen else "does not fire"
-    return (
-        f"TransformerLens shows no scores for this architecture (hook_attn_scores {where}), and the pattern is not the "
-        f"softmax of {found}"
-    )
-
-
-_ROTATED_EARLIER = (
-    "carries vectors at hook_q and hook_k that are rotated already or not laid out per head "
-    "(multi-head latent attention)"
-)
-
-
-def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
-    """Add the hooks to a spec; vectors may be turned at the hooks after rotation if they fire, otherwise before it."""
-    layer = spec.layer
-
-    def fires(name: str, x: Tensor) -> bool:
-        return name in seen and seen[name].shape == x.shape and mismatch(seen[name], x) <= 1
-
-    rotated = dict(zip(("hook_rot_q", "hook_rot_k"), turned, strict=True))
-    if spec.rotary is None:
-        if any(name in seen and not fires(name, x) for name, x in rotated.items()):
-            return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
-        return replace(spec, q=q, k=k)
-    turn_q, turn_k = (
-        Tap(hook_name(layer, name), "pos head", tap.n_heads) if fires(name, x) else tap
-        for (name, x), tap in zip(rotated.items(), (q, k), strict=True)
-    )
-    tables = "hook_cos" in seen and "hook_sin" in seen
-    return replace(
-        spec,
-        q=q,
-        k=k,
-        turn_q=None if turn_q.norm is not None else turn_q,  # a norm would have to be undone
-        turn_k=None if turn_k.norm is not None else turn_k,
-        cos=hook_name(layer, "hook_cos") if tables else None,
-        sin=hook_name(layer, "hook_sin") if tables else None,
-    )
 
 
 # --- what fires in a pass, and how well a candidate fits it
@@ -232,9 +96,6 @@ _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
     *("hook_cos", "hook_sin", "hook_attn_scores", "hook_pattern", "hook_z"),
 )
-
-Seen = dict[str, Tensor]
-"""Tensors recorded in one layer during one pass, by short hook name."""
 
 
 def listen(
@@ -260,67 +121,6 @@ def listen(
     return seen
 
 
-def shows_scores(seen: Seen) -> bool:
-    """Say whether the hook of the scores carries scores: in some classes it carries the pattern."""
-    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
-    return scores is not None and not (is_pattern(scores) or (pattern is not None and torch.equal(scores, pattern)))
-
-
-def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
-    """Find the cells that any head of any text attends to. The result shows the probe's mask and is not used for fits.
-
-    It is read from the scores if they are shown, since a sharp softmax leaves zeros without any mask.
-    """
-    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
-    attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
-    if scores is None or not shows_scores(seen):
-        return attended
-    visible = (scores > masked_score(seen)).flatten(0, -3).any(0)
-    if pattern is None or attended is None or torch.equal(visible, attended):
-        return visible
-    return visible if is_softmax(pattern, scores, visible) else attended  # some models show unmasked scores
-
-
-def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
-    """Say whether the pattern is the softmax of these scores, up to the share of a row that attention sinks take."""
-    wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)
-    shared = pattern.double() / pattern.double().sum(-1, keepdim=True)
-    return mismatch(shared.to(pattern.dtype), wanted) <= 1
-
-
-def masked_score(seen: Seen) -> float:
-    """Return the value at or below which a cell of this pass is masked."""
-    return masked_below(*(seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen))
-
-
-def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
-    """Say whether the visible cells are those of a causal or full mask with this window."""
-    if visible is None:
-        return True
-    layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
-    return torch.equal(visible, layer.mask(len(visible), visible.device))
-
-
-def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
-    """Return the largest error of the scores predicted from rotated vectors, in units of the rounding error.
-
-    A spec is acceptable up to 1. If only the pattern fires, it is compared instead.
-    """
-    predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may have a wider dtype than q and k
-    if spec.scores is not None:
-        observed = seen["hook_attn_scores"]
-        if predicted.shape == observed.shape:
-            return mismatch(observed[..., visible], predicted[..., visible], dtype)
-    elif "hook_pattern" in seen and seen["hook_pattern"].shape == predicted.shape:
-        return mismatch(seen["hook_pattern"], predicted.masked_fill(~visible, -torch.inf).softmax(-1), dtype)
-    return float("inf")
-
-
-def short_name(tap: Tap) -> str:
-    """Return the hook's name without the layer: ``"hook_q"``."""
-    return tap.name.rsplit(".", 1)[-1]
-
-
 # --- the length of text up to which rotation and scale hold
 #
 # Some models rotate by other frequencies beyond a length (longrope of Phi-3 and Phi-4, dynamic NTK), or scale scores by
@@ -330,7 +130,7 @@ def short_name(tap: Tap) -> str:
 def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
     """Set ``holds_to`` in layers whose rotation or scale changes with the length, under the edits ``first``."""
     explained = [spec for spec in specs if spec.problem is None and spec.q and spec.k]
-    noted, farthest = facts.lengths_of_note(p.model)
+    noted, farthest = lengths_of_note(p.model)
     n = tokens.shape[1]
     if not explained or farthest <= n or not hasattr(p.model, "original_model"):  # HookedTransformer: fixed tables
         return specs

@@ -6,7 +6,6 @@ model's class or architecture.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,31 +191,3 @@ def masked_below(*dtypes: torch.dtype) -> float:
     gives a value slightly above that number.
     """
     return max([-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes if dtype.is_floating_point)])
-
-
-def n_layers(model: Any) -> int:
-    """Return the number of layers, or raise an ``ArgumentError`` if this is not a TransformerLens model."""
-    n = getattr(getattr(model, "cfg", None), "n_layers", None)
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ArgumentError(
-            "model",
-            "must not be compiled: torch would recompile it for every set of hooks. Give the model that "
-            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded again)",
-        )
-    # Look up statically first: a bridge rebuilds the list of its hook points at each access.
-    has_hooks = inspect.getattr_static(model, "hook_dict", None) is not None or hasattr(model, "hook_dict")
-    if not isinstance(n, int) or not has_hooks:
-        raise ArgumentError(
-            "model",
-            "must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
-            f"got {type(model).__name__}",
-        )
-    blocks = getattr(model, "blocks", ())
-    if len(blocks) != n:
-        raise ArgumentError(
-            "model",
-            f"must have one block for each of its {n} layers, at model.blocks, got {len(blocks)} in "
-            f"{getattr(model.cfg, 'architecture', None) or type(model).__name__}. Encoders and decoders, and models "
-            "that run blocks several times in a pass (HRM-Text), are not supported",
-        )
-    return n

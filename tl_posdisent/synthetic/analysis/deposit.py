@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.hooks.ablate import AblationMode, replace_heads, stand_in
-from tl_posdisent.models.reading.forward_pass import Hook
-from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import read_attention
-from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate

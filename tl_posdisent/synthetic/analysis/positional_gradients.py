@@ -17,13 +17,12 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.cells import diagonal_sums
 from tl_posdisent.experiments.residual_stream.qk_readout import keep
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward_pass import running
-from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.models.running.forward_pass import running, with_gradients
+from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import with_gradients
 from tl_posdisent.utils.statistics import jackknife_error
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 

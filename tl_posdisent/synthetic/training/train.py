@@ -17,12 +17,12 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.running.forward_pass import running, with_gradients
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import no_autocast, with_gradients
+from tl_posdisent.utils.precision import no_autocast
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, described, shown

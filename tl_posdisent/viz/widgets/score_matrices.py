@@ -13,10 +13,10 @@ from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
-from tl_posdisent.models.reading.tokens import check_tokens, token_words
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.texts import check_tokens, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
 from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick

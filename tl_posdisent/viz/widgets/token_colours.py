@@ -11,11 +11,10 @@ from torch.nn.functional import pad
 
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, run_texts, token_losses
-from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import model_of
-from tl_posdisent.models.reading.tokens import check_tokens as check_ids
-from tl_posdisent.models.reading.tokens import token_words
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.texts import check_tokens as check_ids
+from tl_posdisent.models.running.texts import read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 

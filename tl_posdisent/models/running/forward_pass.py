@@ -27,10 +27,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tl_posdisent.models.reading.attributes import architecture
-from tl_posdisent.models.reading.model_parts import dtype_of, modules
+from tl_posdisent.models.running.model_parts import architecture, dtype_of, modules
 from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
-from tl_posdisent.utils.precision import with_gradients
 from tl_posdisent.utils.restoring import restoring, without_gradients
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
@@ -456,4 +454,16 @@ def restored(model: Any) -> Iterator[None]:
             now.update({name: numbers[name] for name in kept})
 
     with restoring(restore):
+        yield
+
+
+@contextlib.contextmanager
+def with_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """Record gradients, also within the caller's ``no_grad`` or ``inference_mode``."""
+    if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
+        raise ArgumentError(
+            "model",
+            "must be created outside torch.inference_mode(), whose tensors never record gradients: load it outside",
+        )
+    with torch.inference_mode(False), torch.enable_grad():
         yield

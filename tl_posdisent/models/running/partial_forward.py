@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, Hook, running
-from tl_posdisent.models.reading.model_parts import hook_name
+from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Hook, running
+from tl_posdisent.models.running.model_parts import hook_name
 
 _Result = TypeVar("_Result")
 

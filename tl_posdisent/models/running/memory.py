@@ -9,7 +9,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from tl_posdisent.models.reading.model_parts import modules
+from tl_posdisent.models.running.model_parts import modules
 
 
 def free_memory(devices: Iterable[torch.device | str]) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, alter_arguments, output_of, removing, running
+from tl_posdisent.models.running.forward_pass import UNSUPPORTED, alter_arguments, output_of, removing, running
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients

@@ -1,0 +1,424 @@
+"""Explain a layer's scores: which rotation, scale, soft cap and window give the scores that a pass showed.
+
+The candidates come from the attributes in which model classes keep them, and all names of such attributes are in this
+file. A candidate is accepted only if it reproduces what the model computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from tl_posdisent.additive.score_checks import is_pattern
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
+from tl_posdisent.models.running.forward_pass import Pass
+from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation, modules
+from tl_posdisent.rope.rotary import Rotary, rotary_from_table, table_like
+from tl_posdisent.utils.precision import mismatch
+from tl_posdisent.utils.validation import is_number
+
+Seen = dict[str, Tensor]
+"""Tensors recorded in one layer during one pass, by short hook name."""
+
+
+def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
+    """Describe a layer by what a pass showed of it: the first candidates that give its scores, or what is missing."""
+    model = p.model
+    attn, cfg = model.blocks[layer].attn, model.cfg
+    visible = visible_cells(seen)
+    causal = visible is None or not bool(visible.triu(1).any())
+    window = next((w for w in windows(model, attn) if is_mask(visible, causal, w)), None)
+    names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
+
+    def named(short: str) -> str | None:
+        return hook_name(layer, short) if short in seen else None
+
+    q, k = (query_or_key(model, layer, which, seen) for which in "qk")
+    n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    spec = AttentionSpec(
+        layer=layer,
+        architecture=architecture(model),
+        n_heads=cfg.n_heads,
+        n_kv_heads=n_kv,
+        d_head=cfg.d_head,
+        causal=causal,
+        window=window,
+        scores=named("hook_attn_scores") if shows_scores(seen) else None,
+        pattern=named("hook_pattern"),
+        z=named("hook_z"),
+        v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
+        masked_below=masked_score(seen),
+        points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
+    )
+    if visible is None:
+        return replace(
+            spec,
+            problem="neither hook_attn_scores nor hook_pattern fires: "
+            + (
+                "TransformerLens has no such hooks for this architecture"
+                if implementation(attn) == "eager"
+                else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
+            ),
+        )
+    if not is_mask(visible, causal, window):
+        return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
+    if q is None or k is None:
+        return replace(spec, problem="hook_q and hook_k do not fire")
+    rotations = [*rotaries(model, attn, seen, own), None]
+    factors = dict.fromkeys(scales(attn, spec.d_head))  # each once, in order
+    caps = dict.fromkeys(soft_caps(model, attn))
+    return _explain_scores(spec, q, k, seen, visible, itertools.product(rotations, factors, caps))
+
+
+def _explain_scores(
+    spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, explanations: Iterable[Any]
+) -> AttentionSpec:
+    """Find the rotation, scale and soft cap (the most specific first) under which queries and keys give the scores."""
+    fits = q.read(seen[short_name(q)]), k.read(seen[short_name(k)])
+    if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
+        return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+    certain = all(bool(x.any()) for x in fits)
+    # Take the number of key heads from the hooks: TransformerLens may ungroup keys.
+    spec = replace(spec, n_kv_heads=fits[1].shape[2], certain=certain)
+    k = replace(k, n_heads=spec.n_kv_heads)
+    positions = torch.arange(len(visible), device=visible.device)
+    tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
+    for rotary, scale, cap in explanations:
+        candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap)
+        turned = candidate.rotated(fits[0].double(), positions), candidate.rotated(fits[1].double(), positions)
+        tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
+        if tried[-1][0] < 0.02:  # 2 % of the rounding tolerance: no other candidate can be right
+            break
+    best = min(error for error, *_ in tried)
+    if best > 1:
+        return replace(spec, problem=_unexplained(seen))
+    # Among those that fit equally well (a high soft cap leaves no trace in 16 bits), the first is the most specific.
+    _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
+    return _with_taps(chosen, q, k, turned, seen)
+
+
+def _unexplained(seen: Seen) -> str:
+    """Say that nothing explains the scores of a layer, or its pattern, if hooks show only that."""
+    found = "scale * <q, k> under any rotation, scale and soft cap found in the model"
+    if shows_scores(seen):
+        return f"its scores are not {found} (an additive bias such as ALiBi, or an unknown rotation)"
+    where = "carries the attention pattern instead" if "hook_attn_scores" in seen else "does not fire"
+    return (
+        f"TransformerLens shows no scores for this architecture (hook_attn_scores {where}), and the pattern is not the "
+        f"softmax of {found}"
+    )
+
+
+_ROTATED_EARLIER = (
+    "carries vectors at hook_q and hook_k that are rotated already or not laid out per head "
+    "(multi-head latent attention)"
+)
+
+
+def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
+    """Add the hooks to a spec; vectors may be turned at the hooks after rotation if they fire, otherwise before it."""
+    layer = spec.layer
+
+    def fires(name: str, x: Tensor) -> bool:
+        return name in seen and seen[name].shape == x.shape and mismatch(seen[name], x) <= 1
+
+    rotated = dict(zip(("hook_rot_q", "hook_rot_k"), turned, strict=True))
+    if spec.rotary is None:
+        if any(name in seen and not fires(name, x) for name, x in rotated.items()):
+            return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+        return replace(spec, q=q, k=k)
+    turn_q, turn_k = (
+        Tap(hook_name(layer, name), "pos head", tap.n_heads) if fires(name, x) else tap
+        for (name, x), tap in zip(rotated.items(), (q, k), strict=True)
+    )
+    tables = "hook_cos" in seen and "hook_sin" in seen
+    return replace(
+        spec,
+        q=q,
+        k=k,
+        turn_q=None if turn_q.norm is not None else turn_q,  # a norm would have to be undone
+        turn_k=None if turn_k.norm is not None else turn_k,
+        cos=hook_name(layer, "hook_cos") if tables else None,
+        sin=hook_name(layer, "hook_sin") if tables else None,
+    )
+
+
+# --- what a pass showed, and how well a candidate fits it
+
+
+def shows_scores(seen: Seen) -> bool:
+    """Say whether the hook of the scores carries scores: in some classes it carries the pattern."""
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    return scores is not None and not (is_pattern(scores) or (pattern is not None and torch.equal(scores, pattern)))
+
+
+def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
+    """Find the cells that any head of any text attends to. The result shows the probe's mask and is not used for fits.
+
+    It is read from the scores if they are shown, since a sharp softmax leaves zeros without any mask.
+    """
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
+    if scores is None or not shows_scores(seen):
+        return attended
+    visible = (scores > masked_score(seen)).flatten(0, -3).any(0)
+    if pattern is None or attended is None or torch.equal(visible, attended):
+        return visible
+    return visible if is_softmax(pattern, scores, visible) else attended  # some models show unmasked scores
+
+
+def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
+    """Say whether the pattern is the softmax of these scores, up to the share of a row that attention sinks take."""
+    wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)
+    shared = pattern.double() / pattern.double().sum(-1, keepdim=True)
+    return mismatch(shared.to(pattern.dtype), wanted) <= 1
+
+
+def masked_score(seen: Seen) -> float:
+    """Return the value at or below which a cell of this pass is masked."""
+    return masked_below(*(seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen))
+
+
+def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
+    """Say whether the visible cells are those of a causal or full mask with this window."""
+    if visible is None:
+        return True
+    layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
+    return torch.equal(visible, layer.mask(len(visible), visible.device))
+
+
+def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
+    """Return the largest error of the scores predicted from rotated vectors, in units of the rounding error.
+
+    A spec is acceptable up to 1. If only the pattern fires, it is compared instead.
+    """
+    predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may have a wider dtype than q and k
+    if spec.scores is not None:
+        observed = seen["hook_attn_scores"]
+        if predicted.shape == observed.shape:
+            return mismatch(observed[..., visible], predicted[..., visible], dtype)
+    elif "hook_pattern" in seen and seen["hook_pattern"].shape == predicted.shape:
+        return mismatch(seen["hook_pattern"], predicted.masked_fill(~visible, -torch.inf).softmax(-1), dtype)
+    return float("inf")
+
+
+def short_name(tap: Tap) -> str:
+    """Return the hook's name without the layer: ``"hook_q"``."""
+    return tap.name.rsplit(".", 1)[-1]
+
+
+# --- candidates, from the attributes of model classes
+
+
+def lengths_of_note(model: Any) -> tuple[list[int], int]:
+    """Return the lengths at which a model's rotation or scale may change, and the greatest that can be tested."""
+    config: Any = getattr(getattr(model, "original_model", None), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # some models have one per kind of layer
+    values = [x.get("original_max_position_embeddings") for x in kinds]
+    names = ("original_max_position_embeddings", "max_position_embeddings", "floor_scale")
+    values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
+    noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
+    # Positions looked up in a stored table end with it; computed tables (which pass a hook) have no end.
+    if any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed"):
+        return noted, 4 * max(noted, default=0)
+    ends = [getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)]
+    return noted, min(filter(None, ends), default=0)
+
+
+def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) -> Tap | None:
+    """Return the last hook that carries queries or keys before rotation, or None."""
+    attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
+    if which == "k":
+        n_heads = getattr(model.cfg, "n_key_value_heads", None) or n_heads
+    if f"hook_{which}_normed" in seen:
+        flat = seen[f"hook_{which}_normed"].ndim == 3
+        return Tap(hook_name(layer, f"hook_{which}_normed"), "flat" if flat else "head pos", n_heads)
+    if f"hook_{which}" not in seen:
+        return None
+    own = getattr(attn, f"{which}_norm", None)
+    norm: Any = None
+    if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
+        if own.w.numel() == attn.cfg.d_head:
+            norm = partial(attn._apply_qk_norm, norm_module=own)
+        else:  # OLMo 2 normalises all heads together
+            norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
+    return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
+
+
+def scales(attn: Any, d_head: int) -> Iterator[float]:
+    """Yield candidates for the scale, by which ``⟨q, k⟩`` is multiplied."""
+    original = getattr(attn, "original_component", None)
+    if original is None and getattr(attn, "attn_scale", None) is not None:
+        yield 1 / float(attn.attn_scale)
+    for name in ("scaling", "softmax_scale", "inv_norm_factor", "scale_attn"):
+        value = _number(getattr(original, name, None))
+        if value:
+            yield 1 / value if name == "scale_attn" else value
+    yield d_head**-0.5
+    yield 1.0
+
+
+def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
+    """Yield candidates for the soft cap, the constant in ``c * tanh(scores / c)``."""
+    original = getattr(attn, "original_component", None)
+    for value in (getattr(original, "attn_logit_softcapping", None), getattr(model.cfg, "attn_scores_soft_cap", None)):
+        number = _number(value)
+        if number is not None and number > 0:
+            yield number
+    yield None
+
+
+def windows(model: Any, attn: Any) -> Iterator[int | None]:
+    """Yield candidates for the number of keys that a query may see, most specific source first."""
+    original = getattr(attn, "original_component", None)
+    if original is None:
+        local = getattr(attn, "attn_type", None) == "local"
+        yield getattr(model.cfg, "window_size", None) if local else None
+        return
+    config = getattr(original, "config", None)
+    if hasattr(original, "sliding_window"):
+        yield original.sliding_window
+    elif hasattr(original, "attention_type"):  # GPT-Neo
+        yield getattr(config, "window_size", None) if original.attention_type == "local" else None
+    elif getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
+        yield getattr(config, "sliding_window", None)
+    yield None
+
+
+class OwnNumbers(NamedTuple):
+    """Frequencies and factors that a model's modules store, in their own dtypes; collected once, for all layers."""
+
+    frequencies: list[Tensor]
+    factors: list[float]
+
+
+def own_numbers(model: Any) -> OwnNumbers:
+    """Collect the model's own frequencies and attention factors."""
+    parts = modules(model)
+    found = {id(x): x for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
+    buffers = [x.detach() for x in found.values() if x is not None and x.is_floating_point()]
+    values = [x for part in parts for name, x in vars(part).items() if name.endswith("attention_scaling")]
+    return OwnNumbers(buffers, [number for x in values if (number := _number(x)) is not None])
+
+
+def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) -> Iterator[Rotary]:
+    """Yield a rotation from every table that the layer may be using, in both pairings."""
+    for cos, sin in _tables(model, attn, seen):
+        if cos.shape[-1] == 0 or cos.shape[0] < 2:
+            continue
+        try:
+            rotary = _exact(rotary_from_table(cos, sin), cos.dtype, own)
+        except ValueError:
+            continue
+        for pairing in ("half", "adjacent"):
+            yield replace(rotary, pairing=pairing)
+
+
+def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
+    """Replace measured frequencies, which a table rounds, by the model's own if it stores them and the table agrees."""
+    close = 4 * torch.finfo(dtype).eps + 1e-5
+    frequencies, kept_in, factor = measured.frequencies, measured.frequency_dtype, measured.attention_factor
+    nearest = close
+    for kept in own.frequencies:
+        if kept.shape == measured.frequencies.shape:
+            candidate = kept.to(frequencies.device).double()
+            error = float(((candidate - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
+            if error < nearest:
+                frequencies, kept_in, nearest = candidate, kept.dtype, error
+    for number in own.factors:
+        if abs(number - measured.attention_factor) < close:
+            factor = number
+    return replace(measured, frequencies=frequencies, frequency_dtype=kept_in, attention_factor=factor)
+
+
+def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer
+        yield attn.rotary_cos, attn.rotary_sin
+    if "hook_cos" in seen and "hook_sin" in seen:
+        yield seen["hook_cos"][0], seen["hook_sin"][0]
+    if (owner := _owner_of_sines(model, attn)) is not None:
+        sin, cos = owner.embed_positions.chunk(2, -1)
+        yield cos, sin
+    rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
+    if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
+        yield rotary.cos_cached, rotary.sin_cached
+
+
+def _owner_of_sines(model: Any, attn: Any) -> Any | None:
+    """Return the module that holds the table of GPT-J and CodeGen (sines, then cosines), or None.
+
+    It is the layer's own, or, since transformers 5.24, one for all layers.
+    """
+    base = getattr(getattr(model, "original_model", None), "base_model", None)
+    for owner in (getattr(attn, "original_component", None), getattr(base, "rotary_emb", None)):
+        if isinstance(getattr(owner, "embed_positions", None), Tensor):
+            return owner
+    return None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if is_number(value) else None
+
+
+# --- stored tables of rotations
+
+
+class TableSlot(NamedTuple):
+    """Where a model keeps a table of rotations with one row per position: ``owner.name``."""
+
+    owner: Any
+    name: str
+    holds: tuple[str, ...]  # "cos" or "sin", or both side by side
+    formula: Callable[[int], Tensor] | None = None  # the model's own function from a length to a table
+
+    @property
+    def table(self) -> Tensor:
+        table: Tensor = getattr(self.owner, self.name)
+        return table
+
+
+def table_slots(model: Any, attn: Any) -> Iterator[TableSlot]:
+    """Yield the stored tables in which a layer looks up its rotations; they end with the model's context."""
+
+    def hooked_table(which: int, length: int) -> Tensor:
+        cfg = attn.cfg
+        base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: one base
+        tables: list[Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
+        return tables[which]
+
+    for which, name in enumerate(("rotary_sin", "rotary_cos")):  # HookedTransformer
+        if isinstance(attn._buffers.get(name), Tensor):
+            yield TableSlot(attn, name, (name[-3:],), partial(hooked_table, which))
+    if (owner := _owner_of_sines(model, attn)) is not None:
+        yield TableSlot(owner, "embed_positions", ("sin", "cos"))
+
+
+def positions_of_config(model: Any) -> str | None:
+    """Return the kind of positions in a HookedTransformer's configuration; None for models with ``position_ids``."""
+    takes_positions = hasattr(model, "original_model")
+    return None if takes_positions else str(model.cfg.positional_embedding_type)
+
+
+def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterator[Tensor]:
+    """Yield candidates for the table with ``length`` rows, the most likely first."""
+    if slot.formula is not None:
+        yield slot.formula(length)
+    if rotary is not None:
+        parts = slot.table.chunk(len(slot.holds), -1)
+        positions = torch.arange(length, device=slot.table.device)
+        layouts = [part[positions % len(part)][None] for part in parts]  # the same columns, ``length`` rows
+        tables = [table_like(x, rotary, positions, which) for x, which in zip(layouts, slot.holds, strict=True)]
+        yield torch.cat(tables, -1)[0]
