@@ -51,7 +51,7 @@ from .models.loading.random_init import random_control as random_control
 from .models.longer_context import longer_context as longer_context
 from .models.reading.model_reading import read_attention as read_attention
 from .models.reading.model_reading import read_model as read_model
-from .report.build import report as report
+from .page.build import report as report
 from .viz.plots.bars import plot_shares as plot_shares
 from .viz.plots.curves import plot_distance as plot_distance
 from .viz.plots.heatmaps import plot_heads as plot_heads

@@ -13,8 +13,8 @@ import pytest
 from support.contrast import ENOUGH, contrast, turned
 
 import tl_posdisent as tp
-from tl_posdisent.report import measurements
-from tl_posdisent.report.measurements import SECTIONS
+from tl_posdisent.page import measurements
+from tl_posdisent.page.measurements import SECTIONS
 from tl_posdisent.viz.palette import COLOURS, DIVERGING, SEQUENTIAL, VERDICTS, inverted, rgb
 
 pytestmark = pytest.mark.slow

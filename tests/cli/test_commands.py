@@ -42,6 +42,7 @@ from tl_posdisent import (
     position_patching,
     random_control,
     remap_distance,
+    report,
     swap_positions,
 )
 from tl_posdisent.additive.attention import rungs
@@ -57,7 +58,7 @@ from tl_posdisent.experiments.causal.metrics import shuffled_order
 from tl_posdisent.experiments.robustness import perturb
 from tl_posdisent.hooks import patch, phase_noise
 from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.report import measurements as sections
+from tl_posdisent.page import measurements as sections
 from tl_posdisent.synthetic import deposit
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -369,7 +370,6 @@ def test_length_has_defaults_from_the_context(model: Any, tmp_path: Path) -> Non
 
 
 def test_report(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = pytest.importorskip("tl_posdisent.report.build").report
     out, other, title = tmp_path / "new" / "page.html", tmp_path / "other.html", "A & B <1>"
     line = f"report --length 32 --layers 1 --section additivity --title '{title}' --no-progress --out {out}"
     typed = ["report", "--length", "32", "--layers", "1", "--section", "additivity", "--title", title]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from functools import reduce
+from importlib import import_module
 
 import pytest
+from support.imports import sources
 from support.public import NAMESPACES, public_names
 
 import tl_posdisent
@@ -15,6 +18,14 @@ def test_names_are_there_once() -> None:
     assert len(set(public)) == len(public)
     assert not [name for name in public if not hasattr(tl_posdisent, name)]
     assert set(NAMESPACES) < set(public)
+
+
+def test_no_public_name_hides_a_folder() -> None:
+    """With ``report/`` beside the function ``report``, ``import tl_posdisent.report.build as b`` would fail."""
+    for name, path in sources().items():
+        if path.name == "__init__.py":
+            import_module(".".join(("tl_posdisent", *name)))
+            assert inspect.ismodule(reduce(getattr, name, tl_posdisent)), name
 
 
 def test_names_have_an_example() -> None:

@@ -13,7 +13,7 @@ import tl_posdisent
 PACKAGE = Path(tl_posdisent.__file__).parent
 ROOMS = (
     *("utils", "additive", "rope", "models", "hooks", "experiments", "synthetic", "demo", "sweeps", "viz"),
-    *("report", "cli"),
+    *("page", "cli"),
 )
 """Folders of the package, each allowed to import from those before it."""
 

@@ -346,7 +346,7 @@ def report(
     sections: Any = one_of("section", section, SECTIONS) if section else None
     given.texts = texts or 0
     model, tokens, _ = given.read()
-    from tl_posdisent.report.build import report as write_report
+    from tl_posdisent.page.build import report as write_report
 
     path = write_report(
         model,

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 import tl_posdisent as tp
-from tl_posdisent.report.looks import DIFFERENCE, ERROR, KINDS, OVER_RANDOM, looks_at, looks_of_random
+from tl_posdisent.page.looks import DIFFERENCE, ERROR, KINDS, OVER_RANDOM, looks_at, looks_of_random
 
 TOKENS = tp.demo_tokens(length=6 * 64 + 1)[:, 1:].view(6, 64)
 

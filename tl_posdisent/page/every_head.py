@@ -22,7 +22,7 @@ from tl_posdisent.experiments.causal.metrics import next_token_loss, run_texts, 
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts
-from tl_posdisent.report.subject import Subject
+from tl_posdisent.page.subject import Subject
 
 HEAD = ["layer", "head"]
 IDLE = ("not used", "no effect")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tl_posdisent.report.every_head import HEAD
-from tl_posdisent.report.words import MISSING
+from tl_posdisent.page.every_head import HEAD
+from tl_posdisent.page.words import MISSING
 from tl_posdisent.utils.statistics import significance
 
 DIFFERENCE = "what − where"

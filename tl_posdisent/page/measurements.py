@@ -24,9 +24,9 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.report.every_head import HEAD, ablation, for_estimates, ladder
-from tl_posdisent.report.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
-from tl_posdisent.report.words import number
+from tl_posdisent.page.every_head import HEAD, ablation, for_estimates, ladder
+from tl_posdisent.page.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
+from tl_posdisent.page.words import number
 from tl_posdisent.utils.progress import progress_bar
 
 READ = {"labels": (512, 1024), "perturbation": (512, 1024), "ablation": (128, 512), "ladder": (128, 1024)}

@@ -10,15 +10,15 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
-from tl_posdisent.report.atlas_map import choices, map_caption, map_figure
-from tl_posdisent.report.every_head import HEAD
-from tl_posdisent.report.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
-from tl_posdisent.report.maps import with_attention
-from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
-from tl_posdisent.report.measurements import Found, SectionName, by_head, powers
-from tl_posdisent.report.panels import DRAWS, SHOWN, Panels, panel_data
-from tl_posdisent.report.subject import Subject
-from tl_posdisent.report.words import ABOUT, MISSING, NO_LABEL, number, signed
+from tl_posdisent.page.atlas_map import choices, map_caption, map_figure
+from tl_posdisent.page.every_head import HEAD
+from tl_posdisent.page.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
+from tl_posdisent.page.maps import with_attention
+from tl_posdisent.page.markup import ROWS, figure, map_height, render, table
+from tl_posdisent.page.measurements import Found, SectionName, by_head, powers
+from tl_posdisent.page.panels import DRAWS, SHOWN, Panels, panel_data
+from tl_posdisent.page.subject import Subject
+from tl_posdisent.page.words import ABOUT, MISSING, NO_LABEL, number, signed
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.heatmaps import verdict_texts
 from tl_posdisent.viz.widgets.offline import script_json

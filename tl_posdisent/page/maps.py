@@ -10,8 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from markupsafe import Markup
 
-from tl_posdisent.report.markup import figure, map_height
-from tl_posdisent.report.subject import Subject
+from tl_posdisent.page.markup import figure, map_height
+from tl_posdisent.page.subject import Subject
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.palette import BLACK
 

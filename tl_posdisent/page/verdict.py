@@ -10,13 +10,13 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
-from tl_posdisent.report.atlas import label_words
-from tl_posdisent.report.every_head import IDLE
-from tl_posdisent.report.looks import KINDS, looks_at, looks_of_random
-from tl_posdisent.report.markup import head_link, part, render, table
-from tl_posdisent.report.measurements import Found, SectionName, by_head
-from tl_posdisent.report.subject import PERTURBATIONS, Subject
-from tl_posdisent.report.words import MISSING, are, millions, number, signed
+from tl_posdisent.page.atlas import label_words
+from tl_posdisent.page.every_head import IDLE
+from tl_posdisent.page.looks import KINDS, looks_at, looks_of_random
+from tl_posdisent.page.markup import head_link, part, render, table
+from tl_posdisent.page.measurements import Found, SectionName, by_head
+from tl_posdisent.page.subject import PERTURBATIONS, Subject
+from tl_posdisent.page.words import MISSING, are, millions, number, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural

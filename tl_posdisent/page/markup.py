@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from pandas.api.types import is_float_dtype
 
-from tl_posdisent.report.words import number
+from tl_posdisent.page.words import number
 from tl_posdisent.utils.validation import head_label, printable
 from tl_posdisent.viz.palette import BLACK, WHITE, inks, on_scale
 from tl_posdisent.viz.widgets.offline import script_json
@@ -32,7 +32,7 @@ def printable_lines(text: Any) -> str:
 
 
 _TEMPLATES = Environment(
-    loader=PackageLoader("tl_posdisent.report"),
+    loader=PackageLoader("tl_posdisent.page"),
     autoescape=True,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -54,7 +54,7 @@ def part(name: str, *values: Any) -> Markup:
 
 def read(name: str) -> str:
     """Read a file of this folder: the page's style or script."""
-    return (resources.files("tl_posdisent.report") / name).read_text(encoding="utf-8")
+    return (resources.files("tl_posdisent.page") / name).read_text(encoding="utf-8")
 
 
 def head_link(layer: Any, head: Any) -> Markup:

@@ -17,9 +17,9 @@ from support.documents import Document, as_number
 import tl_posdisent as tp
 from tl_posdisent.experiments import estimated_ladder
 from tl_posdisent.models.running.texts import special_id
-from tl_posdisent.report import every_head, measurements
-from tl_posdisent.report.measurements import narrowed
-from tl_posdisent.report.subject import read_subject
+from tl_posdisent.page import every_head, measurements
+from tl_posdisent.page.measurements import narrowed
+from tl_posdisent.page.subject import read_subject
 
 HEAD = ["layer", "head"]
 LONGER = tp.demo_tokens(length=513)[:, 1:].view(2, 256)

@@ -11,11 +11,11 @@ import torch
 from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
-from tl_posdisent.report.atlas import label_words
-from tl_posdisent.report.every_head import HEAD, IDLE, LADDER
-from tl_posdisent.report.maps import head_map, with_attention
-from tl_posdisent.report.markup import ROWS, figure, part, render, table
-from tl_posdisent.report.measurements import (
+from tl_posdisent.page.atlas import label_words
+from tl_posdisent.page.every_head import HEAD, IDLE, LADDER
+from tl_posdisent.page.maps import head_map, with_attention
+from tl_posdisent.page.markup import ROWS, figure, part, render, table
+from tl_posdisent.page.measurements import (
     SHARES,
     Exhibits,
     Found,
@@ -23,9 +23,9 @@ from tl_posdisent.report.measurements import (
     by_head,
     profiled,
 )
-from tl_posdisent.report.subject import PERTURBATIONS, Subject
-from tl_posdisent.report.verdict import told_apart
-from tl_posdisent.report.words import NO_LABEL, exact_or_estimated, numbers
+from tl_posdisent.page.subject import PERTURBATIONS, Subject
+from tl_posdisent.page.verdict import told_apart
+from tl_posdisent.page.words import NO_LABEL, exact_or_estimated, numbers
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares

@@ -14,11 +14,11 @@ from support.documents import Document, as_number
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import position_effects
-from tl_posdisent.report.atlas import atlas_table
-from tl_posdisent.report.atlas_map import choices
-from tl_posdisent.report.looks import OVER_RANDOM
-from tl_posdisent.report.measurements import SHARES, Found
-from tl_posdisent.report.panels import DRAWS
+from tl_posdisent.page.atlas import atlas_table
+from tl_posdisent.page.atlas_map import choices
+from tl_posdisent.page.looks import OVER_RANDOM
+from tl_posdisent.page.measurements import SHARES, Found
+from tl_posdisent.page.panels import DRAWS
 
 TOKENS = tp.demo_tokens(length=161)[:, 1:].view(2, 80)
 

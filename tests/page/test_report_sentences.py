@@ -14,10 +14,10 @@ from support.documents import Document
 
 from tl_posdisent import demo_tokens, load_demo_model
 from tl_posdisent.demo import demo_hf_model
-from tl_posdisent.report.measurements import Found
-from tl_posdisent.report.sections import section
-from tl_posdisent.report.subject import read_subject
-from tl_posdisent.report.verdict import verdict
+from tl_posdisent.page.measurements import Found
+from tl_posdisent.page.sections import section
+from tl_posdisent.page.subject import read_subject
+from tl_posdisent.page.verdict import verdict
 
 NAN = float("nan")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.report.looks import DIFFERENCE, OVER_RANDOM
-from tl_posdisent.report.maps import UNKNOWN, grey_cells, name_layers
-from tl_posdisent.report.markup import legible
+from tl_posdisent.page.looks import DIFFERENCE, OVER_RANDOM
+from tl_posdisent.page.maps import UNKNOWN, grey_cells, name_layers
+from tl_posdisent.page.markup import legible
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import GREY
 from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts

@@ -17,9 +17,9 @@ from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
-from tl_posdisent.report.every_head import LADDER
-from tl_posdisent.report.measurements import SECTIONS
-from tl_posdisent.report.subject import FRACTIONS
+from tl_posdisent.page.every_head import LADDER
+from tl_posdisent.page.measurements import SECTIONS
+from tl_posdisent.page.subject import FRACTIONS
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]

@@ -10,10 +10,10 @@ import torch
 from markupsafe import Markup
 
 from tl_posdisent.models.loading.random_init import described_copies
-from tl_posdisent.report.markup import render
-from tl_posdisent.report.measurements import Copies
-from tl_posdisent.report.subject import Subject
-from tl_posdisent.report.words import millions, numbers
+from tl_posdisent.page.markup import render
+from tl_posdisent.page.measurements import Copies
+from tl_posdisent.page.subject import Subject
+from tl_posdisent.page.words import millions, numbers
 from tl_posdisent.utils.words import plural
 
 

@@ -18,8 +18,8 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import read_texts
-from tl_posdisent.report.every_head import HEAD
-from tl_posdisent.report.subject import Subject
+from tl_posdisent.page.every_head import HEAD
+from tl_posdisent.page.subject import Subject
 from tl_posdisent.utils.validation import head_label, printable
 
 SHOWN = 48

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 import pytest
 from support.contrast import ENOUGH, contrast, turned
 
-from tl_posdisent.report.maps import UNKNOWN
-from tl_posdisent.report.markup import legible, read
+from tl_posdisent.page.maps import UNKNOWN
+from tl_posdisent.page.markup import legible, read
 from tl_posdisent.viz import plot_heads, plot_verdicts
 from tl_posdisent.viz.palette import BLACK, DIVERGING, GREY, VERDICTS, WHITE, inks, inverted, on_scale, rgb
 from tl_posdisent.viz.widgets.offline import DARK_TOKEN, library

@@ -14,12 +14,12 @@ from support.documents import Document
 from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.report.atlas import atlas, atlas_table, listed
-from tl_posdisent.report.build import page
-from tl_posdisent.report.measurements import SHARES, Found
-from tl_posdisent.report.panels import Panels
-from tl_posdisent.report.sections import section
-from tl_posdisent.report.subject import Subject, read_subject
+from tl_posdisent.page.atlas import atlas, atlas_table, listed
+from tl_posdisent.page.build import page
+from tl_posdisent.page.measurements import SHARES, Found
+from tl_posdisent.page.panels import Panels
+from tl_posdisent.page.sections import section
+from tl_posdisent.page.subject import Subject, read_subject
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 HEAD = ["layer", "head"]

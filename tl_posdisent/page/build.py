@@ -17,14 +17,14 @@ from torch import Tensor
 from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.report.atlas import atlas, atlas_table, listed
-from tl_posdisent.report.markup import read, render
-from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, measure
-from tl_posdisent.report.panels import measure_panels
-from tl_posdisent.report.provenance import analysed, reproduce
-from tl_posdisent.report.sections import TITLES, section
-from tl_posdisent.report.subject import read_subject
-from tl_posdisent.report.verdict import headline, verdict
+from tl_posdisent.page.atlas import atlas, atlas_table, listed
+from tl_posdisent.page.markup import read, render
+from tl_posdisent.page.measurements import SECTIONS, Copies, SectionName, measure
+from tl_posdisent.page.panels import measure_panels
+from tl_posdisent.page.provenance import analysed, reproduce
+from tl_posdisent.page.sections import TITLES, section
+from tl_posdisent.page.subject import read_subject
+from tl_posdisent.page.verdict import headline, verdict
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import check_writable, whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
