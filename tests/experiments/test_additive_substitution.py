@@ -17,9 +17,9 @@ from torch import Tensor
 from tl_posdisent import additive_substitution, capture
 from tl_posdisent.hooks import substitute_additive
 from tl_posdisent.hooks.ablate import ablate_heads
-from tl_posdisent.hooks.score_components import Part, split_scores
+from tl_posdisent.hooks.score_components import ScorePart, split_scores
 
-PARTS = get_args(Part)
+PARTS = get_args(ScorePart)
 ADDITIVE = ("distance", "query", "key")
 pytestmark = pytest.mark.usefixtures("unchecked")
 

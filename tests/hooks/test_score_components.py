@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tl_posdisent import capture
 from tl_posdisent.hooks import drop_component, substitute_additive
-from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores, split_two_axis
+from tl_posdisent.hooks.score_components import ScorePart, keep_parts, split_scores, split_two_axis
 
-PARTS = get_args(Part)
+PARTS = get_args(ScorePart)
 # Scores edited; z recomputed; no rotation: learned, ALiBi; soft cap and window; multi-head latent attention.
 ALL_KINDS = [
     *zoo.cases("llama-gqa"),
@@ -66,7 +66,7 @@ def test_parts_add_up_and_are_what_they_are_called(which: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("which", ["causal", "padded"])
 @pytest.mark.parametrize("keep", [keep for n in range(5) for keep in combinations(PARTS, n)], ids="+".join)
-def test_kept_parts_are_their_sum(which: str, keep: tuple[Part, ...]) -> None:
+def test_kept_parts_are_their_sum(which: str, keep: tuple[ScorePart, ...]) -> None:
     inside = masks(13)[which]
     scores = random_scores(13).masked_fill(~inside, -torch.inf)
     parts = split_scores(scores, inside)

@@ -430,7 +430,7 @@ def _distances(trial: Trial) -> Tensor:
     return at[:, None] - at
 
 
-class Intervention(NamedTuple):
+class InterventionLaws(NamedTuple):
     """Hooks on a trial that must change the logits; that must change nothing; that do the first by other means."""
 
     changes: Callable[[Trial], list[Hook]]
@@ -438,47 +438,47 @@ class Intervention(NamedTuple):
     twice: Callable[[Trial], list[Hook]] | None = None
 
 
-INTERVENTIONS: dict[str, Intervention] = {
-    "swap_positions": Intervention(
+INTERVENTIONS: dict[str, InterventionLaws] = {
+    "swap_positions": InterventionLaws(
         lambda t: swap_positions(t.reading, partial(_curved, n=t.tokens.shape[1])),
         lambda t: swap_positions(t.reading, lambda index: index + 7),
         lambda t: remap_distance(t.reading, _distances(t)),
     ),
-    "dummy_distance": Intervention(
+    "dummy_distance": InterventionLaws(
         lambda t: dummy_distance(t.reading, 3), twice=lambda t: remap_distance(t.reading, lambda d: 0 * d + 3)
     ),
-    "remap_distance": Intervention(
+    "remap_distance": InterventionLaws(
         lambda t: remap_distance(t.reading, lambda d: d.clamp(max=3)),
         lambda t: remap_distance(t.reading, lambda d: d, heads=[t.head]),
     ),
-    "limit_frequencies": Intervention(
+    "limit_frequencies": InterventionLaws(
         lambda t: limit_frequencies(t.reading, high=0.0), lambda t: limit_frequencies(t.reading, high=1e9)
     ),
-    "phase_noise": Intervention(lambda t: phase_noise(t.reading, 0.5), lambda t: phase_noise(t.reading, 0.0)),
-    "position_interpolation": Intervention(
+    "phase_noise": InterventionLaws(lambda t: phase_noise(t.reading, 0.5), lambda t: phase_noise(t.reading, 0.0)),
+    "position_interpolation": InterventionLaws(
         lambda t: position_interpolation(t.reading, 2),
         lambda t: position_interpolation(t.reading, 1),
         lambda t: swap_positions(t.reading, lambda index: index / 2),
     ),
-    "lambda_mask": Intervention(
+    "lambda_mask": InterventionLaws(
         lambda t: lambda_mask(t.reading, 1, 4, 4), lambda t: lambda_mask(t.reading, 1, 10**6, 10**6)
     ),
-    "ablate_heads": Intervention(
+    "ablate_heads": InterventionLaws(
         lambda t: ablate_heads(t.reading, [(t.layer, t.head)]), twice=lambda t: _set_z(t, t.layer, None)
     ),
-    "drop_component": Intervention(lambda t: drop_component(t.reading, "distance")),
-    "substitute_additive": Intervention(
+    "drop_component": InterventionLaws(lambda t: drop_component(t.reading, "distance")),
+    "substitute_additive": InterventionLaws(
         lambda t: substitute_additive(t.reading),
         lambda t: substitute_additive(t.reading, ("distance", "query", "key", "residual")),
     ),
-    "substitute_attention": Intervention(
+    "substitute_attention": InterventionLaws(
         lambda t: substitute_attention(t.reading, "additive", heads=[(t.layer, t.head)]),
         lambda t: substitute_attention(t.reading, "untouched"),
     ),
 }
 
 
-def _intervention(of: Intervention, trial: Trial) -> Iterator[Law]:
+def _intervention(of: InterventionLaws, trial: Trial) -> Iterator[Law]:
     if of.nothing:
         yield "what should change nothing", _gap(trial.logits(of.nothing(trial)), trial.plain)
     _, changed = trial.under(of.changes)

@@ -23,7 +23,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.utils.validation import check_choice
 
-Part = Literal["distance", "query", "key", "residual"]
+ScorePart = Literal["distance", "query", "key", "residual"]
 _FITTED: tuple[Component, ...] = get_args(Component)
 
 
@@ -46,13 +46,13 @@ def split_scores(
 
 
 def keep_parts(
-    scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"], keep: Collection[Part]
+    scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"], keep: Collection[ScorePart]
 ) -> Float[Tensor, "batch head query key"]:
     """Sum the mean and these parts of the scores, as in ``split_scores``; values outside the mask are arbitrary.
 
     Only these parts are allocated; if all are kept, the result is the scores themselves, bit for bit.
     """
-    if len(keep) == len(get_args(Part)):
+    if len(keep) == len(get_args(ScorePart)):
         return scores
     fit = fit_additive(scores, mask=fewest_masks(inside))
     if "residual" in keep:
@@ -72,7 +72,7 @@ def fewest_masks(inside: Tensor) -> Tensor:
     return inside
 
 
-def drop_component(model: Any, component: Part, *, layers: Layers = None, heads: Heads = None) -> Hooks:
+def drop_component(model: Any, component: ScorePart, *, layers: Layers = None, heads: Heads = None) -> Hooks:
     """Remove one additive component from the scores of heads.
 
     In each forward pass the scores of each text and head, after a soft cap, are fitted by
@@ -97,17 +97,17 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
         >>> bool(loss > model(tokens, return_type="loss") + 0.01)
         True
     """
-    check_choice("component", component, get_args(Part))
-    edit = component_edit(f"drop_component({component})", [name for name in get_args(Part) if name != component])
+    check_choice("component", component, get_args(ScorePart))
+    edit = component_edit(f"drop_component({component})", [name for name in get_args(ScorePart) if name != component])
     return hooks_for(any_heads(model, layers, heads), edit)
 
 
-def component_edit(call: str, keep: Collection[Part]) -> ScoreEdit:
+def component_edit(call: str, keep: Collection[ScorePart]) -> ScoreEdit:
     """Return the edit that keeps these parts of the three-axis fit of the scores, and their mean."""
     return ScoreEdit(call, partial(_kept, keep=tuple(keep)), Order.COMPONENT, scores=True)
 
 
-def _kept(view: View, keep: Collection[Part]) -> Tensor:
+def _kept(view: View, keep: Collection[ScorePart]) -> Tensor:
     return keep_parts(view.scores, view.inside, keep)
 
 
@@ -130,7 +130,7 @@ def keep_two_axis(
     q: Float[Tensor, "batch pos head d_head"],
     k: Float[Tensor, "batch pos head d_head"],
     inside: Bool[Tensor, "*lead query key"],
-    keep: Collection[Part],
+    keep: Collection[ScorePart],
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores of a ``View``'s vectors from the mean and these parts alone, soft cap applied, mask not.
 

@@ -18,7 +18,7 @@ from tl_posdisent.additive.attention.rungs import (
 )
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
-from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
+from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewest_masks, keep_two_axis, keys_there
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
@@ -26,15 +26,15 @@ from tl_posdisent.utils.validation import check_choice
 
 Axes = Literal["three", "two"]
 
-PARTS: tuple[Part, ...] = get_args(Part)
-ADDITIVE: tuple[Part, ...] = ("distance", "query", "key")
+PARTS: tuple[ScorePart, ...] = get_args(ScorePart)
+ADDITIVE: tuple[ScorePart, ...] = ("distance", "query", "key")
 BANDS = (1, 2, 4, 8)
 """The distances {0}, {1}, {2, 3}, {4 … 7} and {8 …}."""
 
 
 def substitute_additive(
     model: Any,
-    keep: Collection[Part] = ADDITIVE,
+    keep: Collection[ScorePart] = ADDITIVE,
     *,
     axes: Axes = "three",
     layers: Layers = None,
@@ -81,7 +81,7 @@ def substitute_additive(
     return joined(keep_parts_hooks(spec, some, kept, axes) for spec, some in chosen)
 
 
-def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> Hooks:
+def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[ScorePart], axes: Axes) -> Hooks:
     """Return hooks that keep these parts of the additive fit of the running scores."""
     if axes == "three" or len(keep) == len(PARTS):
         return hooks_for([(spec, heads)], component_edit(f"substitute_additive({', '.join(keep)})", keep))
@@ -91,7 +91,7 @@ def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection
     return hooks_for([(spec, heads)], ScoreEdit(tool, edit, Order.REPLACE, vectors=True, plain=True))
 
 
-def _two_axes(view: View, keep: Collection[Part]) -> Tensor:
+def _two_axes(view: View, keep: Collection[ScorePart]) -> Tensor:
     rotary = view.spec.require_rotary("two axes")
     q, k = view.vectors
     _check_consecutive(view)

@@ -99,7 +99,7 @@ def additivity(
     return reading.note(pd.concat(tables, ignore_index=True))
 
 
-class Part(NamedTuple):
+class TextMarginals(NamedTuple):
     """Marginal sums of one layer's scores in texts of equal length.
 
     Attributes:
@@ -110,10 +110,10 @@ class Part(NamedTuple):
     rows: Int[Tensor, "text"]
     read: Marginals
     cells: Cells
-    near: Part | None = None
+    near: TextMarginals | None = None
 
 
-def part_of(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callable[[int], Cells]) -> Part:
+def text_marginals(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callable[[int], Cells]) -> TextMarginals:
     """Compute the marginal sums of the scores of some of the texts; ``cells_at`` returns the cells of a length."""
     near, n = None, scores.shape[-1]
     cells, of_others = cells_at(n), sorted(texts.lengths)[-2] if len(texts.tokens) > 1 else n
@@ -122,8 +122,8 @@ def part_of(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callable[[int]
         distance = at[:, None] - at
         known = (distance >= theirs.low) & (distance < theirs.low + theirs.n_distance)
         some = make_cells(scores.shape, cells.to_mask() & known, device=scores.device)
-        near = Part(rows, read_marginals(scores, some), some)
-    return Part(rows, read_marginals(scores, cells), cells, near)
+        near = TextMarginals(rows, read_marginals(scores, some), some)
+    return TextMarginals(rows, read_marginals(scores, cells), cells, near)
 
 
 def _read_group(
@@ -134,16 +134,16 @@ def _read_group(
     mask: MaskKind | Tensor | None,
     sinks: int,
     bar: Any,
-) -> dict[int, Part]:
+) -> dict[int, TextMarginals]:
     """Compute the marginal sums of each layer in one pass."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, TextMarginals] = {}
 
     def read(spec: AttentionSpec, scores: Tensor) -> None:
         def cells_at(n: int) -> Cells:
             shape = (*scores.shape[:-2], n, n)
             return make_cells(shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, n))
 
-        parts[spec.layer] = part_of(texts, group.rows, scores, cells_at)
+        parts[spec.layer] = text_marginals(texts, group.rows, scores, cells_at)
         bar.update()
 
     for_each_scores(model, group.tokens, specs, read)
@@ -155,7 +155,7 @@ def _of_all(fits: Sequence[AdditiveFit]) -> dict[str, Tensor]:
     return {name: torch.cat([getattr(fit, name) for fit in fits]) for name in SUMMARY}
 
 
-def columns_of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
+def columns_of_texts(parts: Sequence[TextMarginals]) -> dict[str, Tensor]:
     """Compute the columns of ``additivity`` without pooling, ``[text, head]``, texts in the order of the batch."""
     fits = [fit_marginals(part.read, part.cells) for part in parts]
     several = sum(len(part.rows) for part in parts) > 1
@@ -167,7 +167,9 @@ def columns_of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
     return {name: x[order.to(x.device)] for name, x in columns.items()}
 
 
-def _given_profiles(part: Part, fit: AdditiveFit, of_others: Tensor | None) -> Float64[Tensor, "measure text head"]:
+def _given_profiles(
+    part: TextMarginals, fit: AdditiveFit, of_others: Tensor | None
+) -> Float64[Tensor, "measure text head"]:
     """Compute r² without a profile, and with that of the other texts, if there are any."""
     none = torch.zeros_like(fit.distance)
     if of_others is None or part.near is None:
@@ -177,7 +179,7 @@ def _given_profiles(part: Part, fit: AdditiveFit, of_others: Tensor | None) -> F
     return torch.cat([explained_around(part.read, part.cells, none[None]), of_near])
 
 
-def _profiles_of_others(parts: Sequence[Part], fits: Sequence[AdditiveFit]) -> list[Tensor]:
+def _profiles_of_others(parts: Sequence[TextMarginals], fits: Sequence[AdditiveFit]) -> list[Tensor]:
     """Fit the profile ``[text, head, distance]`` of all other texts for each text, at the distances that they have."""
     if len(parts) == 1:  # with equal masks, the profile of several texts is the mean of their profiles
         (fit,) = fits
@@ -190,19 +192,19 @@ def _profiles_of_others(parts: Sequence[Part], fits: Sequence[AdditiveFit]) -> l
     ]
 
 
-def _one_text(part: Part, n: int) -> Part:
+def _one_text(part: TextMarginals, n: int) -> TextMarginals:
     read = Marginals(**{name: sums[n : n + 1] for name, sums in vars(part.read).items()})
-    return Part(part.rows[n : n + 1], read, part.cells, part.near)  # only a single text has pairs that others lack
+    return TextMarginals(part.rows[n : n + 1], read, part.cells, part.near)  # near: only where part is one text
 
 
-def _profile(cells: Cells, others: Sequence[Part]) -> Tensor:
+def _profile(cells: Cells, others: Sequence[TextMarginals]) -> Tensor:
     """Fit the profile ``[head, distance]`` of these texts, at the distances of the cells."""
     fit = fit_marginals(*_stacked(others), pool=True)
     low = cells.low - int(fit.distances[0])
     return fit.distance[..., low : low + cells.n_distance]
 
 
-def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
+def _stacked(parts: Sequence[TextMarginals]) -> tuple[Marginals, Cells]:
     """Stack marginal sums of texts of several lengths, along the axes of the longest."""
     if len(parts) == 1:
         return parts[0].read, parts[0].cells

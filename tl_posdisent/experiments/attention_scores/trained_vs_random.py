@@ -27,11 +27,11 @@ from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label
 from tl_posdisent.utils.words import plural
 
-from .additivity import Part, cells_of, columns_of_texts, part_of
+from .additivity import TextMarginals, cells_of, columns_of_texts, text_marginals
 from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
-_OfTexts = tuple[Tensor, Tensor, Moments, Part, Tensor]  # of texts of equal length
+_OfTexts = tuple[Tensor, Tensor, Moments, TextMarginals, Tensor]  # of texts of equal length
 _OF_FITS = ("r", "r_no_distance", "r_held_out")
 
 
@@ -136,7 +136,7 @@ def _measure(
             mask = cells_of(layer.spec, late[:, None] & late if sinks else None, n)
             return make_cells((*scores.shape[:-2], n, n), device=scores.device, **mask)
 
-        fitted = part_of(texts, torch.arange(len(scores), device=scores.device), scores, cells_at)
+        fitted = text_marginals(texts, torch.arange(len(scores), device=scores.device), scores, cells_at)
         plane = positional_symbolic_qk(q, k, rotary)
         pivot = fitted.read.pivot  # [text, head] in float64
         points = [pivot.new_tensor(plane[x].tolist()).view_as(pivot) for x in ("positional", "symbolic")]

@@ -19,7 +19,7 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.score_edits import View
 from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
-from tl_posdisent.hooks.score_components import Part, keep_two_axis
+from tl_posdisent.hooks.score_components import ScorePart, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
 from tl_posdisent.models.reading.model_reading import Layers, read_model
@@ -129,7 +129,7 @@ Put = Callable[[AttentionSpec, Sequence[Fits], int, Sequence[int]], Hooks]
 def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
     """Yield each replacement, its kept components and its hooks; the first three serve heads and layers, too."""
 
-    def fit(keep: Collection[Part]) -> Put:
+    def fit(keep: Collection[ScorePart]) -> Put:
         return lambda spec, fits, group, heads: keep_parts_hooks(spec, heads, keep, axes)
 
     yield "fit", "+".join(ADDITIVE), fit(ADDITIVE)

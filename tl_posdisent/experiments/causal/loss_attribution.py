@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 import pandas as pd
 
-from tl_posdisent.hooks.score_components import Part
+from tl_posdisent.hooks.score_components import ScorePart
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 
-_COMPONENTS: tuple[Part, ...] = get_args(Part)
+_COMPONENTS: tuple[ScorePart, ...] = get_args(ScorePart)
 Measured = Literal["loss", "kl"]
 
 

@@ -33,9 +33,9 @@ from tl_posdisent.models.running.partial_forward import (
     has_hooks,
     hidden,
     of_texts,
-    result_of,
     run_after,
     run_clean,
+    run_to,
 )
 from tl_posdisent.models.running.texts import Texts, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
@@ -176,7 +176,7 @@ class _Group:
         """Whether the last block takes only the residual stream from those before: where any takes keys, it does."""
         last = len(self.model.blocks) - 1
         end, before = self.model.blocks[last], self.clean.after.get(last - 1)
-        alone = attempted(partial(result_of, end, self.model, self.tokens, last, before, self.under))
+        alone = attempted(partial(run_to, end, self.model, self.tokens, last, before, self.under))
         return alone is not None and _agree(hidden(alone), hidden(self.clean.last))
 
     def _hold_changed_z(self, layer: int, cases: Sequence[_Case], held: dict[Source, Z | None]) -> list[_Case]:
@@ -253,7 +253,7 @@ class _Group:
         hooks, at = [*self.under, (hook_name(layer, "hook_z"), edit)], (rows, slice(self.start, None))
         before, end = of_texts(self.clean.after[layer - 1], at) if layer else None, self.model.blocks[-1]
         cache = of_rows(self.cache, rows) if self.start and self.cache else {}
-        last = result_of(end, self.model, self.tokens[at], layer, before, hooks, **cache)
+        last = run_to(end, self.model, self.tokens[at], layer, before, hooks, **cache)
         own, clean = hidden(last)[-1], hidden(self.clean.last)[0, self.start :]
         size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
         if not _agree(own / size, clean / size):

@@ -47,7 +47,7 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
 
 
-def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
+def comparison_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
     """Draw seeded random token ids on which to compare models: 128, or slightly more than a short sliding window."""
     config = hf_model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or 128
@@ -233,7 +233,7 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
     from transformer_lens import HookedTransformer
 
     name = type(hf_model).__name__
-    tokens = probe_tokens(hf_model)
+    tokens = comparison_tokens(hf_model)
     try:
         config, state = _converted(hf_model)
         with warnings.catch_warnings():  # ignore the notice that the class is deprecated

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
 from tl_posdisent.models.loading.convert import (
     check_same_logits,
+    comparison_tokens,
     first_line,
     hf_logits,
     logits_at_some_positions,
-    probe_tokens,
     to_hooked,
 )
 from tl_posdisent.models.loading.gguf import read_gguf
@@ -198,7 +198,7 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     their weights. ``bridge.checked_logits`` says whether they were compared.
     """
     hf_model.eval()
-    tokens = probe_tokens(hf_model)
+    tokens = comparison_tokens(hf_model)
     name = type(hf_model).__name__
     with logits_at_some_positions(hf_model, tokens):
         expected = hf_logits(hf_model, tokens) if check else None  # before wrapping, with the model's own attention

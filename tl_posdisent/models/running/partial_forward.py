@@ -40,7 +40,7 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
     return Clean(output, after, after.get(n - 1))
 
 
-def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: list[Hook], **more: Any) -> Any:
+def run_to(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: list[Hook], **more: Any) -> Any:
     """Run the model from a layer on, given the output of the block before, and return the output of a module."""
     with running(model) as p, p.skipping(model.blocks[:layer], lambda: before), p.keeping([module]) as kept:
         p.run(tokens, hooks, stop=module, **more)

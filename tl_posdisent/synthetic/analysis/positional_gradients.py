@@ -26,7 +26,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import jackknife_error
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 
-Part = Literal["distance", "encoding"]
+GradientPart = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
 _COLUMNS = ["mean_norm", "norm_of_mean", "ratio", "expected_norm", *(f"{name}_se" for name in get_args(Norm))]
 
@@ -35,7 +35,7 @@ def positional_gradients(
     model: SyntheticModel,
     task: Task | Samples,
     *,
-    part: Part = "distance",
+    part: GradientPart = "distance",
     batches: int = 16,
     batch_size: int = 128,
     seed: int = 0,
@@ -84,7 +84,7 @@ def positional_gradients(
     """
     if not isinstance(model, SyntheticModel):
         raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
-    check_choice("part", part, get_args(Part))
+    check_choice("part", part, get_args(GradientPart))
     if model.config.read_out == "token":
         raise ArgumentError("model", 'must have one answer per text (read_out "mean" or "last"), got "token"')
     if part == "encoding" and not model.encoding.rotates and model.encoding.bias(2) is None:
@@ -116,7 +116,9 @@ def _norms(g: Float64[Tensor, "batch layer head n"]) -> dict[str, Float64[Tensor
     return {"mean_norm": g.norm(dim=-1).mean(0), "norm_of_mean": mean.norm(dim=-1), "expected_norm": expected}
 
 
-def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) -> Float64[Tensor, "layer head n"]:
+def _vectors(
+    model: SyntheticModel, tokens: Tensor, labels: Tensor, part: GradientPart
+) -> Float64[Tensor, "layer head n"]:
     """Compute the vector g of every head for one batch."""
     seen: dict[str, Tensor] = {}
     length, layers = tokens.shape[1], range(model.cfg.n_layers)

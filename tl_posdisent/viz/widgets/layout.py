@@ -238,13 +238,13 @@ def choose(
         layer, n_layers = layers[0] if layer is None and len(layers) == 1 else layer, batch.pop(-2)
         if layer not in layers:
             raise ArgumentError("layer", f"must be one of the fit's, {', '.join(map(str, layers))}, got {layer!r}")
-    heads, rows = check_heads(batch, options.heads, options.text)
+    heads, rows = pick_heads(batch, options.heads, options.text)
     n_heads = [1, *batch][-1]
     at = 0 if layers is None else layers.index(layer)  # texts, layers and heads as one axis
     rows = [(row // n_heads * n_layers + at) * n_heads + row % n_heads for row in rows]
     if n_query != n_key:
         raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
-    words = check_tokens(tokens, n_key)
+    words = check_words(tokens, n_key)
     positions = check_positions(options.positions, n_key)
     _check_cells(len(heads), len(positions), charts, more)
     labels = [axis_token(words[i]) for i in positions]
@@ -253,7 +253,7 @@ def choose(
     return Choice(options, heads, rows, positions, labels, layer)
 
 
-def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int], list[int]]:
+def pick_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int], list[int]]:
     """Return the indices of the heads of one text, and their rows with all leading axes flattened."""
     if len(batch) > 2:
         raise ArgumentError(
@@ -274,7 +274,7 @@ def check_positions(positions: Any, length: int) -> list[int]:
     return chosen
 
 
-def check_tokens(tokens: Any, length: int) -> list[str]:
+def check_words(tokens: Any, length: int) -> list[str]:
     words = None if isinstance(tokens, (str, bytes, Tensor)) or not isinstance(tokens, Iterable) else list(tokens)
     wrong = [word for word in words or () if not isinstance(word, str)]
     if words is None or wrong:

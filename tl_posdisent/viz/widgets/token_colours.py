@@ -13,12 +13,11 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, run_texts, token_losses
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.running.forward_pass import Hook
-from tl_posdisent.models.running.texts import check_tokens as check_ids
-from tl_posdisent.models.running.texts import read_texts, token_words
+from tl_posdisent.models.running.texts import check_tokens, read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
-from .layout import Layout, check_heads, check_positions, check_scale, check_title, check_tokens, coloured_text, pick
+from .layout import Layout, check_positions, check_scale, check_title, check_words, coloured_text, pick, pick_heads
 from .offline import Widget, text_token
 from .score_matrices import check_fit
 
@@ -61,8 +60,8 @@ def show_key_importance(
             "fit", f"must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}"
         )
     *batch, _, n_key = next(iter(shapes))
-    words, at = check_tokens(tokens, n_key), check_positions(positions, n_key)
-    chosen, rows = check_heads(batch, heads, text)
+    words, at = check_words(tokens, n_key), check_positions(positions, n_key)
+    chosen, rows = pick_heads(batch, heads, text)
     shown = {name: pick(one.key, rows, cell_axes=1)[:, at] for name, one in fits.items()}
     note = "How much higher than the head's average a token's scores are as a key, apart from distance and query."
     scale = check_scale(scale, shown.values(), first=at[0] == 0)
@@ -102,7 +101,7 @@ def show_loss_change(
         Widget('Added loss')
     """
     model = model_of(model)
-    ids = check_ids(model, tokens)
+    ids = check_tokens(model, tokens)
     check_integer("text", text, 0, len(ids) - 1)
     ids = ids[text : text + 1]
     texts = read_texts(model, ids, None)
