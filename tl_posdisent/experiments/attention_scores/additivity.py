@@ -104,7 +104,8 @@ class TextMarginals(NamedTuple):
 
     Attributes:
         rows: the places of the texts in the batch.
-        near: for a text longer than all others, the sums of the pairs whose distance the others have, too.
+        read, cells: the sums, and the cells over which they were taken.
+        near: for the single longest text of a batch, the same over the pairs whose distance another text has too.
     """
 
     rows: Int[Tensor, "text"]
@@ -117,7 +118,7 @@ def text_marginals(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callabl
     """Compute the marginal sums of the scores of some of the texts; ``cells_at`` returns the cells of a length."""
     near, n = None, scores.shape[-1]
     cells, of_others = cells_at(n), sorted(texts.lengths)[-2] if len(texts.tokens) > 1 else n
-    if of_others < n:
+    if of_others < n:  # no other text has a profile at the largest distances, so r_held_out leaves them out
         theirs, at = cells_at(of_others), torch.arange(n, device=scores.device)
         distance = at[:, None] - at
         known = (distance >= theirs.low) & (distance < theirs.low + theirs.n_distance)

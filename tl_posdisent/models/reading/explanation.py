@@ -31,7 +31,7 @@ Seen = dict[str, Tensor]
 
 
 def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
-    """Describe a layer by what a pass showed of it: the first candidates that give its scores, or what is missing."""
+    """Describe a layer from one pass: the rotation, scale and cap that reproduce its scores, or why none do."""
     model = p.model
     attn, cfg = model.blocks[layer].attn, model.cfg
     visible = visible_cells(seen)
@@ -107,7 +107,7 @@ def _explain_scores(
 
 
 def _unexplained(seen: Seen) -> str:
-    """Say that nothing explains the scores of a layer, or its pattern, if hooks show only that."""
+    """Return the reason given for scores (or a pattern, if only that is shown) that no candidate reproduces."""
     found = "scale * <q, k> under any rotation, scale and soft cap found in the model"
     if shows_scores(seen):
         return f"its scores are not {found} (an additive bias such as ALiBi, or an unknown rotation)"
@@ -125,7 +125,7 @@ _ROTATED_EARLIER = (
 
 
 def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
-    """Add the hooks to a spec; vectors may be turned at the hooks after rotation if they fire, otherwise before it."""
+    """Add the hooks of queries, keys and tables; turned vectors are set after the rotation if hooks fire there."""
     layer = spec.layer
 
     def fires(name: str, x: Tensor) -> bool:

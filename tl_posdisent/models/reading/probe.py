@@ -1,8 +1,8 @@
 """Find out what each attention layer does, with a few short forward passes.
 
-First record which hooks fire and what they carry. Of all combinations of rotation, scale and soft cap that the model's
-attributes suggest, choose the one that reproduces the layer's own scores; if none does, report it. Then repeat this at
-far positions, to find the length up to which it holds, and perturb the tensors, to find which edits take effect.
+First record which hooks fire and what they carry, and let ``explanation.py`` find the rotation, scale and soft cap that
+reproduce the layer's own scores. Then repeat this at far positions, to find the length up to which they hold, and
+perturb the tensors, to find which edits take effect.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _running_each_block_once(p: Pass) -> Iterator[None]:
             )
 
 
-# --- what fires in a pass, and how well a candidate fits it
+# --- one pass, and what fires in it
 
 _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
