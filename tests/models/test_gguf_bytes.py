@@ -5,24 +5,20 @@ from __future__ import annotations
 import random
 import resource
 import struct
-import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support import zoo
 
-from tl_posdisent.models.loading.gguf import read_gguf
-from tl_posdisent.models.loading.gguf_file import read_gguf_file
 from tl_posdisent.models.loading.load import load_model
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
 files = pytest.importorskip("support.gguf_files")
 
 
-@pytest.fixture(params=["llama", "gpt2"])
+@pytest.fixture(params=["llama", "gemma3"])
 def pieces(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     files.write_gguf(path := tmp_path / "model.gguf", files.model_of(request.param), request.param)
     return files.Pieces.of(path)
@@ -37,20 +33,20 @@ def refused(path: Path, content: bytes) -> str:
     return message
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_file_is_read_as_by_the_package_gguf(kind: str, tmp_path: Path) -> None:
-    """Its reader takes twenty times as long, and checks no length."""
-    files.write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama", kind)
-    content = files.Pieces.of(path).joined({"a.list": [1.5, 2.5], "a.truth": True, "a.large": 2**40, "a.small": -3})
-    path.write_bytes(content)
-    own, slow = read_gguf_file(path), gguf.GGUFReader(path)
-    expected = {name: field.contents() for name, field in list(slow.fields.items())[3:]}
-    assert {k: x.tolist() if isinstance(x, np.ndarray) else x for k, x in own.metadata.items()} == expected
-    assert list(own.tensors) == [tensor.name for tensor in slow.tensors]
-    for tensor in slow.tensors:
-        held = own.tensors[tensor.name]
-        assert (held.shape, held.kind) == (tuple(tensor.shape[::-1].tolist()), tensor.tensor_type)
-        np.testing.assert_array_equal(held.numbers(), gguf.dequantize(tensor.data, tensor.tensor_type))
+def test_arrays_are_read_as_by_the_package_gguf(tmp_path: Path) -> None:
+    """Arrays of numbers, which are read at once instead of number by number."""
+    files.write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+    given = {
+        "a.list": [1.5, 2.5],
+        "an.empty": [],
+        "a.nested": [[1, 2], [3, 4]],
+        "a.truth": [True, False],
+        "a.small": -3,
+    }
+    path.write_bytes(files.Pieces.of(path).joined(given))
+    expected = {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+    assert files.read_gguf_file(path).metadata == expected
+    assert expected["a.list"] == [1.5, 2.5]
 
 
 def test_a_length_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -75,14 +71,18 @@ def test_a_length_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_sizes_are_compared_with_the_tensors_before_anything_is_built(pieces: Any, tmp_path: Path) -> None:
     """Each number of the metadata, made as large as its type allows: refused, or of no cost."""
-    name = "llama" if "llama.block_count" in pieces.entries else "gpt2"
-    keys = [key for key in pieces.entries if key.startswith(f"{name}.") and not key.endswith(("epsilon", "freq_base"))]
+    name = "llama" if "llama.block_count" in pieces.entries else "gemma3"
+    keys = [
+        key
+        for key in pieces.entries
+        if key.startswith(f"{name}.") and not key.endswith(("epsilon", "freq_base", "factor"))
+    ]
     refused(tmp_path / "model.gguf", pieces.joined())  # so that all modules are imported
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for key in keys:
         for value in (2**31 - 1, 2**31, 2**32 - 1, 2**63, 0, -1):
             message = refused(tmp_path / "model.gguf", pieces.joined({key: value}))
-            free = key == "llama.context_length" and value == 2**31 - 1
+            free = key.endswith(("context_length", "sliding_window")) and value == 2**31 - 1
             assert free or key in message, (key, value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB; one head of 2³¹ is 8 GB
 
@@ -132,7 +132,6 @@ def test_strings_of_a_file_reach_no_terminal(tmp_path: Path) -> None:
         {"tokenizer.ggml.merges": [ESCAPE]},
         {"tokenizer.ggml.scores": [ESCAPE]},
         {ESCAPE: b"\xff"},
-        {ESCAPE: [[1], [2]]},
     ]
     contents = [pieces.joined(x) for x in changes]
     extra = struct.pack("<Q", len(name.encode())) + name.encode()
@@ -142,7 +141,7 @@ def test_strings_of_a_file_reach_no_terminal(tmp_path: Path) -> None:
         contents.append(files.Pieces(pieces.entries, table, pieces.n_tensors + 1, pieces.data + bytes(64)).joined())
     for content in contents:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"\\x1b|UTF-8|type 9|array of numbers") as caught:
+        with pytest.raises(ValueError, match=r"cannot (load|be read)") as caught:
             load_model(path)
         assert str(caught.value).isprintable()
 
@@ -152,12 +151,12 @@ def test_other_orders_of_bytes_and_parts_of_files_are_refused(tmp_path: Path) ->
     pieces = files.Pieces.of(path)
     whole = pieces.joined()
     for content, words in (
-        (whole[:4] + struct.pack(">I", 3) + whole[8:], "its bytes are in big-endian order"),
-        (whole[:4] + struct.pack("<I", 1) + whole[8:], "its version is 1"),
-        (b"ggml" + whole[4:], "it does not begin with GGUF"),
+        (whole[:4] + struct.pack(">I", 3) + whole[8:], "its byte order is not this machine's"),
+        (whole[:4] + struct.pack("<I", 1) + whole[8:], "version 1 which we cannot handle"),
+        (b"ggml" + whole[4:], "GGUF magic invalid"),
         (pieces.joined({"split.count": 3}), "split.count must be 1, for a whole language model, and is 3"),
         (pieces.joined({"general.type": "adapter"}), "general.type must be 'model'|general.type must be model"),
-        (pieces.joined({"general.alignment": 24}), "general.alignment must be a power of two, and is 24"),
+        (pieces.joined({"general.alignment": 24}), "Invalid alignment: must be a non-zero power of two"),
         (pieces.joined({"gemma3.rope.freq_base": 1e6}), "it states gemma3.rope.freq_base, which is of another arch"),
     ):
         path.write_bytes(content)
@@ -165,22 +164,16 @@ def test_other_orders_of_bytes_and_parts_of_files_are_refused(tmp_path: Path) ->
             load_model(path)
 
 
-def test_a_file_without_a_base_of_rotation_has_the_format_s_and_says_so(tmp_path: Path) -> None:
-    """As files of Llama 2; Gemma 2 and StableLM never state one, and Gemma 3 always."""
-    for name, warned in (("llama", True), ("gemma2", False), ("stablelm", False)):
-        model = files.model_of(name)
-        files.write_gguf(path := tmp_path / "model.gguf", model, name, **{"rope.freq_base": None})
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            read, _ = read_gguf(path, dtype=torch.float32)
-        said = [str(x.message) for x in found if "rope.freq_base" in str(x.message)]
-        assert len(said) == warned
-        assert not warned or "llama.rope.freq_base: 10000, the default of the format, is taken" in said[0]
-        rotary = model.config.rope_parameters | {"rope_theta": 10000.0}
-        expected = files.with_config(model, rope_parameters=rotary)
-        tokens = zoo.random_tokens(40)
-        with torch.no_grad():
-            torch.testing.assert_close(read(tokens).logits, expected(tokens).logits, rtol=1e-4, atol=1e-4)
+def test_a_file_without_a_rotary_base_has_that_of_the_format(tmp_path: Path) -> None:
+    """As files of Llama 2, with a warning; those of Gemma 3 always state one."""
+    model = files.model_of("llama")
+    files.write_gguf(path := tmp_path / "model.gguf", model, "llama", **{"rope.freq_base": None})
+    with pytest.warns(UserWarning, match="llama.rope.freq_base: 10000, the default of the format, is taken"):
+        read, _ = files.read_gguf(path, dtype=torch.float32)
+    expected = files.with_config(model, rope_parameters=model.config.rope_parameters | {"rope_theta": 10000.0})
+    tokens = zoo.random_tokens(40)
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens).logits, expected(tokens).logits, rtol=1e-4, atol=1e-4)
     files.write_gguf(path, files.model_of("gemma3"), "gemma3", **{"rope.freq_base": None})
     with pytest.raises(ValueError, match=r"it does not state gemma3.rope.freq_base, which is needed"):
-        read_gguf(path, dtype=torch.float32)
+        files.read_gguf(path, dtype=torch.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from tl_posdisent.utils.validation import is_integer, shown
@@ -15,40 +14,34 @@ _PREFIX = "tokenizer.ggml."
 _NAMES = {
     "model": "tokenizer_type",
     "pre": "pre_tokenizer_type",
+    "tokens": "tokens",
+    "merges": "merges",
+    "scores": "scores",
+    "token_type": "token_type",
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
     "unknown_token_id": "unk_token_id",
     "padding_token_id": "pad_token_id",
     "add_space_prefix": "add_prefix_space",
 }
-_LISTS = {"tokens": "U", "merges": "U", "scores": "f", "token_type": "biu", "precompiled_charsmap": "biu"}
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def tokenizer_of(architecture: str, model_type: str, metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+def tokenizer_of(architecture: str, metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Build the tokenizer that the metadata describes, with transformers.
-
-    Args:
-        architecture: as the file states it.
-        model_type: its name in transformers, by which versions before 5.2x choose the kind of tokenizer.
-        metadata: the file's metadata.
 
     Raises:
         ValueError: metadata of the wrong type or length, ids of tokens that do not exist, an unsupported kind of
             tokenizer.
     """
     given = {name: metadata[_PREFIX + key] for key, name in _NAMES.items() if _PREFIX + key in metadata}
-    lists = {key: _list(key, metadata[_PREFIX + key]) for key in _LISTS if _PREFIX + key in metadata}
-    tokens = lists.get("tokens")
-    if not tokens or not isinstance(given.get("tokenizer_type"), str):
+    tokens = given.get("tokens")
+    if not tokens or not isinstance(tokens, list) or not isinstance(given.get("tokenizer_type"), str):
         raise ValueError(f"it does not state {_PREFIX}model and {_PREFIX}tokens, a tokenizer")
     for key in ("scores", "token_type"):
-        if len(lists.get(key, tokens)) != len(tokens):
+        listed = given.get(key, tokens)
+        if not isinstance(listed, list) or len(listed) != len(tokens):
             raise ValueError(f"{_PREFIX}{key} must have {len(tokens)} elements, as there are tokens")
-    if wrong := next((x for x in lists.get("merges", ()) if x.count(" ") != 1), None):
-        raise ValueError(
-            f"{_PREFIX}merges must hold two tokens each, with a space between them, and has {shown(wrong)}"
-        )
     ids = special_tokens(metadata)
     options: dict[str, Any] = {f"{name}_token": None if n is None else tokens[n] for name, n in ids.items()}
     for name in ("add_bos_token", "add_eos_token"):
@@ -59,8 +52,8 @@ def tokenizer_of(architecture: str, model_type: str, metadata: Mapping[str, Any]
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         options["chat_template"] = template
     try:
-        convert, named = _conversion(architecture, model_type)
-        backend, more = convert(named, given | lists)
+        convert, named = _conversion(architecture)
+        backend, more = convert(named, given)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **(options | more))
     except Exception as error:  # many kinds: a merge of strings that are not tokens, an unknown kind of tokenizer
         raise ValueError(f"transformers cannot build its tokenizer ({type(error).__name__}): {error}") from error
@@ -82,16 +75,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, int | None]:
     return found
 
 
-def _list(key: str, found: Any) -> list[Any]:
-    if isinstance(found, np.ndarray) and found.dtype.kind in _LISTS[key]:
-        numbers: list[Any] = found.tolist()
-        return numbers
-    if isinstance(found, list) and _LISTS[key] == "U":
-        return found
-    raise ValueError(f"{_PREFIX}{key} must be an array of {'strings' if _LISTS[key] == 'U' else 'numbers'}")
-
-
-def _conversion(architecture: str, model_type: str) -> tuple[Callable[[str, Any], tuple[Any, dict[str, Any]]], str]:
+def _conversion(architecture: str) -> tuple[Callable[[str, Any], tuple[Any, dict[str, Any]]], str]:
     """Return the conversion function of transformers, and its name for the architecture."""
     try:
         from transformers.integrations.gguf import convert_gguf_tokenizer
@@ -100,4 +84,4 @@ def _conversion(architecture: str, model_type: str) -> tuple[Callable[[str, Any]
     except ImportError:
         from transformers.integrations.ggml import convert_gguf_tokenizer
 
-        return convert_gguf_tokenizer, architecture if architecture == "llama" else model_type
+        return convert_gguf_tokenizer, "gemma3_text" if architecture == "gemma3" else architecture

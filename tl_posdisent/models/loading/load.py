@@ -25,7 +25,6 @@ from tl_posdisent.models.loading.convert import (
     logits_at_some_positions,
     to_hooked,
 )
-from tl_posdisent.models.loading.gguf import read_gguf
 from tl_posdisent.models.loading.names import check_model_name
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
 from tl_posdisent.models.running.kv_cache import keep_cache
@@ -240,10 +239,19 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
     """Load model and tokenizer (if any) from a directory, a GGUF file or a name, without running code from there."""
     if source in PACKAGED:
         with packaged_file(str(source)) as path:
-            return read_gguf(path, dtype=dtype)
+            return _read_gguf(path, dtype)
     if isinstance(source, Path) and source.is_file():
-        return read_gguf(source, dtype=dtype)
+        return _read_gguf(source, dtype)
     return read_checkpoint(source, dtype=dtype)
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        from tl_posdisent.models.loading.gguf import read_gguf  # needs the package gguf, an optional dependency
+    except ImportError as error:
+        missing = f"{printable(str(path))} needs the package gguf, which is not installed: pip install gguf"
+        raise ValueError(missing) from error
+    return read_gguf(path, dtype=dtype)
 
 
 def _source(name_or_dir: Any) -> str | Path:
