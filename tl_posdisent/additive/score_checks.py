@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_devices, check_values, described
+from tl_posdisent.utils.validation import check_devices, check_floating
 
 # Models mask with -inf, the lowest number of a dtype, or a round number, of which -1e4 is the closest to 0 in use. Real
 # scores are in the hundreds at most; -1000 would take attention far sharper than in any trained model.
@@ -20,24 +20,18 @@ _ENOUGH = 6  # keys: with fewer, real scores might by chance be non-negative and
 
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
     """Return ``scores``, or raise unless it is a dense floating point tensor ``(..., query, key)``."""
-    if not isinstance(scores, Tensor):
-        raise ArgumentError(name, f"must be a torch.Tensor, got {type(scores).__name__}")
-    if not scores.is_floating_point():
-        raise ArgumentError(name, f"must be floating point, got {scores.dtype}")
-    check_values(name, scores)
-    if scores.ndim < 2:
-        raise ArgumentError(name, f"must have shape (..., query, key), got {tuple(scores.shape)}")
-    if scores.numel() == 0 or scores.shape[-1] < 2:
-        raise ArgumentError(name, f"must hold at least one query and two keys, got shape {tuple(scores.shape)}")
-    check_devices(**{name: scores})
-    return scores
+    x = check_floating(name, scores)
+    if x.ndim < 2:
+        raise ArgumentError(name, f"must have shape (..., query, key), got {tuple(x.shape)}")
+    if x.numel() == 0 or x.shape[-1] < 2:
+        raise ArgumentError(name, f"must hold at least one query and two keys, got shape {tuple(x.shape)}")
+    check_devices(**{name: x})
+    return x
 
 
 def check_finite_tensor(name: str, x: Any) -> None:
     """Raise unless ``x`` is a finite floating point tensor."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ArgumentError(name, f"must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    check_values(name, x)
+    check_floating(name, x)
     if not bool(x.isfinite().all()):
         raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} NaN or infinite values")
 
@@ -45,11 +39,9 @@ def check_finite_tensor(name: str, x: Any) -> None:
 def check_queries_and_keys(**vectors: Any) -> None:
     """Raise unless the two named tensors are finite queries and at least two keys, with matching shapes."""
     for name, x in vectors.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            raise ArgumentError(
-                name, f"must be a floating point tensor (*batch, pos, head, d_head), got {described(x)}"
-            )
         check_finite_tensor(name, x)
+        if x.ndim < 3 or x.numel() == 0:
+            raise ArgumentError(name, f"must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
     check_devices(**vectors)
     q, k = vectors.values()
     if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import Numbers, check_devices, check_values, real_numbers
+from tl_posdisent.utils.validation import Numbers, check_devices, check_floating, real_numbers
 from tl_posdisent.utils.words import plural
 
 NUMBERS_AT_ONCE = 2**22  # size of a chunk of points: 32 MiB in float64
@@ -171,10 +171,7 @@ def _measured(name: str, x: Tensor, order: Int64[Tensor, "d_head"]) -> Spread:
 
 def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
     for name, x, axes in (("q", q, "(*n_q, head, d_head)"), ("k", k, "(*n_k, kv_head, d_head)")):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ArgumentError(name, f"must be a floating-point torch.Tensor, got {got}")
-        check_values(name, x)
+        check_floating(name, x)
         if x.ndim < 3 or x.numel() == 0:
             raise ArgumentError(name, f"must have shape {axes} and not be empty, got {tuple(x.shape)}")
     check_rotary(rotary)

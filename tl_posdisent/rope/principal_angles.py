@@ -34,11 +34,11 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
         [45.0, 0.0]
     """
     for name, x in (("a", a), ("b", b)):
+        check_values(name, x)
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[0] != a.shape[0]:
             raise ArgumentError(
                 name, f"must be floating point of shape (d, columns), with the same d for both, got {described(x)}"
             )
-        check_values(name, x)
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):
             raise ArgumentError(name, "must be finite and not all 0")
     check_devices(a=a, b=b)

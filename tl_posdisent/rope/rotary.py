@@ -16,7 +16,15 @@ from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_devices, check_number, check_values, described, shown
+from tl_posdisent.utils.validation import (
+    check_choice,
+    check_devices,
+    check_floating,
+    check_number,
+    check_values,
+    described,
+    shown,
+)
 
 Pairing = Literal["half", "adjacent"]
 
@@ -186,7 +194,7 @@ def _check_positions(positions: Tensor, x: Tensor) -> Tensor:
             "positions",
             f"must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), got {described(positions)}",
         )
-    if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.isfinite().all()):
+    if positions.dtype == torch.bool or not bool(positions.isfinite().all()):
         raise ArgumentError("positions", f"must be finite real numbers, got {shown(positions)}")
     return positions.to(x.device)
 
@@ -200,7 +208,7 @@ def check_rotary(rotary: Any) -> Rotary:
 
 def _check(x: Any, rotary: Rotary) -> None:
     check_rotary(rotary)
-    check_values("x", x, meta=True)
+    check_values("x", x)
     if not isinstance(x, Tensor) or x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
         raise ArgumentError(
             "x",
@@ -238,9 +246,7 @@ def rotary_from_table(
         [1.0..., 0.1...]
     """
     for name, x in (("cos", cos), ("sin", sin)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ArgumentError(name, f"must be a floating point torch.Tensor, got {described(x)}")
-        check_values(name, x)
+        check_floating(name, x)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
         raise ValueError(
             "cos and sin must have the same shape (pos, columns) with at least two positions, got "

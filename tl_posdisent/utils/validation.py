@@ -45,8 +45,6 @@ def printable(text: str) -> str:
 
 def described(x: Any) -> str:
     """Describe the dtype and shape of a tensor, or the type of anything else, for errors."""
-    if isinstance(x, torch.Tensor) and x.is_nested:
-        return f"a nested tensor of {x.dtype}"
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
@@ -159,25 +157,35 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
             check_integer(name, value, (least or {}).get(name, 1))
 
 
-def check_values(name: str, x: Any, *, meta: bool = False) -> None:
-    """Raise for a tensor that torch cannot compute with: meta (unless ``meta``), 8-bit, quantised, nested or sparse.
+def check_values(name: str, x: Any) -> None:
+    """Raise for a tensor that is not a dense one of real numbers, floating point ones in 16 bits or more.
+
+    Nested, sparse, quantised, complex, 8-bit and meta tensors lack operations that this package needs.
 
     >>> import torch
-    >>> check_values("q", torch.ones(2).to(torch.float8_e4m3fn))
+    >>> check_values("q", torch.ones(2).to(torch.float8_e4m3fn))  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
-    tl_posdisent.utils.errors.ArgumentError: q must be of 16 bits or more, got torch.float8_e4m3fn: use q.float()
+    tl_posdisent.utils.errors.ArgumentError: q must be a dense tensor of real numbers in 16 bits or more, got
+    torch.float8_e4m3fn, torch.strided: convert it, such as by to_dense(), dequantize(), float() or padding
     """
     if not isinstance(x, torch.Tensor):
         return
-    if x.is_quantized:
-        raise ArgumentError(name, f"must be a plain tensor, got {x.dtype}: use {name}.dequantize()")
-    if x.is_nested or x.layout != torch.strided:
-        what = "a nested tensor: pad it" if x.is_nested else f"{x.layout}: use {name}.to_dense()"
-        raise ArgumentError(name, f"must be a dense tensor, got {what}")
-    if x.is_floating_point() and x.element_size() == 1:
-        raise ArgumentError(name, f"must be of 16 bits or more, got {x.dtype}: use {name}.float()")
-    if x.is_meta and not meta:
-        raise ArgumentError(name, "must have values, got a meta tensor")
+    dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
+    if not dense or x.is_complex() or (x.is_floating_point() and x.element_size() == 1):
+        what = "a nested tensor" if x.is_nested else "a meta tensor" if x.is_meta else f"{x.dtype}, {x.layout}"
+        raise ArgumentError(
+            name,
+            f"must be a dense tensor of real numbers in 16 bits or more, got {what}: convert it, such as by "
+            "to_dense(), dequantize(), float() or padding",
+        )
+
+
+def check_floating(name: str, x: Any) -> Tensor:
+    """Return ``x``, or raise unless it is a dense floating point tensor (see ``check_values``)."""
+    check_values(name, x)
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise ArgumentError(name, f"must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    return x
 
 
 def check_devices(**given: Any) -> None:
@@ -226,7 +234,7 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tenso
         raise ArgumentError(name, f"must be real numbers, integers below 2**63, got {shown(values)}") from error
     check_values(name, tensor)
     check_float64(name, tensor.device)
-    if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
+    if tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
         raise ArgumentError(name, f"must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
     return tensor.detach().double()
 

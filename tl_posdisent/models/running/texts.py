@@ -171,7 +171,7 @@ def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor,
         raise ArgumentError("attention_mask", f"must be a tensor like tokens, got {type(attention_mask).__name__}")
     check_values("attention_mask", attention_mask)
     mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
-    if mask.shape != tokens.shape or mask.is_complex() or bool(((mask != 0) & (mask != 1)).any()):
+    if mask.shape != tokens.shape or bool(((mask != 0) & (mask != 1)).any()):
         raise ArgumentError(
             "attention_mask",
             f"must have the shape of tokens, {tuple(tokens.shape)}, True or 1 at tokens, False "
@@ -216,20 +216,16 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ArgumentError("tokens", f"must be text or an integer tensor of shape (batch, pos), got {kind}")
-    if tokens.is_nested or tokens.layout != torch.strided:
-        kind = "a nested tensor" if tokens.is_nested else f"a tensor of layout {tokens.layout}"
-        raise ArgumentError("tokens", f"must be a dense tensor (pad texts, and pass attention_mask=), got {kind}")
+    device = device_of(model)
+    if device.type == "meta":
+        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
+    check_values("tokens", tokens)
     if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
         raise ArgumentError(
             "tokens",
             "must have shape (pos,) or (batch, pos) with at least two positions, got "
             f"{tokens.dtype} of shape {tuple(tokens.shape)}",
         )
-    device = device_of(model)
-    if device.type == "meta":
-        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
-    if tokens.is_meta:
-        raise ArgumentError("tokens", "must have values, got a meta tensor")
     vocabulary = getattr(model.cfg, "d_vocab", None)
     if isinstance(vocabulary, int) and vocabulary > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise ArgumentError(

@@ -25,7 +25,15 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import no_autocast
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, described, shown
+from tl_posdisent.utils.validation import (
+    check_fields,
+    check_float64,
+    check_integer,
+    check_number,
+    check_values,
+    described,
+    shown,
+)
 
 
 @without_gradients()
@@ -81,6 +89,7 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
         raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     check_float64("model", model.embed.W_E.device)
     for name, x, ndim in (("tokens", tokens, 2), ("labels", labels, 1)):
+        check_values(name, x)
         if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.ndim != ndim:
             raise ArgumentError(name, f"must be integers of shape {('sample', 'pos')[:ndim]}, got {described(x)}")
     if len(labels) != len(tokens):
