@@ -31,7 +31,7 @@ _LLAMA3 = {
 _DEFAULT_BASE = 10000.0  # if a file states none: the default of llama.cpp and of transformers' configurations
 _GEMMA3_PERIOD = 6  # every sixth layer of Gemma 3 attends to the whole text
 _GEMMA3_HEAD = 256  # Gemma 3 27B has smaller heads, and divides their scores by a number that no file states
-_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _NEEDED: Any = object()
 _LARGEST = 2**31 - 1  # limit for sizes, which also have 32 bits in llama.cpp
 
@@ -185,7 +185,7 @@ def _sizes(stated: _Stated, file: GgufFile) -> dict[str, Any]:
     """Return the configuration's sizes, compared with the shapes of tensors: nothing larger than them is built."""
     vocabulary, hidden = _shape(file, "token_embd.weight")
     width, _ = _shape(file, "blk.0.ffn_gate.weight")
-    blocks = 1 + max((int(found[1]) for found in map(_BLOCK.match, file.tensors) if found), default=-1)
+    blocks = len({found[1] for found in map(_BLOCK.match, file.tensors) if found})
     stated.must_be("vocab_size", vocabulary, "the number of rows of the embedding")
     heads = stated.integer("attention.head_count")
     keys = stated.integer("attention.head_count_kv", heads)
