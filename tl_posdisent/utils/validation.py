@@ -43,6 +43,19 @@ def printable(text: str) -> str:
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
 
 
+_LONGEST_LINE = 600  # limit in characters for an error that may quote a file
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, printable, without the lists that transformers and torch append.
+
+    A line that ends in a colon only announces the reason, so those after it are joined to it.
+    """
+    lines = [x.strip() for x in str(error).strip().splitlines()] or [type(error).__name__]
+    line = printable(" ".join(lines) if lines[0].endswith(":") else lines[0])
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
+
+
 def described(x: Any) -> str:
     """Describe the dtype and shape of a tensor, or the type of anything else, for errors."""
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

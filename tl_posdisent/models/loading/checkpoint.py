@@ -22,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import find_adapter_config_file
 
-from tl_posdisent.models.loading.convert import first_line
-from tl_posdisent.utils.validation import printable, shown
+from tl_posdisent.utils.validation import first_line, printable, shown
 from tl_posdisent.utils.words import plural
 
 _CONFIG = "config.json"
@@ -140,7 +139,7 @@ def _configuration(source: str | Path, local: bool) -> Any:
 
 
 def _problem(config: Any) -> str | None:
-    """Say what is wrong with a configuration that transformers takes: no layers, or quantisation that it ignores."""
+    """Return what is wrong with a configuration that transformers accepts: no layers, or quantisation it ignores."""
     for name in ("num_hidden_layers", "max_position_embeddings"):
         n = getattr(config.get_text_config(), name, None)
         if isinstance(n, int) and n < 1:
@@ -175,7 +174,7 @@ def _advice_for(config: Any) -> str:
 
 @contextmanager
 def _explained(source: str | Path, work: str, advice: str) -> Iterator[None]:
-    """Turn whatever fails into one ValueError that names the file at fault and says what to do."""
+    """Turn every exception into one ValueError that names the file at fault and says what to do."""
     try:
         yield
     except Exception as error:  # transformers fails in many ways on files that it was not written for

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from tl_posdisent.models.running.forward_pass import alter_arguments, removing
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.validation import check_float64, printable
+from tl_posdisent.utils.validation import check_float64, first_line
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
@@ -33,18 +33,7 @@ else:  # for run-time type checkers
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
 _MOST_LOGITS = 2**25  # limit for one comparison: 128 MB in float32
-_LONGEST_LINE = 600  # limit in characters for an error that may quote a file
 _COMPARED_AT_ONCE = 2**20  # logits in float64; with a large vocabulary, those of all tokens take as much as a layer
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, printable, without the lists that transformers and torch append.
-
-    A line that ends in a colon only announces the reason, so those after it are joined to it.
-    """
-    lines = [x.strip() for x in str(error).strip().splitlines()] or [type(error).__name__]
-    line = printable(" ".join(lines) if lines[0].endswith(":") else lines[0])
-    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
 
 
 def comparison_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:

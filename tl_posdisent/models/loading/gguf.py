@@ -20,11 +20,10 @@ from gguf import ReaderTensor
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tl_posdisent.models.loading.convert import first_line
 from tl_posdisent.models.loading.gguf_config import DIVISORS, Plan, plan_of
 from tl_posdisent.models.loading.gguf_file import GgufFile, numbers, read_gguf_file, shape_of
 from tl_posdisent.models.loading.gguf_tokenizer import special_tokens, tokenizer_of
-from tl_posdisent.utils.validation import printable
+from tl_posdisent.utils.validation import first_line, printable
 
 # Standard deviations of initial weights published in a model's config.json, by basename and size label.
 _PUBLISHED_SCALES = {

@@ -20,7 +20,6 @@ from tl_posdisent.models.loading.checkpoint import read_checkpoint
 from tl_posdisent.models.loading.convert import (
     check_same_logits,
     comparison_tokens,
-    first_line,
     hf_logits,
     logits_at_some_positions,
     to_hooked,
@@ -32,7 +31,7 @@ from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.validation import printable, shown
+from tl_posdisent.utils.validation import first_line, printable, shown
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
@@ -228,7 +227,7 @@ def as_backend(
         try:
             return hooked_from_hf(hf_model, tokenizer=tokenizer)
         except ValueError as error:
-            if not has_bridge() or isinstance(error, ArgumentError):  # in which a bridge is no better
+            if not has_bridge() or isinstance(error, ArgumentError):  # a bridge would fail in the same way
                 raise
             if backend == "hooked":
                 raise ValueError(f'{str(error).rstrip(".")}; use backend="bridge"') from error

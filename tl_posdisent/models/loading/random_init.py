@@ -232,7 +232,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
 
 
 def _bridged(fresh: Any, model: Any) -> Any:
-    """Wrap a copy as its model is wrapped, which is not compared with the original again if the model was.
+    """Wrap a copy like its model; if the model's logits were compared with the original's, the copy's are not.
 
     The tokenizer is shared: it is the model's own, and copying a large one takes longer than a pass.
     """
