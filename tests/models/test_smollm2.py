@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from hooks.test_generation import step_by_step
-from support.cache_faults import lost
 from support.edited_scores import Call, Layer, edited_results
 from support.intervention_cases import hooks_of
 from support.packaged_models import needs
@@ -125,20 +124,6 @@ def test_generating_and_padding(edit: str, model: Any, tokens: Tensor) -> None:
     together = logits(model, both, hooks, attention_mask=masks)
     torch.testing.assert_close(together[:1, 4:], whole, rtol=0, atol=2e-3)
     torch.testing.assert_close(together[1:], logits(model, tokens[:, :16], hooks), rtol=0, atol=2e-3)
-
-
-def test_a_lost_cache_is_refused(model: Any, tokens: Tensor) -> None:
-    """As with transformers 5.24, in a bridge that was not adapted; whole texts are run as before."""
-    hooks, part = dummy_distance(model, 5), tokens[:, :24]
-    expected = logits(model, part, hooks)
-    handles = [lost(block.attn) for block in model.blocks]
-    try:
-        assert torch.equal(logits(model, part, hooks), expected)
-        with model.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match="layer 0 does not keep its keys in the KV"):
-            model.generate(part[:1], max_new_tokens=2, do_sample=False, verbose=False)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def test_hooks_are_built_without_a_pass(model: Any, tokens: Tensor) -> None:

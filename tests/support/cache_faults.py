@@ -29,26 +29,3 @@ def renamed(attention: Any) -> Any:
         return args, {"cache" if isinstance(x, Cache) else name: x for name, x in kwargs.items()}
 
     return attention.register_forward_pre_hook(rename, with_kwargs=True)
-
-
-class _Forgetful:
-    """A cache that keeps all keys and returns the new ones alone."""
-
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-
-    def update(self, keys: Any, values: Any, *more: Any, **options: Any) -> Any:
-        self.cache.update(keys, values, *more, **options)
-        return keys, values
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.cache, name)
-
-
-def ignored(attention: Any) -> Any:
-    """Attention fills its cache and attends to the new tokens alone."""
-
-    def wrap(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {name: _Forgetful(x) if isinstance(x, Cache) else x for name, x in kwargs.items()}
-
-    return attention.register_forward_pre_hook(wrap, with_kwargs=True)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 TL_MAJOR = int(importlib.metadata.version("transformer-lens").split(".")[0])
-TRANSFORMERS = tuple(int(x) for x in transformers.__version__.split(".")[:2])
 
 # Left out of the Bridge, because the Bridge itself is wrong there:
 # * `cohere` before TransformerLens 4: it pairs the rotary dimensions half-split instead of adjacent.
@@ -116,22 +115,14 @@ def bridge(name: str, attn: str = "eager", **changes: Any) -> TransformerBridge:
     return as_bridge(hf_model(name, attn, **changes))
 
 
-def as_bridge(model: transformers.PreTrainedModel, *, adapted: bool = True) -> TransformerBridge:
-    """Wrap a Hugging Face model, changing it in place; skips the test under TransformerLens 2.
-
-    With versions of which bridges lose their KV cache, it is ``adapted`` as by the package's own loading.
-    """
+def as_bridge(model: transformers.PreTrainedModel) -> TransformerBridge:
+    """Wrap a Hugging Face model, changing it in place; skips the test under TransformerLens 2."""
     _skip_without_bridge()
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-    from tl_posdisent.models.running.kv_cache import keep_cache
-
-    wrapped = build_bridge_from_module(
+    return build_bridge_from_module(
         model, architecture=type(model).__name__, hf_config=model.config, tokenizer=None
     ).eval()
-    if adapted and TRANSFORMERS >= (5, 24):
-        keep_cache(wrapped, random_tokens())
-    return wrapped
 
 
 def _skip_without_bridge() -> None:

@@ -29,14 +29,7 @@ from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
-from tl_posdisent.models.running.kv_cache import (
-    WITHOUT_CACHE,
-    empty_cache,
-    layers_without_keys,
-    library_versions,
-    lost_keys,
-    with_mask,
-)
+from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE, empty_cache, library_versions, with_mask
 from tl_posdisent.models.running.model_parts import hook_name, is_quantised
 from tl_posdisent.models.running.texts import probe_tokens, special_id
 from tl_posdisent.utils.progress import progress_bar
@@ -246,10 +239,10 @@ class Trial:
             self._last[make] = hooks, self.logits(hooks)
         return self._last[make]
 
-    def logits_in_parts(self, hooks: list[Hook], cache: dict[str, Any] | None = None) -> Tensor:
+    def logits_in_parts(self, hooks: list[Hook]) -> Tensor:
         """Compute the logits of the first half in one pass and then of three single tokens, with a KV cache."""
         n, parts = self.tokens.shape[1] // 2, []
-        cache = cache or empty_cache(self.reading.model, self.tokens)
+        cache = empty_cache(self.reading.model, self.tokens)
         for part in (self.tokens[:, :n], *self.tokens[:, n : n + 3].split(1, 1)):
             parts.append(Trial(self.reading, part).logits(hooks, **with_mask(cache, part)))
         return torch.cat(parts, 1)
@@ -257,13 +250,11 @@ class Trial:
     @cached_property
     def cache_problem(self) -> str | None:
         """Why a KV cache cannot be used: without hooks, the model's logits in parts are not those in one pass."""
-        cache = empty_cache(self.reading.model, self.tokens)
-        in_parts = self.logits_in_parts([], cache)
+        in_parts = self.logits_in_parts([])
         gap = _gap(in_parts, self.plain[:, : in_parts.shape[1]])
         if gap <= tolerance_of(self.reading.model):
             return None
-        lost = layers_without_keys(cache)
-        why = lost_keys(lost[0]) if lost else f"{library_versions()}; {WITHOUT_CACHE}"
+        why = self.spec.no_cache or f"{library_versions()}; {WITHOUT_CACHE}"
         return f"{OTHER_WITH_CACHE}, by {gap:.2g} of the largest: {why}"
 
     def metric(self, hooks: list[Hook]) -> Tensor:

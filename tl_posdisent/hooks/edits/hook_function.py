@@ -23,6 +23,7 @@ from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.layer_pass import LayerPass
 from tl_posdisent.hooks.edits.layer_plan import at_head, plan_layer
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.kv_cache import running_cache
 from tl_posdisent.models.running.model_parts import FIRST_HOOK
 
 _FIRED: WeakKeyDictionary[Any, tuple[Any, tuple[weakref.ref[Any], ...]]] = WeakKeyDictionary()
@@ -56,6 +57,7 @@ class HookFunction:
             self.places.update({point: (layer, x) for point, x in plan.spec.points.items() if x in plan.steps})
         self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # a bridge's differ from those in the plan
         self.names.update(name for plan in self.layers.values() for name in plan.steps)
+        self.no_cache = next((spec.no_cache for spec in specs.values() if spec.no_cache), None)
         self.tools = sorted({each.edit.tool for each in interventions})
         self.installer: object = None  # the thread that installed it last
         self._state = threading.local()
@@ -107,6 +109,8 @@ class HookFunction:
 
     def _begin(self) -> None:
         """Begin a pass, which may run inside another one (within a user's hook) or follow an interrupted one."""
+        if self.no_cache is not None and running_cache()[1]:
+            raise ValueError(self.no_cache)
         state = self._state
         if getattr(state, "passes", None) or getattr(state, "held_up", None):
             level = running_passes()

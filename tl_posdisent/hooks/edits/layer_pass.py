@@ -13,7 +13,6 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 9. and the result of edited scores is *put in* at ``hook_z``.
 10. *pattern*: checked, if the model shows it instead of scores.
 11. *result*: the output of heads is replaced at ``hook_z``, regardless of their attention.
-12. *kept keys*: if only results are replaced, the pattern shows whether the model loses its KV cache.
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
 turned for the wrong positions. Then the pass *falls back*: it recomputes the scores of all heads with rotation edits.
@@ -36,7 +35,7 @@ from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
-from tl_posdisent.models.running.kv_cache import check_cache_is_kept, tokens_before
+from tl_posdisent.models.running.kv_cache import tokens_before
 from tl_posdisent.rope.rotary import turn
 from tl_posdisent.utils.precision import no_autocast
 
@@ -323,20 +322,14 @@ def _pattern(state: LayerState, x: Tensor) -> None:
         state.remember(n_key)
 
 
-# --- 11, 12: results
+# --- 11: results
 
 
 def _result(state: LayerState, x: Tensor) -> Tensor:
-    check_cache_is_kept(state.spec.layer, x.shape[1])
     for edit, heads in state.plan.result_edits:
         at = torch.tensor(heads, device=x.device)
         x = x.index_copy(2, at, edit.replace(state.spec.layer, heads, x[:, :, at]).to(x.dtype))
     return x
-
-
-def _kept_keys(state: LayerState, x: Tensor) -> None:
-    n_query, n_key = x.shape[-2:]
-    check_cache_is_kept(state.spec.layer, n_query, n_key, state.spec.window)
 
 
 _DONE_AT = {
@@ -351,5 +344,4 @@ _DONE_AT = {
     Step.PUT_IN: _put_in,
     Step.PATTERN: _pattern,
     Step.RESULT: _result,
-    Step.KEPT_KEYS: _kept_keys,
 }

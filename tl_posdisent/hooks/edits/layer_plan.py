@@ -43,7 +43,6 @@ class Step(IntEnum):
     PUT_IN = 9
     PATTERN = 10
     RESULT = 11
-    KEPT_KEYS = 12
 
 
 def at_head(layer: int, head: int) -> str:
@@ -152,7 +151,6 @@ class LayerPlan:
                 places += [(Step.VALUES, spec.v), (Step.PUT_IN, spec.z), (Step.PATTERN, spec.pattern)]
         if self.result_edits:
             places.append((Step.RESULT, spec.z or hook_name(spec.layer, "hook_z")))
-            places.append((Step.KEPT_KEYS, None if self.heads else spec.pattern))
         steps: dict[str, list[Step]] = {}
         for step, where in places:
             if where is not None:

@@ -26,7 +26,6 @@ from tl_posdisent.models.loading.convert import (
 )
 from tl_posdisent.models.loading.names import check_model_name
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
-from tl_posdisent.models.running.kv_cache import keep_cache
 from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
@@ -173,8 +172,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 
     Args:
         hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced in place by hooked ones
-            (its outputs stay the same), and it is put in evaluation mode. If its attention does not find the KV cache
-            that this version of transformers passes, it is adapted by a torch forward pre-hook.
+            (its outputs stay the same), and it is put in evaluation mode.
         tokenizer: as in ``hooked_from_hf``.
 
     Raises:
@@ -214,7 +212,6 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     if got is not None and expected is not None:
         what = f"the TransformerBridge of {name}"
         check_same_logits(got, expected, what=what, quantised=is_quantised(hf_model))
-    keep_cache(bridge, tokens)
     bridge.checked_logits = check
     return bridge
 

@@ -30,6 +30,7 @@ from tl_posdisent.models.reading.explanation import (
 )
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Pass, running
+from tl_posdisent.models.running.kv_cache import lost_cache
 from tl_posdisent.models.running.model_parts import architecture, hook_name, n_layers
 from tl_posdisent.models.running.texts import check_tokens, probe_tokens
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
@@ -71,7 +72,8 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
         specs = check_lengths(p, tokens, specs, edits)
         specs = check_turns(p, tokens, specs, edits)
-        return check_tables_and_scores(p, tokens, specs, edits)
+        no_cache = lost_cache(p, tokens)
+        return [replace(s, no_cache=no_cache) for s in check_tables_and_scores(p, tokens, specs, edits)]
 
 
 @contextlib.contextmanager

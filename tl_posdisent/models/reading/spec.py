@@ -48,6 +48,7 @@ class AttentionSpec:
         masked_below: cells at or below this value are masked (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
+        no_cache: why the model cannot be run with a KV cache, which some of its layers lose; None if it can.
         certain: False if all its queries or keys were 0, which fits every rotation and scale: the layer is then read
             again at each use.
         points: the model's hook points, held weakly, with the names above, and the first hook of a pass.
@@ -79,6 +80,7 @@ class AttentionSpec:
     masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None
+    no_cache: str | None = None
     certain: bool = True
     points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
 
