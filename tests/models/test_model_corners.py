@@ -63,9 +63,11 @@ def test_a_layer_that_discards_turned_vectors_is_found_out(llama: Any) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
     spec = tp.read_model(llama).specs()[0]
-    closed = replace(spec, scores_editable=False, z=None)
-    with pytest.raises(ValueError, match="uses neither edited scores nor an edited hook_z"):
-        replace_scores(closed, [0], lambda view: view.scores, "a test")
+    closed = replace(spec, scores_editable=False)
+    hidden = replace(spec, scores=None, z=None)
+    for layer in (closed, hidden):
+        with pytest.raises(ValueError, match=r"discards edited scores: edit its results .* or load the model with the"):
+            replace_scores(layer, [0], lambda view: view.scores, "a test")
     unread = replace(spec, q=None, problem="hook_q does not fire")
     with pytest.raises(ValueError, match="hook_q does not fire"):
         replace_scores(unread, [0], lambda view: view.scores, "a test", vectors=True)

@@ -62,18 +62,17 @@ def check_scores(
         )
 
 
-def check_result(state: LayerState) -> None:
-    """Raise unless ``hook_z`` is the pattern times ``hook_v``: only then can it be recomputed from edited scores."""
-    seen, spec = state.seen, state.spec
-    if seen.z is None or seen.pattern is None:
-        return
-    z, pattern = seen.z.detach().double(), seen.pattern.detach().double()
+def check_result(state: LayerState, pattern: Float[Tensor, "batch head query key"]) -> None:
+    """Raise unless ``hook_z`` is the pattern times ``hook_v``: only then can it be computed from edited scores."""
+    spec, own = state.spec, state.seen.z
+    assert own is not None
+    z, pattern = own.detach().double(), pattern.detach().double()
     rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(state.plan.heads)
     v = state.values(pattern.shape[-1]).detach().double()
     values, z = v[:, :, [spec.key_head(head) for head in heads]], z[:, rows][:, :, heads]
     ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads][:, :, rows], values)
-    if ours.shape != z.shape or mismatch(z, ours, seen.z.dtype) > 1:
+    if ours.shape != z.shape or mismatch(z, ours, own.dtype) > 1:
         raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} discards edited scores, and its hook_z is not "
+            f"layer {spec.layer} of {spec.architecture} shows no scores that could be edited, and its hook_z is not "
             "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
         )

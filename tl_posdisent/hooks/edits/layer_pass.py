@@ -9,9 +9,9 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 5. *queries are turned*. If the model shows no tables, positions are read from what the rotation does to the queries.
 6. *keys are turned*.
 7. *scores*: the mask is read; the model's scores are compared with what was read from the model, and edited.
-8. *values* are stored, if the model discards edited scores,
+8. *values* are stored, if the model shows no scores,
 9. and the result of edited scores is *put in* at ``hook_z``.
-10. *pattern*: checked, if the model shows it instead of scores.
+10. *pattern*: checked, since it alone shows the mask of such a model.
 11. *result*: the output of heads is replaced at ``hook_z``, regardless of their attention.
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
@@ -64,7 +64,7 @@ class LayerPass:
 def _queries(state: LayerState, x: Tensor) -> None:
     vectors = state.seen.q = _read(state, state.spec.q, x, state.spec.n_heads)
     state.texts, state.n_query, state.dtype = len(vectors), vectors.shape[1], vectors.dtype
-    if state.plan.turned_before or not state.plan.editable:
+    if state.plan.turned_before or state.spec.scores is None:
         state.start = tokens_before(state.spec.layer)
 
 
@@ -214,17 +214,14 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     _compare_with_slots(state, cached)
     if state.reads_mask or cached:
         inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
-        if not state.plan.editable:
-            state.seen.scores, state.seen.inside = x, inside
         unseen = state.own is None
         _number_queries(state, n_key, inside, real)
         if state.edits_scores or cached or unseen:
             check_scores(state, x, inside)
         _start_texts_at_0(state, real)
-        if state.edits_scores and state.plan.editable:
+        if state.edits_scores:
             new = edited_scores(state, x, inside)
-    if not state.puts_in:
-        state.remember(n_key)
+    state.remember(n_key)
     return new
 
 
@@ -261,7 +258,7 @@ def _start_texts_at_0(state: LayerState, real: Tensor) -> None:
         state.fall_back()
 
 
-# --- 8, 9, 10: the result of edited scores, where the model discards them
+# --- 8, 9, 10: models that show no scores, and that do not use edited ones
 
 
 def _values(state: LayerState, x: Tensor) -> None:
@@ -271,55 +268,42 @@ def _values(state: LayerState, x: Tensor) -> None:
 
 
 def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
+    """Put in the result of edited scores, for a text without padding; the pattern shows later whether it has none."""
     if not state.edits_scores:
         return None
-    state.seen.z, scores, inside = x, state.seen.scores, state.seen.inside
-    check_result(state)
-    state.seen.scores = state.seen.inside = None
-    if scores is None or inside is None:
-        scores, inside = _unshown_scores(state, x)
-    n_key = scores.shape[-1]
-    heads, result = result_of(state, scores, inside)
-    if state.spec.scores is not None or state.seen.pattern is not None:
-        state.remember(n_key)
-    return x.index_copy(2, torch.tensor(heads, device=x.device), result.to(x.dtype))
-
-
-def _unshown_scores(state: LayerState, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute scores and mask of a model that shows neither; its pattern may come later in the pass."""
+    state.seen.z = x
     at = torch.arange((state.start or 0) + state.n_query, device=x.device)
     state.counted = at[-state.n_query :]
     state.own = state.counted if state.own is None else state.own
     inside = state.spec.sees(state.counted[:, None] - at)
     if state.rescored or state.plan.recomputes:
-        return own_scores(state, len(at)), inside
-    return x.new_zeros(len(x), state.spec.n_heads, *inside.shape), inside
+        scores = own_scores(state, len(at))
+    else:  # the edits do not read scores
+        scores = x.new_zeros(len(x), state.spec.n_heads, *inside.shape)
+    heads, result = result_of(state, scores, inside)
+    return x.index_copy(2, torch.tensor(heads, device=x.device), result.to(x.dtype))
 
 
 def _pattern(state: LayerState, x: Tensor) -> None:
-    """Check the pattern of a model that does not show scores.
+    """Check what the edits relied on, in the pattern, the only trace of mask and positions in these models.
 
-    Its mask and positions must be those of a text without padding, either whole or continuing a cached one.
+    They must be those of a text without padding, either whole or continuing a cached one.
     """
-    n_key, shows_scores = x.shape[-1], state.spec.scores is not None
+    n_key = x.shape[-1]
     at = torch.arange(n_key, device=x.device)
     places = at[n_key - state.n_query :]
-    if not shows_scores and state.own is None:
+    if state.own is None:
         state.own = places
         if state.plan.turned_before and n_key > 1 and not torch.equal(places, state.expected):
-            state.refuse_part(n_key)  # too late for scores: the result may have passed
-    if state.edits_scores:
-        if state.seen.z is not None and not shows_scores and (state.start or 0) + state.n_query != n_key:
             state.refuse_part(n_key)
-        state.seen.pattern = x
-        check_result(state)
-    if shows_scores:
-        return
+    if state.edits_scores:
+        if (state.start or 0) + state.n_query != n_key:
+            state.refuse_part(n_key)
+        check_result(state, x)
     state.check_cache(n_key)
     if state.edits_scores or state.plan.rotates:
         check_scores(state, x, state.spec.sees(places[:, None] - at), pattern=True)
-    if not state.puts_in or state.seen.z is not None:
-        state.remember(n_key)
+    state.remember(n_key)
 
 
 # --- 11: results

@@ -6,7 +6,7 @@ A rotation is edited
 2. by turning queries and keys, if heads that share keys get the same positions;
 3. by recomputing scores, otherwise, and if the running text's table is not the expected one.
 
-If a model discards edited scores, the attention's result is recomputed from them and put in at ``hook_z``.
+A model that shows no scores discards edited ones too: its result is computed from them and put in at ``hook_z``.
 """
 
 from __future__ import annotations
@@ -93,14 +93,9 @@ class LayerPlan:
         return frozenset(head for _, heads in self.result_edits for head in heads)
 
     @property
-    def editable(self) -> bool:
-        """Whether the model uses edited scores."""
-        return self.spec.scores_editable and self.spec.scores is not None
-
-    @property
     def writes_result(self) -> bool:
         """Whether an edit of the attention is put in at ``hook_z``."""
-        return not self.editable and bool(self.heads)
+        return self.spec.scores is None and bool(self.heads)
 
     @cached_property
     def rotates(self) -> bool:
@@ -147,7 +142,7 @@ class LayerPlan:
         if self.heads:
             places += [(Step.QUERIES, spec.q), (Step.KEYS, spec.k), (Step.COSINES, spec.cos), (Step.SINES, spec.sin)]
             places += [(Step.TURN_QUERIES, spec.turn_q), (Step.TURN_KEYS, spec.turn_k), (Step.SCORES, spec.scores)]
-            if not self.editable:
+            if spec.scores is None:
                 places += [(Step.VALUES, spec.v), (Step.PUT_IN, spec.z), (Step.PATTERN, spec.pattern)]
         if self.result_edits:
             places.append((Step.RESULT, spec.z or hook_name(spec.layer, "hook_z")))
@@ -156,6 +151,13 @@ class LayerPlan:
             if where is not None:
                 steps.setdefault(where.name if isinstance(where, Tap) else where, []).append(step)
         return steps
+
+
+def can_rescore(spec: AttentionSpec) -> bool:
+    """Say whether edited scores reach the output of a layer: at the hook of its scores, or by its result."""
+    if spec.scores is not None:
+        return spec.scores_editable
+    return spec.v is not None and spec.z is not None and spec.pattern is not None
 
 
 def plan_layer(spec: AttentionSpec, interventions: Sequence[Intervention]) -> LayerPlan:
@@ -222,10 +224,10 @@ def _check_hooks(plan: LayerPlan) -> None:
     spec = plan.spec
     if not (plan.rescored or plan.score_edits):
         return
-    if not plan.editable and (spec.v is None or spec.pattern is None or spec.z is None):
+    if not can_rescore(spec):
         raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
-            "its scores cannot be changed"
+            f"layer {spec.layer} of {spec.architecture} discards edited scores: edit its results (ablate_heads) or the "
+            "rotation of all heads that share keys, or load the model with the other backend"
         )
     if (plan.recomputes or plan.reads_vectors) and (spec.q is None or spec.k is None):
         raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, continued, last_of
-from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, grouped
+from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, can_rescore, grouped
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
 from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE, running_cache
 from tl_posdisent.rope.rotary import Rotary
@@ -27,10 +27,7 @@ class Seen:
     given_q: Tensor | None = None  # queries and keys as hooks turned them before the running positions were known
     given_k: Tensor | None = None
     cos: Tensor | None = None
-    scores: Tensor | None = None  # kept, with their mask, only if the model discards edited scores
-    inside: Tensor | None = None
-    pattern: Tensor | None = None
-    z: Tensor | None = None
+    z: Tensor | None = None  # before the result of edited scores is put in
 
 
 class LayerState:
@@ -124,7 +121,7 @@ class LayerState:
     @property
     def puts_in(self) -> bool:
         """Whether the result of edited scores is put in at ``hook_z``."""
-        return self.edits_scores and not self.plan.editable
+        return self.edits_scores and self.spec.scores is None
 
     def use_rotary(self, rotary: Rotary) -> None:
         """Use the rotation of the running text from here on."""
@@ -132,7 +129,7 @@ class LayerState:
 
     def fall_back(self) -> None:
         """Switch to recomputing the scores of all heads with rotation edits."""
-        if not (self.plan.editable or (self.spec.v and self.spec.z and self.spec.pattern)):
+        if not can_rescore(self.spec):
             raise ValueError(
                 f"the rotation table of layer {self.spec.layer} is not that of positions 0, 1, 2 …, and its scores "
                 "cannot be recomputed: run the model without padding, position_ids or a KV cache"
