@@ -1,25 +1,30 @@
-"""A hook of the user's that runs the model within a pass: both passes are as each alone, in every intervention."""
+"""Passes that do not run one after the other: nested, interrupted, interleaved, run again for gradients, in threads."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, TOOLS, close
+from support.intervention_cases import TOKENS, TOOLS, TOOLS_FOR_ANY_LENGTH, UNORDERED, close, logits
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tl_posdisent import dummy_distance, remap_distance, swap_positions
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 MODELS = [*zoo.cases("llama-gqa"), ("bridge", "gptj"), ("bridge", "neox")]
 OTHER = TOKENS.flip(1)
 AT = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_attn_scores", "hook_pattern", "hook_z")
+NESTED = "act in one pass of the model at a time, and the model is run within one, in a hook: run it before that pass"
 
 
 class Stopped(Exception):
-    """Breaks off an inner pass."""
+    """Breaks off a pass."""
 
 
 def whole(model: Any) -> Tensor:
@@ -34,62 +39,190 @@ def beginning(model: Any) -> Tensor:
     return model(OTHER, stop_at_layer=1)
 
 
-def broken_off(model: Any) -> None:
-    def stop(x: Tensor, hook: Any) -> None:
-        raise Stopped
-
-    with contextlib.suppress(Stopped), model.hooks(fwd_hooks=[("blocks.0.attn.hook_v", stop)]):
-        model(OTHER)
+def stop(x: Tensor, hook: Any) -> None:
+    raise Stopped
 
 
-def twice_and_deeper(model: Any) -> Tensor:
-    def again(x: Tensor, hook: Any) -> None:
-        model(TOKENS)
-
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_k", once(again))]):
-        model(OTHER)
-    return model(OTHER)
-
-
-def once(hook: Callable[..., None]) -> Callable[..., None]:
-    """Not in the passes that it makes itself."""
-    busy = [False]
-
-    def run(x: Tensor, hook: Any, inner: Any = hook) -> None:
-        if not busy[0]:
-            busy[0] = True
-            try:
-                inner(x, hook)
-            finally:
-                busy[0] = False
-
-    return run
-
-
-INNER = [whole, of_one_text, beginning, broken_off, twice_and_deeper]
+INNER = [whole, of_one_text, beginning]
 
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize(("kind", "name"), MODELS)
-def test_an_inner_pass_changes_nothing_in_the_outer_one(
+def test_a_model_that_runs_in_a_hook_is_refused(
     kind: str, name: str, inner: Callable[[Any], Any], shared_model: Any
 ) -> None:
+    """At any hook, within a layer or between two, before the inner pass computes anything; then all is as before."""
     model = shared_model(kind, name)
     points = [f"blocks.0.attn.{at}" for at in AT if f"blocks.0.attn.{at}" in model.hook_dict]
-    tools = list(TOOLS.items())
-    some = tools if inner is whole and name == "llama-gqa" else tools[INNER.index(inner) :: 4]
-    for n, (tool, make) in enumerate(some):
-        if tool in ("swap", "vectors", "scores", "noise") and inner is of_one_text:
-            continue  # given for each slot
+    points += ["blocks.0.hook_resid_pre", "blocks.0.hook_mlp_out"]
+    for n, (tool, make) in enumerate(TOOLS.items()):
         hooks = make(model, layers=[0], heads=[1, 6])
-        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-            wanted, wanted_inner = model(TOKENS), inner(model)
+        expected = logits(model, hooks)
         for at in (points[n % len(points)], points[(n + 3) % len(points)]):
-            found = []
-            mine = (at, once(lambda x, hook: found.append(inner(model))))  # noqa: B023
-            for both in ([mine, *hooks], [*hooks, mine]):
-                with torch.no_grad(), model.hooks(fwd_hooks=both):
-                    close(model(TOKENS), wanted, 1e-5)
-            for each in found:
-                assert each is None or close(each, wanted_inner, 1e-5) is None
-            assert len(found) in (0, 2)  # a bridge has hooks that never fire
+            inside: list[str] = []
+
+            def run(x: Tensor, hook: Any, inside: list[str] = inside) -> None:
+                with pytest.raises(ValueError, match=NESTED):
+                    inner(model)
+                inside.append(hook.name)
+                raise Stopped
+
+            for both in ([(at, run), *hooks], [*hooks, (at, run)]):
+                with torch.no_grad(), contextlib.suppress(Stopped), model.hooks(fwd_hooks=both):
+                    model(TOKENS)
+            assert len(inside) in (0, 2)  # a bridge has hooks that never fire
+            assert torch.equal(logits(model, hooks), expected), tool
+
+
+@zoo.needs_bridge
+def test_generation_in_a_hook_is_refused(shared_model: Any) -> None:
+    """Also by transformers, which does not go through the bridge, in a pass that did not either."""
+    model = shared_model("bridge", "llama-gqa")
+    hf, options = model.original_model, {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+
+    def run(x: Tensor, hook: Any) -> None:
+        hf.generate(OTHER, attention_mask=torch.ones_like(OTHER), **options)
+
+    for outer in (model, hf):
+        hooks = [("blocks.0.hook_resid_pre", run), *dummy_distance(model, 3)]
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match=NESTED):
+            outer(TOKENS)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_another_model_in_a_hook(kind: str, name: str, shared_model: Any) -> None:
+    """Two models with hooks of their own, one of which runs within the other's layers."""
+    model, other = shared_model(kind, name), zoo.load(kind, name)
+    for first, second in ((TOOLS["swap"], TOOLS["remap"]), (TOOLS["lambda"], TOOLS["swap"])):
+        hooks, of_other = first(model), second(other)
+        wanted, wanted_inner = logits(model, hooks), logits(other, of_other, OTHER)
+        for at in ("hook_q", "hook_k", "hook_attn_scores"):
+            found: list[Tensor] = []
+            mine = (f"blocks.1.attn.{at}", lambda x, hook: found.append(other(OTHER)))  # noqa: B023
+            with torch.no_grad(), other.hooks(fwd_hooks=of_other):
+                assert torch.equal(logits(model, [mine, *hooks]), wanted)
+            assert torch.equal(found[0], wanted_inner)
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_after_an_interrupted_pass_the_next_is_as_any(kind: str, name: str, shared_model: Any) -> None:
+    """Of the same list, left on the model: an error at any hook, a pass that ends early, another length."""
+    model = shared_model(kind, name)
+    points = [f"blocks.{layer}.attn.{at}" for layer in (0, 1) for at in AT]
+    points = [at for at in points if at in model.hook_dict]
+    for n, (tool, make) in enumerate(TOOLS_FOR_ANY_LENGTH.items()):
+        hooks = make(model, heads=[1, 6])
+        expected, short = logits(model, hooks), logits(model, hooks, TOKENS[:1, :5])
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            for at in (points[n % len(points)], points[(n + 5) % len(points)]):
+                with contextlib.suppress(Stopped), model.hooks(fwd_hooks=[(at, stop)]):
+                    model(OTHER)
+                close(model(TOKENS), expected, 0)
+                model(OTHER, stop_at_layer=1)
+                close(model(TOKENS[:1, :5]), short, 0)
+                close(model(TOKENS), expected, 0), tool
+
+
+def test_embeddings_that_a_hook_gives_again_and_again(shared_model: Any) -> None:
+    """The tensor at the first hook is then the same in several passes, which is no list that is applied twice."""
+    model = shared_model("bridge", "llama-gqa")
+    given = torch.randn(len(TOKENS), TOKENS.shape[1], model.cfg.d_model)
+    hooks = dummy_distance(model, 3)
+    with torch.no_grad(), model.hooks(fwd_hooks=[("hook_embed", lambda x, hook: given), *hooks]):
+        assert torch.equal(model(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("tool", TOOLS_FOR_ANY_LENGTH)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_are_run_again_for_gradients(tool: str, reentrant: bool) -> None:
+    """Gradient checkpointing runs each block once more, in the other order and without a first hook, if in a thread
+    of its own, as torch does on a GPU."""
+    model = zoo.load("bridge", "llama-gqa")
+    model.original_model.config.use_cache = False  # blocks would add their keys once more
+    parameter = next(p for p in model.parameters() if p.shape[0] == zoo.VOCAB)
+    hooks = TOOLS_FOR_ANY_LENGTH[tool](model)
+
+    def gradient(thread: bool = False) -> Tensor:
+        loss = model(TOKENS).double().pow(2).mean()
+        found: list[Any] = []
+
+        def backward() -> None:
+            try:
+                found.extend(torch.autograd.grad(loss, parameter) if not reentrant else [loss.backward()])
+            except BaseException as error:  # noqa: BLE001 - raised below
+                found.append(error)
+
+        worker = threading.Thread(target=backward)
+        (worker.start(), worker.join(60)) if thread else backward()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        got = parameter.grad if reentrant else found[0]
+        parameter.grad = None
+        return got
+
+    with model.hooks(fwd_hooks=hooks):
+        expected = gradient()
+        for block in model.blocks:
+            own = block.forward
+
+            def again(*args: Any, own: Any = own, **kwargs: Any) -> Any:
+                return checkpoint(lambda *x: own(*x, **kwargs), *args, use_reentrant=reentrant)
+
+            vars(block)["forward"] = again  # a bridge would set it on the block that it wraps
+        for thread in (False, True):
+            close(gradient(thread), expected, 1e-6 * float(expected.abs().max()))
+            close(gradient(thread), expected, 1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("way", ["hooks", "added"])
+def test_another_thread_than_the_one_that_installed(way: str, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    hooks, got = swap_positions(model, UNORDERED), []
+    expected = logits(model, hooks)
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                got.append(model(TOKENS))
+        except ValueError as error:
+            got.append(error)
+
+    def in_thread(work: Callable[[], None]) -> Any:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        return got.pop()
+
+    def installing() -> None:
+        with model.hooks(fwd_hooks=hooks):
+            run()
+
+    assert torch.equal(in_thread(installing), expected)
+    if way == "hooks":
+        with model.hooks(fwd_hooks=hooks):
+            error = in_thread(run)
+    else:
+        try:
+            model.add_hook(*hooks[0])
+            error = in_thread(run)
+        finally:
+            model.reset_hooks()
+    assert "installed by another thread than the one that runs the model: install them in the thread" in str(error)
+    assert torch.equal(logits(model, hooks), expected)
+
+
+@pytest.mark.skipif("llama-gqa" not in zoo.HOOKED_NAMES, reason="no HookedTransformer")
+def test_passes_from_a_later_layer_on(shared_model: Any) -> None:
+    """They have no first hook: each begins with the first layer that is edited."""
+    model = shared_model("hooked", "llama-gqa")
+    with torch.no_grad():
+        before = model(TOKENS, stop_at_layer=1)
+        for make in (lambda m: swap_positions(m, UNORDERED, layers=[1]), lambda m: remap_distance(m, abs, layers=[1])):
+            hooks = make(model)
+            expected = logits(model, hooks)
+            with model.hooks(fwd_hooks=hooks):
+                for _ in range(2):
+                    assert torch.equal(model(before, start_at_layer=1), expected)
+                model(TOKENS, stop_at_layer=1)
+                assert torch.equal(model(before, start_at_layer=1), expected)
+                assert torch.equal(model(TOKENS), expected)

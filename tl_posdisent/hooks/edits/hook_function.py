@@ -1,7 +1,7 @@
 """The one function of a list of hooks, which TransformerLens calls at each of its hook points.
 
-It hands the tensor to the pass of the layer that is running (``layer_pass.py``), and tells passes apart: one after the
-other, one within another (within a user's hook), and those of other threads.
+It hands the tensor to the pass of the layer that is running (``layer_pass.py``). A list acts in one pass at a time, in
+the thread that installed it. A pass that is interrupted needs no end: the first hook of the next one begins anew.
 
 Two lists that are installed separately (in nested contexts, for example) must act on different heads, or one on the
 attention of a head and the other on its result; otherwise the second to fire raises.
@@ -9,13 +9,13 @@ attention of a head and the other on its result; otherwise the second to fire ra
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
-from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.cached_text import CachedText
@@ -23,14 +23,27 @@ from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.layer_pass import LayerPass
 from tl_posdisent.hooks.edits.layer_plan import at_head, plan_layer
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.kv_cache import running_cache
+from tl_posdisent.models.running.kv_cache import running_pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK
 
 _FIRED: WeakKeyDictionary[Any, tuple[Any, tuple[weakref.ref[Any], ...]]] = WeakKeyDictionary()
 """For each hook point, the hooks installed there when functions of this class last fired, and these. It is kept
 outside the model, which could not be pickled with it."""
 
-_INSTALLER: ContextVar[object] = ContextVar("stands for a thread that has installed hooks", default=None)
+
+@dataclass
+class ActivePass:
+    """The forward pass in which a list of hooks acts.
+
+    Attributes:
+        start: number of tokens of its text in the transformers cache that it was given, or 0.
+        continues: whether another pass may continue its text, with a KV cache.
+        layers: the layers that are running.
+    """
+
+    start: int
+    continues: bool
+    layers: dict[int, LayerPass] = field(default_factory=dict)
 
 
 class HookFunction:
@@ -59,8 +72,10 @@ class HookFunction:
         self.names.update(name for plan in self.layers.values() for name in plan.steps)
         self.no_cache = next((spec.no_cache for spec in specs.values() if spec.no_cache), None)
         self.tools = sorted({each.edit.tool for each in interventions})
-        self.installer: object = None  # the thread that installed it last
-        self._state = threading.local()
+        self.thread = 0  # that installed it last
+        self._active: ActivePass | None = None
+        self._texts: dict[int, CachedText] = {}
+        self._first: weakref.ref[Tensor] | None = None  # the tensor at the first hook, until another hook fires
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookFunction:
         """Return itself, also in the copy of a model: its hooks call the same function, with the copy's hook points."""
@@ -77,9 +92,7 @@ class HookFunction:
 
     def accepts(self, name: str) -> bool:
         """Say whether the hook of this name is needed; TransformerLens asks when it installs the function."""
-        if _INSTALLER.get() is None:
-            _INSTALLER.set(object())
-        self.installer = _INSTALLER.get()
+        self.thread = threading.get_ident()
         return name in self.names
 
     def __call__(self, x: Tensor, hook: Any) -> Tensor | None:
@@ -91,71 +104,74 @@ class HookFunction:
                 f"hooks of {' + '.join(self.tools)} at {hook.name} were made for another model or another hook: make "
                 "them for this model, and leave them where they are"
             )
+        self._check_thread()
         place = self.places[point]
-        if place is None:  # the first hook of a pass shows which model runs, and whether within another pass
-            self._begin()
+        if place is None:
+            self._begin(x)
             return None
         layer, name = place
         self._meet_others(point, layer)
-        state = self._in_thread()
         try:
-            new = self._see(state, layer, name, x)
+            return self._see(layer, name, x)
         except BaseException:
-            state.passes.pop(layer, None)
-            state.memories.pop(layer, None)
+            self._active = None
+            self._texts.pop(layer, None)
             raise
-        state.returned[name] = None if new is None else weakref.ref(new)
-        return new
 
-    def _begin(self) -> None:
-        """Begin a pass, which may run inside another one (within a user's hook) or follow an interrupted one."""
-        if self.no_cache is not None and running_cache()[1]:
-            raise ValueError(self.no_cache)
-        state = self._state
-        if getattr(state, "passes", None) or getattr(state, "held_up", None):
-            level = running_passes()
-            state.held_up = {n: kept for n, kept in state.held_up.items() if n < level}
-            if level > 1 and state.level < level:
-                state.held_up[state.level] = state.passes, state.returned
-            state.level, state.passes, state.returned = level, {}, {}
+    def _check_thread(self) -> None:
+        """Refuse passes of other threads, in which TransformerLens's hooks act too."""
+        # A block that is run again for gradients (checkpointing) may run in a thread of torch's.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if threading.get_ident() != self.thread and not in_backward:
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} were installed by another thread than the one that runs the "
+                "model: install them in the thread that runs it, and give each thread a model of its own"
+            )
 
-    def _in_thread(self) -> Any:
-        """Return the state of the pass that runs in this thread; after an inner pass has ended, that of the outer."""
-        state = self._state
-        if not hasattr(state, "passes"):
-            state.passes, state.memories, state.returned, state.held_up, state.level = {}, {}, {}, {}, 1
-        if state.held_up and (level := running_passes()) < state.level and level in state.held_up:
-            state.level, (state.passes, state.returned) = level, state.held_up.pop(level)
-        return state
-
-    def _see(self, state: Any, layer: int, name: str, x: Tensor) -> Tensor | None:
-        """Handle one hook of one layer; a hook that fires again begins a new pass of the layer."""
-        running = state.passes.get(layer)
-        returned = state.returned.get(name) or (lambda: None)
-        if _same_storage(returned(), x) or (
-            running is not None and name in running.fired and name != next(iter(running.fired))
-        ):
+    def _begin(self, x: Tensor) -> None:
+        """Begin a pass at the first hook of the model; one that was interrupted is dropped."""
+        if self._first is not None and self._first() is x:
             raise ValueError(f"the same hooks of {' + '.join(self.tools)} are applied twice: apply them once")
-        if running is None or name in running.fired:
-            if not state.passes:
-                state.level = running_passes()
-            memory = state.memories.setdefault(layer, CachedText())
-            running = state.passes[layer] = LayerPass(self.layers[layer], memory)
-        new: Tensor | None = running.at(name, x)
+        self._first = weakref.ref(x)
+        self._active = self._open()
+
+    def _open(self) -> ActivePass:
+        self._active = None
+        found = running_pass()
+        if found.nested:
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} act in one pass of the model at a time, and the model is run "
+                "within one, in a hook: run it before that pass, or run a copy of the model there"
+            )
+        if found.continues and self.no_cache is not None:
+            raise ValueError(self.no_cache)
+        some = min(self.layers)  # no layer has added keys of this pass yet
+        return ActivePass(0 if found.cache is None else int(found.cache.get_seq_length(some)), found.continues)
+
+    def _see(self, layer: int, name: str, x: Tensor) -> Tensor | None:
+        """Handle one hook of one layer."""
+        self._first = None
+        if self._active is None:  # no first hook: a pass from a later layer on, or blocks run again for gradients
+            self._active = self._open()
+        running, first = self._active.layers.get(layer), next(iter(self.layers[layer].steps))
+        if name != first and (running is None or name in running.fired):
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} do not see layer {layer} from its beginning, or see it twice: "
+                "apply them once, run the model outside of its own hooks, and give each thread a model of its own"
+            )
+        if running is None or name == first:
+            memory, active = self._texts.setdefault(layer, CachedText()), self._active
+            running = LayerPass(self.layers[layer], memory, active.start, active.continues)
+            active.layers[layer] = running
+        new = running.at(name, x)
         if running.fired.keys() == running.plan.steps.keys():
-            del state.passes[layer]
+            del self._active.layers[layer]
         return new
 
     # --- other lists that are installed at the same hook
 
     def _meet_others(self, point: Any, layer: int) -> None:
         """Refuse other lists that fired here with the same hooks installed, if they act on the same heads."""
-        here = _INSTALLER.get()
-        if None not in (self.installer, here) and self.installer is not here:
-            raise ValueError(
-                f"hooks of {' + '.join(self.tools)} were installed by one thread while another thread installs hooks "
-                "on a model: TransformerLens's hooks act in every thread, so give each thread a model of its own"
-            )
         installed = tuple(point._forward_hooks)
         before, fired = _FIRED.get(point, (None, ()))
         lists = [other for ref in fired if (other := ref()) is not None] if before == installed else []
@@ -176,19 +192,3 @@ class HookFunction:
                 "lists, a + b, so that they act together. If one of them is that of an experiment, which cannot be "
                 "added: choose other layers or heads for the experiment, or run it without your hooks"
             )
-
-
-def running_passes() -> int:
-    """Count the nested forward passes of models with hooks that are running in this thread."""
-    n, frame = 0, inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and hasattr(type(frame.f_locals.get("self")), "run_with_hooks"):
-            n += 1
-        frame = frame.f_back
-    return n
-
-
-def _same_storage(a: Tensor | None, b: Tensor) -> bool:
-    if a is None or a.device.type == "meta" or a.device != b.device:
-        return False
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

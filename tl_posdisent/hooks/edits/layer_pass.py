@@ -35,7 +35,6 @@ from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
-from tl_posdisent.models.running.kv_cache import tokens_before
 from tl_posdisent.rope.rotary import turn
 from tl_posdisent.utils.precision import no_autocast
 
@@ -43,8 +42,8 @@ from tl_posdisent.utils.precision import no_autocast
 class LayerPass:
     """Carry out a layer's edits in one forward pass."""
 
-    def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
-        self.plan, self.state = plan, LayerState(plan, memory)
+    def __init__(self, plan: LayerPlan, memory: CachedText, start: int, continues: bool) -> None:
+        self.plan, self.state = plan, LayerState(plan, memory, start, continues)
         self.fired: dict[str, None] = {}  # hooks that have fired, in order
 
     @no_autocast()
@@ -64,8 +63,6 @@ class LayerPass:
 def _queries(state: LayerState, x: Tensor) -> None:
     vectors = state.seen.q = _read(state, state.spec.q, x, state.spec.n_heads)
     state.texts, state.n_query, state.dtype = len(vectors), vectors.shape[1], vectors.dtype
-    if state.plan.turned_before or state.spec.scores is None:
-        state.start = tokens_before(state.spec.layer)
 
 
 def _keys(state: LayerState, x: Tensor) -> None:
@@ -272,7 +269,7 @@ def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
     if not state.edits_scores:
         return None
     state.seen.z = x
-    at = torch.arange((state.start or 0) + state.n_query, device=x.device)
+    at = torch.arange(state.start + state.n_query, device=x.device)
     state.counted = at[-state.n_query :]
     state.own = state.counted if state.own is None else state.own
     inside = state.spec.sees(state.counted[:, None] - at)
@@ -297,7 +294,7 @@ def _pattern(state: LayerState, x: Tensor) -> None:
         if state.plan.turned_before and n_key > 1 and not torch.equal(places, state.expected):
             state.refuse_part(n_key)
     if state.edits_scores:
-        if (state.start or 0) + state.n_query != n_key:
+        if state.start + state.n_query != n_key:
             state.refuse_part(n_key)
         check_result(state, x)
     state.check_cache(n_key)

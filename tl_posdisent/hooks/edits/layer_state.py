@@ -13,7 +13,7 @@ from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now, continued, last_of
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, can_rescore, grouped
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
-from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE, running_cache
+from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
 from tl_posdisent.rope.rotary import Rotary
 
 
@@ -44,10 +44,10 @@ class LayerState:
             model positions by slots.
         rescored: heads whose scores are recomputed: those of the plan, or all with rotation edits if it ``fell_back``.
         fell_back: whether the running text's rotation table is not the expected one.
-        start: number of tokens in the model's own cache, if needed before the hooks show it.
+        start, continues: as in ``ActivePass``.
     """
 
-    def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
+    def __init__(self, plan: LayerPlan, memory: CachedText, start: int, continues: bool) -> None:
         self.plan, self.spec, self.memory = plan, plan.spec, memory
         self.seen = Seen()
         self.texts, self.n_query, self.dtype = 1, 0, torch.float32
@@ -56,7 +56,7 @@ class LayerState:
         self.at_slots = self.recounted = False
         self.rescored = plan.rescored
         self.fell_back = False
-        self.start: int | None = None
+        self.start, self.continues = start, continues
 
     # --- the running text
 
@@ -68,10 +68,7 @@ class LayerState:
     @property
     def expected(self) -> Tensor:
         """Default positions of the queries: 0, 1, 2 …, or those that continue a cached text."""
-        start = self.start
-        if start is None:
-            start = self.cached if self.n_query == 1 else 0
-        return torch.arange(start, start + self.n_query, device=self.queries.device)
+        return torch.arange(self.start, self.start + self.n_query, device=self.queries.device)
 
     def places(self, n_key: int) -> tuple[Tensor, Tensor]:
         """Return the model's own positions of queries and keys."""
@@ -92,7 +89,7 @@ class LayerState:
 
     def part(self, n_key: int) -> tuple[int, int] | None:
         """Return the slots (padding included) of the first query and the first key if the text is run in parts."""
-        if n_key == self.n_query and not running_cache()[1]:
+        if n_key == self.n_query and not self.continues:
             return None
         n_slots = self.n_query + (self.memory.seen if n_key > self.n_query else 0)
         return n_slots - self.n_query, n_slots - n_key
@@ -219,7 +216,7 @@ class LayerState:
     def remember(self, n_key: int) -> None:
         """Store what the next pass needs if it continues this text, which it can only with a KV cache."""
         memory = self.memory
-        if n_key == self.n_query and not running_cache()[1]:
+        if n_key == self.n_query and not self.continues:
             memory.forget()
             return
         if n_key > self.n_query:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -112,11 +112,25 @@ def layers_without_keys(cache: Any) -> list[int]:
     return [index for index, each in with_keys if int(each.get_seq_length()) == 0] if with_keys else [0]
 
 
-# --- the cache of a running pass --------------------------------------------------------------------------------------
+# --- a running pass ---------------------------------------------------------------------------------------------------
 
 
-def running_cache() -> tuple[Any | None, bool]:
-    """Return the KV cache of the running pass, of transformers models alone, and whether the caller asked for one.
+class RunningPass(NamedTuple):
+    """What the call stack tells of a forward pass.
+
+    Attributes:
+        cache: the transformers cache that it was given; None if it was given none, or another.
+        continues: whether the caller asked for a KV cache, so that another pass may continue its text.
+        nested: whether the model runs within another pass of its own, in a hook.
+    """
+
+    cache: Any | None
+    continues: bool
+    nested: bool
+
+
+def running_pass() -> RunningPass:
+    """Look up the pass in which a hook is called, once for each pass.
 
     A hook function receives a tensor and a hook point, but not the arguments of the pass, so these are read from the
     call stack. transformers makes a cache in every pass; the caller asked for it by passing one, by ``use_cache=True``
@@ -124,8 +138,9 @@ def running_cache() -> tuple[Any | None, bool]:
     """
     from transformers import Cache, PreTrainedModel
 
-    cache, asked, frame = None, False, inspect.currentframe()
-    while frame is not None:
+    cache, asked, nested, frame = None, False, False, inspect.currentframe()
+    models: set[tuple[int, Any]] = set()
+    while frame is not None and not nested:
         if frame.f_code.co_name == "forward":
             given = frame.f_locals
             more = given.get("kwargs")  # a dictionary, unless it is a forward of the caller's own
@@ -133,15 +148,13 @@ def running_cache() -> tuple[Any | None, bool]:
             caches = [x for x in values if isinstance(x, Cache)]
             if cache is None and caches:
                 cache = caches[0]
-            if isinstance(given.get("self"), PreTrainedModel):  # the outermost one is seen last
+            module = given.get("self")
+            if isinstance(module, PreTrainedModel):  # the outermost one is seen last
                 asked = bool(caches) or given.get("use_cache") is True
+            if isinstance(module, PreTrainedModel) or hasattr(type(module), "run_with_hooks"):
+                nested = (id(module), frame.f_code) in models  # a subclass may call the forward of its base
+                models.add((id(module), frame.f_code))
             asked = asked or given.get("past_kv_cache") is not None  # a HookedTransformer's
             asked = asked or given.get("return_type") == "logits_and_cache"
         frame = frame.f_back
-    return cache, asked
-
-
-def tokens_before(layer: int) -> int | None:
-    """Return the number of cached tokens before this layer's attention adds its own; None if no cache is found."""
-    cache, _ = running_cache()
-    return None if cache is None else int(cache.get_seq_length(layer))
+    return RunningPass(cache, asked, nested)
