@@ -11,6 +11,7 @@ from tl_posdisent.hooks.edits.layer_state import LayerState
 from tl_posdisent.hooks.edits.recomputed_scores import of_heads
 from tl_posdisent.hooks.edits.rotated_scores import rotated_vectors
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.capture import spread_rows
 from tl_posdisent.utils.precision import mismatch
 
@@ -30,18 +31,19 @@ def check_scores(
         x: the scores, or with ``pattern`` the attention pattern of a model that does not show its scores.
     """
     spec, cached = state.spec, x.shape[-1] > state.n_query
-    if spec.problem is not None or state.seen.q is None:
+    if spec.problem is not None or state.vectors.q is None:
         return
-    # If vectors were turned for other positions, these are what the model then rotated.
-    given = state.seen.given_q if state.misplaced else None
-    queries = state.queries if given is None else given
-    keys = (state.given_keys if state.misplaced else state.keys)(x.shape[-1]).detach()
+    queries, keys = state.queries.detach(), state.keys(x.shape[-1]).detach()
+    if state.misplaced:
+        if cached and any(rotation.patched for rotation in (*state.plan.turned_q, *state.plan.turned_k)):
+            return
+        queries, keys = _as_turned(state, queries, keys)
     own, n_key = state.places(x.shape[-1]), keys.shape[1]
     rows = spread_rows(state.n_query, _ROWS_CHECKED, x.device)
     for rotation, heads in state.in_force(pattern=pattern, cached=cached).items():
         if cached and rotation.patched:
             continue
-        q, k = queries[:, :, heads].detach(), keys[:, :, [spec.key_head(h) for h in heads]]
+        q, k = queries[:, :, heads], keys[:, :, [spec.key_head(h) for h in heads]]
         q_rot, k_rot = rotated_vectors(spec, rotation, heads, q, k, (own[0], own[1][..., -n_key:]))
         ours = spec.score(q_rot[:, rows], k_rot)
         theirs, seen = x[:, heads][:, :, rows, -n_key:].detach(), of_heads(inside, heads)[..., rows, -n_key:]
@@ -62,9 +64,19 @@ def check_scores(
         )
 
 
+def _as_turned(state: LayerState, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the model rotated to its positions: vectors that were turned for the slots of the batch."""
+    rotary, n_slots = state.spec.require_rotary("turning"), state.start + state.n_query
+    at = torch.arange(n_slots, device=queries.device)
+    return (
+        turned_vectors(state.plan, rotary, queries, "q", at[-queries.shape[1] :], behind=False),
+        turned_vectors(state.plan, rotary, keys, "k", at[-keys.shape[1] :], behind=False),
+    )
+
+
 def check_result(state: LayerState, pattern: Float[Tensor, "batch head query key"]) -> None:
     """Raise unless ``hook_z`` is the pattern times ``hook_v``: only then can it be computed from edited scores."""
-    spec, own = state.spec, state.seen.z
+    spec, own = state.spec, state.z
     assert own is not None
     z, pattern = own.detach().double(), pattern.detach().double()
     rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(state.plan.heads)

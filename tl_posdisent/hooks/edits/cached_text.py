@@ -1,36 +1,61 @@
-"""The part of a text in the KV cache: what the hooks of a layer must remember of it between passes."""
+"""Positions of a running text, and the part of a text in the KV cache that the hooks of a layer must remember."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 
-@dataclass
-class CachedText:
-    """What a layer's hooks remember of the text in the KV cache."""
+@dataclass(frozen=True)
+class Positions:
+    """Positions of the queries of a pass.
+
+    Attributes:
+        own: the model's own; None until they are known.
+        counted: index of each query in its text, from 0, regardless of its position; None unless it is needed.
+        at_slots: whether the model's own are the slots of the batch, 0, 1, 2 …, padding included.
+        from_counts: whether edits take ``counted`` for positions, since padding precedes a text at slots.
+    """
+
+    own: Tensor | None = None
+    counted: Tensor | None = None
+    at_slots: bool = False
+    from_counts: bool = False
+
+
+@dataclass(frozen=True)
+class TextSoFar:
+    """What is kept of a text in a KV cache for the pass that continues it; empty if no cache is in use.
+
+    Attributes:
+        texts, n_key: number of texts, and of keys in the cache.
+        seen: number of tokens; a sliding window may have dropped some from the cache.
+        positions: of these tokens.
+        misplaced: whether keys were turned for other positions than the model's.
+        keys: before rotation; only the last one, which identifies the text, if no more are needed.
+        values: if results are put in.
+    """
 
     texts: int = 0
-    n_key: int = 0  # keys in the cache
-    seen: int = 0  # tokens so far; a sliding window may have dropped some from the cache
-    places: Tensor | None = None  # positions of these tokens, if they were determined
-    at_slots: bool = False  # whether these positions are the slots of the batch, padding included
-    counted: Tensor | None = None  # index of each token in its text, if needed
-    keys: Tensor | None = None  # unrotated; only the last one, which identifies the text, if no more are needed
-    given: Tensor | None = None  # keys as hooks turned them for the wrong positions, if a pass then fell back
-    values: Tensor | None = None  # if results are recomputed
+    n_key: int = 0
+    seen: int = 0
+    positions: Positions = Positions()
+    misplaced: bool = False
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def holds(self, texts: int, cached: int, window: int | None) -> bool:
         """Say whether this is the beginning of a text of which ``cached`` keys come from a cache."""
         forgotten = window is not None and min(self.n_key, window - 1) <= cached
         return self.texts == texts and (self.n_key == cached or forgotten)
 
-    def forget(self) -> None:
-        """Release all tensors: the running pass keeps no cache, so that no pass can continue its text."""
-        vars(self).update(vars(CachedText()))
+    def continued_by(self, now: Positions) -> Positions:
+        """Return the positions of this text and of what continues it."""
+        before = self.positions
+        return replace(now, own=_continued(before.own, now.own), counted=_continued(before.counted, now.counted))
 
 
 def last_of(before: Tensor | None, now: Tensor, n_key: int) -> Tensor:
@@ -63,6 +88,6 @@ def joined(before: Int[Tensor, "*_ seen"], now: Int[Tensor, "*_ new"]) -> Int[Te
     return torch.cat([before, now], -1)
 
 
-def continued(before: Tensor | None, now: Tensor | None) -> Tensor | None:
+def _continued(before: Tensor | None, now: Tensor | None) -> Tensor | None:
     """Return the token indices of a text up to the end of this part, or None if some are unknown."""
     return None if before is None or now is None else joined(before, now)

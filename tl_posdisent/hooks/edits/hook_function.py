@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.cached_text import CachedText
+from tl_posdisent.hooks.edits.cached_text import TextSoFar
 from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.layer_pass import LayerPass
 from tl_posdisent.hooks.edits.layer_plan import at_head, plan_layer
@@ -74,7 +74,7 @@ class HookFunction:
         self.tools = sorted({each.edit.tool for each in interventions})
         self.thread = 0  # that installed it last
         self._active: ActivePass | None = None
-        self._texts: dict[int, CachedText] = {}
+        self._texts: dict[int, TextSoFar] = {}
         self._first: weakref.ref[Tensor] | None = None  # the tensor at the first hook, until another hook fires
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookFunction:
@@ -160,10 +160,10 @@ class HookFunction:
                 "apply them once, run the model outside of its own hooks, and give each thread a model of its own"
             )
         if running is None or name == first:
-            memory, active = self._texts.setdefault(layer, CachedText()), self._active
-            running = LayerPass(self.layers[layer], memory, active.start, active.continues)
-            active.layers[layer] = running
+            active, before = self._active, self._texts.get(layer, TextSoFar())
+            running = active.layers[layer] = LayerPass(self.layers[layer], before, active.start, active.continues)
         new = running.at(name, x)
+        self._texts[layer] = running.state.text
         if running.fired.keys() == running.plan.steps.keys():
             del self._active.layers[layer]
         return new

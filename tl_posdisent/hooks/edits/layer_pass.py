@@ -21,6 +21,7 @@ So it does if the mask shows padding before a text and the model's positions cou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NoReturn
 
 import torch
@@ -28,22 +29,22 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.agreement import check_result, check_scores
-from tl_posdisent.hooks.edits.cached_text import CachedText, before_and_now
-from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, Step
+from tl_posdisent.hooks.edits.cached_text import Positions, TextSoFar, before_and_now
+from tl_posdisent.hooks.edits.layer_plan import LayerPlan, Step
 from tl_posdisent.hooks.edits.layer_state import LayerState
 from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores, result_of
-from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
+from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, Side
+from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
-from tl_posdisent.rope.rotary import turn
 from tl_posdisent.utils.precision import no_autocast
 
 
 class LayerPass:
     """Carry out a layer's edits in one forward pass."""
 
-    def __init__(self, plan: LayerPlan, memory: CachedText, start: int, continues: bool) -> None:
-        self.plan, self.state = plan, LayerState(plan, memory, start, continues)
+    def __init__(self, plan: LayerPlan, text: TextSoFar, start: int, continues: bool) -> None:
+        self.plan, self.state = plan, LayerState(plan, text, start, continues)
         self.fired: dict[str, None] = {}  # hooks that have fired, in order
 
     @no_autocast()
@@ -61,12 +62,12 @@ class LayerPass:
 
 
 def _queries(state: LayerState, x: Tensor) -> None:
-    vectors = state.seen.q = _read(state, state.spec.q, x, state.spec.n_heads)
-    state.texts, state.n_query, state.dtype = len(vectors), vectors.shape[1], vectors.dtype
+    state.vectors = replace(state.vectors, q=_read(state, state.spec.q, x, state.spec.n_heads))
+    state.n_query = state.queries.shape[1]
 
 
 def _keys(state: LayerState, x: Tensor) -> None:
-    state.seen.k = _read(state, state.spec.k, x, state.spec.n_kv_heads)
+    state.vectors = replace(state.vectors, k=_read(state, state.spec.k, x, state.spec.n_kv_heads))
 
 
 def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
@@ -85,28 +86,34 @@ def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
 
 
 def _cosines(state: LayerState, x: Tensor) -> Tensor | None:
-    state.seen.cos = x
+    state.cos = x
     if state.plan.needs_positions:
         rotary = state.spec.require_rotary("rotation edits")
-        state.own = text.positions_from_table(x, rotary, state.expected, state.cached)
+        _set_own(state, text.positions_from_table(x, rotary, state.expected, state.cached))
         _fall_back_elsewhere(state)
     return _exchanged(state, x, "cos")
 
 
 def _sines(state: LayerState, x: Tensor) -> Tensor | None:
-    cos, state.seen.cos = state.seen.cos, None
-    if state.own is None and state.plan.needs_positions:
+    cos, state.cos = state.cos, None
+    if state.positions.own is None and state.plan.needs_positions:
         assert cos is not None
         _measure_rotation(state, cos, x)
     return _exchanged(state, x, "sin")
+
+
+def _set_own(state: LayerState, own: Tensor | None) -> None:
+    state.positions = replace(state.positions, own=own)
 
 
 def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
     """Switch to the rotation of the running text if it differs from the one read from the model."""
     read = state.spec.require_rotary("rotation edits")
     rotary = text.measured_rotary(cos, sin, read)
-    state.own = None if rotary is None else text.positions_from_table(cos, rotary, state.expected, state.cached)
-    if rotary is None or state.own is None:
+    if rotary is None:
+        _refuse_rotation(state)
+    _set_own(state, text.positions_from_table(cos, rotary, state.expected, state.cached))
+    if state.positions.own is None:
         _refuse_rotation(state)
     for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
         if isinstance(edit, FrequencyLimit):
@@ -118,8 +125,8 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
 
 def _fall_back_elsewhere(state: LayerState) -> None:
     """Fall back if vectors were turned for other positions than the model's, or were so earlier in this text."""
-    if state.plan.turned_before and state.own is not None:
-        before = state.memory.given is not None and state.expected[0] > 0
+    if state.plan.turned_before and state.positions.own is not None:
+        before = state.text.misplaced and state.start > 0
         if before or not torch.equal(state.own, state.expected):
             state.fall_back()
 
@@ -135,10 +142,10 @@ def _refuse_rotation(state: LayerState) -> NoReturn:
 
 
 def _exchanged(state: LayerState, x: Tensor, which: Literal["cos", "sin"]) -> Tensor | None:
-    table, rotary = state.plan.table, state.spec.rotary
-    if not table or rotary is None or state.own is None or state.fell_back:
+    table, rotary, own = state.plan.table, state.spec.rotary, state.positions.own
+    if not table or rotary is None or own is None or state.fell_back:
         return None
-    return table.table(x, state.own, rotary, which, state.texts)
+    return table.table(x, own, rotary, which, state.texts)
 
 
 # --- 5, 6: vectors are turned
@@ -151,54 +158,27 @@ def _turn_queries(state: LayerState, x: Tensor) -> Tensor | None:
         heads = sorted(state.plan.heads)  # other lists of hooks may have turned the others
         rotary = state.spec.require_rotary("rotation edits")
         before, after = (vectors[:, :, heads] for vectors in (state.queries, tap.read(x)))
-        state.own = text.positions_from_vectors(before, after, rotary, state.expected, state.cached)
-        if state.own is None:
+        _set_own(state, text.positions_from_vectors(before, after, rotary, state.expected, state.cached))
+        if state.positions.own is None:
             _refuse_rotation(state)
-    return _turned(state, x, tap, plain, "q", state.plan.turned_q)
+    return _turned(state, x, tap, plain, "q") if state.plan.turned_q else None
 
 
 def _turn_keys(state: LayerState, x: Tensor) -> Tensor | None:
-    return _turned(state, x, state.spec.turn_k, state.spec.k, "k", state.plan.turned_k)
+    return _turned(state, x, state.spec.turn_k, state.spec.k, "k") if state.plan.turned_k else None
 
 
-def _turned(
-    state: LayerState, x: Tensor, tap: Tap | None, plain: Tap | None, which: Side, turned: Grouped
-) -> Tensor | None:
+def _turned(state: LayerState, x: Tensor, tap: Tap | None, plain: Tap | None, which: Side) -> Tensor | None:
     """Turn vectors of some heads at a hook before or after the model's rotation."""
     assert tap is not None
-    if not turned or state.fell_back:
+    if state.fell_back:
         return None
     vectors, behind = tap.read(x), plain is not None and tap.name != plain.name
-    own = state.expected if state.own is None else state.own
+    own = state.expected if state.positions.own is None else state.own
     if which == "k" and vectors.shape[1] > own.shape[-1]:  # with the keys of a KV cache
-        own = before_and_now(own, vectors.shape[1], state.memory.places)
-    for rotation, heads in turned.items():
-        at = torch.tensor(heads, device=vectors.device)
-        some = _turned_on(state, vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
-        vectors = some if len(heads) == tap.n_heads else vectors.index_copy(2, at, some)
-    if plain is not None and not behind:
-        if which == "q":
-            state.seen.given_q = vectors
-        else:
-            state.seen.given_k = vectors
-    return tap.write(vectors)
-
-
-def _turned_on(
-    state: LayerState, x: Tensor, rotation: HeadRotation, heads: list[int], which: Side, own: Tensor, behind: bool
-) -> Tensor:
-    """Return the vectors of some heads as the hook must return them."""
-    rotary, table = state.spec.require_rotary("turning"), state.plan.table
-    given = rotation.patch(which)
-    if given is None:
-        return rotation.turned_on(x, which, own, rotary, tables=bool(table))
-    check_patch(f"{which}_rot", given, x)
-    given = rotation.kept(given[:, :, heads].to(x.device), rotary, which)
-    if behind:
-        return given
-    # In float64, so that turning back and rotating again gives the same vectors.
-    angles = table.angles(rotary, table.places(which, own, len(x)))
-    return turn(given.double(), -angles[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
+        own = before_and_now(own, vectors.shape[1], state.text.positions.own)
+    rotary = state.spec.require_rotary("turning")
+    return tap.write(turned_vectors(state.plan, rotary, vectors, which, own, behind=behind))
 
 
 # --- 7: scores
@@ -206,53 +186,71 @@ def _turned_on(
 
 def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     state.n_query, n_key = x.shape[-2:]
-    cached, new = n_key > state.n_query, None
+    new = None
     state.check_cache(n_key)
-    _compare_with_slots(state, cached)
-    if state.reads_mask or cached:
+    state.positions = _with_slots(state, n_key)
+    if _reads_mask(state) or n_key > state.n_query:
         inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
-        unseen = state.own is None
-        _number_queries(state, n_key, inside, real)
-        if state.edits_scores or cached or unseen:
+        unseen = state.positions.own is None
+        state.positions = _counted(state, n_key, inside, real)
+        if state.edits_scores or n_key > state.n_query or unseen:
             check_scores(state, x, inside)
-        _start_texts_at_0(state, real)
+        state.positions = _from_0(state, real)
         if state.edits_scores:
             new = edited_scores(state, x, inside)
-    state.remember(n_key)
+    state.text = state.extended_text(n_key)
     return new
 
 
-def _compare_with_slots(state: LayerState, cached: bool) -> None:
+def _reads_mask(state: LayerState) -> bool:
+    """Say whether something depends on the mask of the running text."""
+    own, plan = state.positions.own, state.plan
+    return (
+        state.edits_scores
+        or own is None
+        or (state.positions.at_slots and plan.by_place)
+        or (plan.needs_positions and text.restarts(own))
+    )
+
+
+def _with_slots(state: LayerState, n_key: int) -> Positions:
     """Find out whether the model's own positions are the slots of the batch, from its beginning."""
-    if state.own is not None and state.own.ndim == 1 and (state.memory.at_slots or not cached):
-        start = state.memory.seen if cached else 0
-        state.at_slots = torch.equal(state.own, torch.arange(start, start + state.n_query, device=state.own.device))
+    own, cached = state.positions.own, n_key > state.n_query
+    if own is None or own.ndim > 1 or (cached and not state.text.positions.at_slots):
+        return state.positions
+    start = state.text.seen if cached else 0
+    slots = torch.arange(start, start + state.n_query, device=own.device)
+    return replace(state.positions, at_slots=torch.equal(own, slots))
 
 
-def _number_queries(state: LayerState, n_key: int, inside: Tensor, real: Tensor) -> None:
+def _counted(state: LayerState, n_key: int, inside: Tensor, real: Tensor) -> Positions:
     """Count the queries in their text if needed; if only the mask shows their positions, read these from it."""
-    if state.plan.counts or state.own is None or (state.plan.by_place and state.at_slots):
-        before = state.memory.counted if n_key > state.n_query else None
-        state.counted = text.counted_in_text(inside, real, before)
-    if state.own is None:
-        assert state.counted is not None
-        state.own = text.positions_of(state.counted)
-        if state.plan.turned_before and not bool((state.own == state.expected).expand(real.shape)[real].all()):
-            state.fall_back()
-    elif n_key == state.n_query and text.restarts(state.own):
-        text.check_packed(state.own, inside, real)
-
-
-def _start_texts_at_0(state: LayerState, real: Tensor) -> None:
-    """Fall back if edits depend on positions and the model's own count the padding before a text."""
-    if not (state.plan.by_place and state.at_slots):
-        return
-    assert state.counted is not None
-    assert state.own is not None
-    shifted = (state.counted != state.own) & (real | (state.counted < 0))  # padding after a text shifts nothing
-    if bool(shifted.any()):
-        state.recounted = True
+    found = state.positions
+    if state.plan.counts or found.own is None or (state.plan.by_place and found.at_slots):
+        before = state.text.positions.counted if n_key > state.n_query else None
+        found = replace(found, counted=text.counted_in_text(inside, real, before))
+    if found.own is not None:
+        if n_key == state.n_query and text.restarts(found.own):
+            text.check_packed(found.own, inside, real)
+        return found
+    assert found.counted is not None
+    own = text.positions_of(found.counted)
+    if state.plan.turned_before and not bool((own == state.expected).expand(real.shape)[real].all()):
         state.fall_back()
+    return replace(found, own=own)
+
+
+def _from_0(state: LayerState, real: Tensor) -> Positions:
+    """Fall back if edits depend on positions and the model's own count the padding before a text."""
+    found = state.positions
+    if not (state.plan.by_place and found.at_slots):
+        return found
+    assert found.counted is not None
+    shifted = (found.counted != state.own) & (real | (found.counted < 0))  # padding after a text shifts nothing
+    if not bool(shifted.any()):
+        return found
+    state.fall_back()
+    return replace(found, from_counts=True)
 
 
 # --- 8, 9, 10: models that show no scores, and that do not use edited ones
@@ -260,19 +258,20 @@ def _start_texts_at_0(state: LayerState, real: Tensor) -> None:
 
 def _values(state: LayerState, x: Tensor) -> None:
     assert state.spec.v is not None
-    state.seen.v = state.spec.v.read(x)
-    state.n_query = state.n_query or state.seen.v.shape[1]
+    state.vectors = replace(state.vectors, v=state.spec.v.read(x))
+    state.n_query = state.n_query or x.shape[1]
 
 
 def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
     """Put in the result of edited scores, for a text without padding; the pattern shows later whether it has none."""
     if not state.edits_scores:
         return None
-    state.seen.z = x
+    state.z = x
     at = torch.arange(state.start + state.n_query, device=x.device)
-    state.counted = at[-state.n_query :]
-    state.own = state.counted if state.own is None else state.own
-    inside = state.spec.sees(state.counted[:, None] - at)
+    counted = at[-state.n_query :]
+    own = counted if state.positions.own is None else state.own
+    state.positions = replace(state.positions, own=own, counted=counted)
+    inside = state.spec.sees(counted[:, None] - at)
     if state.rescored or state.plan.recomputes:
         scores = own_scores(state, len(at))
     else:  # the edits do not read scores
@@ -289,8 +288,8 @@ def _pattern(state: LayerState, x: Tensor) -> None:
     n_key = x.shape[-1]
     at = torch.arange(n_key, device=x.device)
     places = at[n_key - state.n_query :]
-    if state.own is None:
-        state.own = places
+    if state.positions.own is None:
+        _set_own(state, places)
         if state.plan.turned_before and n_key > 1 and not torch.equal(places, state.expected):
             state.refuse_part(n_key)
     if state.edits_scores:
@@ -300,7 +299,7 @@ def _pattern(state: LayerState, x: Tensor) -> None:
     state.check_cache(n_key)
     if state.edits_scores or state.plan.rotates:
         check_scores(state, x, state.spec.sees(places[:, None] - at), pattern=True)
-    state.remember(n_key)
+    state.text = state.extended_text(n_key)
 
 
 # --- 11: results

@@ -47,7 +47,7 @@ def edited_scores(
         for rotation, heads in state.alike(chosen).items() if edit.vectors else [(HeadRotation(), list(chosen))]:
             before = x[:, heads]
             left = of_heads(inside, heads) & (before != -torch.inf)
-            vectors = state.vectors(heads, n_key) if edit.vectors else None
+            vectors = state.queries_and_keys(heads, n_key) if edit.vectors else None
             counted = state.counts(n_key) if edit.counts else None
             view = View(state.spec, heads, left, rotation, state.edited_places(n_key), counted, before, vectors)
             x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
@@ -73,7 +73,7 @@ def of_heads(inside: Bool[Tensor, "*lead query key"], heads: Sequence[int]) -> B
 def _rotated(
     state: LayerState, rotation: HeadRotation, heads: list[int], n_key: int, before: Tensor | None
 ) -> Float[Tensor, "batch head query key"]:
-    q, k = state.vectors(heads, n_key)
+    q, k = state.queries_and_keys(heads, n_key)
     by_slot = rotation.position is not None and rotation.position.slots
     part = state.part(n_key) if by_slot else None
     return rotated_scores(state.spec, rotation, heads, q, k, state.edited_places(n_key), before, part)
