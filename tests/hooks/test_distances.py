@@ -13,7 +13,7 @@ from support.intervention_cases import REAL, L, by_brute_force, close, edited, e
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_model, remap_distance
-from tl_posdisent.hooks.edits.rotated_scores import straight_pieces
+from tl_posdisent.hooks.edits.scores_at_distances import straight_pieces
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,

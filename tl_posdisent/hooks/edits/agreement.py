@@ -9,8 +9,8 @@ from torch import Tensor
 from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.layer_state import LayerState
 from tl_posdisent.hooks.edits.recomputed_scores import of_heads
-from tl_posdisent.hooks.edits.rotated_scores import rotated_vectors
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.hooks.edits.scores_at_distances import rotated_vectors
 from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.capture import spread_rows
 from tl_posdisent.utils.precision import mismatch
