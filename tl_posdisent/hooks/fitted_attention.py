@@ -91,7 +91,7 @@ def fit_unmodified(model: Any, texts: Sequence[Int[Tensor, "_text _pos"]], chose
         def fit(view: View) -> Tensor:
             keys = view.vectors and view.vectors[1]
             stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], by, bands=(), rank=1)
-            return view.scores
+            return view.scores  # unchanged, so that later layers see the unmodified model
 
         _run_under(model, texts[0], joined([]), chosen, fit, of_keys=by == "static")
         return stored
@@ -161,11 +161,12 @@ def fit_in_turn(
     stored: Stored = {}
     options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
     in_turn, of_keys = not any(seen), rung == "static"
-    if in_turn and len(texts) == 1:  # in one pass each layer's fit takes effect at once
+    # What a layer attends to depends on the fits of the layers before, so these must act when it is fitted.
+    if in_turn and len(texts) == 1:  # each layer's fit takes effect at once, and one pass serves all layers
         edit = partial(_fit_and_put_in, stored=stored, **options)
         _run_under(model, texts[0], joined([]), chosen, edit, of_keys=of_keys)
         return stored
-    for spec, heads in chosen:
+    for spec, heads in chosen:  # texts of several lengths take several passes, all of which must end before the fit
         hooks, one = stored_hooks([each for each in chosen if each[0].layer in stored], stored), [(spec, heads)]
         found = [attended(model, tokens, one, hooks, with_keys=of_keys) for tokens in texts] if in_turn else seen
         stored[spec.layer] = _fit(spec, heads, [each[spec.layer] for each in found], **options)
@@ -211,7 +212,7 @@ def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: A
 def _side_by_side(
     spec: AttentionSpec, of_texts: Sequence[_OfLayer]
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "*mask query key"]]:
-    """Pad scores and keys of texts of unequal lengths, all starting at 0, into one batch; return them and its mask."""
+    """Pad scores and keys of texts of several lengths, all starting at position 0, into one batch with one mask."""
     longest = max(scores.shape[-1] for scores, _ in of_texts)
     mask = spec.mask(longest, of_texts[0][0].device)
     if len(of_texts) == 1:

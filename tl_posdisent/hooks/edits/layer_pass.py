@@ -118,7 +118,7 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
     for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
         if isinstance(edit, FrequencyLimit):
             edit.check(read, rotary, state.spec.layer)
-    state.use_rotary(rotary)
+    state.spec = replace(state.spec, rotary=rotary)
     if state.plan.turned_before or state.plan.table:
         state.fall_back()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -13,7 +13,6 @@ from tl_posdisent.hooks.edits.cached_text import Positions, TextSoFar, before_an
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, can_rescore, grouped
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
 from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
-from tl_posdisent.rope.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,6 @@ class LayerState:
     @property
     def edits_scores(self) -> bool:
         return bool(self.rescored or self.plan.score_edits)
-
-    def use_rotary(self, rotary: Rotary) -> None:
-        """Use the rotation of the running text from here on."""
-        self.spec = replace(self.spec, rotary=rotary)
 
     def fall_back(self) -> None:
         """Switch to recomputing the scores of all heads with rotation edits."""
