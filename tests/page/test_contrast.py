@@ -17,6 +17,7 @@ from tl_posdisent.page.markup import legible, read
 from tl_posdisent.viz import plot_heads, plot_verdicts
 from tl_posdisent.viz.palette import BLACK, DIVERGING, GREY, VERDICTS, WHITE, inks, inverted, on_scale, rgb
 from tl_posdisent.viz.widgets.offline import DARK_TOKEN, library
+from tl_posdisent.viz.widgets.offline import legible as legible_library
 
 
 def seen(ink: str, behind: str) -> tuple[float, float]:
@@ -87,6 +88,12 @@ def test_text_on_coloured_tokens() -> None:
         behind = on_scale(DIVERGING, float(share))
         brightness = round(float(np.array(rgb(behind)) @ (0.299, 0.587, 0.114)) / 255, 2)
         assert contrast(rgb(WHITE if brightness < DARK_TOKEN else BLACK), rgb(behind)) >= ENOUGH, behind
+
+
+def test_a_library_with_another_rule_for_text_is_refused() -> None:
+    changed = library().replace(f"<{DARK_TOKEN}?", "<.7?")
+    with pytest.raises(RuntimeError, match=r"circuitsvis must choose .* but [\d.]+ does not: install circuitsvis"):
+        legible_library(changed)
 
 
 def test_text_on_the_backgrounds_of_the_page() -> None:

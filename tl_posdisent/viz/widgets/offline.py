@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterable
 from importlib import resources
+from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
 
 
 _GLOBAL = "window.tlPosdisentCircuitsVis"
+_RULE = 'brightness()<.6?"white":"black"'
 DARK_TOKEN = 0.445
 """Brightness (0.299 r + 0.587 g + 0.114 b) below which text on a token is white: with circuitsvis's 0.6 the contrast is
 as low as 3.2, with this one at least 4.5 on every mixture of the diverging colours."""
@@ -108,9 +110,18 @@ as low as 3.2, with this one at least 4.5 on every mixture of the diverging colo
 def library() -> str:
     """Return JavaScript that defines circuitsvis under one global name, unless it is already defined."""
     source = (resources.files("circuitsvis") / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
-    source = source.split("//# sourceMappingURL=")[0].replace("</script", r"<\/script")
-    source = source.replace('brightness()<.6?"white":"black"', f'brightness()<{DARK_TOKEN}?"white":"black"')
+    source = legible(source.split("//# sourceMappingURL=")[0]).replace("</script", r"<\/script")
     return f"{_GLOBAL} = {_GLOBAL} || (() => {{\n{source}\nreturn CircuitsVis;\n}})();"
+
+
+def legible(source: str) -> str:
+    """Replace the brightness of tokens below which circuitsvis's library writes in white, by ``DARK_TOKEN``."""
+    if _RULE not in source:
+        raise RuntimeError(
+            f"circuitsvis must choose the colour of text by {_RULE!r}, as version 1.43.3 does, but "
+            f"{version('circuitsvis')} does not: install circuitsvis 1.43.3"
+        )
+    return source.replace(_RULE, _RULE.replace(".6", str(DARK_TOKEN)))
 
 
 def policy(scripts: Iterable[str]) -> str:
