@@ -1,7 +1,7 @@
 """Least-squares fit of attention scores by a distance, a query and a key component (three-axis additivity).
 
 The fit needs only the marginal sums of the scores (``cells.py``). ``least_squares.py`` solves the normal equations,
-``fix_gauge`` here chooses one of their solutions, and ``design_rank.py`` counts the parameters that they determine.
+``identifiability.py`` chooses one of their solutions, and counts the parameters that they determine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, Parts, make_cells, read_marginals
-from tl_posdisent.additive.design_rank import design_rank
+from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
+from tl_posdisent.additive.identifiability import design_rank, fix_gauge
 from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
@@ -232,33 +232,3 @@ def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Te
     """Sum over distances, queries and keys; pooled texts share the distances but not the queries and keys."""
     d, q, k = (x.sum(-1) for x in cells.split(stacked))
     return (d[0], q.sum(0), k.sum(0)) if pool else (d, q, k)
-
-
-def fix_gauge(
-    cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
-) -> tuple[Float64[Tensor, "*batch"], Parts]:
-    """Convert a solution to the intercept and components in the gauge of ``AdditiveFit``.
-
-    Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
-    mean 0 over the cells, and ``c`` a least-squares slope of 0 over the cells' key positions (of all texts, if pooled).
-    """
-    numbers = cells.split(weights)
-    key = torch.arange(cells.n_key, device=solution.device).double()
-    lever = (key - weighted_mean(key, numbers.key)) * numbers.key
-    up, down = (lever * cells.split(solution).key).sum(-1, keepdim=True), (lever * key).sum(-1, keepdim=True)
-    if pool:
-        up, down = (x.expand_as(up).sum(0, keepdim=True) for x in (up, down))
-    slope = torch.where(down > 0, up / down, 0.0)
-    query = torch.arange(cells.n_query, device=solution.device) + (cells.n_key - cells.n_query)
-    line = torch.cat([-cells.distances, query, -key])
-    tilted = cells.split(torch.addcmul(solution, slope, line))
-    means = [weighted_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
-    # A distance, query or key without cells has no coefficient; report 0.
-    parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
-    return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
-
-
-def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted mean over the last axis, which is kept; 0 where all weights are 0."""
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)

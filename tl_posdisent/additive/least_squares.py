@@ -3,7 +3,7 @@
 No matrix is formed. The three blocks on the diagonal are diagonal matrices (numbers of cells), and a product with the
 other blocks is cheap (``Cells.product``). With the diagonal as preconditioner, conjugate gradients needs about fifteen
 O(length) steps; a narrow window needs ``_tension`` in the preconditioner as well. The system is singular (see
-``fix_gauge`` in ``fit.py``) but consistent, and conjugate gradients converges to one of its solutions.
+``fix_gauge`` in ``identifiability.py``) but consistent, and conjugate gradients converges to one of its solutions.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tl_posdisent.additive.attention.newton import Problem, Solution, solve_atte
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
-from tl_posdisent.additive.fit import weighted_mean
+from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
 from tl_posdisent.additive.score_checks import check_scores, refuse_patterns
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
@@ -232,13 +232,9 @@ def _fix_gauge(layout: Layout, stacked: Stacked, *, free: bool) -> tuple[Tensor,
     by_distance, by_key = (x.clone() for x in layout.split(stacked))
     of_distance, of_key = layout.split(layout.counts.expand_as(stacked))
     if free:
-        key = torch.arange(layout.n_key, device=stacked.device).double()
-        lever = (key - weighted_mean(key, of_key)) * of_key
-        up, down = ((lever * x).sum((1, 2, 3)) for x in (by_key, key))
-        slope = torch.where(down > 0, up / down, 0.0)
-        distances = torch.arange(layout.low, layout.high + 1, device=stacked.device)
-        by_distance -= slope[:, None, None] * distances
-        by_key -= slope[:, None, None, None] * key
+        slope = slope_over_keys(by_key, of_key, shared=(1, 2))
+        by_distance -= slope[:, 0] * torch.arange(layout.low, layout.high + 1, device=stacked.device)
+        by_key -= slope * torch.arange(layout.n_key, device=stacked.device)
         of_text, of_band = _two_way_means(weighted_mean(by_key, of_key)[..., 0], of_key.sum(-1))
         by_key -= of_text[:, :, None, None] + of_band[:, None, :, None]
         by_distance += of_band[:, None, layout.band]

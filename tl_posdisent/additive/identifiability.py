@@ -1,12 +1,12 @@
-"""The rank of the additive design: the number of parameters of distances, queries and keys that the cells determine."""
+"""What the cells determine: the number of parameters, and one gauge for those that change no fitted value."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Runs, Scattered
+from tl_posdisent.additive.cells import Cells, Parts, Runs, Scattered
 
 _NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
 
@@ -89,3 +89,45 @@ def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
     scale = n_d.amax(-1, keepdim=True)  # entries are counts of cells, so much smaller values are rounding
     remaining: Tensor = torch.linalg.eigvalsh(rest)
     return (remaining > _NEGLIGIBLE * scale).sum(-1)
+
+
+def fix_gauge(
+    cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
+) -> tuple[Float64[Tensor, "*batch"], Parts]:
+    """Convert a solution to the intercept and components in the gauge of ``AdditiveFit``.
+
+    Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
+    mean 0 over the cells, and ``c`` a least-squares slope of 0 over the cells' key positions (of all texts, if pooled).
+    """
+    numbers = cells.split(weights)
+    slope = slope_over_keys(cells.split(solution).key, numbers.key, shared=(0,) if pool else ())
+    query = torch.arange(cells.n_query, device=solution.device) + (cells.n_key - cells.n_query)
+    key = torch.arange(cells.n_key, device=solution.device)
+    line = torch.cat([-cells.distances, query, -key]).double()
+    tilted = cells.split(torch.addcmul(solution, slope, line))
+    means = [weighted_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
+    # A distance, query or key without cells has no coefficient; report 0.
+    parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
+    return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
+
+
+def slope_over_keys(
+    by_key: Float64[Tensor, "*row key"], counts: Float64[Tensor, "*#row key"], *, shared: tuple[int, ...] = ()
+) -> Float64[Tensor, "*#row 1"]:
+    """Compute the least-squares slope over key positions, weighted by the numbers of cells; 0 where it is undefined.
+
+    Each row has its own constant; the rows of the axes ``shared``, which are kept, have one slope.
+    """
+    key = torch.arange(by_key.shape[-1], device=by_key.device).double()
+    lever = (key - weighted_mean(key, counts)) * counts
+    up = (lever * by_key).sum(-1, keepdim=True)
+    down = (lever * key).sum(-1, keepdim=True).expand_as(up)
+    if shared:
+        up, down = (x.sum(shared, keepdim=True) for x in (up, down))
+    return torch.where(down > 0, up / down, 0.0)
+
+
+def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
+    """Compute the weighted mean over the last axis, which is kept; 0 where all weights are 0."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
