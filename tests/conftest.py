@@ -15,6 +15,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -34,15 +35,19 @@ torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the pro
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = "docs/test_examples.py"  # minutes, in one kernel: begun last, it would leave the other processes without work
+LONGEST = "docs/test_examples.py"  # minutes in one kernel: begun last, it would leave the other processes without work
+PACKAGE = Path(__file__).parents[1] / "tl_posdisent"
+WITH_MODELS = ("models", "hooks", "experiments")  # examples in their docstrings run with TransformerLens 4 too
 
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a law is tried on llama-gqa, it is slow on other architectures, and left for a release on those that add no
-    mechanism; where it is tried on a bridge, it is slow on a HookedTransformer. These cost minutes and would show most
-    defects only once more. The longest are begun first."""
+    """Mark what a folder or a parameter decides; all other marks are in the files.
+
+    A law that is tried on llama-gqa is slow on other architectures, and left for a release on those that add no
+    mechanism; a law that is tried on a bridge is slow on a HookedTransformer: they take minutes and seldom show more.
+    """
     words = [set(_words_of(item)) for item in items]
     on_bridge = {_law(item) for item, x in zip(items, words, strict=True) if "bridge" in x and "bridge" in BACKENDS}
     on_llama = {_law(item) for item, x in zip(items, words, strict=True) if "llama-gqa" in x}
@@ -55,7 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.release)
         if again or elsewhere or further:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+        if isinstance(item, pytest.DoctestItem) and item.path.relative_to(PACKAGE).parts[0] in WITH_MODELS:
+            item.add_marker(pytest.mark.tl4)
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))  # the longest begin first
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""The findings of README on a text that everyone has: ``make findings``, or
+"""The findings of README on a text that everyone has:
 
     python docs/figures/findings.py smollm2   # or gemma3-270m; ten minutes of two cores
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from tl_posdisent import AdditiveFit, fit_additive
 from tl_posdisent.utils.errors import ArgumentError
 
+pytestmark = pytest.mark.oldest
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -26,6 +26,8 @@ from torch import Tensor
 from tl_posdisent.rope import Moments
 from tl_posdisent.synthetic.training.train import TaskTraining
 
+pytestmark = pytest.mark.tl4
+
 DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
 HOOKED = zoo.TL_MAJOR < 4
 QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}

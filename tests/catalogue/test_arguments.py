@@ -229,7 +229,7 @@ def bad_values(of: str, function: Function, argument: str) -> Iterable[tuple[Any
             yield value, message
 
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 
 @pytest.mark.parametrize("of", callables())

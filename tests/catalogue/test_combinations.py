@@ -38,7 +38,7 @@ from tl_posdisent.hooks import patch_vectors, phase_noise
 from tl_posdisent.rope import decompose
 from tl_posdisent.synthetic import TrainRun, TriggerCount
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 NAN, INF = float("nan"), float("inf")
 X = numbers(3, 6, 6)

@@ -24,7 +24,7 @@ from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 # Refused in words, or not of this package: plotly's figures, and a model that is returned.
 LONG = {"sweep", "train", "run_study", "report", "dynamics"}

@@ -18,7 +18,7 @@ from support.public_calls import FEW, TASK, synthetic
 from tl_posdisent import load_model
 from tl_posdisent.synthetic import load_checkpoint, save_checkpoint, train
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 LINEAR = torch.nn.Linear(2, 2)
 

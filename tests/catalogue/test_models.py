@@ -15,7 +15,7 @@ from support.untouched import state
 
 import tl_posdisent as tp
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 LINEAR = torch.nn.Linear(2, 2)
 EVERY = pytest.mark.parametrize("function", functions(), ids=lambda function: function.__name__)

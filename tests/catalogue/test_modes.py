@@ -17,6 +17,8 @@ import tl_posdisent as tp
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.rope import preference_flips_qk
 
+pytestmark = pytest.mark.tl4
+
 
 def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)

@@ -11,6 +11,8 @@ import torch
 from support import zoo
 from support.public_calls import call, callables
 
+pytestmark = pytest.mark.tl4
+
 TOOLS = ["ablate_heads", "additivity", "attention_ladder", "choice_scores", "head_ablation", "head_patching"]
 TOOLS += ["length_generalization", "output_projection", "preference_flips", "substitute_attention"]
 

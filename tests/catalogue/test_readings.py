@@ -13,6 +13,8 @@ from support.results import assert_same
 import tl_posdisent as tp
 from tl_posdisent.hooks.hook_list import Hooks
 
+pytestmark = pytest.mark.tl4
+
 # All others take minutes together.
 QUICK = {"ablate_heads", "attention_ladder", "choice_scores", "component_patching", "drop_component"}
 QUICK |= {"perturb", "phase_noise", "position_patching", "remap_distance"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from tl_posdisent import additivity, capture, fit_additive, fit_attention, remap_distance, swap_positions
 from tl_posdisent.hooks import patch_vectors, phase_noise
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "meta": lambda x: x.to("meta"),
     "float8": lambda x: x.float().to(torch.float8_e4m3fn),

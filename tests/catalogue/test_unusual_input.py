@@ -15,7 +15,7 @@ from tl_posdisent.rope import decompose
 from tl_posdisent.sweeps import Job, Text
 from tl_posdisent.sweeps.runner import failure_of, part_of
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 X = numbers(3, 6, 6)
 AT = torch.arange(12)

@@ -61,7 +61,7 @@ from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.page import measurements as sections
 from tl_posdisent.synthetic import deposit
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]
 BACKENDS = [pytest.param("bridge", marks=zoo.needs_bridge)]
 BACKENDS += [pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
 SHORT = "ablate --length 16 --layers 0 --no-progress"

@@ -17,6 +17,8 @@ from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokenizer, demo_tok
 from tl_posdisent.models.loading.convert import hf_logits
 from tl_posdisent.models.loading.load import has_hooked
 
+pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+
 needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), pytest.param("bridge", marks=zoo.needs_bridge)]
 DATA = Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data"))

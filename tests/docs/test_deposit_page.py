@@ -9,6 +9,8 @@ import pandas as pd
 import pytest
 from support.pages import ROOT
 
+pytestmark = pytest.mark.tl4
+
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 PAGE, README = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/deposit.md", "README.md"))
 

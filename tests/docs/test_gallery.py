@@ -10,6 +10,8 @@ import pytest
 from support.pages import ROOT
 from support.public import public_names
 
+pytestmark = pytest.mark.tl4
+
 DOCS = ROOT / "docs"
 
 with pytest.MonkeyPatch.context() as patch:

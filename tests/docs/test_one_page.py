@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
+import pytest
 from support.pages import ROOT
 from support.public import public_names
 
@@ -12,6 +13,8 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
 import one_page  # noqa: E402
+
+pytestmark = pytest.mark.tl4
 
 
 def test_both_are_current() -> None:

@@ -14,6 +14,8 @@ from support.pages import PAGES, ROOT, blocks, run_python
 
 from tl_posdisent.cli import app
 
+pytestmark = pytest.mark.tl4
+
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"), "python")]
 SLOW = {page.name: [pytest.mark.slow] for page in WITH_PYTHON if page.name != "README.md"}
 # What these find of all heads, or of a language model, takes about a minute: before a release.
@@ -78,4 +80,5 @@ def check_command(words: list[str]) -> None:
     elif words[:3] == ["python", "-m", "venv"] or words[0] in ("cd", "."):
         return
     else:
-        assert (ROOT / words[-1]).exists(), f"unknown command: {shlex.join(words)}"
+        script = words[1] if words[0] == "python" else words[0]
+        assert (ROOT / script).is_file(), f"unknown command: {shlex.join(words)}"

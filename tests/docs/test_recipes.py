@@ -12,6 +12,8 @@ import tl_posdisent as tp
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied, drop_component, substitute_additive
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = tp.demo_tokens(length=48)
 HEAD = {"layers": [3], "heads": [0]}
 MASK = torch.ones(48, 48).tril().bool()

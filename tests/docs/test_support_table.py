@@ -13,6 +13,8 @@ from support.pages import ROOT
 
 import tl_posdisent as tp
 
+pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+
 NEEDED = [
     Requirement(line)
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]

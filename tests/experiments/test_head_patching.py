@@ -19,7 +19,7 @@ from transformer_lens import patching
 from tl_posdisent import component_patching, head_ablation, head_patching, position_patching
 from tl_posdisent.experiments.causal import runs
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)
 ACTIVATIONS = ["z", "q", "k", "v", "pattern"]
 KINDS = [*zoo.cases("llama-gqa", "gptj", "qwen3"), ("bridge", "gpt2"), ("bridge", "bloom"), ("bridge", "falcon")]

@@ -14,6 +14,8 @@ from support import zoo
 from tl_posdisent import bridge_from_hf, check_model, read_model
 from tl_posdisent.experiments import model_check
 
+pytestmark = pytest.mark.tl4
+
 _REAL = {name: getattr(model_check, name) for name in dir(model_check)}
 
 

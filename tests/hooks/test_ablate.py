@@ -16,6 +16,8 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.ablate import _real as real_queries
 from tl_posdisent.hooks.ablate import derangement
 
+pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+
 TOKENS = zoo.random_tokens(batch=3)
 OTHERS = zoo.random_tokens(length=7, batch=2, seed=1)
 CASES = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "olmo2"))

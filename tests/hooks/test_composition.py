@@ -42,7 +42,7 @@ from tl_posdisent import (
 from tl_posdisent.hooks import applied, drop_component, patch_vectors, substitute_additive, substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks, joined
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
 LATER = [pytest.mark.slow, pytest.mark.release]
 MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) for name in ("gptj", "neox"))]

@@ -15,6 +15,8 @@ from torch import Tensor
 from tl_posdisent import dummy_distance, read_model, remap_distance
 from tl_posdisent.hooks.edits.scores_at_distances import straight_pieces
 
+pytestmark = pytest.mark.tl4
+
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,
     "constant": lambda d: torch.full_like(d, 5.0),

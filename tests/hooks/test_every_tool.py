@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks import applied
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 EVERY_TOOL = pytest.mark.parametrize("tool", TOOLS)
 FITTED = ["three axes", "two axes", "attention", "component", "scores"]  # in whose gradients the fit is a constant
 # Edits of the rotation, which are exact where it is.

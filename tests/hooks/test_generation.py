@@ -23,7 +23,7 @@ from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_
 from tl_posdisent.hooks.edits.cached_text import before_and_now
 from tl_posdisent.models.running.forward_pass import Hook
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 TEXTS = zoo.random_tokens(L)
 START = 7
 TOOLS: dict[str, Callable[..., list[Hook]]] = {

@@ -17,6 +17,8 @@ from torch import Tensor
 from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance
 from tl_posdisent.hooks import applied
 
+pytestmark = pytest.mark.tl4
+
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.
 SHAPES = [(2, 4, 4), (2, 4, 3), (1, 4, 7), (2, 6, 2), (3, 2, 1), (0, 3, 3), (2, 12, 3), (2, 3, 12), (12, 1, 5)]
 

@@ -16,7 +16,7 @@ from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.running.forward_pass import Hook
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 PAD = 4
 TEXTS = zoo.random_tokens(L)
 TOOLS: dict[str, Callable[..., list[Hook]]] = {

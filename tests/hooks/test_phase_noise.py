@@ -13,6 +13,8 @@ from tl_posdisent import read_model
 from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.models.running.forward_pass import Hook
 
+pytestmark = pytest.mark.tl4
+
 
 def subspaces(model: Any, layer: int = 0) -> int:
     return len(read_model(model).specs([layer])[0].rotary.frequencies)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tl_posdisent.models.running.kv_cache import empty_cache, with_mask
 
+pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+
 
 @EVERY_INTERVENTION
 @pytest.mark.parametrize(("kind", "name"), FEW)

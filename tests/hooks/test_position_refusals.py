@@ -25,6 +25,8 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.utils.errors import ArgumentError
 
+pytestmark = pytest.mark.tl4
+
 
 def refused(model: Any, hooks: list[Hook], message: str, **arguments: Any) -> None:
     """The run fails with this message, and the model is as before."""

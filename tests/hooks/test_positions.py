@@ -30,6 +30,8 @@ from tl_posdisent import read_model, remap_distance, swap_positions
 from tl_posdisent.hooks.edits.running_positions import positions_from_vectors, rounding
 from tl_posdisent.rope.rotary import rotate
 
+pytestmark = pytest.mark.tl4
+
 
 @pytest.mark.parametrize(("kind", "name"), ROTARY)
 def test_positions_are_the_position_ids_of_hugging_face(kind: str, name: str, shared_model: Any) -> None:

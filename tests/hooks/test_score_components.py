@@ -23,7 +23,7 @@ ALL_KINDS = [
     *(("bridge", name) for name in ("gpt2", "gptj", "bloom", "gemma2", "opt", "deepseek_v3")),
 ]
 each_kind = pytest.mark.parametrize(("kind", "name"), ALL_KINDS)
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 
 def masks(length: int) -> dict[str, Tensor]:

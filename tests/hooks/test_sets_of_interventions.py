@@ -27,6 +27,7 @@ from tl_posdisent.hooks.hook_list import Hooks
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
     pytest.mark.filterwarnings("ignore:a static head.s direction of"),
+    pytest.mark.tl4,
 ]
 REFERENCE = zoo.random_tokens(9, 3, seed=5)
 HEADS: list[list[int] | None] = [None, [1, 6], [2, 3], [0, 1, 2, 3, 4], [6, 7], [3]]

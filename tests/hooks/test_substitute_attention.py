@@ -23,7 +23,7 @@ from tl_posdisent.hooks import (
 from tl_posdisent.hooks.fitted_attention import fit_in_turn
 from tl_posdisent.hooks.hook_list import any_heads
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 BANDS = (1, 3)
 MODELS = [*zoo.cases("llama-gqa"), *(("bridge", name) for name in ("gptj", "gemma2", "gpt_oss", "gpt2"))]
 

@@ -14,6 +14,8 @@ from tl_posdisent.models import AttentionSpec, Captured
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.rope import rotate
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens()
 NOT_BY_QUERIES_AND_KEYS = ("bloom", "mpt", "deepseek_v3")
 PLAIN = [case for case in zoo.cases() if case.values[1] not in NOT_BY_QUERIES_AND_KEYS]

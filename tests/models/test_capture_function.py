@@ -14,6 +14,8 @@ from torch import Tensor
 from tl_posdisent import additivity, capture, dummy_distance
 from tl_posdisent.models import Captured
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens()
 SOME = ("llama-gqa", "neox", "gptj", "gemma2")
 

@@ -19,7 +19,7 @@ from tl_posdisent import load_model
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 TOKENS = zoo.random_tokens()
 INDEX = "model.safetensors.index.json"

@@ -21,6 +21,8 @@ from tl_posdisent.models.loading.load import has_hooked, load_model
 from tl_posdisent.models.loading.packaged import PACKAGED, PackagedModel
 from tl_posdisent.models.loading.random_init import random_control
 
+pytestmark = pytest.mark.tl4
+
 gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
 files = pytest.importorskip("support.gguf_files")
 MODELS, write_gguf, read_gguf = files.MODELS, files.write_gguf, files.read_gguf

@@ -25,6 +25,8 @@ from tl_posdisent import (
 from tl_posdisent.experiments import streaming_ablation
 from tl_posdisent.hooks.edits import layer_pass
 
+pytestmark = pytest.mark.tl4
+
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
     "RecurrentGemma": {

@@ -17,6 +17,8 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.models.running.model_parts import modules
 from tl_posdisent.rope import rotate
 
+pytestmark = pytest.mark.tl4
+
 ORIGINAL = 48  # tokens of the training, of a context of 128
 LONGROPE = {
     "rope_type": "longrope",

@@ -29,6 +29,8 @@ from tl_posdisent.models.loading import convert as conversion
 from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
 from tl_posdisent.models.loading.load import bridge_from_hf, check_backend, has_hooked, hooked_from_hf, load_model
 
+pytestmark = pytest.mark.tl4
+
 needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 CONVERT = {"hooked": hooked_from_hf, "bridge": bridge_from_hf}

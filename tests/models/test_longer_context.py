@@ -14,6 +14,8 @@ from torch import Tensor
 from tl_posdisent import capture, longer_context, read_model, swap_positions
 from tl_posdisent.models.reading import explanation
 
+pytestmark = pytest.mark.tl4
+
 LONG = zoo.random_tokens(128)
 
 

@@ -17,6 +17,8 @@ from tl_posdisent.models.reading.probe import judge_turns, listen
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import check_tokens
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens(10)
 Shared = Callable[[str, str], Any]
 

@@ -33,6 +33,8 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.kv_cache import empty_cache
 from tl_posdisent.models.running.model_parts import modules
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens()
 
 

@@ -11,6 +11,8 @@ from tl_posdisent import load_model
 from tl_posdisent.models.loading.load import _OFFICIAL_NAME, _lens
 from tl_posdisent.models.loading.names import OWN, _of_transformer_lens, check_model_name
 
+pytestmark = pytest.mark.tl4
+
 
 def test_every_name_that_transformer_lens_takes_is_known() -> None:
     official = _lens(*_OFFICIAL_NAME)

@@ -18,6 +18,8 @@ import tl_posdisent as tp
 from tl_posdisent import head_labels, random_control, read_model, trained_vs_random
 from tl_posdisent.models.loading.load import has_bridge, has_hooked
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens(24)
 BACKENDS = [name for name, there in (("hooked", has_hooked), ("bridge", has_bridge)) if there()]
 WITHOUT_PROJECTIONS = {"deepseek_v3"}  # latent attention

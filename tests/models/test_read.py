@@ -14,6 +14,8 @@ from transformers import BertConfig, BertForMaskedLM
 from tl_posdisent import capture, read_attention, read_model, swap_positions
 from tl_posdisent.hooks import applied
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens()
 N_HEADS = 8
 

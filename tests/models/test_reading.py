@@ -27,6 +27,8 @@ from tl_posdisent import (
 )
 from tl_posdisent.experiments import dummy_distance_check
 
+pytestmark = pytest.mark.tl4
+
 
 def count_passes(model: Any, call: Callable[[], Any]) -> int:
     """Forward passes of the model on texts as short as those on which it is read."""

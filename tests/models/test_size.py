@@ -14,6 +14,8 @@ from tl_posdisent import load_demo_model
 from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.models.size import count_parameters
 
+pytestmark = pytest.mark.tl4
+
 HOOKED = [name for name in zoo.HOOKED_NAMES if name != "bloom"]  # it has positions that nothing reads
 TIED = ("llama-gqa", "neox", "gpt2", "phi3", "gemma3", "falcon", "bloom", "qwen3", "opt")
 

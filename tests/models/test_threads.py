@@ -25,6 +25,8 @@ from tl_posdisent import (
     swap_positions,
 )
 
+pytestmark = pytest.mark.tl4
+
 TOKENS = zoo.random_tokens()
 REFUSED = "model must be used by one thread at a time, but two threads run it: give each thread a model of its own"
 

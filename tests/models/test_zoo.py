@@ -9,6 +9,8 @@ import torch
 from support import zoo
 from torch import Tensor
 
+pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+
 TOKENS = zoo.random_tokens(length=12)
 
 

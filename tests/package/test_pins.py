@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tomllib
-from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support import newest
 from support.pages import ROOT
+
+pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
 
 PINS = {".venv": "dev", ".venv-tl4": "tl4", ".venv-oldest": "oldest"}
 # What Python's own venv brings, and torch, which a user of the Makefile may choose.
@@ -44,31 +43,3 @@ def test_constraints_are_one_version_each(environment: str) -> None:
     names = [canonicalize_name(x.name) for x in needed]
     assert len(names) == len(set(names))
     assert [str(x) for x in needed if not re.fullmatch(r"==[\w.]+", str(x.specifier))] == []
-
-
-def test_the_newest_are_asked_for_without_bounds() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = newest.names()
-    assert {Requirement(x).name for x in project["dependencies"]} - {Requirement(x).name for x in names} == {"torch"}
-    assert not [x for x in names if Requirement(x).specifier]
-
-
-JUNIT = """<testsuites><testsuite>
-<testcase classname="tests.hooks.test_generation" name="test_generate[bridge-llama]"><failure/></testcase>
-<testcase classname="tests.hooks.test_generation" name="test_generate[bridge-gpt2]"><error/></testcase>
-<testcase classname="tests.hooks.test_generation" name="test_other"/>
-<testcase classname="tests.models.test_read" name="test_third"><skipped/></testcase>
-<testcase classname="tests.models.test_read" name="test_fourth"/>
-</testsuite></testsuites>"""
-
-
-def test_the_page_of_the_newest_versions_counts_what_failed(tmp_path: Path) -> None:
-    report = tmp_path / "newest.xml"
-    report.write_text(JUNIT, encoding="utf-8")
-    lines = newest.page(report, {"transformers": "9.1", "torch": "2.2"}, date(2031, 2, 3)).splitlines()
-    assert lines[0] == "On 2031-02-03, with transformers 9.1, torch 2.2: 2 tests passed, 2 failed."
-    assert lines[2:] == [
-        "| failed | test | file |",
-        "|---|---|---|",
-        "| 2 | `test_generate` | `hooks/test_generation.py` |",
-    ]

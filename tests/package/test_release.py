@@ -1,5 +1,6 @@
 """What is handed out: wheel and sdist are whole and hold nothing else, what they say of themselves agrees, and
-importing it drags in nothing that a user may never need. `make dist` does the rest, in a new environment."""
+importing the package imports nothing that a user may never need. ``tests/support/smoke.py`` tests the installed wheel.
+"""
 
 from __future__ import annotations
 

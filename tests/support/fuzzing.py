@@ -1,7 +1,7 @@
 """How many examples the fuzz tests run, and what they draw.
 
-In every run of the tests each takes its own few hundred, the same ones each time. With ``POSDISENT_FUZZ=20000`` (what
-``make fuzz`` sets) all of them together run at least so many, new ones each time.
+In every run of the tests each takes its own few hundred, the same ones each time. With ``POSDISENT_FUZZ=20000`` (before
+a release) all of them together run at least so many, new ones each time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What an installed package must be able to do, without its source tree, without a network and with nothing but what
-pip installed with it. A program, run by `make dist`: ``python -I tests/support/smoke.py``. It says what it saw.
+pip installed with it. A program, run before a release: ``python -I tests/support/smoke.py``. It says what it saw.
 """
 
 from __future__ import annotations

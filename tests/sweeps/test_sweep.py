@@ -33,7 +33,7 @@ from tl_posdisent.sweeps.jobs import experiments_by_name
 from tl_posdisent.sweeps.sources import named
 from tl_posdisent.sweeps.versions import digest_of, installed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
 TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "ReplaceableHeads", "RopeHadamard", "SufficientHeads"}
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]

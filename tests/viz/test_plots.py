@@ -40,6 +40,8 @@ from tl_posdisent.viz import (
 )
 from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, SKY, VERDICTS, ZERO, faint
 
+pytestmark = pytest.mark.oldest
+
 NAN = float("nan")
 PATH = ["heads", "accuracy", "loss"]
 

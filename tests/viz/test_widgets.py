@@ -21,6 +21,8 @@ from tl_posdisent.viz.widgets import layout as choice
 from tl_posdisent.viz.widgets import offline
 from tl_posdisent.viz.widgets.offline import Widget
 
+pytestmark = pytest.mark.oldest
+
 WORDS = [f" {word}" for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"]]
 N = len(WORDS)
 PARTS = ("fitted", "distance", "query", "key", "scores", "residual")
