@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import pandas as pd
 import pytest
@@ -18,53 +17,19 @@ from support import zoo
 from support.command_line import ENVIRONMENT, run_command
 from typer.testing import CliRunner, Result
 
-from tl_posdisent import (
-    ablate_heads,
-    additivity,
-    attention_ladder,
-    component_patching,
-    controlled_distance,
-    demo_text,
-    demo_tokens,
-    dummy_distance,
-    head_ablation,
-    head_effects,
-    head_labels,
-    head_patching,
-    hooks,
-    lambda_mask,
-    length_generalization,
-    limit_frequencies,
-    load_demo_model,
-    logit_difference,
-    perturbation_curve,
-    position_interpolation,
-    position_patching,
-    random_control,
-    remap_distance,
-    report,
-    swap_positions,
-)
-from tl_posdisent.additive.attention import rungs
+from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, random_control, report
 from tl_posdisent.cli import app
-from tl_posdisent.cli.commands import causal, measurements
-from tl_posdisent.cli.output import FORMATS, save
+from tl_posdisent.cli.commands.report import SECTIONS
+from tl_posdisent.cli.output import FORMATS, frame, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
-from tl_posdisent.experiments import intervention_losses
-from tl_posdisent.experiments.causal import attention_ladder as attention_ladder_
-from tl_posdisent.experiments.causal import patching
-from tl_posdisent.experiments.causal.metrics import shuffled_order
-from tl_posdisent.experiments.robustness import perturb
-from tl_posdisent.hooks import patch, phase_noise
 from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.page import measurements as sections
-from tl_posdisent.synthetic import deposit
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]
 BACKENDS = [pytest.param("bridge", marks=zoo.needs_bridge)]
 BACKENDS += [pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
-SHORT = "ablate --length 16 --layers 0 --no-progress"
+SHORT = "fit --length 16 --layers 0 --texts 1 --control 0 --no-progress"
 
 
 @pytest.fixture(scope="module")
@@ -105,46 +70,12 @@ def beside_random(
     return pd.concat(tables)
 
 
-def remedied(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
-    ways = {"plain": None, "lambda-mask": lambda_mask(model, 2, 8, 12)}
-    ways |= {"interpolation": position_interpolation(model, 1.5)}
-    options: dict[str, Any] = {"in_range": 20, "layers": [4], "progress": False}
-    tables = {name: length_generalization(model, tokens, [4, 16, 32, 40], way, **options) for name, way in ways.items()}
-    return pd.concat([table.assign(way=name)[["way", *table.columns]] for name, table in tables.items()])
-
-
-def right(logits: torch.Tensor, tokens: torch.Tensor) -> float:
-    batch, length = tokens.shape
-    hits = [bool(logits[t, i].argmax() == tokens[t, i + 1]) for t in range(batch) for i in range(length - 1)]
-    return sum(hits) / len(hits)
-
-
 def stretches(count: int, length: int) -> torch.Tensor:
     """Of the demo text, each after token 0, and from where the last one ended."""
     ids = demo_tokenizer().encode(demo_text(), add_special_tokens=False)
     return torch.tensor([[0, *ids[(length - 1) * n : (length - 1) * (n + 1)]] for n in range(count)])
 
 
-def costs(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
-    chosen: dict[str, Any] = {"layers": [3, 4], "heads": [0, 2]}
-    hooks = {
-        "dummy_distance(2)": dummy_distance(model, 2.0, **chosen),
-        "swap_positions(shuffled)": swap_positions(model, shuffled_order(32, 3), **chosen),
-        "remap_distance(at most 4)": remap_distance(model, lambda d: d.clamp(max=4), **chosen),
-        "limit_frequencies(low=0.01, high=0.5)": limit_frequencies(model, 0.01, 0.5, **chosen),
-        "phase_noise(0.5, seed=3)": phase_noise(model, 0.5, seed=3, **chosen),
-        "ablate_heads(zero)": ablate_heads(model, [0, 2], layers=[3, 4]),
-    }
-    return intervention_losses(model, tokens, hooks, **QUIET)
-
-
-def patched_texts(model: Any, tokens: torch.Tensor) -> pd.DataFrame:
-    clean = torch.tensor([[0, *demo_tokenizer().encode(SOURCE, add_special_tokens=False)[:15]]])
-    metric = logit_difference(*(model.to_tokens(word, prepend_bos=False)[0, 0].item() for word in (" the", " of")))
-    return head_patching(model, tokens, clean, metric, activation="pattern", layers=[2, 4], heads=[1, 5], **QUIET)
-
-
-SOURCE = "He has refused his assent to laws, the most wholesome and necessary for the public good. " * 2
 ONE, QUIET = demo_tokens(length=32), {"progress": False}
 CASES = {
     "fit": Case(
@@ -162,131 +93,11 @@ CASES = {
         partial(beside_random, partial(additivity, layers=[2], pool=True), []),
         stretches(3, 32),
     ),
-    "controlled": Case(
-        "controlled --length 32 --layers 1,4 --sinks 2 --seed 3 --std 0.1",
-        partial(beside_random, partial(controlled_distance, layers=[1, 4], sinks=2), [3], std=0.1),
-        ONE,
-    ),
-    "perturb": Case(
-        "perturb --length 32 --kind order --kind index --fractions 0,0.5 --seeds 2 --seed 4 --window 3",
-        lambda m, t: perturbation_curve(m, t, ["order", "index"], [0.0, 0.5], [4, 5], window=3, **QUIET),
-        ONE,
-    ),
-    "perturb words": Case(
-        "perturb --length 32 --kind order --fractions 0.5 --seeds 1 --unit word",
-        lambda m, t: perturbation_curve(m, t, ["order"], [0.5], 1, unit="word", **QUIET),
-        ONE,
-    ),
-    "length": Case(
-        "length --lengths 4,16,32,40 --in-range 20 --sinks 2 --window 8 --ceiling 12 --factor 1.5 --layers 4",
-        remedied,
-        demo_tokens(length=41),
-    ),
-    "ablate": Case(
-        "ablate --length 32 --layers 3-4 --heads 0,2 --mode mean",
-        lambda m, t: head_ablation(m, t, layers=[3, 4], heads=[0, 2], mode="mean", **QUIET),
-        ONE,
-    ),
-    "effects": Case(
-        "effects --length 32 --layers 3-4 --intervention mean --intervention distance --distance 2 "
-        "--intervention window --sinks 2 --window 6 --intervention ceiling --ceiling 3 --draws 2 --exact 3 "
-        "--seed 1",
-        lambda m, t: head_effects(
-            m,
-            t,
-            {
-                "mean": ablate_heads(m, None, mode="mean", reference=t),
-                "distance": dummy_distance(m, 2),
-                "window": lambda_mask(m, 2, 6, 32),
-                "ceiling": remap_distance(m, lambda d: d.clamp(max=3)),
-            },
-            layers=[3, 4],
-            draws=2,
-            exact=3,
-            seed=1,
-            **QUIET,
-        ),
-        ONE,
-    ),
-    "labels": Case(
-        "labels --length 32 --layers 1,4 --local 3 --sinks 2 --window 5 --exact 2 --threshold 0.2 --control 2 --seed 4",
-        lambda m, t: head_labels(
-            *(m, t),
-            **{"layers": [1, 4], "local": 3, "sinks": 2, "window": 5, "exact": 2, "threshold": 0.2},
-            **{"seed": 4, "seeds": [4, 5]},
-            **QUIET,
-        ),
-        ONE,
-    ),
-    "labels without copies": Case(
-        "labels --length 32 --layers 0 --no-streaming --control 0",
-        lambda m, t: head_labels(m, t, layers=[0], streaming=False, seeds=0, **QUIET),
-        ONE,
-    ),
-    "intervene": Case(
-        "intervene --length 32 --texts 2 --layers 3-4 --heads 0,2 --seed 3 --intervention dummy_distance --distance 2 "
-        "--intervention swap_positions --positions shuffled --intervention remap_distance --ceiling 4 --intervention "
-        "limit_frequencies --low 0.01 --high 0.5 --intervention phase_noise --noise 0.5 --intervention ablate_heads",
-        costs,
-        stretches(2, 32),
-    ),
-    "patch": Case(
-        "patch --length 32 --layers 1,4 --positions doubled --vectors key",
-        lambda m, t: position_patching(m, t, torch.arange(32) * 2, what="key", layers=[1, 4], **QUIET),
-        ONE,
-    ),
-    "patch layers": Case(
-        "patch --length 32 --positions shuffled --seed 5 --vectors layer",
-        lambda m, t: position_patching(m, t, shuffled_order(32, 5), what="layer", **QUIET),
-        ONE,
-    ),
-    "patch a component": Case(
-        "patch --length 32 --layers 4 --component distance --component key",
-        lambda m, t: component_patching(
-            m, t, ["distance", "key"], source_positions=torch.arange(32).flip(0), layers=[4], **QUIET
-        ),
-        ONE,
-    ),
-    "patch texts": Case(
-        "patch --length 16 --source source.txt --activation pattern --layers 2,4 --heads 1,5 "
-        "--answer ' the' --wrong ' of'",
-        patched_texts,
-        demo_tokens(length=16),
-    ),
-    "ladder": Case(
-        "ladder --length 24 --texts 3 --heldout 1 --layers 4 --unit layer --rung uniform --rung distance --rung static "
-        "--rung untouched --random --seed 2",
-        lambda m, t: attention_ladder(
-            *(m, t[:2]),
-            heldout=t[2:],
-            layers=[4],
-            unit="layer",
-            rungs=["uniform", "distance", "static", "untouched"],
-            controls=["shuffled", "random"],
-            seed=2,
-            **QUIET,
-        ),
-        stretches(3, 24),
-    ),
-    "ladder of its own text": Case(
-        "ladder --length 24 --texts 2 --heldout 0 --heads L4H2 --rung distance --no-shuffled",
-        lambda m, t: attention_ladder(m, t, heads=["L4H2"], rungs=["distance"], controls=[], **QUIET),
-        stretches(2, 24),
-    ),
-    "ablate accuracy": Case(
-        "ablate --length 16 --texts 3 --layers 4 --mode resample --seed 2 --metric accuracy",
-        lambda m, t: head_ablation(m, t, right, layers=[4], mode="resample", seed=2, **QUIET),
-        stretches(3, 16),
-    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_table_is_that_of_the_library(
-    name: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "source.txt").write_text(SOURCE, encoding="utf-8")
+def test_the_table_is_that_of_the_library(name: str, model: Any, tmp_path: Path) -> None:
     case, out = CASES[name], tmp_path / "new" / "table.csv"
     result = run_command(case.line, "--no-progress", "--out", out)
     same(pd.read_csv(out), case.expected(model, case.tokens))
@@ -294,79 +105,30 @@ def test_the_table_is_that_of_the_library(
     assert str(out) not in result.stdout
 
 
-def test_choices_are_those_of_the_library() -> None:
-    """Help imports no library, so commands repeat the names that an argument of the library takes."""
-    assert causal.RUNGS == rungs.RUNGS
-    assert set(get_args(patch.MovedComponent)) == set(causal.COMPONENTS)
-    assert get_args(perturb.Kind) == measurements.KINDS
-    assert measurements.SECTIONS == sections.SECTIONS
-    assert set(causal.CHANGES) <= set(hooks.__all__)
-    offered = get_type_hints(causal.patch) | get_type_hints(causal.ladder)
-    for name, known in {
-        "activation": patching.Activation,
-        "vectors": patching.What,
-        "unit": attention_ladder_.Unit,
-    }.items():
-        assert set(get_args(offered[name])) == set(get_args(known)), name
+def test_sections_are_those_of_the_library() -> None:
+    """Help imports no library, so the command repeats their names."""
+    assert SECTIONS == sections.SECTIONS
 
 
-@pytest.mark.parametrize("command", ["fit", "controlled"])
-def test_means_over_heads_are_shown_beside_random_weights(command: str, model: Any) -> None:
-    measure = additivity if command == "fit" else controlled_distance
-    columns = ["r_held_out"] if command == "fit" else ["r_three_axis", "r_two_axis"]
-    tokens = stretches(2, 32) if command == "fit" else ONE
-    trained, chance = (measure(m, tokens, **QUIET) for m in (model, next(random_control(model, [0]))))
-    result = run_command(f"{command} --length 32 --no-progress")
+def test_means_over_heads_are_shown_beside_random_weights(model: Any) -> None:
+    trained, chance = (additivity(m, stretches(2, 32), **QUIET) for m in (model, next(random_control(model, [0]))))
+    result = run_command("fit --length 32 --no-progress")
     shown = [words[0:1] + words[-2:] for words in rows(result)]
-    expected = []
-    for column in columns:
-        r, by_layer = trained[column], [table.groupby("layer")[column].mean() for table in (trained, chance)]
-        expected += [[str(n), f"{by_layer[0][n]:.2f}", f"{by_layer[1][n]:.2f}"] for n in range(5)]
-        headline = f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over 40 heads"
-        assert (
-            f"{headline}; at random initialisation (standard deviation 0.02) {chance[column].mean():.3f}"
-            in result.stdout
-        )
-    assert shown == expected
-    if command == "fit":
-        heads, limit = trained.groupby(["layer", "head"])["r_held_out"].mean(), {}
-        for (layer, _), r in chance.groupby(["layer", "head"])["r_held_out"].mean().items():
-            limit[layer] = max(r, limit.get(layer, 0))
-        low = [f"L{layer}H{head}" for (layer, head), r in heads.items() if r <= limit[layer]]
-        said = f"above the highest random head of their layer: {40 - len(low)} of 40 heads"
-        assert said + (f", all but {', '.join(low)}\n" if low else "\n") in result.stdout
-    without = run_command(f"{command} --length 32 --no-progress --control 0")
+    r, by_layer = trained["r_held_out"], [t.groupby("layer")["r_held_out"].mean() for t in (trained, chance)]
+    assert shown == [[str(n), f"{by_layer[0][n]:.2f}", f"{by_layer[1][n]:.2f}"] for n in range(5)]
+    headline = f"mean r_held_out {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over 40 heads"
+    at_random = f"at random initialisation (standard deviation 0.02) {chance['r_held_out'].mean():.3f}"
+    assert f"{headline}; {at_random}" in result.stdout
+    heads, limit = trained.groupby(["layer", "head"])["r_held_out"].mean(), {}
+    for (layer, _), x in chance.groupby(["layer", "head"])["r_held_out"].mean().items():
+        limit[layer] = max(x, limit.get(layer, 0))
+    low = [f"L{layer}H{head}" for (layer, head), x in heads.items() if x <= limit[layer]]
+    said = f"above the highest random head of their layer: {40 - len(low)} of 40 heads"
+    assert said + (f", all but {', '.join(low)}\n" if low else "\n") in result.stdout
+    without = run_command("fit --length 32 --no-progress --control 0")
     assert {words[-1] for words in rows(without)} == {"–"}
     assert {len(words) for words in rows(without)} == {11}  # layer, eight heads, mean, random
     assert "random initialisation" not in without.stdout
-
-
-@pytest.mark.parametrize(("metric", "better"), [("loss", "lower"), ("accuracy", "higher")])
-def test_ablate_shows_effects_and_the_deposit(metric: str, better: Any, model: Any) -> None:
-    result = run_command(f"ablate --length 16 --layers 3-4 --metric {metric} --no-progress")
-    options: dict[str, Any] = {"layers": [3, 4], **QUIET}
-    table = head_ablation(model, ONE[:, :16], *([] if metric == "loss" else [right]), **options)
-    assert repr(deposit(table, better=better)).replace("DepositReport", "drops", 1) in result.stdout
-    effects = table.groupby("layer")["effect"]
-    assert [words[1:9] for words in rows(result)] == [[f"{x + 0.0:.3f}" for x in effect] for _, effect in effects]
-
-
-def test_perturb_shows_standard_errors(model: Any) -> None:
-    result = run_command("perturb --length 32 --kind index --fractions 0.5 --seeds 2 --no-progress")
-    (row,) = perturbation_curve(model, ONE, ["index"], [0.5], 2, **QUIET).to_dict("records")
-    assert f"{row['added_loss']:.3f} ± {row['added_loss_se']:.3f}" in result.stdout
-    assert "±" not in run_command("perturb --length 16 --kind order --fractions 1 --seeds 1 --no-progress").stdout
-
-
-@pytest.mark.slow
-@zoo.needs_bridge
-def test_length_has_defaults_from_the_context(model: Any, tmp_path: Path) -> None:
-    out, edges = tmp_path / "table.csv", [64, 256, 512, 768, 1024]
-    run_command("length --way lambda-mask --layers 0 --no-progress", "--out", out)
-    options: dict[str, Any] = {"in_range": 512, "layers": [0], "progress": False}
-    hooks = lambda_mask(model, 4, 256, 256)
-    expected = length_generalization(model, demo_tokens(length=1025), edges, hooks, **options)
-    same(pd.read_csv(out).drop(columns="way"), expected)
 
 
 def test_report(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,10 +189,24 @@ def test_a_format_holds_every_digit(suffix: str, tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
+def test_a_table_on_the_screen() -> None:
+    """Four digits, standard errors beside what they are of, and no row or column left out unsaid."""
+    table = pd.DataFrame({"loss": [1 / 3, 1234.5], "loss_se": [1e-5, float("nan")], "alone_se": [1.0, 2.0]})
+    table["head"] = pd.array([3, None], dtype="Int64")
+    title, _, *lines, last = frame(table, "costs")
+    assert (title, last) == ("costs", "")
+    words = [line.split() for line in lines]
+    assert words == [["loss", "alone_se", "head"], ["0.3333", "±", "1e-05", "1", "3"], ["1234", "2", "–"]]
+    assert frame(table, "costs", 1)[-1] == "… and 1 more row: --out saves all"
+    assert len(frame(table, "costs", 2)) == len(frame(table, "costs"))
+
+
 # Texts, weights, streams
 
 
-@pytest.mark.parametrize("line", ["fit --length 32 --layers 0 --control 0", "ablate --length 16 --layers 4"])
+@pytest.mark.parametrize(
+    "line", ["fit --length 32 --layers 0 --control 0", "run head_ablation --length 16 --set layers=4"]
+)
 def test_the_demo_text_by_its_name(line: str, tmp_path: Path) -> None:
     """It is the default, also for other models, which say so; --text demo is the same without a note."""
     assert run_command(f"{line} --text demo --no-progress").stdout == run_command(f"{line} --no-progress").stdout
@@ -446,7 +222,7 @@ def test_a_short_text_is_read_whole(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("We the people of the United States, in order to form a more perfect union", encoding="utf-8")
     n = len(demo_tokenizer().encode(text.read_text(encoding="utf-8")))
-    assert f"demo, 1 × {n} tokens" in run_command("ablate --layers 4 --no-progress", "--text", text).stdout
+    assert f"demo, 1 × {n} tokens" in run_command("run additivity --set layers=4 --no-progress", "--text", text).stdout
 
 
 def test_a_mistyped_name_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +231,7 @@ def test_a_mistyped_name_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("something was read")
 
-    monkeypatch.setattr("tl_posdisent.cli.options.read_text", refuse)
+    monkeypatch.setattr("tl_posdisent.cli.commands.fit.read_text", refuse)
     monkeypatch.setattr("socket.socket.connect", refuse)
     result = run_command("fit --model smolm2", code=2)
     assert result.stderr == "error: --model must be a known name, got 'smolm2': did you mean 'smollm2'?\n"
@@ -501,8 +277,8 @@ def test_a_directory_as_save_pretrained_writes_it(
 def test_other_weights(dtype: str, close: float, backend: str, model: Any, tmp_path: Path) -> None:
     out = tmp_path / "table.csv"
     result = run_command(SHORT, "--dtype", dtype, "--backend", backend, "--device", "cpu", "--out", out)
-    expected = head_ablation(model, demo_tokens(length=16), layers=[0], progress=False)
-    gap = (pd.read_csv(out)["value"] - expected["value"]).abs().max()
+    expected = additivity(model, demo_tokens(length=16), layers=[0], progress=False)
+    gap = (pd.read_csv(out)["r"] - expected["r"]).abs().max()
     assert 0 < gap < close
     assert "Changing" not in result.stdout
 
@@ -515,18 +291,23 @@ def test_letters_that_stdout_lacks() -> None:
 
 
 def test_a_defect_and_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, code, stderr in ((RuntimeError("a bug"), 1, None), (KeyboardInterrupt(), 130, "interrupted\n")):
+    for error, code, stderr in (
+        (RuntimeError("a bug"), 1, None),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (MemoryError("scores take\n3 GB"), 2, "error: scores take 3 GB\n"),
+    ):
 
         def stop(*arguments: Any, error: BaseException = error, **options: Any) -> None:
             raise error
 
-        monkeypatch.setattr("tl_posdisent.experiments.causal.head_ablation.head_ablation", stop)
+        monkeypatch.setattr("tl_posdisent.experiments.attention_scores.additivity.additivity", stop)
         result = run_command(SHORT, code=code)
         assert result.stdout == ""
         assert stderr is None or result.stderr == stderr
 
 
-NUMBERS = "--layers must be numbers or ranges such as 0-3, separated by commas, got"
+NUMBERS = "--layers must be numbers or ranges such as 0-3, separated by commas without spaces, got"
+ENDS = "must be a file such as table.csv, ending in .csv, .parquet or .json, got"
 DEVICE = '--device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''
 REFUSED = [
     ("fit --text nowhere.txt", "--text cannot be read: [Errno 2] No such file or directory: 'nowhere.txt'"),
@@ -535,11 +316,12 @@ REFUSED = [
     ("fit --text empty.txt", "--text must have words, but"),
     ("fit --text folder.csv", "--text cannot be read: [Errno 21] Is a directory"),
     ("fit --length 32 --layers 0,9", "--layers must be integers from 0 to 4"),
-    *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "3-1", "-1", "")),
+    *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "-1", "", "0, 1")),
+    ("fit --layers 0,3-1", "--layers must be ranges from a smaller to a larger number, such as 3-5, got '3-1'"),
     ("fit --length 16 --heads 8", "--heads must be integers from 0 to 7, g"),
     ("fit --device abacus", DEVICE),
     *((f"fit --device {x}", f"--device must be one that torch can use, got {x!r} (") for x in ("meta", "cuda:77")),
-    ("fit --out table.xls", "--out must end in .csv, .parquet, .json, got 'table.xls'"),
+    *((f"fit --out {x}", f"--out {ENDS} '{x}'") for x in ("table.xls", ".", "..", "/", "new", ".csv")),
     ("fit --out short.txt/table.csv", "--out must be a file that can be written, got 'short.txt/table.csv': "),
     ("fit --out folder.csv", "--out must be a file that can be written, got 'folder.csv', which is a folder"),
     *(
@@ -551,46 +333,39 @@ REFUSED = [
     (f"fit --out {'x' * 300}.csv", "--out must be a file that can be written, got 'xxx"),
     ("fit --text /dev/zero", "--text must have at most 100 MB, but /dev/zero has more"),
     ("sweep --text /dev/zero", "--text must be a file, got '/dev/zero', which is a device or a pipe"),
-    ("sweep --seeds 0-999999", "--seeds must be at most 100000 numbers, got 1000000"),
-    (f"fit --layers {','.join(['0-999999'] * 1000)}", "--layers must be at most 100000 numbers, got 1000000000"),
+    ("sweep --seeds 0-999999", "--seeds must be at most 100000 numbers, got more"),
+    (f"fit --layers {','.join(['0-999999'] * 1000)}", "--layers must be at most 100000 numbers, got more"),
     ("fit --length 16 --layers 0-99999", "--layers must be integers from 0 to 4, got 5"),
-    (f"fit --heads L{'9' * 5000}H0", "--heads must be numbers or ranges such as 0-3, separated by commas, got 'L999"),
+    (
+        f"fit --heads L{'9' * 5000}H0",
+        "--heads must be numbers or ranges such as 0-3, separated by commas",
+    ),
     ("sweep --seeds 0-9999", "--seeds must be None, as none of additivity takes one, got [0, 1, 2, 3"),
     ("sweep --texts 1000000 --split 1000000", "parts must be at most 100000, as each part is a job, got 1000000"),
-    (f"sweep --argument layers=[{'9' * 5000}]", "--argument layers cannot be read: Exceeds the limit"),
-    (f"sweep --argument layers={'[' * 5000}", "--argument layers cannot be read: maximum recursion depth"),
     ("fit --model ./none --text short.txt", "--model ./none: no such directory"),
     ("fit --model ./model --text short.txt", "--model ./model has no tokenizer, so it cannot read text"),
     ("fit --model smolm2 --text nowhere.txt", "--model must be a known name, got 'smolm2': did you mean 'smollm2'?"),
     ("check --model gpt2smal", "--model must be a known name, got 'gpt2smal': did you mean 'gpt2-small'?"),
     ("report --model qqqq", "--model must be a known name, got 'qqqq': pass the path of a folder, or owner/name"),
     ("sweep --model demo --model dem", "--model must be a known name, got 'dem': did you mean 'demo'?"),
-    ("patch --length 16 --wrong ' of'", "--wrong needs --answer"),
-    ("patch --length 16 --answer ' unalienable rights'", "--answer must be one token of the model, but"),
-    ("patch --length 16 --source nowhere.txt", "--source cannot be read: [Errno 2]"),
-    ("patch --length 16 --source short.txt", "--text has 2 tokens, too few for 1 × 16"),
-    ("ladder --length 16 --texts 2 --heldout 2", "--heldout must be less than --texts, 2, got 2"),
-    ("intervene --intervention dummy", "--intervention must be one of ablate_heads, dummy_distance, "),
-    ("intervene --length 16 --factor 0", "--factor must be"),
     ("fit --model no-such/model --text short.txt --backend hooked", "--model no-such/model: "),
     *(
         (f"{x} --length 600", "--length must be at most 512, beyond which this model fails, got 600")
-        for x in ("fit", "controlled", "perturb", "ablate")
+        for x in ("fit", "run additivity", "run head_ablation")
     ),
     ("fit --length 32 --texts 1000", "--text has 3257 tokens, too few for 1000 × 32"),
-    ("perturb --kind chaos", "--kind must be one of order, index, feature, got 'chaos'"),
-    ("perturb --fractions 0,half", "--fractions must be numbers separated by commas, got '0,half'"),
-    ("perturb --fractions 0,2", "--fractions must be a finite number of at least 0 and at most 1, got 2.0"),
-    ("length --lengths 4,16 --way interpolation --factor 0", "--factor must be"),
-    ("ablate --length 16 --mode resample", '--mode "resample" needs a batch of at least two texts'),
-    ("controlled --length 16 --sinks 16", "--sinks must be an integer from 0 to 15"),
-    ("report --out page.csv", "--out must end in .html, got 'page.csv'"),
+    ("report --out page.csv", "--out must be a file such as table.html, ending in .html, got 'page.csv'"),
     ("models --search 'no such model'", "no model matches; more are listed with --untested"),
     ("sweep --experiment additivty", "--experiment must be one of"),
-    ("sweep --argument layers", "--argument must be NAME=JSON"),
     ("sweep --checkpoints 1-x", "--checkpoints must be numbers or ranges such as 0-3, separated by commas"),
+    *(
+        (f"sweep --{x} 5-3", f"--{x} must be ranges from a smaller to a larger number")
+        for x in ("seeds", "checkpoints")
+    ),
+    ("report --section ladders", "--section must be one of additivity, distance, "),
+    ("report --out .", "--out must be a file such as table.html, ending in .html, got '.'"),
     ("sweep --model ./nowhere", "--model ./nowhere: no such directory or file"),
-    ("sweep --table table.xlsx", "--table must end in .csv"),
+    ("sweep --table table.xlsx", f"--table {ENDS} 'table.xlsx'"),
     ("synthetic --encoding rotary", "--encoding must be 'none', "),
     ("synthetic --encoding none --rotary-heads 1", "--rotary-heads must be left out with --encoding 'none'"),
     ("synthetic --out short.txt", "--out must be a folder that can be written, got 'short.txt', which is a file"),
@@ -599,10 +374,10 @@ REFUSED = [
 
 
 COUNTS = [  # options that are a number of things
-    (command.callback.__name__, "--" + option.name.replace("_", "-"))
+    (command.callback.__name__, "--" + option.replace("_", "-"))
     for command in app.registered_commands
-    for option in inspect.signature(command.callback).parameters.values()
-    if option.annotation in (int, int | None) and option.name != "seed"
+    for option, kind in get_type_hints(command.callback).items()
+    if kind in (int, int | None) and option != "seed"
 ]
 
 
@@ -614,7 +389,7 @@ def test_a_count_that_no_memory_holds_is_refused_at_once(name: str, option: str)
 
 
 def test_there_are_counts() -> None:
-    assert len(COUNTS) > 40
+    assert len(COUNTS) >= 15
     assert ("sweep", "--split") in COUNTS
 
 
@@ -650,7 +425,7 @@ def test_errors_are_one_line_that_names_the_option(
     result = run_command(line, *([] if line.startswith("models") else ["--no-progress"]), code=2)
     assert result.stderr.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in result.output
-    if "meta" not in line and "--argument" not in line:  # torch's own words; arguments of the library are meant
+    if "meta" not in line:  # torch's own words
         assert not re.search(r"\w\(|\w=", result.stderr), "a call or an argument of the library"
     assert result.stdout == ""
     assert sorted(folder.iterdir()) == before

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.processes import PIPES, process, run
@@ -33,13 +32,13 @@ def program(*arguments: str, env: dict[str, str] | None = None) -> AbstractConte
 def test_in_a_pipe(tmp_path: Path) -> None:
     """Text from stdin; on stdout results alone, whole lines; progress on stderr; the table beside."""
     out = tmp_path / "table.csv"
-    words = ("ablate", "--text", "-", "--length", "16", "--layers", "0", "--out", str(out))
+    words = ("run", "head_ablation", "--text", "-", "--length", "16", "--set", "layers=0", "--out", str(out))
     with program(*words) as running:
         stdout, stderr = running.communicate(b"We the people of these free and equal states. " * 4)
     assert running.returncode == 0, stderr
     lines = stdout.decode().splitlines()
-    assert lines[0] == "change of loss without each head (zero): demo, 1 × 16 tokens"
-    assert [line.split()[0] for line in lines if line.strip()][-4:] == ["0", "drops", "largest", "share"]
+    assert lines[0] == "head_ablation: demo, 1 × 16 tokens"
+    assert [line.split()[:2] for line in lines[3:]] == [*(["0", str(head)] for head in range(8)), []]
     assert b"heads: 100%" in stderr
     assert out.exists()
 
@@ -54,7 +53,7 @@ def test_without_progress_only_results_are_printed() -> None:
 
 SHORT = ("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress")
 SPEAKS = {name: [name, "--help"] for name in COMMANDS} | {"results": SHORT, "help": ["--help"], "none": []}
-SPEAKS |= {"version": ["--version"], "models": ["models"]}
+SPEAKS |= {"version": ["--version"], "models": ["models"], "experiments": ["run"]}
 
 
 @pytest.mark.parametrize("words", SPEAKS.values(), ids=SPEAKS)
@@ -145,7 +144,7 @@ print(*found, torch.get_num_threads())
 
 
 def test_interrupted() -> None:
-    with program("perturb", "--length", "64", "--seeds", "100000") as running:
+    with program("run", "perturbation_curve", "--length", "64", "--set", "seeds=100000") as running:
         assert running.stderr
         seen, more = b"", b"?"
         while b"perturbations" not in seen and more:
@@ -174,7 +173,7 @@ print(sorted({{"torch", "pandas", "numpy", "transformers", "transformer_lens", "
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_has_examples_that_work(name: str) -> None:
     command = COMMANDS[name]
-    assert name == "report" or "Columns" in command.help
+    assert name in ("report", "run") or "Columns" in command.help
     examples = re.findall(r"^ +(tl-posdisent .*)$", command.help.split("Examples:")[1], re.MULTILINE)
     assert len(examples) >= 2
     for example in examples:
@@ -183,40 +182,13 @@ def test_help_has_examples_that_work(name: str) -> None:
         command.make_context(name, words[2:])  # refuses options and values that it does not have
 
 
-def test_columns_in_the_help_are_those_of_the_table() -> None:
-    from tl_posdisent import (
-        ablate_heads,
-        controlled_distance,
-        demo_tokens,
-        head_ablation,
-        head_effects,
-        length_generalization,
-        load_demo_model,
-    )
-
-    model, tokens = load_demo_model(), demo_tokens(length=17)
-    options: dict[str, Any] = {"layers": [0], "progress": False}
-    tables = {
-        "controlled": [*controlled_distance(model, tokens, **options).columns, "weights", "std"],
-        "ablate": list(head_ablation(model, tokens, **options).columns),
-        "effects": list(head_effects(model, tokens, ablate_heads(model, None), exact=0, **options).columns),
-        "length": ["way", *length_generalization(model, tokens, [0, 8, 16], **options).columns],
-    }
-    for name, columns in tables.items():
-        explained = COMMANDS[name].help.split("Columns:")[1].split("Examples:")[0]
-        names = re.findall(r"[\w:]+", " ".join(re.findall(r"^ +(.*?)(?:  |$)", explained, re.MULTILINE)))
-        assert [x for x in names if x not in columns] == []
-        missing = [x for x in columns if x not in names]
-        assert missing == ([x for x in columns if ":" in x][1:] if name == "controlled" else [])
-
-
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
         ("tl-posdisent ", sorted(COMMANDS)),
         ("tl-posdisent fit --backend ", ["auto", "bridge", "hooked"]),
         ("tl-posdisent fit --model d", ["demo"]),
-        ("tl-posdisent perturb --kind ", ["feature", "index", "order"]),
+        ("tl-posdisent report --section a", ["ablation", "additivity"]),
     ],
 )
 def test_completion(typed: str, offered: list[str]) -> None:

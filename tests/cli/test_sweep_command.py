@@ -28,7 +28,7 @@ def test_additivity_over_a_training(tmp_path: Path) -> None:
     assert table["r"].tolist() == pytest.approx(mine["r"].tolist(), abs=1e-12)
     means = mine.groupby("step")["r"].mean()
     shown = {words[1]: words[3] for words in map(str.split, result.stdout.splitlines()) if words[:1] == ["training"]}
-    assert shown == {str(step): f"{r:.3f}" for step, r in means.items()}
+    assert shown == {str(step): f"{r:.4g}" for step, r in means.items()}
     assert means[4000] != means[0]
     model = load_demo_model()
     direct = [additivity(model, text.tokens(model), progress=False)["r"].mean() for text in texts]
@@ -36,8 +36,8 @@ def test_additivity_over_a_training(tmp_path: Path) -> None:
 
 
 def test_arguments_and_seeds_reach_the_experiment(tmp_path: Path) -> None:
-    line = "sweep --length 32 --no-progress --experiment perturbation_curve --seeds 3-4 --argument fractions=[0.5]"
-    more = ("--argument", "unit=word", "--argument", 'kinds=["order"]')
+    line = "sweep --length 32 --no-progress --experiment perturbation_curve --seeds 3-4 --set fractions=[0.5]"
+    more = ("--set", "unit=word", "--set", 'kinds=["order"]')
     run_command(line, *more, "--out", tmp_path / "out", "--table", tmp_path / "t.csv")
     table = pd.read_csv(tmp_path / "t.csv")
     assert table["seed"].unique().tolist() == [3, 4]

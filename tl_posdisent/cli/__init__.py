@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .commands.causal import ablate, effects, intervene, ladder, patch
-from .commands.measurements import controlled, fit, labels, length, perturb, report
+from .commands.fit import fit
 from .commands.models import check, models
+from .commands.report import report
+from .commands.run import run
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
 from .output import delivering, parsing
@@ -70,8 +71,8 @@ def main(
 
     Examples:
       tl-posdisent fit --model demo --out table.csv
-      tl-posdisent controlled --help
-      cat book.txt | tl-posdisent ablate --model EleutherAI/pythia-70m --text -
+      tl-posdisent run head_ablation --help
+      cat book.txt | tl-posdisent run head_ablation --model EleutherAI/pythia-70m --text -
     """
     spin_briefly()
     for stream in (sys.stdout, sys.stderr):
@@ -79,7 +80,7 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-_MEASURE = (fit, controlled, labels, perturb, length)
-_CHANGE = (intervene, ablate, effects, patch, ladder)
-for each in (*_MEASURE, *_CHANGE, sweep, synthetic, report, check, models):
+app.command()(fit)
+app.command(add_help_option=False)(run)  # its own --help also explains an experiment
+for each in (report, sweep, synthetic, models, check):
     app.command()(each)

@@ -10,22 +10,25 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from tl_posdisent.cli.process import collecting_late
 from tl_posdisent.utils.errors import ArgumentError, ContextExceeded, brief
 from tl_posdisent.utils.files import check_writable, whole_file
+from tl_posdisent.utils.words import plural
 
 QUIET = "TQDM_DISABLE"  # environment variable that --no-progress sets
 FAILED = 1  # also a bug, with its traceback
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
-# Arguments of the library whose options have another name.
-_RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
+# Arguments of the library whose options have another name, and options that are typed otherwise than they are called.
+_RENAMED = {"arguments": "settings", "name": "preset", "path": "out", "sections": "section"}
+_TYPED = {"settings": "--set"}
 
 
 @contextlib.contextmanager
@@ -77,9 +80,9 @@ def answering(options: Collection[str]) -> Iterator[None]:
     """
     plain, warnings.formatwarning = warnings.formatwarning, _warning_line  # type: ignore[assignment]
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), collecting_late():
             yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
         typer.echo(one_line(error, options), err=True)
         raise typer.Exit(WRONG_INPUT) from error
@@ -98,8 +101,8 @@ def _warning_line(message: Warning | str, *place: Any) -> str:
 def one_line(error: BaseException, options: Collection[str]) -> str:
     """Format an error on one line, with names of options for the argument it is about and for hints ``name=``.
 
-    >>> one_line(ArgumentError("distance_ceiling", "must be at least 1, got 0"), ["in_range", "ceiling"])
-    '--ceiling must be at least 1, got 0'
+    >>> one_line(ArgumentError("arguments", "must have metric, got {}"), ["model", "settings"])
+    '--set must have metric, got {}'
     >>> one_line(ArgumentError("rotary_heads", "must be left out with encoding='none'"), ["encoding", "rotary_heads"])
     "--rotary-heads must be left out with --encoding 'none'"
     """
@@ -123,7 +126,7 @@ def one_line(error: BaseException, options: Collection[str]) -> str:
 def _option(argument: str, options: Collection[str]) -> str | None:
     """Return the option that sets an argument of the library, if the command has one."""
     name = _RENAMED.get(argument, argument)
-    return f"--{name.replace('_', '-')}" if name in options else None
+    return _TYPED.get(name, f"--{name.replace('_', '-')}") if name in options else None
 
 
 def note(message: str) -> None:
@@ -140,7 +143,8 @@ def check_out(out: Path | None, formats: Sequence[str] = FORMATS, option: str = 
     if out is None:
         return
     if out.suffix.lower() not in formats:
-        raise ValueError(f"--{option} must end in {', '.join(formats)}, got {brief(out.name)}")
+        endings = " or ".join(filter(None, [", ".join(formats[:-1]), formats[-1]]))
+        raise ValueError(f"--{option} must be a file such as table{formats[0]}, ending in {endings}, got {brief(out)}")
     check_writable(option, out)
 
 
@@ -171,9 +175,6 @@ def as_json(table: Any) -> str:
     return json.dumps(rows, ensure_ascii=False, allow_nan=False, default=lambda x: x.item()) + "\n"
 
 
-_HEADS_SHOWN = 12
-
-
 def number(value: Any, digits: int = 2) -> str:
     """Format a number with fixed digits, anything else as a string, and NaN as a dash.
 
@@ -196,32 +197,41 @@ def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]])
     return [title, "", *(f" {line}".rstrip() for line in lines), ""]
 
 
-def frame(table: Any, title: str, digits: int = 2) -> list[str]:
-    """Format a data frame. A column ``x_se`` is shown in the column x, as ``± x_se``, where it is not NaN."""
+def show(lines: Iterable[str]) -> None:
+    """Print the results of a command."""
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def frame(table: Any, title: str, most: int | None = None) -> list[str]:
+    """Format a data frame with four significant digits, at most the first ``most`` rows.
+
+    A column ``x_se`` beside a column x is shown there, as ``± x_se``, where it is not NaN.
+    """
     from pandas.api.types import is_numeric_dtype
 
-    names = [name for name in table.columns if not name.endswith("_se")]
-    rows = []
-    for row in table.to_dict("records"):
-        errors = {name: row.get(f"{name}_se", math.nan) for name in names}
-        rows.append([number(row[name], digits) + spread(errors[name], digits) for name in names])
-    return grid(title, {name: is_numeric_dtype(table[name]) for name in names}, rows)
+    errors = {name: f"{name}_se" for name in table.columns if f"{name}_se" in table.columns}
+    names = [name for name in table.columns if name not in errors.values()]
+    rows = [
+        [_cell(row[name]) + (_spread(row[errors[name]]) if name in errors else "") for name in names]
+        for row in table.head(most).to_dict("records")
+    ]
+    left = 0 if most is None else len(table) - most
+    more = [f"… and {plural(left, 'more row')}: --out saves all"] if left > 0 else []
+    return grid(title, {name: is_numeric_dtype(table[name]) for name in names}, rows) + more
 
 
-def spread(error: float, digits: int = 2) -> str:
-    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
+def _spread(error: float) -> str:
+    return "" if math.isnan(error) else f" ± {error:.2g}"
 
 
-def by_head(table: Any, column: str, title: str, *, chance: Any = None, digits: int = 2) -> list[str]:
-    """Format one row per layer: heads (or the lowest and highest of many), their mean, and the mean of ``chance``."""
+def _cell(value: Any) -> str:
+    """Format a cell of a table; a missing value is a dash.
+
+    >>> _cell(0.123456), _cell(1382.32), _cell(3), _cell("head"), _cell(float("nan")), _cell([1, 2])
+    ('0.1235', '1382', '3', 'head', '–', '[1, 2]')
+    """
     import pandas as pd
 
-    heads = table.pivot_table(values=column, index="layer", columns="head", aggfunc="mean")
-    shown = heads
-    if len(heads.columns) > _HEADS_SHOWN:
-        shown = pd.DataFrame({"lowest": heads.min(axis=1), "highest": heads.max(axis=1)})
-    shown = shown.assign(mean=heads.mean(axis=1))
-    if chance is not None:
-        shown["random"] = [chance.loc[chance["layer"] == layer, column].mean() for layer in heads.index]
-    rows = [[str(layer), *(number(float(x), digits) for x in row)] for layer, row in shown.iterrows()]
-    return grid(title, dict.fromkeys(["layer", *map(str, shown.columns)], True), rows)
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return "–"
+    return f"{value + 0.0:.4g}" if isinstance(value, float) else " ".join(str(value).split())

@@ -28,6 +28,8 @@ from tl_posdisent.utils.validation import check_choice, check_seeds, is_integer,
 def experiments_by_name() -> dict[str, Callable[..., Any]]:
     """List the public functions of ``(model, tokens, …)`` that return a table, or a result with ``to_frame()``.
 
+    One that needs a function, such as a metric, is left out: no JSON can give it.
+
     >>> sorted(experiments_by_name())[:3]
     ['additive_substitution', 'additivity', 'attention_ladder']
     """
@@ -36,11 +38,12 @@ def experiments_by_name() -> dict[str, Callable[..., Any]]:
 
 
 def _gives_table(function: Callable[..., Any]) -> bool:
-    """Say whether a function returns a table, by its annotations, which are strings that cannot always be evaluated."""
+    """Say whether a function makes a table of JSON arguments, by its annotations, strings that are not evaluated."""
     signature = inspect.signature(function)
     result = inspect.unwrap(function).__globals__.get(signature.return_annotation)
     gives_table = signature.return_annotation == "pd.DataFrame" or hasattr(result, "to_frame")
-    return gives_table and list(signature.parameters)[:2] == ["model", "tokens"]
+    needs_function = any(p.annotation == "Metric" and p.default is p.empty for p in signature.parameters.values())
+    return gives_table and list(signature.parameters)[:2] == ["model", "tokens"] and not needs_function
 
 
 def experiment_named(name: str) -> Callable[..., Any]:
@@ -65,19 +68,30 @@ def canonical(arguments: Mapping[str, Any]) -> str:
 
 def takes_seed(name: str) -> bool:
     """Say whether the experiment draws random numbers."""
-    return bool({"seed", "seeds"} & set(inspect.signature(experiment_named(name)).parameters))
+    return bool({"seed", "seeds"} & set(settable(name)))
 
 
-def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> None:
-    """Raise ValueError, before anything is loaded, unless the experiment takes these arguments."""
+def settable(name: str) -> dict[str, inspect.Parameter]:
+    """Return the arguments of an experiment that a job may set: all but the model, the tokens and the progress bar.
+
+    >>> list(settable("controlled_distance"))
+    ['attention_mask', 'distances', 'layers', 'sinks']
+    """
+    parameters = inspect.signature(experiment_named(name)).parameters
+    return {x: p for x, p in parameters.items() if x not in ("model", "tokens", "progress")}
+
+
+def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> str:
+    """Return the arguments as JSON, or raise ValueError, before anything is loaded, if the experiment lacks them."""
     if seed is not None and {"seed", "seeds"} & set(arguments):
         raise ArgumentError("seeds", f"must be given once, got seed={seed} and {shown(dict(arguments))} for {name}")
-    function = experiment_named(name)
+    known = settable(name)
+    if unknown := [x for x in arguments if x not in known]:
+        raise ArgumentError("arguments", f"must be among {', '.join(known)} for {name}, got {shown(unknown)}")
+    if missing := [x for x, p in known.items() if p.default is p.empty and x not in arguments]:
+        raise ArgumentError("arguments", f"must include {' and '.join(missing)} for {name}, got {shown([*arguments])}")
     _refuse_pairs(arguments)
-    try:
-        inspect.signature(function).bind("model", "tokens", **_arguments(function, arguments, seed))
-    except TypeError as error:
-        raise ValueError(f"arguments must be parameters of {name}, got {shown(dict(arguments))}: {error}") from error
+    return canonical(arguments)
 
 
 def _refuse_pairs(given: Any) -> None:
@@ -89,21 +103,19 @@ def _refuse_pairs(given: Any) -> None:
             _refuse_pairs(value)
 
 
-def run_experiment(name: str, model: Any, tokens: Any, arguments: Mapping[str, Any], seed: int | None) -> pd.DataFrame:
-    function = experiment_named(name)
-    result = function(model, tokens, **_arguments(function, arguments, seed))
-    table = result if isinstance(result, pd.DataFrame) else result.to_frame()
-    return table if isinstance(table.index, pd.RangeIndex) else table.reset_index()
-
-
-def _arguments(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
-    """Add the seed as the function takes it, and turn off its progress bar."""
-    known, given = inspect.signature(function).parameters, dict(arguments)
+def run_experiment(
+    name: str, model: Any, tokens: Any, arguments: Mapping[str, Any], seed: int | None, *, progress: bool = False
+) -> pd.DataFrame:
+    """Run an experiment, with the seed as it takes it, and return its table."""
+    function, given = experiment_named(name), dict(arguments)
+    known = inspect.signature(function).parameters
     if "progress" in known:
-        given["progress"] = False
+        given["progress"] = progress
     if seed is not None:
         given |= {"seed": seed} if "seed" in known else {"seeds": [seed]}
-    return given
+    result = function(model, tokens, **given)
+    table = result if isinstance(result, pd.DataFrame) else result.to_frame()
+    return table if isinstance(table.index, pd.RangeIndex) else table.reset_index()
 
 
 Experiment = str | tuple[str, Mapping[str, Any]]
@@ -222,8 +234,8 @@ def jobs(
     found = []
     for (model, checkpoint, weights), text, (name, arguments) in itertools.product(places, read, asked):
         for seed in drawn if drawn is not None and takes_seed(name) else [None]:
-            check_call(name, arguments, seed)
-            found.append(Job(model, checkpoint, weights, text, name, canonical(arguments), seed, backend, dtype))
+            stored = check_call(name, arguments, seed)
+            found.append(Job(model, checkpoint, weights, text, name, stored, seed, backend, dtype))
     if not found:
         raise ValueError(
             "models, experiments, texts, checkpoints and seeds must each have at least one entry, got none"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from typer import Option
 
-from tl_posdisent.cli.options import Given, command, name_of
-from tl_posdisent.cli.output import frame, save
+from tl_posdisent.cli.inputs import check_model as check_name
+from tl_posdisent.cli.inputs import load, name_of
+from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Model, Out, Progress, Seed
+from tl_posdisent.cli.output import answering, check_out, frame, save, show
 from tl_posdisent.utils.words import plural
 
 _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
 
 
-@command("out")
 def models(
-    given: Given,
-    search: str | None = Option(None, help="Only names and architectures that contain this."),
-    untested: bool = Option(False, "--untested", help="Also names that TransformerLens lists but has not tested."),
-) -> list[str]:
+    search: Annotated[str | None, Option(help="Only names and architectures that contain this.")] = None,
+    untested: Annotated[
+        bool, Option("--untested", help="Also names that TransformerLens lists but has not tested.")
+    ] = False,
+    out: Out = None,
+) -> None:
     """List names for --model: demo, smollm2 (from a Python package), and models of the installed TransformerLens.
 
     Columns:
@@ -31,16 +35,18 @@ def models(
       tl-posdisent models --search pythia
       tl-posdisent models --untested --out models.csv
     """
-    table = _known_models()
-    if not untested:
-        table = table[(table["bridge"] == "tested") | (table["hooked"] == "yes")]
-    if search is not None:
-        table = table[(table["name"] + " " + table["architecture"]).str.contains(search, case=False, regex=False)]
-    if not len(table):
-        hint = "" if untested else "; more are listed with --untested"
-        raise ValueError(f"no model matches{hint}. --model also takes a directory with config.json and safetensors")
-    save(table, given.out)
-    return [*frame(table, "models"), plural(len(table), "model")]
+    with answering(locals()):
+        check_out(out)
+        table = _known_models()
+        if not untested:
+            table = table[(table["bridge"] == "tested") | (table["hooked"] == "yes")]
+        if search is not None:
+            table = table[(table["name"] + " " + table["architecture"]).str.contains(search, case=False, regex=False)]
+        if not len(table):
+            hint = "" if untested else "; more are listed with --untested"
+            raise ValueError(f"no model matches{hint}. --model also takes a directory with config.json and safetensors")
+        save(table, out)
+    show([*frame(table, "models"), plural(len(table), "model")])
 
 
 def _known_models() -> Any:
@@ -71,11 +77,19 @@ def _known_models() -> Any:
     return pd.DataFrame(found, columns=["name", "hooked", "bridge", "architecture"])
 
 
-@command("model out backend device dtype length seed progress")
 def check(
-    given: Given,
-    every_layer: bool = Option(False, "--every-layer", help="All layers, not only the first two of each kind."),
-) -> list[str]:
+    model: Model = "demo",
+    out: Out = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    dtype: Dtype = "float32",
+    length: Annotated[int, Option(min=2, max=MOST, help="Tokens per text.")] = 24,
+    every_layer: Annotated[
+        bool, Option("--every-layer", help="All layers, not only the first two of each kind.")
+    ] = False,
+    seed: Seed = 0,
+    progress: Progress = True,
+) -> None:
     """Test every tool on a model: on short, long and padded texts, and with a KV cache.
 
     The exit code is 1 if a tool returns a wrong result; please report the table then.
@@ -91,14 +105,19 @@ def check(
       tl-posdisent check
       tl-posdisent check --model EleutherAI/pythia-70m --dtype bfloat16
     """
-    from tl_posdisent.experiments.model_check import check_model
+    with answering(locals()):
+        check_name(model)
+        check_out(out)
+        from tl_posdisent.experiments.model_check import check_model
 
-    model, lengths = given.load(), given.length or 24
-    table = check_model(model, every_layer=every_layer, lengths=lengths, seed=given.seed, progress=given.progress)
-    title = f"Every tool tried on {name_of(given.model)}"
-    save(table, given.out)
-    counts = table["verdict"].value_counts()
-    given.exit_code = int("wrong" in counts)
-    short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
-    counted = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    return [*frame(short, title), counted, *([table.attrs["not reached"]] if "not reached" in table.attrs else [])]
+        loaded = load(model, backend, device, dtype)
+        table = check_model(loaded, every_layer=every_layer, lengths=length, seed=seed, progress=progress)
+        save(table, out)
+        counts = table["verdict"].value_counts()
+        short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
+        lines = frame(short, f"Every tool tried on {name_of(model)}")
+        lines.append(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+        lines += [table.attrs["not reached"]] if "not reached" in table.attrs else []
+    show(lines)
+    if "wrong" in counts:
+        raise typer.Exit(1)

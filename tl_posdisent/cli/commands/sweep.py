@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.options import Given, check_model, command, whole_numbers
-from tl_posdisent.cli.output import check_out, frame, note, one_line, save
+from tl_posdisent.cli.inputs import check_model
+from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Progress, Settings, Texts
+from tl_posdisent.cli.output import answering, check_out, frame, note, one_line, save, show
 from tl_posdisent.cli.process import limit_threads, settle
+from tl_posdisent.cli.values import settings as parsed
+from tl_posdisent.cli.values import whole_numbers
 from tl_posdisent.utils.files import check_writable, found_at
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
 
 
-@command("backend device dtype texts progress")
 def sweep(
-    given: Given,
-    model: list[str] | None = Option(None, metavar="demo|NAME|PATH", help="May be repeated; default demo."),
-    checkpoints: str | None = Option(
-        None, help="all, or steps such as 0,512,1000-1003 (revisions step0, … of a NAME); default none."
-    ),
-    experiment: str = Option("additivity", help="A public function of model and tokens."),
-    argument: list[str] | None = Option(None, metavar="NAME=JSON", help="Argument of the experiment; may be repeated."),
-    text: list[Path] | None = Option(None, metavar="FILE", help="UTF-8 text; may be repeated; default the demo text."),
-    length: int = Option(256, min=2, help="Tokens per text."),
-    split: int = Option(1, min=1, help="Number of jobs into which the parts of a text are split."),
-    seeds: str | None = Option(None, help="Such as 0-4, for experiments that take seeds."),
-    out: Path = Option(Path("out/sweep"), help="Folder of the sweep; finished jobs are not repeated."),
-    table: Path | None = Option(None, help="File for the whole table: .csv, .parquet or .json."),
-    workers: int = Option(0, min=0, help="Number of worker processes on this machine; 0 runs in this process."),
-    retry: bool = Option(False, "--retry", help="Repeat failed jobs."),
-) -> list[str]:
+    model: Annotated[list[str] | None, Option(metavar="demo|NAME|PATH", help="May be repeated; default demo.")] = None,
+    checkpoints: Annotated[
+        str | None, Option(help="all, or steps such as 0,512,1000-1003 (revisions step0, … of a NAME); default none.")
+    ] = None,
+    experiment: Annotated[str, Option(help="A name that 'run' lists.")] = "additivity",
+    settings: Settings = None,
+    text: Annotated[
+        list[Path] | None, Option(metavar="FILE", help="UTF-8 text; may be repeated; default the demo text.")
+    ] = None,
+    length: Annotated[int, Option(min=2, max=MOST, help="Tokens per text.")] = 256,
+    texts: Texts = 1,
+    split: Annotated[int, Option(min=1, max=MOST, help="Number of jobs into which the parts of a text are split.")] = 1,
+    seeds: Annotated[str | None, Option(help="Such as 0-4, for experiments that take seeds.")] = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    dtype: Dtype = "float32",
+    out: Annotated[Path, Option(help="Folder of the sweep; finished jobs are not repeated.")] = Path("out/sweep"),
+    table: Annotated[Path | None, Option(help="File for the whole table: .csv, .parquet or .json.")] = None,
+    workers: Annotated[
+        int, Option(min=0, max=MOST, help="Number of worker processes on this machine; 0 runs in this process.")
+    ] = 0,
+    retry: Annotated[bool, Option("--retry", help="Repeat failed jobs.")] = False,
+    progress: Progress = True,
+) -> None:
     """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
 
     Columns:
@@ -47,49 +56,44 @@ def sweep(
       tl-posdisent sweep --model EleutherAI/pythia-70m --checkpoints 0,512,143000
       tl-posdisent sweep --model out/training --checkpoints all --table all.csv
     """
-    for name in model or ():
-        check_model(name)
-    check_out(table, option="table")
-    check_writable("out", out, "folder")
-    from tl_posdisent.sweeps.jobs import jobs
+    with answering(locals()):
+        for name in model or ():
+            check_model(name)
+        check_out(table, option="table")
+        check_writable("out", out, "folder")
+        arguments, drawn = parsed(settings), whole_numbers("seeds", seeds)
+        steps = "all" if checkpoints == "all" else whole_numbers("checkpoints", checkpoints)
+        from tl_posdisent.sweeps.jobs import jobs
+        from tl_posdisent.sweeps.runner import sweep as run
+        from tl_posdisent.sweeps.sources import Text
+
+        sources: list[Path | str] = [*text] if text else ["demo"]
+        todo = jobs(  # as in the other commands, a model is a path if it exists or begins like one
+            [Path(name) if found_at(name) or name.startswith((".", "/")) else name for name in model or ["demo"]],
+            (experiment, arguments),
+            [part for source in sources for part in Text.of(source, length=length, count=texts).split(split)],
+            checkpoints=steps,
+            seeds=drawn,
+            backend=backend,
+            dtype=dtype,
+        )
+        settle()
+        if set(model or ["demo"]) == {"demo"}:
+            limit_threads(1)
+        with _executor(workers) as executor:
+            done = run(todo, executor, out=out, retry=retry, device=device, progress=progress)
+        save(done, table)
+        note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
+        if done.empty:
+            raise ValueError(f"all {len(todo)} jobs failed, the first with: {_first_failure(out)}")
+        lines = frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads")
+    show(lines)
+
+
+def _first_failure(out: Path) -> str:
     from tl_posdisent.sweeps.runner import failures
-    from tl_posdisent.sweeps.runner import sweep as run
-    from tl_posdisent.sweeps.sources import Text
 
-    sources: list[Path | str] = [*text] if text else ["demo"]
-    arguments = dict(_argument(x) for x in argument or [])
-    todo = jobs(  # as in the other commands, a model is a path if it exists or begins like one
-        [Path(name) if found_at(name) or name.startswith((".", "/")) else name for name in model or ["demo"]],
-        (experiment, arguments),
-        [part for source in sources for part in Text.of(source, length=length, count=given.texts).split(split)],
-        checkpoints="all" if checkpoints == "all" else whole_numbers("checkpoints", checkpoints),
-        seeds=whole_numbers("seeds", seeds),
-        backend=given.backend,
-        dtype=given.dtype,
-    )
-    settle()
-    if set(model or ["demo"]) == {"demo"}:
-        limit_threads(1)
-    with _executor(workers) as executor:
-        done = run(todo, executor, out=out, retry=retry, device=given.device, progress=given.progress)
-    save(done, table)
-    note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
-    if done.empty:
-        reason = one_line(ValueError(failures(out)["message"].iloc[0]), ())
-        raise ValueError(f"all {len(todo)} jobs failed, the first with: {reason} (all errors: {out / 'failed'})")
-    return frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
-
-
-def _argument(given: str) -> tuple[str, Any]:
-    name, sign, value = given.partition("=")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        if not sign:
-            raise ValueError(f"--argument must be NAME=JSON, such as layers=[0,1], got {given!r}") from None
-        return name, value  # a string without quotes
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists in lists …
-        raise ValueError(f"--argument {name} cannot be read: {error}") from error
+    return f"{one_line(ValueError(failures(out)['message'].iloc[0]), ())} (all errors: {out / 'failed'})"
 
 
 @contextlib.contextmanager

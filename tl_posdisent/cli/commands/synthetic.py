@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from tl_posdisent.cli.options import Given, command
-from tl_posdisent.cli.output import grid, number, save, spread
+from tl_posdisent.cli.options import MOST, Progress, Seed
+from tl_posdisent.cli.output import answering, grid, number, save, show
 from tl_posdisent.cli.process import settle
 from tl_posdisent.utils.files import check_writable
 from tl_posdisent.utils.words import plural
@@ -16,23 +16,27 @@ from tl_posdisent.utils.words import plural
 _SAMPLES = 1000  # number of test samples on which heads are ablated
 
 
-@command("seed progress")
 def synthetic(
-    given: Given,
-    preset: Literal["small", "medium", "paper"] = Option(
-        "small", help="small: minutes on a CPU; medium: an hour on a CPU; paper: hours on a GPU."
+    preset: Annotated[
+        Literal["small", "medium", "paper"],
+        Option(help="small: minutes on a CPU; medium: an hour on a CPU; paper: hours on a GPU."),
+    ] = "small",
+    encoding: Annotated[list[str] | None, Option(help="rope, alibi, …; may be repeated; default all.")] = None,
+    task: Annotated[
+        list[str] | None, Option(help="distance, count (medium: gap8, gap16, …); may be repeated; default all.")
+    ] = None,
+    seeds: Annotated[int, Option(min=1, max=MOST, help="Number of training runs of each, from --seed on.")] = 1,
+    rotary_heads: Annotated[
+        int | None,
+        Option(min=0, max=MOST, help="Number of heads per layer with RoPE (the first ones); default all."),
+    ] = None,
+    out: Annotated[Path, Option(help="Folder for tables and training runs; existing runs are resumed.")] = Path(
+        "out/synthetic"
     ),
-    encoding: list[str] | None = Option(None, help="rope, alibi, …; may be repeated; default all."),
-    task: list[str] | None = Option(
-        None, help="distance, count (medium: gap8, gap16, …); may be repeated; default all."
-    ),
-    seeds: int = Option(1, min=1, help="Number of training runs of each, from --seed on."),
-    rotary_heads: int | None = Option(
-        None, min=0, help="Number of heads per layer with RoPE (the first ones); default all."
-    ),
-    out: Path = Option(Path("out/synthetic"), help="Folder for tables and training runs; existing runs are resumed."),
-    device: str = Option("cpu", help="cpu, cuda, …"),
-) -> list[str]:
+    device: Annotated[str, Option(help="cpu, cuda, …")] = "cpu",
+    seed: Seed = 0,
+    progress: Progress = True,
+) -> None:
     """Train small models with several position encodings, and measure how their accuracy depends on single heads.
 
     Columns:
@@ -48,27 +52,29 @@ def synthetic(
       tl-posdisent synthetic
       tl-posdisent synthetic --encoding rope --task distance --seeds 3
     """
-    check_writable("out", out, "folder")
-    from tl_posdisent.models.loading.load import check_device
-    from tl_posdisent.synthetic.training import presets
+    with answering(locals()):
+        check_writable("out", out, "folder")
+        from tl_posdisent.models.loading.load import check_device
+        from tl_posdisent.synthetic.training import presets
 
-    check_device(device)
-    settle()
-    changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
-    runs = presets.train_preset(
-        presets.preset(preset),
-        encodings=encoding or None,
-        tasks=task or None,
-        seeds=range(given.seed, given.seed + seeds),
-        folder=out / "trainings",
-        device=device,
-        progress=given.progress,
-        **changed,
-    )
-    tables = _measured(runs, device, given.progress)
-    for name, table in tables.items():
-        save(table, out / f"{name}.csv")
-    return _shown(tables["deposit"], f"effect of single heads: {preset} preset, {plural(seeds, 'seed')}")
+        check_device(device)
+        settle()
+        changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
+        runs = presets.train_preset(
+            presets.preset(preset),
+            encodings=encoding or None,
+            tasks=task or None,
+            seeds=range(seed, seed + seeds),
+            folder=out / "trainings",
+            device=device,
+            progress=progress,
+            **changed,
+        )
+        tables = _measured(runs, device, progress)
+        for name, table in tables.items():
+            save(table, out / f"{name}.csv")
+        lines = _shown(tables["deposit"], f"effect of single heads: {preset} preset, {plural(seeds, 'seed')}")
+    show(lines)
 
 
 def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
@@ -95,9 +101,14 @@ def _shown(deposits: Any, title: str) -> list[str]:
     measures |= {"effective_heads": "effective heads"}
     rows = []
     for (encoding, task), of in deposits.groupby(["encoding", "task"], sort=False):
-        cells = [number(float(of[name].mean())) + spread(of[name].std()) for name in measures]
+        cells = [_mean(of[name]) for name in measures]
         layers = " ".join(of["layer"].astype("string").fillna("–"))
         rows.append([task, encoding, number(float(of["chance"].iloc[0]), 3), *cells, layers])
     rows.sort(key=lambda row: str(row[0]))
     columns = {"task": False, "encoding": False, "chance": True} | dict.fromkeys(measures.values(), True)
     return grid(title, columns | {"layer": False}, rows)
+
+
+def _mean(values: Any) -> str:
+    """Format the mean over seeds and, with two or more, the standard deviation."""
+    return number(float(values.mean())) + (f" ± {values.std():.2f}" if len(values) > 1 else "")

@@ -1,0 +1,144 @@
+"""``tl-posdisent fit``: how additive the attention scores of a text are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from typer import Option
+
+from tl_posdisent.cli.inputs import check_model, cut_tokens, load, read_text, title_of
+from tl_posdisent.cli.options import (
+    Backend,
+    Control,
+    Device,
+    Dtype,
+    Heads,
+    Layers,
+    Length,
+    Model,
+    Out,
+    Progress,
+    Seed,
+    Std,
+    TextFile,
+    TextsOrTwo,
+)
+from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
+from tl_posdisent.cli.values import head_numbers, layer_numbers, standard_deviation
+
+_HEADS_SHOWN = 12
+
+
+def fit(
+    model: Model = "demo",
+    text: TextFile = None,
+    out: Out = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    dtype: Dtype = "float32",
+    length: Length = None,
+    texts: TextsOrTwo = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    pool: Annotated[bool, Option(help="One distance profile for all texts.")] = False,
+    control: Control = 1,
+    std: Std = "config",
+    seed: Seed = 0,
+    progress: Progress = True,
+) -> None:
+    """Fit attention scores by a distance, a query and a key component: r per layer and head, and for random weights.
+
+    The scores are those of the text itself. With two or more texts, the r shown uses the distance profile of the other
+    texts, which separates trained from random weights most clearly.
+
+    Columns:
+      batch, layer, head   text and head
+      r, r2, r2_adjusted   correlation of scores and fit, its square, adjusted r²
+      share_distance …     share of the variance that one component explains alone
+      r_no_distance        r of the query and key component alone
+      r_held_out           r with the distance profile of the other texts
+      weights              trained, or random and the seed
+      std                  standard deviation of the random weights
+
+    Examples:
+      tl-posdisent fit
+      tl-posdisent fit --layers 0-2 --heads 0,3 --out r.csv
+      tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
+    """
+    with answering(locals()):
+        check_model(model)
+        check_out(out)
+        chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
+        words = read_text(text, model)
+        from tl_posdisent.experiments.attention_scores.additivity import additivity
+        from tl_posdisent.models.reading.model_reading import read_model
+
+        loaded = load(model, backend, device, dtype)
+        tokens = cut_tokens(loaded, words, length, texts)
+        chosen = read_model(loaded, chosen_layers).heads(chosen_layers, chosen_heads)
+
+        def measure(m: Any) -> Any:
+            table = additivity(m, tokens, layers=list(chosen), pool=pool, progress=progress)
+            wanted = [head in chosen[layer] for layer, head in zip(table["layer"], table["head"], strict=True)]
+            return table[wanted].reset_index(drop=True)
+
+        trained = measure(loaded).assign(weights="trained", std=float("nan"))
+        chance = _at_random(measure, loaded, range(seed, seed + control), scale)
+        save(_concatenated(trained, *chance), out)
+        lines = _shown(trained, _concatenated(trained.iloc[:0], *chance), title_of(model, tokens))
+    show(lines)
+
+
+def _concatenated(*tables: Any) -> Any:
+    import pandas as pd
+
+    return pd.concat(tables, ignore_index=True)
+
+
+def _at_random(measure: Any, model: Any, seeds: range, std: Any) -> list[Any]:
+    """Measure the model with random weights for each seed."""
+    if not seeds:
+        return []
+    from tl_posdisent.models.loading.random_init import initial_scale, random_control
+
+    scale = initial_scale(model, std)
+    copies = random_control(model, seeds, std=[scale])
+    return [measure(m).assign(weights=f"random {s}", std=scale) for s, m in zip(seeds, copies, strict=True)]
+
+
+def _shown(trained: Any, chance: Any, what: str) -> list[str]:
+    """Format r by layer and head, its means beside those of random weights, and the shares of the components."""
+    from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
+
+    column, means = "r", "r of the three-axis fit"
+    if "r_held_out" in trained:
+        column, means = "r_held_out", "r with the distance profile of the other texts"
+    shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
+    return [
+        *_by_head(trained, chance, column, f"{means}, by layer and head: {what}"),
+        *(_mean(x, trained, chance) for x in dict.fromkeys([column, "r"])),
+        *([] if chance.empty else [above_random(trained, chance, column)]),
+        f"share of the variance that each component explains alone: {shares}",
+    ]
+
+
+def _by_head(table: Any, chance: Any, column: str, title: str) -> list[str]:
+    """Format one row per layer: heads (or the lowest and highest of many), their mean, and the mean of ``chance``."""
+    import pandas as pd
+
+    heads = table.pivot_table(values=column, index="layer", columns="head", aggfunc="mean")
+    shown = heads
+    if len(heads.columns) > _HEADS_SHOWN:
+        shown = pd.DataFrame({"lowest": heads.min(axis=1), "highest": heads.max(axis=1)})
+    shown = shown.assign(mean=heads.mean(axis=1))
+    shown["random"] = [chance.loc[chance["layer"] == layer, column].mean() for layer in heads.index]
+    rows = [[str(layer), *(number(float(x)) for x in row)] for layer, row in shown.iterrows()]
+    return grid(title, dict.fromkeys(["layer", *map(str, shown.columns)], True), rows)
+
+
+def _mean(column: str, trained: Any, chance: Any) -> str:
+    """Describe a column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
+    r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
+    drawn = f" (standard deviation {chance['std'].iloc[0]:.3g})" if len(chance) else ""
+    at_random = f"; at random initialisation{drawn} {chance[column].mean():.3f}" if len(chance) else ""
+    return f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}"

@@ -1,0 +1,97 @@
+"""``tl-posdisent report``: all measurements on one page."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from tl_posdisent.cli.inputs import check_model, cut_tokens, load, read_text
+from tl_posdisent.cli.options import (
+    Backend,
+    Control,
+    Device,
+    Dtype,
+    Heads,
+    Layers,
+    Length,
+    Model,
+    Progress,
+    Seed,
+    Std,
+    TextFile,
+    TextsOrTwo,
+)
+from tl_posdisent.cli.output import answering, check_out, show
+from tl_posdisent.cli.values import head_numbers, layer_numbers, standard_deviation
+from tl_posdisent.utils.errors import brief
+
+SECTIONS = ("additivity", "distance", "shares", "subspaces", "labels", "heads", "perturbation", "ablation", "ladder")
+
+
+def report(
+    model: Model = "demo",
+    text: TextFile = None,
+    out: Annotated[Path, Option(help="File for the page: .html.")] = Path("report.html"),
+    backend: Backend = "auto",
+    device: Device = None,
+    dtype: Dtype = "float32",
+    length: Length = None,
+    texts: TextsOrTwo = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    section: Annotated[
+        list[str] | None,
+        Option(help=f"{', '.join(SECTIONS)}; may be repeated; default all.", autocompletion=lambda: list(SECTIONS)),
+    ] = None,
+    title: Annotated[str | None, Option(help="Title of the page.")] = None,
+    control: Control = 1,
+    std: Std = "config",
+    seed: Seed = 0,
+    progress: Progress = True,
+) -> None:
+    """Write all measurements of a model and a text to one HTML page that works offline, and print its path.
+
+    Each section explains its figures, and the page contains the command that created it.
+
+    Examples:
+      tl-posdisent report
+      tl-posdisent report --layers 0,4 --title "Layers 0 and 4" --out layers.html
+      tl-posdisent report --model EleutherAI/pythia-70m --text book.txt
+    """
+    with answering(locals()):
+        check_model(model)
+        check_out(out, (".html",))
+        chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
+        sections: Any = _sections(section)
+        words = read_text(text, model)
+        loaded = load(model, backend, device, dtype)
+        tokens = cut_tokens(loaded, words, length, texts)
+        from tl_posdisent.page.build import report as write_report
+
+        path = write_report(
+            loaded,
+            tokens,
+            out,
+            layers=chosen_layers,
+            heads=chosen_heads,
+            control=control,
+            std=scale,
+            sections=sections,
+            title=title,
+            seed=seed,
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),  # as typed, to be run again
+            progress=progress,
+        )
+    show([str(path)])
+
+
+def _sections(given: list[str] | None) -> list[str] | None:
+    """Validate sections before a model is loaded, and drop duplicates."""
+    for name in given or ():
+        if name not in SECTIONS:
+            raise ValueError(f"--section must be one of {', '.join(SECTIONS)}, got {brief(name)}")
+    return list(dict.fromkeys(given)) if given else None
