@@ -306,7 +306,7 @@ def test_a_defect_and_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stderr is None or result.stderr == stderr
 
 
-NUMBERS = "--layers must be numbers or ranges such as 0-3, separated by commas without spaces, got"
+NUMBERS = "--layers must be global, local, or numbers or ranges such as 0-3, separated by commas without spaces, got"
 ENDS = "must be a file such as table.csv, ending in .csv, .parquet or .json, got"
 DEVICE = '--device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''
 REFUSED = [
@@ -338,10 +338,10 @@ REFUSED = [
     ("fit --length 16 --layers 0-99999", "--layers must be integers from 0 to 4, got 5"),
     (
         f"fit --heads L{'9' * 5000}H0",
-        "--heads must be numbers or ranges such as 0-3, separated by commas",
+        "--heads must be labels such as L4H2, or numbers or ranges such as 0-3",
     ),
-    ("sweep --seeds 0-9999", "--seeds must be None, as none of additivity takes one, got [0, 1, 2, 3"),
-    ("sweep --texts 1000000 --split 1000000", "parts must be at most 100000, as each part is a job, got 1000000"),
+    ("sweep --seeds 0-9999", "--seeds must be left out, as none of additivity takes one, got [0, 1, 2, 3"),
+    ("sweep --texts 1000000 --split 1000000", "--split must be at most 100000, as each part is a job, got 1000000"),
     ("fit --model ./none --text short.txt", "--model ./none: no such directory"),
     ("fit --model ./model --text short.txt", "--model ./model has no tokenizer, so it cannot read text"),
     ("fit --model smolm2 --text nowhere.txt", "--model must be a known name, got 'smolm2': did you mean 'smollm2'?"),
@@ -357,10 +357,23 @@ REFUSED = [
     ("report --out page.csv", "--out must be a file such as table.html, ending in .html, got 'page.csv'"),
     ("models --search 'no such model'", "no model matches; more are listed with --untested"),
     ("sweep --experiment additivty", "--experiment must be one of"),
-    ("sweep --checkpoints 1-x", "--checkpoints must be numbers or ranges such as 0-3, separated by commas"),
+    ("sweep --checkpoints 1-x", "--checkpoints must be all, or numbers or ranges such as 0-3, separated by commas"),
     *(
         (f"sweep --{x} 5-3", f"--{x} must be ranges from a smaller to a larger number")
         for x in ("seeds", "checkpoints")
+    ),
+    (
+        "sweep --checkpoints 3",
+        "--checkpoints must be left out for --model 'demo', got 3: pass the folder of a training",
+    ),
+    ("sweep --checkpoints all", "--model must have checkpoints (step-000100.safetensors, checkpoint-100/), got demo"),
+    *(
+        (f"{x} --model ''", "--model must be demo, a name or a path, got ''")
+        for x in ("fit", "sweep", "run additivity")
+    ),
+    (
+        "fit --model short.txt",
+        "--model must be the folder of a model, a GGUF file, or a model's name, but short.txt is ",
     ),
     ("report --section ladders", "--section must be one of additivity, distance, "),
     ("report --out .", "--out must be a file such as table.html, ending in .html, got '.'"),

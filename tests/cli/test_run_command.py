@@ -120,10 +120,7 @@ NEEDED = {
     "layer": 3,
     "positions": list(range(0, 32, 2)),
     "lengths": [4, 16],
-    "heldout": [
-        "Fellow citizens, we the people of these United States",
-        "hold these truths to be self-evident, for ever",
-    ],
+    "heldout": ["We the people", "hold these truths"],
     "labels": [0],
 }
 MORE = {"component_patching": {"source_positions": list(range(0, 32, 2))}}

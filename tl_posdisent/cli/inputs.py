@@ -11,6 +11,7 @@ from typing import Any
 
 from tl_posdisent.cli.output import note
 from tl_posdisent.cli.process import settle
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
@@ -19,6 +20,8 @@ _LONGEST = 512  # default of --length
 
 def check_model(model: str) -> None:
     """Raise for an unknown model, before anything else is done and without asking a hub."""
+    if not model:
+        raise ValueError("--model must be demo, a name or a path, got ''")
     if (Path(model).is_absolute() or model.startswith(".")) and not found_at(model):
         raise ValueError(f"--model {model}: no such directory or file")
     if model != "demo":
@@ -45,6 +48,8 @@ def load(model: str, backend: str, device: str | None, dtype: str) -> Any:
     try:
         loaded: Any = make(backend=backend, device=place)  # type: ignore[arg-type]
     except (ValueError, OSError) as error:
+        if isinstance(error, ArgumentError) and error.argument == "name_or_dir":
+            raise  # which names the option and what was given
         names = "" if found_at(model) else " (tl-posdisent models lists known names)"
         raise ValueError(f"--model {model}: {error}{names}") from error
     if model == "demo" and kind != torch.float32:

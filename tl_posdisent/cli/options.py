@@ -68,5 +68,5 @@ Settings = Annotated[
         help="An argument of the experiment, such as layers=0-3, fractions=0,0.5, unit=word or JSON; may be repeated.",
     ),
 ]
-Seed = Annotated[int, Option(min=0, help="Random seed.")]
+Seed = Annotated[int, Option(min=0, max=10**18, help="Random seed.")]
 Progress = Annotated[bool, Option(callback=_quiet, help="Progress bars and notes on stderr, or only errors.")]

@@ -27,7 +27,8 @@ WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
 # Arguments of the library whose options have another name, and options that are typed otherwise than they are called.
-_RENAMED = {"arguments": "settings", "name": "preset", "path": "out", "sections": "section"}
+_RENAMED = {"arguments": "settings", "name": "preset", "path": "out", "sections": "section", "parts": "split"}
+_RENAMED |= {"name_or_dir": "model", "folder": "model", "checkpoint": "checkpoints"}
 _TYPED = {"settings": "--set"}
 
 
@@ -111,7 +112,10 @@ def one_line(error: BaseException, options: Collection[str]) -> str:
         return f"--length must be at most {most}, beyond which this model fails, got {given}"
     subject, message = "", str(error)
     if isinstance(error, ArgumentError):
-        subject, message = f"{_option(error.argument, options) or error.argument} ", error.problem
+        option = _option(error.argument, options)
+        subject, message = f"{option or error.argument} ", error.problem
+        if option:
+            message = message.replace("must be None", "must be left out")
     message = " ".join(message.split())
     message = re.sub(r" \(or [^(]*, counted from the end\)", "", message)  # options take no negative indices
 

@@ -14,8 +14,8 @@ _RANGE = re.compile(r"(\d{1,6})-(\d{1,6})")
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 
 
-def whole_numbers(option: str, text: str | None) -> list[int] | None:
-    """Parse ``"0,3-5"`` to ``[0, 3, 4, 5]``; None stays None.
+def whole_numbers(option: str, text: str | None, others: str = "") -> list[int] | None:
+    """Parse ``"0,3-5"`` to ``[0, 3, 4, 5]``; None stays None. ``others`` describes the option's other values in errors.
 
     >>> whole_numbers("layers", "0,3-5")
     [0, 3, 4, 5]
@@ -27,9 +27,8 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
-        raise ValueError(
-            f"--{option} must be numbers or ranges such as 0-3, separated by commas without spaces, got {brief(text)}"
-        )
+        needed = f"{others}numbers or ranges such as 0-3, separated by commas without spaces"
+        raise ValueError(f"--{option} must be {needed}, got {brief(text)}")
     return _listed(option, text.split(","))
 
 
@@ -43,7 +42,7 @@ def layer_numbers(text: str | None) -> list[int] | Literal["global", "local"] | 
         case "global" | "local":
             return text
         case _:
-            return whole_numbers("layers", text)
+            return whole_numbers("layers", text, "global, local, or ")
 
 
 def head_numbers(text: str | None) -> list[Any] | None:
@@ -54,7 +53,12 @@ def head_numbers(text: str | None) -> list[Any] | None:
     """
     if text is not None and re.fullmatch(r"L\d{1,6}H\d{1,6}(,L\d{1,6}H\d{1,6})*", text):
         return text.split(",")
-    return whole_numbers("heads", text)
+    return whole_numbers("heads", text, "labels such as L4H2, or ")
+
+
+def checkpoint_steps(text: str | None) -> list[int] | Literal["all"] | None:
+    """Parse ``--checkpoints``: numbers as in ``whole_numbers``; ``"all"`` stays unchanged."""
+    return "all" if text == "all" else whole_numbers("checkpoints", text, "all, or ")
 
 
 def standard_deviation(text: str) -> float | Literal["config"]:

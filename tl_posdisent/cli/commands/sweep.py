@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +14,8 @@ from tl_posdisent.cli.inputs import check_model
 from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Progress, Settings, Texts
 from tl_posdisent.cli.output import answering, check_out, frame, note, one_line, save, show
 from tl_posdisent.cli.process import limit_threads, settle
+from tl_posdisent.cli.values import checkpoint_steps, whole_numbers
 from tl_posdisent.cli.values import settings as parsed
-from tl_posdisent.cli.values import whole_numbers
 from tl_posdisent.utils.files import check_writable, found_at
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
@@ -28,7 +29,7 @@ def sweep(
     experiment: Annotated[str, Option(help="A name that 'run' lists.")] = "additivity",
     settings: Settings = None,
     text: Annotated[
-        list[Path] | None, Option(metavar="FILE", help="UTF-8 text; may be repeated; default the demo text.")
+        list[Path] | None, Option(metavar="demo|FILE", help="UTF-8 text; may be repeated; default the demo text.")
     ] = None,
     length: Annotated[int, Option(min=2, max=MOST, help="Tokens per text.")] = 256,
     texts: Texts = 1,
@@ -62,12 +63,12 @@ def sweep(
         check_out(table, option="table")
         check_writable("out", out, "folder")
         arguments, drawn = parsed(settings), whole_numbers("seeds", seeds)
-        steps = "all" if checkpoints == "all" else whole_numbers("checkpoints", checkpoints)
+        steps = checkpoint_steps(checkpoints)
         from tl_posdisent.sweeps.jobs import jobs
         from tl_posdisent.sweeps.runner import sweep as run
         from tl_posdisent.sweeps.sources import Text
 
-        sources: list[Path | str] = [*text] if text else ["demo"]
+        sources: list[Path | str] = ["demo" if str(path) == "demo" else path for path in text or [Path("demo")]]
         todo = jobs(  # as in the other commands, a model is a path if it exists or begins like one
             [Path(name) if found_at(name) or name.startswith((".", "/")) else name for name in model or ["demo"]],
             (experiment, arguments),
@@ -80,12 +81,16 @@ def sweep(
         settle()
         if set(model or ["demo"]) == {"demo"}:
             limit_threads(1)
-        with _executor(workers) as executor:
+        with _executor(workers) as executor, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"\d+ of \d+ jobs failed")  # said below, in words for a shell
             done = run(todo, executor, out=out, retry=retry, device=device, progress=progress)
-        save(done, table)
-        note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
         if done.empty:
             raise ValueError(f"all {len(todo)} jobs failed, the first with: {_first_failure(out)}")
+        save(done, table)
+        note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
+        if failed := done.attrs["failed"]:
+            reasons = f"{out / 'failed'} has the reasons, and --retry repeats them"
+            warnings.warn(f"{len(failed)} of {len(todo)} jobs failed: {reasons}", stacklevel=2)
         lines = frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads")
     show(lines)
 
