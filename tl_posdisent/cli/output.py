@@ -51,11 +51,11 @@ def delivering() -> Iterator[None]:
 
 @contextlib.contextmanager
 def parsing() -> Iterator[None]:
-    """Do so where options are read and commands run, and shorten usage errors, which quote what was typed."""
-    with delivering():  # here too: of a broken pipe typer would tell main nothing
+    """Apply ``delivering`` while options are parsed and commands run, and shorten usage errors, which quote options."""
+    with delivering():  # here too, because typer handles a broken pipe before main sees it
         try:
             yield
-        except SystemExit:  # rich's answer to a broken pipe; typer and commands raise typer.Exit
+        except SystemExit:  # rich raises it for a broken pipe; typer and commands raise typer.Exit
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
         except Exception as error:
             if hasattr(error, "format_message"):  # click's usage errors, whichever click typer uses

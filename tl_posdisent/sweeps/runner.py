@@ -30,8 +30,10 @@ from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
 from tl_posdisent.utils.validation import shown
 
 _KEY = b"tl_posdisent"
-_FAILURE = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"]
-_UNKNOWN = "unknown versions"  # of results that were stored before versions were
+_FAILURE = [
+    *("job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"),
+    "versions",
+]
 
 
 def failures(out: str | Path) -> pd.DataFrame:
@@ -61,18 +63,18 @@ def failures(out: str | Path) -> pd.DataFrame:
     for path in sorted(Path(folder, "failed").glob("*.json")):
         try:
             row = json.loads(path.read_bytes())
-            rows.append([*(row[name] for name in _FAILURE), row.get("versions", _UNKNOWN)])
+            rows.append([row[name] for name in _FAILURE])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ArgumentError(
                 "out",
                 f"must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
                 "delete that file, and call sweep(..., retry=True) to repeat its job",
             ) from error
-    return pd.DataFrame(rows, columns=[*_FAILURE, "versions"])
+    return pd.DataFrame(rows, columns=_FAILURE)
 
 
 def _folder(out: Any) -> Path:
-    if not isinstance(out, (str, os.PathLike)) or "\0" in str(out):
+    if not isinstance(out, (str, os.PathLike)):
         raise ArgumentError("out", f"must be the path of a folder, got {shown(out)}")
     return Path(out)
 
@@ -80,8 +82,6 @@ def _folder(out: Any) -> Path:
 def prepare(out: Path) -> None:
     """Create the folders, and delete unfinished files of killed processes. Call it while holding the folder's lock."""
     for folder in (Path(out, "parts"), Path(out, "failed")):
-        if folder.exists() and not folder.is_dir():
-            raise ArgumentError("out", f"must be the folder of a sweep, got {out}, in which {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
 
@@ -121,7 +121,7 @@ def finished_before(out: Path, jobs: list[Job]) -> dict[str, int]:
         try:
             about = json.loads((pq.read_schema(path).metadata or {})[_KEY])["job"]
             old = Job(**about | {"text": Text(**about["text"]), "versions": installed()})
-            versions = about.get("versions", _UNKNOWN)
+            versions = about["versions"]
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
             continue  # damaged, or no part of a sweep
         if old.hash in wanted:
@@ -169,17 +169,17 @@ def joined(tables: list[pd.DataFrame], empty: list[str]) -> pd.DataFrame:
     return typed
 
 
-# A worker runs one job after the other and writes each result to disk before the next begins. It keeps one model for
-# later jobs and calls. Hooks belong to a model and random numbers to a process, so threads of a process take turns.
+# A worker process runs one job at a time and stores its result before it begins the next. It keeps the last model for
+# later jobs and calls. Threads of one process take turns, because they would share a model's hooks and random numbers.
 _kept: dict[Any, Any] = {}
 _turn = threading.RLock()
 
 
 def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
-    """Run these jobs unless they are finished; each writes a table or an error to ``out``."""
+    """Run the jobs that are not finished, and store the table or the error of each in ``out``."""
     with _turn:
         for job in todo:
-            if read_part(Path(out), job) is not None:  # another worker did it, and died before it returned
+            if read_part(Path(out), job) is not None:  # finished by a worker that died before it returned
                 continue
             try:
                 _check_versions(job)
@@ -210,6 +210,7 @@ def _model(job: Job, device: str | None) -> Any:
 
 
 def forget() -> None:
+    """Release the model that this process keeps."""
     with _turn:
         if _kept:
             _kept.clear()
@@ -218,7 +219,7 @@ def forget() -> None:
                 torch.cuda.empty_cache()
 
 
-_PIECES = 64  # approximate number of calls to an executor: few enough to reuse models, enough for all workers
+_PIECES = 64  # approximate number of chunks: few enough to reuse models, enough to keep all workers busy
 
 
 def sweep(
@@ -286,14 +287,14 @@ def sweep(
     if unfinished(folder, different, retry):
         with locked(folder, "out", "sweep"):
             prepare(folder)
-            todo = unfinished(folder, different, retry)  # again: another sweep may just have ended
+            todo = unfinished(folder, different, retry)  # again, because another sweep may have ended before the lock
             for versions, n in finished_before(folder, todo).items():
                 warnings.warn(
                     f"{n} of {len(listed)} jobs have results of other versions in {folder}, which are not used: "
                     f"they were made with {versions}, and run again with {installed()}",
                     stacklevel=2,
                 )
-            for job in todo:  # delete old errors and damaged parts, which would look like new ones
+            for job in todo:  # old errors and damaged parts must not be taken for new ones
                 part_of(folder, job).unlink(missing_ok=True)
                 failure_of(folder, job).unlink(missing_ok=True)
             done = len(different) - len(todo)
@@ -318,7 +319,7 @@ def _by_model(todo: list[Job]) -> list[list[Job]]:
 
 
 def _chunks(models: list[list[Job]]) -> list[list[Job]]:
-    """Split jobs into chunks; no chunk has jobs of two models."""
+    """Split the jobs of each model into chunks, so that a worker loads a model once for several jobs."""
     found = []
     for group in models:
         step = math.ceil(len(group) / math.ceil(_PIECES / len(models)))
@@ -327,25 +328,18 @@ def _chunks(models: list[list[Job]]) -> list[list[Job]]:
 
 
 def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor: Executor, bar: Any) -> None:
+    """Run chunks of jobs with an executor; what a chunk left undone because a job killed its worker is run again."""
     waiting: dict[Future[None], list[Job]] = {}
-
-    def submit(some: list[Job]) -> None:
-        future = executor.submit(run_jobs, some, os.fspath(out), device)
-        if not isinstance(future, Future):  # only those can be waited for together
-            what = type(future).__name__
-            raise ArgumentError("executor", f"must return a concurrent.futures.Future from submit, got {what}")
-        waiting[future] = some
-
     try:
         for chunk in chunks:
-            submit(chunk)
+            waiting[executor.submit(run_jobs, chunk, os.fspath(out), device)] = chunk
         while waiting:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                 chunk = waiting.pop(future)
                 left = _left_of(chunk, future.exception(), out)
                 bar.update(len(chunk) - len(left))
                 if left:
-                    submit(left)
+                    waiting[executor.submit(run_jobs, left, os.fspath(out), device)] = left
     except BrokenExecutor as error:
         raise RuntimeError(
             "a worker process ended abruptly (killed, or out of memory), which ended its pool; finished jobs are kept "
@@ -367,12 +361,13 @@ def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[J
             f"job, but {part_of(out, left[0])} is missing"
         )
     if error is not None and left:
-        # Jobs run in order, so this is the job during which the worker died (or that it could not begin).
+        # Jobs run in order, so the worker died during the first of those that are left, or before it.
         write_failure(out, left.pop(0), error)
     return left
 
 
 def _table(jobs: list[Job], out: Path) -> pd.DataFrame:
+    """Read the results of the jobs as one table, and warn of those that failed."""
     parts = [(job, read_part(out, job)) for job in jobs]
     tables = [with_columns(job, part) for job, part in parts if part is not None]
     failed = [job for job, part in parts if part is None]

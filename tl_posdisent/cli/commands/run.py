@@ -72,7 +72,7 @@ def run(
             given = parsed(settings)
             from tl_posdisent.sweeps.jobs import check_call, run_experiment
 
-            check_call(name, given, None)
+            check_call(name, given)
             words = read_text(text, model)
             loaded = load(model, backend, device, dtype)
             tokens = cut_tokens(loaded, words, length, texts)
