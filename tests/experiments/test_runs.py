@@ -11,7 +11,7 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent.experiments.causal import runs as module
-from tl_posdisent.experiments.causal.runs import COUPLED, Change, Runs
+from tl_posdisent.experiments.causal.runs import Change, Runs
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts
@@ -59,59 +59,80 @@ def failing(group: int, heads: Sequence[int]) -> list[Any]:
     return [(f"blocks.{LAYER}.attn.hook_z", fail)]
 
 
-KINDS: dict[str, list[Change]] = {
-    "of one kind": [Change(honest, "a"), Change(of_z, "a")],
-    "of two kinds": [Change(honest, "a"), Change(of_z)],
-    "one beyond z": [Change(honest, "a"), Change(beyond_z, "b"), Change(of_z)],
-    "the first beyond z": [Change(beyond_z, "b"), Change(honest, "a")],
-    "coupled": [Change(honest, "a"), Change(not_apart, COUPLED)],
-    "one without effect": [Change(nothing, "b"), Change(honest, "a"), Change(beyond_z, "b")],
+SHARED: dict[str, list[tuple[str, Any, bool]]] = {
+    "of one name": [("a", honest, False), ("a", of_z, False)],
+    "of two names": [("a", honest, False), ("b", of_z, False)],
+    "one beyond z": [("a", honest, False), ("b", beyond_z, False), ("c", of_z, False)],
+    "the first beyond z": [("b", beyond_z, False), ("a", honest, False)],
+    "one not apart": [("a", honest, False), ("b", not_apart, False)],
+    "coupled": [("a", honest, False), ("b", not_apart, True)],
+    "one without effect": [("b", nothing, False), ("a", honest, False), ("b", beyond_z, False)],
 }
 
 
+def changes_of(given: Sequence[tuple[str, Any, bool]]) -> list[Change]:
+    """One change of each head under each hooks."""
+    return [Change(name, (head,), hooks, coupled) for name, hooks, coupled in given for head in HEADS]
+
+
+def outputs(model: Any, changes: Sequence[Change], **options: Any) -> list[Any]:
+    return [run()[0] for run in Runs(model, read_texts(model, TOKENS), [LAYER], **options).each(LAYER, changes)]
+
+
+def check_outputs(model: Any, changes: Sequence[Change], found: Sequence[Tensor]) -> None:
+    for change, output in zip(changes, found, strict=True):
+        with torch.no_grad(), applied(model, change.hooks(0, change.heads)):
+            torch.testing.assert_close(output, model(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("unembedded", [1, 5, 1000])
 @pytest.mark.parametrize("at_once", [1, 3, 32])
-@pytest.mark.parametrize("start", [0, 6])
-@pytest.mark.parametrize("changes", KINDS)
+@pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_outputs_are_those_of_full_passes(
-    kind: str, name: str, changes: str, start: int, at_once: int, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    name: str,
+    shared: str,
+    at_once: int,
+    unembedded: int,
+    shared_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    model = shared_model(kind, name)
     monkeypatch.setattr(module, "texts_at_once", lambda cfg, length: at_once * len(TOKENS))
-    model, own = shared_model(kind, name), KINDS[changes]
-    changed = [([head], change) for change in own for head in HEADS]
+    monkeypatch.setattr(module, "_BYTES_AT_ONCE", unembedded * 4 * TOKENS.numel() * model.cfg.d_vocab_out)
+    changes = changes_of(SHARED[shared])
     with running(model):
-        found = [run()[0] for run in Runs(model, read_texts(model, TOKENS), [LAYER], start=start).each(LAYER, changed)]
-    for (heads, change), output in zip(changed, found, strict=True):
-        with torch.no_grad(), applied(model, change.hooks(0, heads)):
-            expected = model(TOKENS)
-        torch.testing.assert_close(output[:, start:], expected[:, start:], rtol=1e-4, atol=1e-4)
+        found = outputs(model, changes)
+    check_outputs(model, changes, found)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_each_kind_is_compared_once_and_all_share_a_batch(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    runs = Runs(model, read_texts(model, TOKENS), [LAYER])
+def test_each_name_is_compared_once_and_all_share_a_batch(kind: str, name: str, shared_model: Any) -> None:
+    model, trusted = shared_model(kind, name), set[Any]()
+    changes = changes_of([("a", honest, False), ("a", of_z, False), ("b", of_z, False)])
     sizes: list[int] = []
     last = model.blocks[-1].mlp.register_forward_hook(lambda part, inputs, x: sizes.append(len(x)))
-    changes = [Change(honest, "a"), Change(of_z, "a"), Change(of_z, "b"), Change(of_z)]
     with running(model):
-        for run in runs.each(LAYER, [([head], change) for change in changes for head in HEADS]):
-            run()
+        outputs(model, changes, trusted=trusted)
+        # The clean run, the last block alone, all changes and an unmodified text, and a full pass for each name.
+        assert sizes == [2, 2, 2 * len(changes) + 1, 2, 2]
+        sizes.clear()
+        found = outputs(model, changes, trusted=trusted)
+        assert sizes == [2, 2, 2 * len(changes)]
     last.remove()
-    # Is the last block alone right? Then all changes and an unmodified text, and a full pass for each of two kinds.
-    assert sizes == [2, 2 * len(changes) * len(HEADS) + 1, 2, 2]
+    check_outputs(model, changes, found)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_a_change_that_fails_fails_alone(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    changed = [([head], change) for change in (Change(of_z), Change(failing), Change(honest, "a")) for head in HEADS]
+    changes = changes_of([("a", of_z, False), ("b", failing, False), ("c", honest, False)])
     with running(model):
-        found = [*Runs(model, read_texts(model, TOKENS), [LAYER]).each(LAYER, changed)]
-        for (heads, change), run in zip(changed, found, strict=True):
+        runs = [*Runs(model, read_texts(model, TOKENS), [LAYER]).each(LAYER, changes)]
+        for change, run in zip(changes, runs, strict=True):
             if change.hooks is failing:
                 with pytest.raises(ValueError, match="no result"):
                     run()
-                continue
-            with torch.no_grad(), applied(model, change.hooks(0, heads)):
-                torch.testing.assert_close(run()[0], model(TOKENS), rtol=1e-4, atol=1e-4)
+            else:
+                check_outputs(model, [change], run())

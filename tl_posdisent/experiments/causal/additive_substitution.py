@@ -29,8 +29,9 @@ from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_subset
 
-from .metrics import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
-from .runs import Change, Failures, Runs
+from .metrics import shuffled_order
+from .runs import Change, Failures, Runs, run_texts
+from .token_losses import Unmodified
 
 Control = Literal["shuffled fit", "zero"]
 _CONTROLS: tuple[Control, ...] = get_args(Control)
@@ -92,11 +93,11 @@ def additive_substitution(
     n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
     with running(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
         runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
-        clean = [as_log_probabilities(output) for output in runs.clean]
-        clean_loss = clean_losses(clean, texts).mean().item()
+        unmodified = Unmodified.of(runs.clean, texts)
+        clean_loss = unmodified.losses.mean().item()
 
         def measure(run: Callable[[], list[Any]], *row: Any) -> None:
-            measured = failures.attempt(lambda: compare(run(), texts, clean), *row[1:3])
+            measured = failures.attempt(lambda: unmodified.compare(run()), *row[1:3])
             loss, kl = (nan, nan) if measured is None else (by_token.mean().item() for by_token in measured)
             rows.append((*row, loss, loss - clean_loss, kl))
             bar.update()
@@ -104,8 +105,8 @@ def additive_substitution(
         for spec in specs:
             heads = list(range(spec.n_heads))
             units = [*([head] for head in heads), heads]
-            changes = [Change(partial(put, spec, stored), None if x == "zero" else x) for x, _, put in one_layer]
-            each = runs.each(spec.layer, [(unit, change) for change in changes for unit in units])
+            hooks_by = [(put_in, partial(put, spec, stored)) for put_in, _, put in one_layer]
+            each = runs.each(spec.layer, [Change(x, tuple(unit), hooks) for x, hooks in hooks_by for unit in units])
             for ((put_in, keep, _), head), run in zip(product(one_layer, [*heads, None]), each, strict=True):
                 measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:

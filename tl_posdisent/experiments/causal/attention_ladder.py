@@ -38,18 +38,9 @@ from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.validation import check_choice, check_seed, check_subset
 
-from .metrics import (
-    Metric,
-    as_log_probabilities,
-    as_numbers,
-    check_metric,
-    clean_losses,
-    compare,
-    run_texts,
-    shuffled_order,
-    values_of,
-)
-from .runs import Change, Failures, Run, Runs
+from .metrics import Metric, as_numbers, check_metric, shuffled_order, values_of
+from .runs import Change, Failures, Run, Runs, run_texts
+from .token_losses import Unmodified
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
@@ -220,9 +211,8 @@ class _Ladder:
         rows: list[_Row] = []
         with running(model):
             runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
-            clean = [as_log_probabilities(output) for output in runs.clean]
-            losses = clean_losses(clean, self.texts)
-            untouched = _Measured(losses, torch.zeros_like(losses), self._values(runs.clean, losses))
+            clean = Unmodified.of(runs.clean, self.texts)
+            untouched = _Measured(clean.losses, torch.zeros_like(clean.losses), self._values(runs.clean, clean.losses))
             means = self._means(chosen)
             for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
                 ((spec, heads), *_) = together
@@ -300,14 +290,16 @@ class _Ladder:
     def _each(self, runs: Runs, items: Sequence[_Item], put_in: Mapping[_Step, _PutIn]) -> Iterator[Run]:
         [spec] = {id(spec): spec for _, _, where in items for spec, _ in where}.values()
 
-        def change(rung: _Step, hooks_of: _PutIn) -> Change:
-            # Of one kind: rungs that are put in at the same hook points.
-            kind = None if rung == MEAN else rung if rung in ("static", "first_token") else "scores"
-            return Change(lambda group, heads: hooks_of(group, [(spec, list(heads))]), kind)
+        def changes(rung: _Step, hooks_of: _PutIn) -> list[Change]:
+            # Of one name: rungs that are put in at the same hook points.
+            name = rung if rung in (MEAN, "static", "first_token") else "scores"
 
-        changes = [change(*item) for item in put_in.items()]
-        units = [heads for _, _, [(_, heads)] in items]
-        return runs.each(spec.layer, [(unit, one) for one in changes for unit in units])
+            def hooks(group: int, heads: Sequence[int]) -> Hooks:
+                return hooks_of(group, [(spec, list(heads))])
+
+            return [Change(name, tuple(heads), hooks) for _, _, [(_, heads)] in items]
+
+        return runs.each(spec.layer, [change for item in put_in.items() for change in changes(*item)])
 
     def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
         """Fit a rung for each group of the predicted texts."""
@@ -323,11 +315,11 @@ class _Ladder:
         return stored * len(self.texts.groups) if per_head else stored
 
     def _measure(
-        self, run: Run, clean: Sequence[Tensor], untouched: _Measured, layer: int | None, head: int | None
+        self, run: Run, clean: Unmodified, untouched: _Measured, layer: int | None, head: int | None
     ) -> _Measured:
         def measure() -> _Measured:
             outputs = run()
-            losses, divergences = compare(outputs, self.texts, clean)
+            losses, divergences = clean.compare(outputs)
             values = self._values(outputs, losses)
             if len(values) != len(untouched.values):
                 got = f"{len(untouched.values)} for the unmodified run and {len(values)} for another"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,17 +10,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import (
-    as_numbers,
-    divergences,
-    losses_and_divergences,
-    next_token_loss,
-    values_of,
-)
+from tl_posdisent.experiments.causal.metrics import as_numbers, next_token_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
-from tl_posdisent.experiments.causal.runs import Change, Runs
+from tl_posdisent.experiments.causal.runs import Change, HooksOf, Runs
 from tl_posdisent.experiments.causal.text_parts import Part
+from tl_posdisent.experiments.causal.token_losses import divergences, losses_and_divergences
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import changed_results
@@ -58,15 +53,17 @@ def exact_effects(
     by_layer: dict[int, list[Place]] = {}
     for place in sorted(places, key=lambda place: place[:2]):
         by_layer.setdefault(place[1], []).append(place)
+    trusted: set[Hashable] = set()
     for part in parts if places else []:
         texts = part.texts
-        runs = Runs(model, texts, sorted(by_layer))
+        runs = Runs(model, texts, sorted(by_layer), trusted=trusted)
         bar.update(len(part.places))
         baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
         for layer, some in sorted(by_layer.items()):
-            changes = {n: _change(part, runs, model, items[n], layer) for n in dict.fromkeys(n for n, _, _ in some)}
-            each = runs.each(layer, [(_heads(model, heads), changes[n]) for n, _, heads in some])
+            hooks = {n: _hooks(part, runs, model, items[n], layer) for n in dict.fromkeys(n for n, _, _ in some)}
+            changes = [Change(items[n].name, _heads(model, at), hooks[n], coupled=at is None) for n, _, at in some]
+            each = runs.each(layer, changes)
             for place, run in zip(some, each, strict=True):
                 try:
                     values, kl = _measured(run(), clean, part)
@@ -91,16 +88,16 @@ def _share(model: Any, layer: int) -> float:
     return 1 - layer / len(model.blocks)
 
 
-def _heads(model: Any, some: int | tuple[int, ...] | None) -> list[int]:
+def _heads(model: Any, some: int | tuple[int, ...] | None) -> tuple[int, ...]:
     if some is None:
-        return [*range(model.cfg.n_heads)]
-    return [some] if isinstance(some, int) else [*some]
+        return tuple(range(model.cfg.n_heads))
+    return (some,) if isinstance(some, int) else some
 
 
-def _change(part: Part, runs: Runs, model: Any, item: NamedIntervention, layer: int) -> Change:
+def _hooks(part: Part, runs: Runs, model: Any, item: NamedIntervention, layer: int) -> HooksOf:
     """Return the hooks of an intervention; if it has none of one head, hooks that write the changed z of heads."""
     if item.divisible:
-        return Change(partial(_of_item, item, layer), item.name)
+        return partial(_of_item, item, layer)
     hooks, by_head = item.in_layer(layer), item.rows[layer] != [None]
     changed = [
         changed_results(model, group.tokens, layer, before, hooks)
@@ -115,7 +112,7 @@ def _change(part: Part, runs: Runs, model: Any, item: NamedIntervention, layer: 
         at = torch.tensor(heads, device=z.device)
         return z.index_copy(2, at, new[:, :, at].to(z))
 
-    return Change(lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))])
+    return lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))]
 
 
 def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:

@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.effect_table import effect_table, units_of
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.causal.runs import effect_table, units_of
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
 from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
@@ -140,9 +140,7 @@ def streaming_ablation(
     window = visible_window(texts, sinks, window, causal=causal)
     check_reach(model, [spec.layer for spec, _ in chosen])
     units, edit = [units_of(spec, some) for spec, some in chosen], hiding("streaming_ablation", sinks, window)
-    first = sinks + window if causal else 0  # the first query from which a key is hidden
-    options: dict[str, Any] = {"kind": lambda spec: "streaming", "start": first, "progress": progress}
-    return effect_table(reading, texts, units, _hooks_by(edit), metric, **options)
+    return effect_table(reading, texts, units, _hooks_by(edit), metric, progress=progress)
 
 
 def visible_window(texts: Texts, sinks: int, window: int | None, *, causal: bool = True) -> int:

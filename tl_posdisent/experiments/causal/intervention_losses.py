@@ -9,20 +9,13 @@ import pandas as pd
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import (
-    all_tokens,
-    as_log_probabilities,
-    clean_losses,
-    compare,
-    correct,
-    run_texts,
-)
 from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
+from tl_posdisent.experiments.causal.runs import run_texts
+from tl_posdisent.experiments.causal.token_losses import Unmodified, all_tokens, correct
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.statistics import Blocks
 
 _COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
 
@@ -69,18 +62,17 @@ def intervention_losses(
     reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
     named = named_hooks(reading.model, interventions, texts)
-    blocks = Blocks.of_texts([group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows])
     rows = []
     with running(reading.model), progress_bar(total=1 + len(named), desc="runs", disable=not progress) as bar:
-        clean = [as_log_probabilities(x) for x in run_texts(reading.model, texts, [[]] * len(texts.groups))]
-        before = clean_losses(clean, texts)
-        rows.append(("unmodified", before.mean().item(), 0.0, 0.0, 0.0, 0.0, _correct(clean, texts).mean().item()))
+        unmodified = Unmodified.of(run_texts(reading.model, texts), texts)
+        accuracy, blocks = _correct(unmodified.log_p, texts).mean().item(), unmodified.blocks
+        rows.append(("unmodified", unmodified.losses.mean().item(), 0.0, 0.0, 0.0, 0.0, accuracy))
         bar.update()
         for name, hooks in named.items():
             outputs = run_texts(reading.model, texts, [hooks] * len(texts.groups))
-            losses, divergences = compare(outputs, texts, clean)
-            added, kl = blocks.mean(losses - before), blocks.mean(divergences)
-            rows.append((name, losses.mean().item(), *added, *kl, _correct(outputs, texts).mean().item()))
+            run = unmodified.compare(outputs)
+            added, kl = blocks.mean(run.losses - unmodified.losses), blocks.mean(run.divergences)
+            rows.append((name, run.losses.mean().item(), *added, *kl, _correct(outputs, texts).mean().item()))
             bar.update()
     return reading.note(pd.DataFrame(rows, columns=_COLUMNS))
 

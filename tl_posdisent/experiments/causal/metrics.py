@@ -1,21 +1,19 @@
-"""Metrics of a run, computed from logits and tokens; losses and divergences by token."""
+"""Metrics of a run: functions of logits, or of logits and tokens, that return a number or one per text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.running.forward_pass import Hook, output_of, running
+from tl_posdisent.experiments.causal.token_losses import correct, in_blocks
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_seed, is_integer, shown
 
 Metric = Callable[..., Any]
@@ -35,13 +33,6 @@ def next_token_accuracy(
 ) -> Float[Tensor, "batch"]:
     """Compute the share of each text's next tokens that are predicted correctly."""
     return correct(logits, tokens).double().mean(1)
-
-
-def correct(
-    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
-) -> Bool[Tensor, "batch predicted"]:
-    """Say of each token but the first whether it is predicted correctly."""
-    return logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)
 
 
 @dataclass(frozen=True)
@@ -262,102 +253,6 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
 def _predicted(texts: Texts) -> list[int]:
     """Return the number of predicted tokens of each text, in the order of its groups."""
     return [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]
-
-
-_AT_A_TIME = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
-
-
-def check_logits(output: Any, tokens: Int[Tensor, "batch pos"]) -> None:
-    """Raise unless a model's output has logits of each token's next one. All losses of next tokens begin here."""
-    shape = tuple(output.shape) if isinstance(output, Tensor) else ()
-    texts, length = tokens.shape
-    if len(shape) != 3 or shape[0] != texts or shape[1] not in (length - 1, length) or shape[2] <= int(tokens.max()):
-        got = f"shape {shape} for tokens of shape {(texts, length)}" if shape else type(output).__name__
-        raise ArgumentError(
-            "model",
-            f"must return logits (batch, pos, vocabulary) for losses of next tokens, got {got}: for other outputs pass "
-            "metric= to a tool that takes it, such as head_ablation",
-        )
-
-
-def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
-    """Compute log-probabilities of a model's logits, in float32 or wider."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
-    """Compute the loss of each token but the first, from the log-probabilities at the token before."""
-    check_logits(log_p, tokens)
-    return _token_losses(log_p, tokens)
-
-
-def _token_losses(log_p: Tensor, tokens: Tensor) -> Tensor:
-    following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits on the last layer's device
-    return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
-
-
-def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield some positions at a time, with their log-probabilities and the losses of the next tokens.
-
-    The last position has no next token.
-    """
-    check_logits(logits, tokens)
-    n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
-    for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
-        log_p = as_log_probabilities(logits[:, some])
-        yield some, log_p, _token_losses(log_p, tokens[:, some.start : some.stop + 1])
-
-
-@without_gradients()
-def run_under(model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook]) -> Any:
-    """Run the model under hooks, and return its output."""
-    with running(model), applied(model, hooks):
-        return output_of(model, tokens)
-
-
-def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list[Any]:
-    """Run the model on each group of texts under the group's hooks, and return the outputs."""
-    return [run_under(model, group.tokens, some) for group, some in zip(texts.groups, hooks, strict=True)]
-
-
-def compare(
-    outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
-) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "predicted"]]:
-    """Compute losses, and divergences KL(clean ‖ this), by predicted token of all texts: all but each text's first."""
-    groups = zip(outputs, texts.groups, clean, strict=True)
-    found = [losses_and_divergences(output, group.tokens, before) for output, group, before in groups]
-    return all_tokens([losses for losses, _ in found]), all_tokens([divergences for _, divergences in found])
-
-
-def losses_and_divergences(
-    logits: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"], clean: Float[Tensor, "batch read v"]
-) -> tuple[Float[Tensor, "batch predicted"], Float[Tensor, "batch predicted"]]:
-    """Compute ``compare`` of texts of equal length, by text, given the clean log-probabilities."""
-    parts = [
-        (losses, divergences(clean[:, some][:, : losses.shape[1]], log_p[:, : losses.shape[1]]))
-        for some, log_p, losses in in_blocks(logits, tokens)
-    ]
-    losses, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
-    return losses, kl
-
-
-def divergences(
-    log_p: Float[Tensor, "*batch pos v"], log_q: Float[Tensor, "*batch pos v"]
-) -> Float[Tensor, "*batch pos"]:
-    """Compute KL(p ‖ q) of predictions from their log-probabilities, at each position; some positions at a time."""
-    n = max(1, _AT_A_TIME * log_p.shape[-2] // max(1, log_p.numel()))
-    pairs = zip(log_p.split(n, -2), log_q.split(n, -2), strict=True)
-    return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
-
-
-def clean_losses(clean: Sequence[Tensor], texts: Texts) -> Float[Tensor, "predicted"]:
-    """Compute the losses of clean predictions, by token of all texts."""
-    return all_tokens([token_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)])
-
-
-def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:
-    """Concatenate numbers by token over all texts, in float64."""
-    return torch.cat([part.flatten().double() for part in parts])
 
 
 def shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:

@@ -10,8 +10,9 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.effect_table import effect_table, units_of
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.causal.runs import COUPLED, HooksOf, effect_table, read_source, units_of
+from tl_posdisent.experiments.causal.runs import HooksOf
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
@@ -22,7 +23,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.validation import check_choice, check_indices, is_integer, real_tensor
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
@@ -100,10 +101,10 @@ def head_patching(
 
         return [partial(at, place) for place in places]
 
-    # Every layer is checked: a norm over all heads' queries or keys couples heads, and layers may share keys or values.
     options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
-    options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k", "v") else None)
+    # A norm over the queries or keys of all heads couples them; and all heads of a group read its key and value.
+    options["coupled"] = lambda spec: activation in ("q", "k", "v")
     return effect_table(reading, texts, units, hooks_in, metric, places=places, progress=progress, **options)
 
 
@@ -260,12 +261,11 @@ def position_patching(
         sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in at]
         return [lambda group, some: vector_hooks(spec, some, *sides[group], keys)]
 
-    def kind(spec: AttentionSpec) -> str:  # patched queries of one head beside keys of its group
-        grouped = keys == "group" and spec.n_kv_heads < spec.n_heads
-        return COUPLED if grouped and what == "head" else what
+    def coupled(spec: AttentionSpec) -> bool:  # patched queries of one head beside keys of its group
+        return what == "head" and keys == "group" and spec.n_kv_heads < spec.n_heads
 
     ends: dict[str, Any] = {"source": (texts, hooks[source], "positions"), "under": hooks[patched]}
-    table = effect_table(reading, texts, units, hooks_in, metric, kind=kind, **ends, progress=progress)
+    table = effect_table(reading, texts, units, hooks_in, metric, coupled=coupled, **ends, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
         table["effect"] = 1 - table["effect"]
@@ -362,6 +362,22 @@ def component_patching(
 
     units = [units_of(spec, some) for spec, some in chosen]
     end = (other, hooks, "source_positions" if source is None else "source")
-    return effect_table(
-        reading, texts, units, hooks_in, metric, kind=lambda spec: "scores", source=end, progress=progress
-    )
+    return effect_table(reading, texts, units, hooks_in, metric, source=end, progress=progress)
+
+
+def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:
+    """Texts of the run that is patched from, each as long as its counterpart; same padding, if any.
+
+    Raises:
+        ValueError: another number of texts, or a text of another length.
+    """
+    as_ids = isinstance(source, Tensor)
+    if as_ids and source.shape != texts.tokens.shape and source.shape != texts.tokens.shape[1:]:
+        raise ArgumentError(
+            "source", f"must have the shape of tokens, {tuple(texts.tokens.shape)}, got {tuple(source.shape)}"
+        )
+    with naming(tokens="source"):
+        other = read_texts(model, source, attention_mask if as_ids else None)
+    if other.lengths != texts.lengths:
+        raise ArgumentError("source", f"must be texts as long as those of tokens, {texts.lengths}, got {other.lengths}")
+    return other

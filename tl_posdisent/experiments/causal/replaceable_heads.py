@@ -11,13 +11,14 @@ import pandas as pd
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_effects import head_effects
-from tl_posdisent.experiments.causal.metrics import as_log_probabilities, clean_losses, compare, run_texts
 from tl_posdisent.experiments.causal.named_interventions import (
     Interventions,
     NamedIntervention,
     named_interventions,
     rows_by_layer,
 )
+from tl_posdisent.experiments.causal.runs import run_texts
+from tl_posdisent.experiments.causal.token_losses import Unmodified
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, joined
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
@@ -25,7 +26,6 @@ from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, check_subset, head_label, shown
 
@@ -232,10 +232,7 @@ class _Cost:
 
     def __init__(self, model: Any, texts: Texts, items: dict[str, NamedIntervention], bar: Any) -> None:
         self.model, self.texts, self.items, self.bar = model, texts, items, bar
-        outputs = run_texts(model, texts, [[]] * len(texts.groups))
-        self.clean = [as_log_probabilities(output) for output in outputs]
-        self.losses = clean_losses(self.clean, texts)
-        self.blocks = Blocks.of_texts([group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows])
+        self.unmodified = Unmodified.of(run_texts(model, texts), texts)
         self.rows: dict[tuple[str, int], tuple[float, float, float, float]] = {}
 
     def measure(self, name: str, order: pd.DataFrame, n: int) -> float:
@@ -243,9 +240,9 @@ class _Cost:
         if (name, n) not in self.rows:
             hooks = _replacing(self.items, order.iloc[:n])
             outputs = run_texts(self.model, self.texts, [hooks] * len(self.texts.groups))
-            losses, divergences = compare(outputs, self.texts, self.clean)
-            added, error = self.blocks.mean(losses - self.losses)
-            self.rows[name, n] = losses.mean().item(), added, error, divergences.mean().item()
+            run = self.unmodified.compare(outputs)
+            added, error = self.unmodified.blocks.mean(run.losses - self.unmodified.losses)
+            self.rows[name, n] = run.losses.mean().item(), added, error, run.divergences.mean().item()
             self.bar.update()
         return self.rows[name, n][1]
 

@@ -1,8 +1,9 @@
-"""Runs in which some heads of one layer are changed in turn, and tables of a metric without and with each change.
+"""Runs in which heads of one layer are changed. Only this file makes them.
 
-Whatever changes in heads of one layer, the rest of the model sees it in ``z``. So one pass through that layer gives the
-changed ``z`` of all heads, and each head's run needs only what follows, in which several changes share a batch. The
-outcome is checked.
+Whatever changes in heads of a layer, the rest of the model sees it in ``z`` (``hook_z``). So a change can be run in two
+ways: by a full pass under its hooks; or from the layer on, several changes in a batch, with the ``z`` that a pass up to
+this layer computes under the hooks. The second way takes a fraction of the time. It is compared with the first, and a
+layer where the two differ is run by full passes.
 """
 
 from __future__ import annotations
@@ -10,45 +11,36 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import product, takewhile
+from functools import cache, cached_property, partial
+from itertools import islice, takewhile
 from math import ceil
 from typing import Any, TypeVar
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, output_of, running
-from tl_posdisent.models.running.kv_cache import cache_of, of_rows
-from tl_posdisent.models.running.model_parts import dtype_of, hook_name
+from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import (
     attempted,
     changed_results,
     has_hooks,
     hidden,
     of_texts,
+    run_to,
     run_after,
     run_clean,
-    run_to,
 )
-from tl_posdisent.models.running.texts import Texts, read_texts
-from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.precision import apart, mismatch
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_AT_ONCE, _MOST_AT_ONCE = 2**27, 32
 _Measured = TypeVar("_Measured")
-COUPLED = "coupled"
-"""The kind of changes in which heads that are changed together with others differ from each changed alone, or change
-further heads: a pass through the layer is made for each of them."""
 
 HooksOf = Callable[[int, Sequence[int]], list[Hook]]
 """From the number of a group of texts and some heads of a layer to hooks that change these heads, and no others."""
@@ -56,15 +48,22 @@ HooksOf = Callable[[int, Sequence[int]], list[Hook]]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Hooks that change some heads, and their kind: None for changes of z itself."""
+    """A change of heads of a layer.
 
+    Attributes:
+        name: changes of one name act at the same hook points: only one of them is compared with a full pass.
+        heads: the heads that change.
+        hooks: changes that share this function are computed together, in one pass up to the layer.
+        coupled: whether a head's change depends on the others in ``heads``, or heads beside these change, too. Such a
+            change takes a pass of its own up to the layer.
+    """
+
+    name: Hashable
+    heads: tuple[int, ...]
     hooks: HooksOf
-    kind: Hashable = None
+    coupled: bool = False
 
 
-Z = Float[Tensor, "text pos head d_head"]
-Source = Callable[[], list[Hook]]
-"""Returns hooks under which z is looked at."""
 Run = Callable[[], list[Any]]
 """Returns what the model returns for each group of texts, or raises what the run raised."""
 
@@ -73,31 +72,34 @@ class Runs:
     """An unmodified run of each group of texts, and runs that differ from it from one layer on.
 
     Args:
-        model: in evaluation mode (``evaluating``), with the hooks of the user's, if any.
-        layers: those that are to be changed.
+        model: in evaluation mode (``running``), with the hooks of the user's, if any.
+        layers: those whose heads are to be changed.
         under: hooks for each group of texts, in force in all of these runs.
-        start: earlier positions see no change, and are not run where the model takes a cache.
+        trusted: what was compared with full passes in other runs of the same model, for texts of the same length.
     """
 
     def __init__(
-        self, model: Any, texts: Texts, layers: Sequence[int], under: Sequence[list[Hook]] | None = None, start: int = 0
+        self,
+        model: Any,
+        texts: Texts,
+        layers: Sequence[int],
+        under: Sequence[list[Hook]] | None = None,
+        trusted: set[Hashable] | None = None,
     ) -> None:
         of_groups = zip(texts.groups, under or [[]] * len(texts.groups), strict=True)
-        self._groups = [_Group(model, group.tokens, layers, hooks, start) for group, hooks in of_groups]
+        trusted = set() if trusted is None else trusted
+        self._groups = [
+            _Group(model, n, group.tokens, layers, hooks, trusted) for n, (group, hooks) in enumerate(of_groups)
+        ]
         self.clean: list[Any] = [group.clean.output for group in self._groups]
 
     def before(self, layer: int) -> list[Any]:
-        """What the block before one of the layers returned, for each group of texts; None before the first."""
+        """Return what the block before one of the layers returned, for each group of texts; None before the first."""
         return [group.clean.after.get(layer - 1) for group in self._groups]
 
-    def each(self, layer: int, changed: Sequence[tuple[Sequence[int], Change]]) -> Iterator[Run]:
-        """Yield a run for each of some changes of heads of a layer, which is one of ``layers``.
-
-        One change of each kind is compared with a full pass under its hooks: the largest of the first batch that has a
-        visible change of this kind. Shortcuts are dropped for kinds that differ. Where layers may share more than the
-        residual stream, such as keys, this is done for each layer.
-        """
-        for outputs in zip(*(group.each(layer, changed, n) for n, group in enumerate(self._groups)), strict=True):
+    def each(self, layer: int, changes: Sequence[Change]) -> Iterator[Run]:
+        """Yield the run of each of some changes of one of the layers."""
+        for outputs in zip(*(group.each(layer, changes) for group in self._groups), strict=True):
             yield partial(lambda functions: [function() for function in functions], outputs)
 
     @property
@@ -106,21 +108,19 @@ class Runs:
         return min(group.most for group in self._groups)
 
 
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """One change: hooks that make it, hooks under which z is that of the heads that it changes, and these heads."""
-
-    hooks: Callable[[], list[Hook]]
-    source: Source
-    heads: Sequence[int]
-    kind: Hashable
-
-
 class _Group:
-    """Texts of equal length, their unmodified run, and whether shortcuts have not failed."""
+    """Texts of equal length and their unmodified run."""
 
-    def __init__(self, model: Any, tokens: Tensor, layers: Sequence[int], under: list[Hook], start: int) -> None:
-        self.model, self.tokens, self.under = model, tokens, under
+    def __init__(
+        self,
+        model: Any,
+        number: int,
+        tokens: Tensor,
+        layers: Sequence[int],
+        under: list[Hook],
+        trusted: set[Hashable],
+    ) -> None:
+        self.model, self.number, self.tokens, self.under, self.trusted = model, number, tokens, under, trusted
         with applied(model, under):
             self.clean = run_clean(model, tokens, layers)
         # Hooks of the user's may count on every block to run, and on the batch as it is.
@@ -128,48 +128,35 @@ class _Group:
         if self.shortcuts:  # is the output, of each text, a function of what the last block returns?
             again: Any = attempted(partial(self._after_blocks, self.clean.last))
             self.shortcuts = _agree(again, self.clean.output) and len(again) == len(tokens)
-        later = 0 < start < tokens.shape[1] - 1
-        self.cache = attempted(partial(cache_of, model, tokens[:, :start])) if later else None
-        self.start = start if self.cache else 0
-        self.agreeing: dict[Hashable, bool] = {None: True}
-        self.at_once = texts_at_once(model.cfg, tokens.shape[1])
 
     @property
     def most(self) -> int:
         """Number of changes that share a batch."""
-        return max(1, self.at_once // len(self.tokens))
+        return max(1, texts_at_once(self.model.cfg, self.tokens.shape[1]) // len(self.tokens))
 
-    def each(
-        self, layer: int, changed: Sequence[tuple[Sequence[int], Change]], group: int
-    ) -> Iterator[Callable[[], Any]]:
-        """Yield a function for each change that returns the output. Shortcuts that prove wrong are dropped."""
-        waiting, most = self._cases(layer, changed, group), self.most
-        held: dict[Source, Z | None] = {}
-        while waiting:
-            even = ceil(len(waiting) / ceil(len(waiting) / most)) if most else 0  # batches of one size
-            some = self._hold_changed_z(layer, waiting[:even], held)
-            if not some:
-                yield partial(self._full_pass, waiting.pop(0).hooks)
+    def each(self, layer: int, changes: Sequence[Change]) -> Iterator[Callable[[], Any]]:
+        """Yield a function for each change that returns the output: from the layer on, and then by full passes."""
+        rest, most = list(changes), self.most
+        changed_z = _ChangedZ(self, layer, changes)
+        while rest and self.shortcuts:
+            even = ceil(len(rest) / ceil(len(rest) / most))  # batches of one size
+            some = [*takewhile(changed_z.is_known, rest[:even])]
+            if not some:  # the full pass shows why
+                yield partial(self._full_pass, rest.pop(0))
                 continue
             try:
-                lasts = attempted(partial(self._from_the_layer, layer, some, held))
+                last = self._from_layer(layer, some, [changed_z.of(change) for change in some])
             except torch.OutOfMemoryError:
                 most = len(some) // 2
+                if not most:
+                    break
                 continue
-            if not lasts:
-                self.shortcuts = False
-                continue
-            outputs = [partial(self._after_blocks, last) for last in lasts]
-            self._compare(some, lasts, outputs)
-            wrong = {case.kind for case in some if not self.agreeing.get(case.kind, True)}
-            if wrong and self.start:  # again, from the first position
-                self.start = 0
-                for kind in wrong:
-                    del self.agreeing[kind]
-                continue
-            right = [*takewhile(lambda case: case.kind not in wrong, some)]  # noqa: B023 - used within this turn
-            yield from outputs[: len(right)]
-            waiting = waiting[len(right) :]
+            if last is None or not self._agrees(layer, some, last):
+                break
+            yield from self._outputs(last, len(some))
+            rest = rest[len(some) :]
+            changed_z.keep(rest)
+        yield from (partial(self._full_pass, change) for change in rest)
 
     @cached_property
     def separate(self) -> bool:
@@ -179,91 +166,141 @@ class _Group:
         alone = attempted(partial(run_to, end, self.model, self.tokens, last, before, self.under))
         return alone is not None and _agree(hidden(alone), hidden(self.clean.last))
 
-    def _hold_changed_z(self, layer: int, cases: Sequence[_Case], held: dict[Source, Z | None]) -> list[_Case]:
-        """Hold z for these cases alone, and return the first of them for which that and shortcuts are possible."""
-        for source in {*held} - {case.source for case in cases}:
-            del held[source]
-        some = []
-        for case in cases:
-            if not (self.shortcuts and self.agreeing.get(case.kind, True)):
-                break
-            if case.source not in held:
-                held[case.source] = self._changed_z(layer, case.source)
-            if held[case.source] is None:
-                break
-            some.append(case)
-        return some
+    def _trust(self, layer: int, what: Hashable) -> Hashable:
+        """Return under what a successful comparison is noted: of one layer, if layers may share more than a stream."""
+        return self.tokens.shape[1], None if self.separate else layer, what
 
-    def _cases(self, layer: int, changed: Sequence[tuple[Sequence[int], Change]], group: int) -> list[_Case]:
-        every: dict[Change, set[int]] = {}
-        for heads, change in changed:
-            every.setdefault(change, set()).update(heads)
-        together = {change: partial(change.hooks, group, sorted(heads)) for change, heads in every.items()}
-        apart = self.shortcuts and any(change.kind is not None for change in every) and not self.separate
-        cases = []
-        for heads, change in changed:
-            own, kind = partial(change.hooks, group, heads), (change.kind, layer if apart else None)
-            if change.kind is None:
-                cases.append(_Case(own, together[change], heads, None))
-            elif change.kind == COUPLED:
-                cases.append(_Case(own, own, range(self.model.cfg.n_heads), kind))
-            else:
-                cases.append(_Case(own, together[change], heads, kind))
-        return cases
-
-    def _compare(self, cases: Sequence[_Case], lasts: Sequence[Any], outputs: Sequence[Callable[[], Any]]) -> None:
-        """Compare the largest change of each new kind with a full pass, and note the outcome if a change is visible."""
-        clean = hidden(self.clean.last)[:, self.start :]
-        for kind in dict.fromkeys(case.kind for case in cases if case.kind not in self.agreeing):
-            sizes = {n: mismatch(hidden(lasts[n]), clean) for n, case in enumerate(cases) if case.kind == kind}
-            largest = max(sizes, key=lambda n: sizes[n])
-            found, expected = attempted(outputs[largest]), attempted(partial(self._full_pass, cases[largest].hooks))
-            agreeing = _agree(found, expected)
-            if not (agreeing and _agree(expected, self.clean.output)):
-                self.agreeing[kind] = agreeing
-
-    def _full_pass(self, hooks: Callable[[], list[Hook]]) -> Any:
-        with without_gradients(), applied(self.model, self.under + hooks()):
-            return output_of(self.model, self.tokens)
-
-    def _changed_z(self, layer: int, source: Source) -> Z | None:
-        """z of a layer under hooks; None where that takes full passes, which then tell why."""
-
-        def changed() -> Tensor | None:
-            before, hooks = self.clean.after.get(layer - 1), self.under + source()  # a sum: the lists act together
-            return changed_results(self.model, self.tokens, layer, before, hooks)
-
-        z = attempted(changed)
-        by_head = (*self.tokens.shape, self.model.cfg.n_heads)
-        return z if z is not None and z.ndim == 4 and z.shape[:3] == by_head else None
-
-    def _from_the_layer(self, layer: int, cases: Sequence[_Case], changed: dict[Source, Z | None]) -> list[Any] | None:
-        """Return the last block's result for each case, or None if it changes that of an unmodified text."""
-        n = len(self.tokens)
+    def _from_layer(self, layer: int, changes: Sequence[Change], changed: Sequence[Tensor]) -> Any:
+        """Return the last block's output for all changes, or None if it changes that of an unmodified text."""
+        n, comparison = len(self.tokens), self._trust(layer, "unmodified")
+        unmodified = [] if comparison in self.trusted else [0]
 
         def edit(z: Tensor, hook: Any) -> Tensor:
             z = z.clone()
-            for i, case in enumerate(cases):
-                heads, new = list(case.heads), changed[case.source]
-                assert new is not None
-                z[i * n : (i + 1) * n, :, heads] = new[:, self.start :, heads].to(z.device)
+            for i, (change, new) in enumerate(zip(changes, changed, strict=True)):
+                rows = z[i * n : (i + 1) * n]
+                if change.coupled:
+                    rows.copy_(new)
+                else:
+                    rows[:, :, list(change.heads)] = new[:, :, list(change.heads)].to(z.device)
             return z
 
-        rows = torch.tensor([*range(n)] * len(cases) + [0], device=self.tokens.device)
-        hooks, at = [*self.under, (hook_name(layer, "hook_z"), edit)], (rows, slice(self.start, None))
-        before, end = of_texts(self.clean.after[layer - 1], at) if layer else None, self.model.blocks[-1]
-        cache = of_rows(self.cache, rows) if self.start and self.cache else {}
-        last = run_to(end, self.model, self.tokens[at], layer, before, hooks, **cache)
-        own, clean = hidden(last)[-1], hidden(self.clean.last)[0, self.start :]
-        size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
-        if not _agree(own / size, clean / size):
-            return None
-        return [of_texts(last, slice(i * n, (i + 1) * n)) for i in range(len(cases))]
+        def run() -> Any:
+            rows = torch.tensor([*range(n)] * len(changes) + unmodified, device=self.tokens.device)
+            before = of_texts(self.clean.after[layer - 1], rows) if layer else None
+            hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
+            return run_to(self.model.blocks[-1], self.model, self.tokens[rows], layer, before, hooks)
+
+        last = attempted(run)
+        if last is None:
+            self.shortcuts = False
+        elif unmodified:
+            own, clean = hidden(last)[-1], hidden(self.clean.last)[0]
+            size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
+            if not _agree(own / size, clean / size):
+                self.shortcuts, last = False, None
+            else:
+                self.trusted.add(comparison)
+        return last
+
+    def _agrees(self, layer: int, changes: Sequence[Change], last: Any) -> bool:
+        """Compare the largest change of each name with a full pass, until one with a visible effect agrees."""
+        clean, n = hidden(self.clean.last), len(self.tokens)
+        for name in dict.fromkeys(change.name for change in changes):
+            comparison = self._trust(layer, name)
+            if comparison in self.trusted:
+                continue
+            sizes = {
+                i: mismatch(hidden(last)[i * n : (i + 1) * n], clean)
+                for i, change in enumerate(changes)
+                if change.name == name
+            }
+            largest = max(sizes, key=lambda i: sizes[i])
+            found = attempted(next(islice(self._outputs(last, len(changes)), largest, None)))
+            expected = attempted(partial(self._full_pass, changes[largest]))
+            if not _agree(found, expected):
+                return False
+            if not _agree(expected, self.clean.output):
+                self.trusted.add(comparison)
+        return True
+
+    def _outputs(self, last: Any, n_changes: int) -> Iterator[Callable[[], Any]]:
+        """Yield a function for each change that returns the output, from the last block's; small ones share a batch."""
+        n, each = len(self.tokens), 4 * self.clean.output.numel()
+        at_once = max(1, _BYTES_AT_ONCE // max(1, each))
+        for first in range(0, n_changes, at_once):
+            some = slice(first * n, min(first + at_once, n_changes) * n)
+            output = cache(partial(self._after_blocks, of_texts(last, some)))
+            for i in range(first, min(first + at_once, n_changes)):
+                yield partial(_of_change, output, slice((i - first) * n, (i - first + 1) * n))
+
+    def _full_pass(self, change: Change) -> Any:
+        hooks = change.hooks(self.number, change.heads)
+        with without_gradients(), applied(self.model, [*self.under, *hooks]):
+            return output_of(self.model, self.tokens)
 
     def _after_blocks(self, last: Any) -> Any:
-        start = self.tokens.shape[1] - hidden(last).shape[1]
-        output = run_after(self.model, self.tokens[:, start:], last, self.under)
-        return torch.cat([self.clean.output[:, :start], output], 1) if start else output
+        tokens = self.tokens.repeat(len(hidden(last)) // len(self.tokens), 1)
+        return run_after(self.model, tokens, last, self.under)
+
+
+class _ChangedZ:
+    """z of a layer under hooks of changes: one pass for those that share their hooks, one for each coupled change."""
+
+    def __init__(self, group: _Group, layer: int, changes: Sequence[Change]) -> None:
+        self.group, self.layer = group, layer
+        self.held: dict[Hashable, Float[Tensor, "text pos head d_head"] | None] = {}
+        self.heads: dict[HooksOf, set[int]] = {}
+        for change in changes:
+            self.heads.setdefault(change.hooks, set()).update(change.heads)
+
+    def is_known(self, change: Change) -> bool:
+        """Compute z for a change, and say whether that was possible."""
+        key = self._key(change)
+        if key not in self.held:
+            heads = change.heads if change.coupled else sorted(self.heads[change.hooks])
+            z = attempted(partial(self._compute, change.hooks, heads))
+            by_head = (*self.group.tokens.shape, self.group.model.cfg.n_heads)
+            usable = z is not None and (change.coupled or (z.ndim == 4 and z.shape[:3] == by_head))
+            self.held[key] = z if usable else None
+        return self.held[key] is not None
+
+    def of(self, change: Change) -> Tensor:
+        """Return z for a change for which it is known."""
+        z = self.held[self._key(change)]
+        assert z is not None
+        return z
+
+    def keep(self, changes: Sequence[Change]) -> None:
+        """Drop what none of these changes needs."""
+        for key in {*self.held} - {self._key(change) for change in changes}:
+            del self.held[key]
+
+    def _compute(self, hooks: HooksOf, heads: Sequence[int]) -> Tensor | None:
+        group = self.group
+        together = [*group.under, *hooks(group.number, heads)]
+        before = group.clean.after.get(self.layer - 1)
+        return changed_results(group.model, group.tokens, self.layer, before, together)
+
+    def _key(self, change: Change) -> Hashable:
+        return (change.hooks, change.heads if change.coupled else None)
+
+
+@without_gradients()
+def run_under(model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook]) -> Any:
+    """Run the model under hooks, and return its output."""
+    with running(model), applied(model, hooks):
+        return output_of(model, tokens)
+
+
+def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]] | None = None) -> list[Any]:
+    """Run the model on each group of texts, under the group's hooks if any, and return the outputs."""
+    hooks = [[]] * len(texts.groups) if hooks is None else hooks
+    return [run_under(model, group.tokens, some) for group, some in zip(texts.groups, hooks, strict=True)]
+
+
+def _of_change(output: Callable[[], Any], texts: slice) -> Any:
+    return output()[texts]
 
 
 def _agree(found: Any, expected: Any) -> bool:
@@ -312,99 +349,3 @@ class Failures:
         )
         table.attrs["failures"] = self.reasons
         return table
-
-
-Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
-"""A layer, the heads that are changed together, and for each of these the heads whose rows they are (None: all)."""
-
-
-def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> Units:
-    """Heads one by one; or where their keys or values are changed, all heads that read a key head together."""
-    key = spec.key_head if by_key else int
-    groups: dict[int, list[int]] = {}
-    for head in sorted(heads):  # in the order of the rows
-        groups.setdefault(key(head), []).append(head)
-    readers = [[head for head in range(spec.n_heads) if key(head) == group] for group in groups]
-    return spec, readers, list(groups.values())
-
-
-def effect_table(
-    reading: ModelReading,
-    texts: Texts,
-    units: Sequence[Units],
-    hooks_in: Callable[[AttentionSpec], Sequence[HooksOf]],
-    metric: Metric,
-    *,
-    places: Sequence[int | None] = (None,),
-    kind: Callable[[AttentionSpec], Hashable] = lambda spec: None,
-    start: int = 0,
-    source: tuple[Texts, Sequence[Sequence[Hook]], str] | None = None,
-    under: Sequence[list[Hook]] | None = None,
-    target: Texts | None = None,
-    progress: bool,
-) -> pd.DataFrame:
-    """Measure a metric with some heads at a time changed in a run on ``texts``.
-
-    Args:
-        metric, progress: as in ``head_ablation``, checked.
-        hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
-            they are needed.
-        kind, start: of the change in a layer (``Change``), and the first position that it reaches (``Runs``).
-        source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument
-            makes the two runs differ, for errors.
-        under: hooks for each group of texts, in force in the run that is changed.
-        target: texts whose tokens the metric receives, default ``texts``.
-
-    Returns:
-        One row per layer and head (and place): ``layer``, ``head``, (``position``;) ``source`` (of patches: the metric
-        of that run), ``baseline`` (without a change), ``value``, and ``effect``: value − baseline, of patches divided
-        by source − baseline. ``table.attrs["metric"]`` is the metric's name (``metric_name``).
-    """
-    model, rows, failures, target = reading.model, [], Failures(), target or texts
-    with (
-        running(model),
-        progress_bar(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
-    ):
-        runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under, start)
-        ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
-        ends["baseline"] = value_of(metric, runs.clean, target)
-        if source is not None and not apart(ends["source"], ends["baseline"], dtype_of(model)):
-            raise ValueError(  # every effect would be 0/0
-                f"{source[2]} must change the metric, but it is {ends['source']:.6g} in one run and "
-                f"{ends['baseline']:.6g} in the other: there is no effect to divide. Pass a metric= that they change, "
-                "such as logit_difference(…) of an answer that depends on it, or make the two runs differ more"
-            )
-        for spec, changed, reported in units:
-            changes = [Change(hooks, kind(spec)) for hooks in hooks_in(spec)]
-            each = runs.each(spec.layer, [(some, change) for change in changes for some in changed])
-            for (place, heads), run in zip(product(places, reported), each, strict=True):
-                value = failures.attempt(
-                    partial(lambda run: value_of(metric, run(), target), run), spec.layer, heads[0]
-                )
-                rows += [(spec.layer, head, place, *ends.values(), value) for head in heads]
-                bar.update()
-    table = pd.DataFrame(rows, columns=["layer", "head", "position", *ends, "value"]).astype({"value": float})
-    table = table.drop(columns="position") if None in places else table
-    table.attrs["metric"] = metric_name(metric)
-    table["effect"] = table["value"] - ends["baseline"]
-    if source is not None:
-        table["effect"] /= ends["source"] - ends["baseline"]
-    return reading.note(failures.note(table.sort_values(["layer", "head"], kind="stable", ignore_index=True)))
-
-
-def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:
-    """Texts of the run that is patched from, each as long as its counterpart; same padding, if any.
-
-    Raises:
-        ValueError: another number of texts, or a text of another length.
-    """
-    as_ids = isinstance(source, Tensor)
-    if as_ids and source.shape != texts.tokens.shape and source.shape != texts.tokens.shape[1:]:
-        raise ArgumentError(
-            "source", f"must have the shape of tokens, {tuple(texts.tokens.shape)}, got {tuple(source.shape)}"
-        )
-    with naming(tokens="source"):
-        other = read_texts(model, source, attention_mask if as_ids else None)
-    if other.lengths != texts.lengths:
-        raise ArgumentError("source", f"must be texts as long as those of tokens, {texts.lengths}, got {other.lengths}")
-    return other

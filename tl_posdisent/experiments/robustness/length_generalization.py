@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import as_log_probabilities, token_losses
+from tl_posdisent.experiments.causal.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.experiments.causal.metrics import as_log_probabilities, run_texts, token_losses
+from tl_posdisent.experiments.causal.runs import run_texts
+from tl_posdisent.experiments.causal.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import check_tokens, read_texts, token_words

@@ -1,0 +1,97 @@
+"""Tables of a metric without and with each of some changes of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+import pandas as pd
+
+from tl_posdisent.experiments.causal.metrics import Metric, metric_name, value_of
+from tl_posdisent.experiments.causal.runs import Change, Failures, HooksOf, Runs, run_texts
+from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.model_parts import dtype_of
+from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.utils.precision import apart
+from tl_posdisent.utils.progress import progress_bar
+
+Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
+"""A layer, the heads that are changed together, and for each of these the heads whose rows they are (None: all)."""
+
+
+def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> Units:
+    """Heads one by one; or where their keys or values are changed, all heads that read a key head together."""
+    key = spec.key_head if by_key else int
+    groups: dict[int, list[int]] = {}
+    for head in sorted(heads):  # in the order of the rows
+        groups.setdefault(key(head), []).append(head)
+    readers = [[head for head in range(spec.n_heads) if key(head) == group] for group in groups]
+    return spec, readers, list(groups.values())
+
+
+def effect_table(
+    reading: ModelReading,
+    texts: Texts,
+    units: Sequence[Units],
+    hooks_in: Callable[[AttentionSpec], Sequence[HooksOf]],
+    metric: Metric,
+    *,
+    places: Sequence[int | None] = (None,),
+    coupled: Callable[[AttentionSpec], bool] = lambda spec: False,
+    source: tuple[Texts, Sequence[Sequence[Hook]], str] | None = None,
+    under: Sequence[list[Hook]] | None = None,
+    target: Texts | None = None,
+    progress: bool,
+) -> pd.DataFrame:
+    """Measure a metric with some heads at a time changed in a run on ``texts``.
+
+    Args:
+        metric, progress: as in ``head_ablation``, checked.
+        hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
+            they are needed.
+        coupled: whether changes in a layer are coupled (``Change``).
+        source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument
+            makes the two runs differ, for errors.
+        under: hooks for each group of texts, in force in the run that is changed.
+        target: texts whose tokens the metric receives, default ``texts``.
+
+    Returns:
+        One row per layer and head (and place): ``layer``, ``head``, (``position``;) ``source`` (of patches: the metric
+        of that run), ``baseline`` (without a change), ``value``, and ``effect``: value − baseline, of patches divided
+        by source − baseline. ``table.attrs["metric"]`` is the metric's name (``metric_name``).
+    """
+    model, rows, failures, target = reading.model, [], Failures(), target or texts
+    with (
+        running(model),
+        progress_bar(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
+    ):
+        runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under)
+        ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
+        ends["baseline"] = value_of(metric, runs.clean, target)
+        if source is not None and not apart(ends["source"], ends["baseline"], dtype_of(model)):
+            raise ValueError(  # every effect would be 0/0
+                f"{source[2]} must change the metric, but it is {ends['source']:.6g} in one run and "
+                f"{ends['baseline']:.6g} in the other: there is no effect to divide. Pass a metric= that they change, "
+                "such as logit_difference(…) of an answer that depends on it, or make the two runs differ more"
+            )
+        for spec, changed, reported in units:
+            changes = [
+                Change("change", tuple(some), hooks, coupled(spec)) for hooks in hooks_in(spec) for some in changed
+            ]
+            each = runs.each(spec.layer, changes)
+            for (place, heads), run in zip(product(places, reported), each, strict=True):
+                value = failures.attempt(
+                    partial(lambda run: value_of(metric, run(), target), run), spec.layer, heads[0]
+                )
+                rows += [(spec.layer, head, place, *ends.values(), value) for head in heads]
+                bar.update()
+    table = pd.DataFrame(rows, columns=["layer", "head", "position", *ends, "value"]).astype({"value": float})
+    table = table.drop(columns="position") if None in places else table
+    table.attrs["metric"] = metric_name(metric)
+    table["effect"] = table["value"] - ends["baseline"]
+    if source is not None:
+        table["effect"] /= ends["source"] - ends["baseline"]
+    return reading.note(failures.note(table.sort_values(["layer", "head"], kind="stable", ignore_index=True)))

@@ -1,0 +1,131 @@
+"""Losses of next tokens and divergences from the unmodified predictions, by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+
+from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.statistics import Blocks
+
+_AT_A_TIME = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
+
+
+def check_logits(output: Any, tokens: Int[Tensor, "batch pos"]) -> None:
+    """Raise unless a model's output has logits of each token's next one. All losses of next tokens begin here."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+    texts, length = tokens.shape
+    if len(shape) != 3 or shape[0] != texts or shape[1] not in (length - 1, length) or shape[2] <= int(tokens.max()):
+        got = f"shape {shape} for tokens of shape {(texts, length)}" if shape else type(output).__name__
+        raise ArgumentError(
+            "model",
+            f"must return logits (batch, pos, vocabulary) for losses of next tokens, got {got}: for other outputs pass "
+            "metric= to a tool that takes it, such as head_ablation",
+        )
+
+
+def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
+    """Compute log-probabilities of a model's logits, in float32 or wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
+    """Compute the loss of each token but the first, from the log-probabilities at the token before."""
+    check_logits(log_p, tokens)
+    return _token_losses(log_p, tokens)
+
+
+def _token_losses(log_p: Tensor, tokens: Tensor) -> Tensor:
+    following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits on the last layer's device
+    return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
+
+
+def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield some positions at a time, with their log-probabilities and the losses of the next tokens.
+
+    The last position has no next token.
+    """
+    check_logits(logits, tokens)
+    n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
+    for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
+        log_p = as_log_probabilities(logits[:, some])
+        yield some, log_p, _token_losses(log_p, tokens[:, some.start : some.stop + 1])
+
+
+class ByToken(NamedTuple):
+    """Losses of a run, and divergences KL(unmodified ‖ this) of its predictions, by predicted token of all texts."""
+
+    losses: Float64[Tensor, "predicted"]
+    divergences: Float64[Tensor, "predicted"]
+
+
+@dataclass(frozen=True, eq=False)
+class Unmodified:
+    """The unmodified run of texts, with which others are compared.
+
+    Attributes:
+        texts: the texts.
+        log_p: log-probabilities of the predictions, for each group of texts.
+        losses: losses of all tokens but the first of each text, text after text.
+        blocks: blocks of these tokens for standard errors.
+    """
+
+    texts: Texts
+    log_p: list[Float[Tensor, "text pos v"]]
+    losses: Float64[Tensor, "predicted"]
+    blocks: Blocks
+
+    @classmethod
+    def of(cls, outputs: Sequence[Any], texts: Texts) -> Unmodified:
+        """Read the outputs of the unmodified model for each group of texts; it must return logits."""
+        for output, group in zip(outputs, texts.groups, strict=True):
+            check_logits(output, group.tokens)
+        log_p = [as_log_probabilities(output) for output in outputs]
+        losses = [_token_losses(x, group.tokens) for x, group in zip(log_p, texts.groups, strict=True)]
+        lengths = [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]
+        return cls(texts, log_p, all_tokens(losses), Blocks.of_texts(lengths))
+
+    def compare(self, outputs: Sequence[Any]) -> ByToken:
+        """Compute the losses and divergences of another run from its outputs."""
+        groups = zip(outputs, self.texts.groups, self.log_p, strict=True)
+        found = [losses_and_divergences(output, group.tokens, before) for output, group, before in groups]
+        return ByToken(all_tokens([x for x, _ in found]), all_tokens([x for _, x in found]))
+
+
+def losses_and_divergences(
+    logits: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"], clean: Float[Tensor, "batch read v"]
+) -> tuple[Float[Tensor, "batch predicted"], Float[Tensor, "batch predicted"]]:
+    """Compute losses and divergences of texts of equal length, by text, given the clean log-probabilities."""
+    parts = [
+        (losses, divergences(clean[:, some][:, : losses.shape[1]], log_p[:, : losses.shape[1]]))
+        for some, log_p, losses in in_blocks(logits, tokens)
+    ]
+    losses, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    return losses, kl
+
+
+def divergences(
+    log_p: Float[Tensor, "*batch pos v"], log_q: Float[Tensor, "*batch pos v"]
+) -> Float[Tensor, "*batch pos"]:
+    """Compute KL(p ‖ q) of predictions from their log-probabilities, at each position; some positions at a time."""
+    n = max(1, _AT_A_TIME * log_p.shape[-2] // max(1, log_p.numel()))
+    pairs = zip(log_p.split(n, -2), log_q.split(n, -2), strict=True)
+    return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
+
+
+def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:
+    """Concatenate numbers by token over all texts, in float64."""
+    return torch.cat([part.flatten().double() for part in parts])
+
+
+def correct(
+    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
+) -> Bool[Tensor, "batch predicted"]:
+    """Say of each token but the first whether it is predicted correctly."""
+    return logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)
