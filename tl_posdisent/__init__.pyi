@@ -23,10 +23,10 @@ from .experiments.attention_scores.queries_and_keys import preference_flips as p
 from .experiments.attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
 from .experiments.attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .experiments.causal.additive_substitution import additive_substitution as additive_substitution
-from .experiments.causal.attention_ladder import attention_ladder as attention_ladder
 from .experiments.causal.head_ablation import head_ablation as head_ablation
 from .experiments.causal.head_effects import head_effects as head_effects
 from .experiments.causal.head_verdicts import head_verdicts as head_verdicts
+from .experiments.causal.ladder import attention_ladder as attention_ladder
 from .experiments.causal.metrics import logit_difference as logit_difference
 from .experiments.causal.patching import component_patching as component_patching
 from .experiments.causal.patching import head_patching as head_patching

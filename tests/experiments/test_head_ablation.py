@@ -110,10 +110,11 @@ def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model:
     model = shared_model(kind, name)
     parts = {f"mlp {i}": model.blocks[i].mlp for i in (0, 1)}
     parts |= {f"attn {i}": model.hook_dict[f"blocks.{i}.attn.hook_q"] for i in (0, 1)}
+    # The clean run; the last block alone; z; eight heads and an unmodified text; and one head by a full pass.
     last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[1], progress=False))
-    assert last == {"attn 0": [3], "mlp 0": [3], "attn 1": [3, 3, 25], "mlp 1": [3, 25]}  # eight heads, and the proof
+    assert last == {"attn 0": [3, 3], "mlp 0": [3, 3], "attn 1": [3, 3, 3, 25, 3], "mlp 1": [3, 3, 25, 3]}
     first = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[0], progress=False))
-    assert first == {"attn 0": [3, 3, 25], "mlp 0": [3, 25], "attn 1": [3, 25], "mlp 1": [3, 25]}
+    assert first == {"attn 0": [3, 3, 25, 3], "mlp 0": [3, 25, 3], "attn 1": [3, 3, 25, 3], "mlp 1": [3, 3, 25, 3]}
 
 
 @FEW

@@ -8,13 +8,12 @@ from .attention_scores.queries_and_keys import preference_flips as preference_fl
 from .attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
 from .attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .causal.additive_substitution import additive_substitution as additive_substitution
-from .causal.attention_ladder import attention_ladder as attention_ladder
-from .causal.estimated_ladder import estimated_ladder as estimated_ladder
 from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_ablation import streaming_ablation as streaming_ablation
 from .causal.head_effects import head_effects as head_effects
 from .causal.head_verdicts import head_verdicts as head_verdicts
 from .causal.intervention_losses import intervention_losses as intervention_losses
+from .causal.ladder import attention_ladder as attention_ladder
 from .causal.loss_attribution import shapley_values as shapley_values
 from .causal.metrics import LogitDifference as LogitDifference
 from .causal.metrics import logit_difference as logit_difference

@@ -1,7 +1,6 @@
 """Measurements that take runs for each head: of as many heads as a budget allows, and estimates for the others.
 
-The heads with the largest estimates are run, and in the ladder some of the others at random, which show how well
-estimates agree.
+A search by runs finds the heads that matter most, and a bound for the others (``head_effects``).
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import numpy as np
 import pandas as pd
 
 from tl_posdisent.additive.attention.rungs import Rung
-from tl_posdisent.experiments.causal.attention_ladder import MEAN, attention_ladder
-from tl_posdisent.experiments.causal.estimated_ladder import estimated_ladder
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
+from tl_posdisent.experiments.causal.ladder import attention_ladder
 from tl_posdisent.experiments.causal.metrics import next_token_loss, value_of
 from tl_posdisent.experiments.causal.runs import run_texts
 from tl_posdisent.hooks.ablate import ablate_heads
@@ -37,8 +35,6 @@ BUDGET = 2.5e12
 a minute or two on a CPU; models of a few million parameters need less for all heads."""
 LEAST = 8
 """Minimum number of heads that are run."""
-AUDIT = 12
-"""Number of these heads that are drawn at random, at most half of them."""
 DRAWS = 16
 """Draws of labels for each text, for estimates: with fewer, these are most of the spread over texts."""
 TEXTS, SHORTEST = 8, 64
@@ -92,43 +88,49 @@ def _loss(subject: Subject) -> float:
 
 
 def ladder(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
-    """Measure the ladder of each head: rows of ``attention_ladder`` for heads that are run (``exact``), else estimates.
+    """Measure the ladder of each head, or of as many as the budget allows, with estimates for the others.
 
-    If not all heads are run, ``attrs["audit"]`` compares the divergences with the mean output (``_audit``). A head that
-    fails in all runs has no rows, or its estimates.
+    If not all heads are run, ``attrs["search"]`` is that of ``attention_ladder``. A head with a failed run has no
+    verdict and therefore no rows.
+
+    Raises:
+        ValueError: a run of every head failed.
     """
     n = affordable("ladder", subject)
     if n == len(subject.pairs):
-        table = _climbed(subject, subject.pairs, [], _held_out(subject, 2), progress)
-        return _with_attrs(table.assign(exact=True), table.attrs)
+        return _of_all(subject, progress)
     texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 4)
-    options: dict[str, Any] = {"heads": subject.pairs, "draws": DRAWS, "seed": seed, "progress": progress}
-    estimates = estimated_ladder(subject.reading, **texts, exact=0, **options)
-    means = estimates[estimates["rung"] == MEAN].set_index(HEAD)["kl"].sort_values(ascending=False, kind="stable")
-    drawn = min(AUDIT, n // 2)
-    largest, others = means.index[: n - drawn], means.index[n - drawn :].sort_values()
-    at_random = others[np.random.default_rng(seed).permutation(len(others))[:drawn]]
-    chosen, used = [(int(layer), int(head)) for layer, head in sorted(largest.append(at_random))], _used(estimates)
-    run = _climbed(subject, chosen, [head for head in chosen if head in used], texts, progress)
-    rest = estimates[~_within(estimates, pd.MultiIndex.from_frame(run[HEAD]))]
-    table = pd.concat([run.assign(exact=True), rest.assign(exact=False)]).sort_values(HEAD, kind="stable")
-    exact = run[run["rung"] == MEAN].set_index(HEAD)["kl"]
-    audit = _audit(means, exact, [x for x in largest if x in exact.index], [x for x in at_random if x in exact.index])
-    return _with_attrs(table.reset_index(drop=True), run.attrs | {"audit": audit})
+    table = _climbed(subject, subject.pairs, LADDER, texts, exact=n, draws=DRAWS, seed=seed, progress=progress)
+    return _complete([table])
 
 
-def _audit(
-    estimates: pd.Series, exact: pd.Series, largest: Sequence[Any], drawn: Sequence[Any]
-) -> dict[str, float | int]:
-    """Compare estimates with runs, for heads that were run for their ``largest`` estimates and others that were drawn.
+def _of_all(subject: Subject, progress: bool) -> pd.DataFrame:
+    """Measure uniform attention and the mean output of each head, and further rungs where neither surely suffices."""
+    texts = _held_out(subject, 2)
+    first = _climbed(subject, subject.pairs, ["uniform"], texts, progress=progress)
+    used = _used(first)
+    if not used:
+        return _complete([first])
+    rest = first[~pd.MultiIndex.from_frame(first[HEAD]).isin(used)]
+    return _complete([rest, _climbed(subject, used, LADDER, texts, progress=progress)])
 
-    ``overlooked`` is the number of drawn heads whose exact number is among those of the largest.
-    """
-    ranks = pd.DataFrame({"estimate": estimates[drawn], "exact": exact[drawn]}).rank()
-    correlation = ranks["estimate"].corr(ranks["exact"]) if len(drawn) > 2 else np.nan
-    top = exact[[*largest, *drawn]].nlargest(len(largest)).index
-    counts = {"exact": len(largest), "audited": len(drawn), "overlooked": sum(head in drawn for head in top)}
-    return {**counts, "rank_correlation": float(correlation)}
+
+def _climbed(
+    subject: Subject, heads: Sequence[tuple[int, int]], rungs: Sequence[Rung], texts: dict[str, Any], **options: Any
+) -> pd.DataFrame:
+    """Measure the ladder of some heads, without those with a failed run."""
+    table = attention_ladder(subject.reading, heads=heads, rungs=rungs, controls=[], **options, **texts)
+    return table[table["kl"].notna().groupby([table[name] for name in HEAD]).transform("all")]
+
+
+def _complete(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Put tables together; raise the first failure if no head is left."""
+    attrs = {name: x for table in tables for name, x in table.attrs.items()}
+    table = pd.concat(tables).sort_values(HEAD, kind="stable", ignore_index=True)
+    if table.empty:
+        raise ValueError(next(iter(attrs["failures"].values())))
+    table.attrs = attrs
+    return table
 
 
 def _held_out(subject: Subject, every: int) -> dict[str, Any]:
@@ -142,52 +144,9 @@ def _held_out(subject: Subject, every: int) -> dict[str, Any]:
     return texts | ({"heldout": tokens[rest], "heldout_mask": real[rest]} if len(rest) else {})
 
 
-def _climbed(
-    subject: Subject,
-    heads: Sequence[tuple[int, int]],
-    effective: Sequence[tuple[int, int]],
-    texts: dict[str, Any],
-    progress: bool,
-) -> pd.DataFrame:
-    """Measure uniform attention and the mean output for each head, and the other rungs where neither surely suffices.
-
-    For ``effective`` heads, this is presumed. Heads with a failed run have no verdict and therefore no rows.
-
-    Raises:
-        ValueError: a run of every head failed.
-    """
-    failures: dict[str, str] = {}
-
-    def climb(heads: Sequence[tuple[int, int]], rungs: Sequence[Rung]) -> pd.DataFrame:
-        options: dict[str, Any] = {"controls": [], "progress": progress}
-        table = attention_ladder(subject.reading, heads=heads, rungs=rungs, **options, **texts)
-        failures.update(table.attrs.get("failures", {}))
-        return table[table["loss"].notna().groupby([table[name] for name in HEAD]).transform("all")]
-
-    tables = [climb(effective, LADDER)] if effective else []
-    if others := [head for head in heads if head not in effective]:
-        table = climb(others, ["uniform"])
-        used = _used(table)
-        tables.append(table[~_within(table, pd.MultiIndex.from_tuples(used))] if used else table)
-        tables += [climb(used, LADDER)] if used else []
-    table = pd.concat(tables).sort_values(HEAD, kind="stable", ignore_index=True)
-    if table.empty:
-        raise ValueError(next(iter(failures.values())))
-    return _with_attrs(table, {"failures": failures})
-
-
 def _used(table: pd.DataFrame) -> list[tuple[int, int]]:
     """Return the heads for which neither uniform attention nor the mean output surely suffices."""
     if table.empty:
         return []
     verdicts = head_verdicts(table)
     return [*verdicts[~verdicts["verdict"].isin(IDLE)][HEAD].astype(int).itertuples(index=False, name=None)]
-
-
-def _within(table: pd.DataFrame, heads: pd.MultiIndex) -> Any:
-    return pd.MultiIndex.from_frame(table[HEAD]).isin(heads)
-
-
-def _with_attrs(table: pd.DataFrame, attrs: dict[Any, Any]) -> pd.DataFrame:
-    table.attrs = attrs
-    return table

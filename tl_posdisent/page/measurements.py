@@ -26,7 +26,6 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.page.every_head import HEAD, ablation, for_estimates, ladder
 from tl_posdisent.page.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
-from tl_posdisent.page.words import number
 from tl_posdisent.utils.progress import progress_bar
 
 READ = {"labels": (512, 1024), "perturbation": (512, 1024), "ablation": (128, 512), "ladder": (128, 1024)}
@@ -83,25 +82,8 @@ class Found:
         """State for how many heads the model was run, and how far the estimates of the others can be trusted."""
         if not self.run:
             return ""
-        if search := self.trained.attrs.get("search"):
-            statement = search["statement"]
-            return f"{statement[0].upper()}{statement[1:]}. The numbers of the others are estimated from gradients."
-        n, audit = len(self.trained[HEAD].drop_duplicates()), self.trained.attrs["audit"]
-        largest, drawn, overlooked = (audit[name] for name in ("exact", "audited", "overlooked"))
-        text = (
-            f"The model was run for {len(self.run)} of {n} heads: {largest} with the largest estimates, and {drawn} of "
-            f"the others drawn at random. The numbers of the other {n - len(self.run)} are estimated from gradients."
-        )
-        if np.isfinite(audit["rank_correlation"]):
-            correlation = number(audit["rank_correlation"], 2)
-            text += f" Among those drawn, estimates and runs have a rank correlation of {correlation}."
-        if overlooked:
-            belong = "belongs" if overlooked == 1 else "belong"
-            text += (
-                f" {overlooked} of those drawn {belong} among the {largest} largest, so the heads without a run may "
-                "include others."
-            )
-        return text
+        statement = self.trained.attrs["search"]["statement"]
+        return f"{statement[0].upper()}{statement[1:]}. The numbers of the others are estimated from gradients."
 
 
 class Copies(NamedTuple):

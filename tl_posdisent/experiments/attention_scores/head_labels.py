@@ -12,8 +12,11 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.streaming_effects import streaming_effects
+from tl_posdisent.experiments.causal.head_ablation import visible_window
+from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.hooks.hook_list import any_heads, hooks_for
+from tl_posdisent.hooks.lambda_mask import hiding
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -41,7 +44,7 @@ def head_labels(
     sinks: int = 4,
     window: int | None = None,
     streaming: bool = True,
-    exact: int = 16,
+    exact: int = 4,
     length: int | None = None,
     repeats: int = 4,
     threshold: float = 0.5,
@@ -62,8 +65,8 @@ def head_labels(
 
     ``entropy`` is the entropy of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token,
     if this head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). It is estimated for all
-    heads at once (``head_effects``), and the heads with the largest estimates are run. Duplicate tokens and induction
-    are measured on repeated random tokens, the others on ``tokens``.
+    heads at once, and at most ``4 * exact`` heads are run in a search for the largest (``head_effects``). Duplicate
+    tokens and induction are measured on repeated random tokens, the others on ``tokens``.
 
     Args:
         model, attention_mask, layers: as in ``additivity``.
@@ -71,8 +74,7 @@ def head_labels(
         local: number of last keys that count as local.
         sinks, window: as in ``streaming_ablation``.
         streaming: False omits this measure, which takes most of the time.
-        exact: number of heads, in each model, that are run one by one for ``streaming``: those with the largest
-            estimates.
+        exact: number of heads, in each model, with the largest effects for ``streaming`` to find (``head_effects``).
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         repeats: number of random sequences to average over.
         threshold: threshold for ``label``, see below.
@@ -88,6 +90,7 @@ def head_labels(
         which share of the copies). ``label`` names those of the first four measures that reach at least the
         fraction ``threshold`` of the way from the random copies' value (without copies: from 0) to 1, joined by ``+``;
         if there are none, ``"local"`` if that measure reaches it; else it is empty.
+        ``table.attrs["search"]`` says for ``streaming`` how many heads of the model were run and what no other exceeds;
         ``table.attrs["random weights"]`` describes the copies, ``table.attrs["start_token"]`` is the token that begins
         the repeated random tokens (None without tokenizer or configuration).
 
@@ -116,20 +119,30 @@ def head_labels(
         raise ArgumentError("local", f"must be less than the shortest text's {min(texts.lengths)} tokens, got {local}")
     scales = [initial_scale(reading.model, std)] if seeds else []
     copies = random_control(reading.model, seeds, std=scales) if seeds else ()
-    found = []
+    if streaming:
+        window = visible_window(texts, sinks, window)
+    found, searches = list[pd.DataFrame](), list[dict[str, Any]]()
     models = (m for group in ([reading], copies) for m in group)
     with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
         for m in bar:
             one = read_model(m, layers)
             table = _measured(one, texts, copied, layers, local)
             if streaming:
-                options: dict[str, Any] = {"sinks": sinks, "window": window, "layers": layers}
-                restricted = streaming_effects(one, texts, exact=exact, seed=seed, **options)
-                table[["streaming", "streaming_exact"]] = restricted[["effect", "exact"]]
+                assert window is not None
+                hidden = hooks_for(any_heads(one, layers, None), hiding("streaming_ablation", sinks, window))
+                options: dict[str, Any] = {"layers": layers, "exact": exact, "most": 4 * exact, "seed": seed}
+                effects = head_effects(
+                    one, texts.tokens, {"streaming": hidden}, attention_mask=texts.real, progress=False, **options
+                ).set_index(_HEAD)
+                table["streaming"] = effects["exact"].fillna(effects["estimate"])
+                table["streaming_exact"] = effects["exact"].notna()
+                searches.append(effects.attrs["search"]["streaming"])
             found.append(table)
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
+    if searches:
+        table.attrs["search"] = searches[0]
     if seeds:
         table.attrs["random weights"] = described_copies("random", scales, seeds)
     return reading.note(table)

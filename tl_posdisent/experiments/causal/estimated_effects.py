@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import as_numbers, values_of
+from tl_posdisent.experiments.causal.head_search import HeadSearch
+from tl_posdisent.experiments.causal.metrics import Metric, as_numbers, is_loss, next_token_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
 from tl_posdisent.experiments.causal.text_parts import TOKENS, Part
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks, of_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
+from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import shown
 
 
@@ -30,9 +32,17 @@ class Estimates:
     """
 
     def __init__(
-        self, model: Any, items: Sequence[NamedIntervention], n_texts: int, draws: int, seed: int, bar: Any
+        self,
+        model: Any,
+        items: Sequence[NamedIntervention],
+        n_texts: int,
+        draws: int,
+        seed: int,
+        bar: Any,
+        metric: Metric = next_token_loss,
     ) -> None:
         self.model, self.items, self.draws, self.seed, self.bar = model, items, draws, seed, bar
+        self.metric = metric
         self.layers = sorted({layer for item in items for layer in item.rows})
         shape = [{layer: (n_texts, len(rows)) for layer, rows in item.rows.items()} for item in items]
         self.first, self.curvature = (
@@ -76,6 +86,28 @@ class Estimates:
                     f"must change the results of heads, and hooks of your own in {item.name!r} change none of those "
                     "chosen, given what their layer receives",
                 )
+
+    @property
+    def weights(self) -> Float64[Tensor, "text"]:
+        """By which texts are averaged: predictions for the loss, texts for other metrics."""
+        return self.n_predictions if is_loss(self.metric) else torch.ones_like(self.n_predictions)
+
+    def search(self, n: int, *, largest: int, most: int | None) -> HeadSearch:
+        """Begin the search for the heads with the largest divergences under an intervention, by their estimates."""
+        item = self.items[n]
+        effects, weights = (self.curvature, self.n_predictions) if self.draws else (self.first, self.weights)
+        ranks, _ = weighted_means(torch.cat([*effects[n].values()], 1), weights)
+
+        def joint(layer: int, some: Sequence[int]) -> float:
+            return self.joint_curvature(n, layer, [item.rows[layer].index(head) for head in some])
+
+        return HeadSearch(
+            dict(zip(item.places, abs(ranks), strict=True)),
+            joint,
+            largest=largest,
+            most=item.n_rows if most is None else most,
+            bounded=bool(self.n_predictions.all()),
+        )
 
     def joint_curvature(self, n: int, layer: int, rows: Sequence[int]) -> float:
         """Estimate the divergence if some rows of a layer are changed together, in nats per prediction of all texts."""

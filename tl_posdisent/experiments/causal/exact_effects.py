@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import as_numbers, next_token_loss, values_of
+from tl_posdisent.experiments.causal.head_search import HeadSearch
+from tl_posdisent.experiments.causal.metrics import as_numbers, is_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
 from tl_posdisent.experiments.causal.runs import Change, HooksOf, Runs
@@ -20,6 +21,9 @@ from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import changed_results
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.statistics import weighted_means
+
+_SLACK = 1e-6  # passes: fractions of them are added, and a bar must not pass its end by rounding
 
 Place = tuple[int, int, int | tuple[int, ...] | None]
 """Number of an intervention, layer, and the head or heads that are changed: None for all of the layer."""
@@ -44,6 +48,7 @@ def exact_effects(
     parts: Sequence[Part],
     n_texts: int,
     bar: Any,
+    trusted: set[Hashable],
 ) -> dict[Place, Outcome]:
     """Run texts with the heads of each place changed; texts of a batch that are in none of the parts are NaN."""
     found = {
@@ -53,7 +58,6 @@ def exact_effects(
     by_layer: dict[int, list[Place]] = {}
     for place in sorted(places, key=lambda place: place[:2]):
         by_layer.setdefault(place[1], []).append(place)
-    trusted: set[Hashable] = set()
     for part in parts if places else []:
         texts = part.texts
         runs = Runs(model, texts, sorted(by_layer), trusted=trusted)
@@ -75,6 +79,27 @@ def exact_effects(
                 found[place].effects[part.places] = values - baseline
                 found[place].divergences[part.places] = kl
                 bar.update(_share(model, layer) * len(part.places))
+    return found
+
+
+def search_largest(
+    model: Any,
+    items: Sequence[NamedIntervention],
+    searches: Mapping[int, HeadSearch],
+    parts: Sequence[Part],
+    n_predictions: Float64[Tensor, "text"],
+    bar: Any,
+) -> dict[Place, Outcome]:
+    """Run what searches for the largest divergences ask for, by number of intervention, until they end."""
+    found: dict[Place, Outcome] = {}
+    n_texts, trusted = len(n_predictions), set[Hashable]()
+    while places := [(n, *run) for n, search in searches.items() for run in search.next_runs()]:
+        bar.total = bar.n + n_texts * n_passes(model, places) + _SLACK
+        found |= exact_effects(model, items, places, parts, n_texts, bar, trusted)
+        means, _ = weighted_means(torch.stack([found[place].divergences for place in places], 1), n_predictions)
+        for n, search in searches.items():
+            own = [(place[1:], float(mean)) for place, mean in zip(places, means, strict=True) if place[0] == n]
+            search.note(dict(own))
     return found
 
 
@@ -124,7 +149,7 @@ def _measured(
 ) -> tuple[Float64[Tensor, "*text"], Float64[Tensor, "text"]]:
     """Compute a run's metric, and each text's mean divergence from the clean predictions, in the order of the texts."""
     texts = part.texts
-    if part.metric is next_token_loss:  # its texts have one length: log-probabilities serve both
+    if is_loss(part.metric):  # its texts have one length: log-probabilities serve both
         ([group], [output], [before]) = texts.groups, outputs, clean
         assert before is not None  # without log-probabilities, the unmodified run has no such loss
         losses, kl = losses_and_divergences(output, group.tokens, before)

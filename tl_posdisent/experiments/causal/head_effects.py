@@ -13,23 +13,19 @@ their total surprise. Each draw takes one backward pass for all heads and all in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from math import nan
 from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
-from tl_posdisent.experiments.causal.exact_effects import Outcome, Place, exact_effects, n_passes
-from tl_posdisent.experiments.causal.head_search import HeadSearch
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
+from tl_posdisent.experiments.causal.exact_effects import Outcome, Place, search_largest
+from tl_posdisent.experiments.causal.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import (
     Interventions,
-    NamedIntervention,
     named_interventions,
     rows_by_layer,
 )
@@ -140,97 +136,47 @@ def head_effects(
         p.counting_tokens() as counts,
         progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar,
     ):
-        estimates = Estimates(model, items, n_texts, draws, seed, bar)
+        estimates = Estimates(model, items, n_texts, draws, seed, bar, metric)
         for part in parts:
             estimates.add(part)
         estimates.check_changes()
-        of_tokens = estimates.n_predictions
-        weights = {"kl": of_tokens, "effect": of_tokens if metric is next_token_loss else torch.ones_like(of_tokens)}
-        table = _table(items, estimates, metric, weights)
-        searches = [_search(table, item, n, estimates, exact, most) for n, item in enumerate(items)]
+        table = _table(estimates)
+        searches = {
+            n: estimates.search(n, largest=item.n_rows if exact == "all" else exact, most=most)
+            for n, item in enumerate(items)
+        }
         parts = parts_of(texts, metric, tokens=estimates.tokens_at_once)
-        run = partial(exact_effects, model, items, parts=parts, n_texts=n_texts, bar=bar)
-        found: dict[Place, Outcome] = {}
-        while places := [(n, *chosen) for n, search in enumerate(searches) for chosen in search.next_runs()]:
-            bar.total = bar.n + n_texts * n_passes(model, places) + _SLACK
-            found |= run(places)
-            _note(searches, places, found, of_tokens)
-    _fill(table, items, found, weights)
-    table.attrs["search"] = {item.name: search.to_dict() for item, search in zip(items, searches, strict=True)}
+        found = search_largest(model, items, searches, parts, estimates.n_predictions, bar)
+    _fill(table, estimates, found)
+    table.attrs["search"] = {items[n].name: search.to_dict() for n, search in searches.items()}
     forward = sum(counts) / sum(texts.lengths) / len(model.blocks)
     table.attrs["passes"] = forward + 2 * (1 + draws)
     return reading.note(table)
 
 
-def _table(
-    items: Sequence[NamedIntervention], estimates: Estimates, metric: Metric, weights: Mapping[str, Tensor]
-) -> pd.DataFrame:
+def _table(estimates: Estimates) -> pd.DataFrame:
     """Tabulate the estimates, averaged over texts."""
-    rows = [(item.name, layer, head) for item in items for layer, heads in item.rows.items() for head in heads]
+    rows = [(item.name, layer, head) for item in estimates.items for layer, head in item.places]
     table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})
     first, curvature = (
         torch.cat([effects for of_item in found for effects in of_item.values()], 1)
         for found in (estimates.first, estimates.curvature)
     )
-    estimate = first + curvature if metric is next_token_loss and estimates.draws else first
-    of_effects, of_divergences = weights["effect"], weights["kl"]
+    estimate = first + curvature if is_loss(estimates.metric) and estimates.draws else first
+    of_effects, of_divergences = estimates.weights, estimates.n_predictions
     table["first"], table["first_se"] = weighted_means(first, of_effects)
     table["curvature"], table["curvature_se"] = weighted_means(curvature, of_divergences)
     table["estimate"], table["estimate_se"] = weighted_means(estimate, of_effects)
-    table.attrs["metric"] = metric_name(metric)
+    table.attrs["metric"] = metric_name(estimates.metric)
     return table
 
 
-def _search(
-    table: pd.DataFrame,
-    item: NamedIntervention,
-    n: int,
-    estimates: Estimates,
-    exact: int | Literal["all"],
-    most: int | None,
-) -> HeadSearch:
-    """Begin the search for the heads with the largest divergences under one intervention."""
-    some = table[table["intervention"] == item.name]
-    ranks = some["curvature"] if estimates.draws else some["first"].abs()
-    heads = [(layer, head) for layer, heads in item.rows.items() for head in heads]
-
-    def joint(layer: int, some: Sequence[int]) -> float:
-        return estimates.joint_curvature(n, layer, [item.rows[layer].index(head) for head in some])
-
-    n_largest = len(heads) if exact == "all" else exact
-    return HeadSearch(
-        dict(zip(heads, ranks, strict=True)),
-        joint,
-        largest=n_largest,
-        most=len(heads) if most is None else most,
-        bounded=bool(estimates.n_predictions.all()),
-    )
-
-
-def _note(
-    searches: Sequence[HeadSearch],
-    places: Sequence[Place],
-    found: Mapping[Place, Outcome],
-    weights: Float64[Tensor, "text"],
-) -> None:
-    """Tell each search the divergences of its runs."""
-    means, _ = weighted_means(torch.stack([found[place].divergences for place in places], 1), weights)
-    for n, search in enumerate(searches):
-        own = [(place[1:], float(mean)) for place, mean in zip(places, means, strict=True) if place[0] == n]
-        search.note(dict(own))
-
-
-def _fill(
-    table: pd.DataFrame,
-    items: Sequence[NamedIntervention],
-    found: Mapping[Place, Outcome],
-    weights: Mapping[str, Tensor],
-) -> None:
+def _fill(table: pd.DataFrame, estimates: Estimates, found: Mapping[Place, Outcome]) -> None:
     """Write the outcomes of heads that were run alone, averaged over texts; the other rows are NaN."""
     table[["exact", "exact_se", "kl", "kl_se"]] = nan
-    places = [(n, layer, head) for n, item in enumerate(items) for layer, heads in item.rows.items() for head in heads]
+    places = [(n, *place) for n, item in enumerate(estimates.items) for place in item.places]
     rows = [row for row, place in enumerate(places) if place in found]
     if rows:
         effects, divergences = (torch.stack([found[places[row]][i] for row in rows], 1) for i in range(2))
-        table.loc[rows, "exact"], table.loc[rows, "exact_se"] = weighted_means(effects, weights["effect"])
-        table.loc[rows, "kl"], table.loc[rows, "kl_se"] = weighted_means(divergences, weights["kl"])
+        table.loc[rows, "exact"], table.loc[rows, "exact_se"] = weighted_means(effects, estimates.weights)
+        table.loc[rows, "kl"], table.loc[rows, "kl_se"] = weighted_means(divergences, estimates.n_predictions)

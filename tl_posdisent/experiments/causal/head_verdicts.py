@@ -14,7 +14,7 @@ from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.statistics import confidence_of_selected, significance
 from tl_posdisent.utils.validation import check_choice, check_number
 
-from .attention_ladder import MEAN
+from .ladder_runs import MEAN
 
 _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
 _VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
@@ -70,7 +70,7 @@ def head_verdicts(
     there, however large the noise.
 
     Args:
-        table: table of ``attention_ladder`` or ``estimated_ladder``; only rows without a control are read.
+        table: table of ``attention_ladder``; only rows without a control are read.
         share: share of what uniform attention changes that a rung must recover, above 0 and at most 1.
         measure: ``"kl"``: divergences of predictions, with shares ``recovered_kl``; ``"loss"``: losses, with shares
             ``recovered``; ``"metric"``: the table's metric. Default ``"metric"`` if the table has one, else ``"kl"``.
@@ -80,9 +80,7 @@ def head_verdicts(
         confidence: confidence of each two-sided interval, at least 0 (only the estimates) and below 1. A verdict has
             the same confidence, given the fits, unless several rungs recover almost ``share``. Below a threshold, the
             error of a divergence is scaled up to the threshold, at most three times: divergences of blocks are skewed,
-            so their mean and its error are often too small together. If verdicts were looked at several times
-            (column ``looks``, from ``estimated_ladder``), each interval has the confidence ``1 - (1 - confidence) /
-            looks``, so that all looks together are wrong as rarely as one (Bonferroni).
+            so their mean and its error are often too small together.
         correction: correction for the number of heads. With ``"none"``, ``(1 - confidence) / 2 * n`` of n heads that
             are not used are expected to be called used by chance (with ``"kl"``, at most as many, and hardly any whose
             divergence is well below ``negligible``). With ``"fdr"``, the expected share of such heads among those
@@ -117,8 +115,6 @@ def head_verdicts(
     check_choice("correction", correction, get_args(Correction))
     measure = _measure_of(table, measure)
     heads = _by_head(table, measure)
-    if "looks" in table:
-        confidence = 1 - (1 - confidence) / max(table["looks"].max(), 1)
     if correction == "fdr":
         chances = [_by_chance(x, MEAN if MEAN in x else "uniform", measure, negligible) for x in heads.values()]
         confidence = confidence_of_selected(chances, confidence)

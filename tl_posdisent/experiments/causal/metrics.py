@@ -28,6 +28,16 @@ def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch 
     return torch.cat([losses for _, _, losses in in_blocks(logits, tokens)], 1).double().mean(1)
 
 
+def is_loss(metric: Metric) -> bool:
+    """Say whether a metric is the loss of next tokens, which is averaged over predicted tokens."""
+    return metric is next_token_loss
+
+
+def is_separable(metric: Metric) -> bool:
+    """Say whether a metric's value for each text is known to depend on this text alone."""
+    return is_loss(metric) or isinstance(metric, LogitDifference)
+
+
 def next_token_accuracy(
     logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch"]:
@@ -199,8 +209,8 @@ def metric_name(metric: Metric) -> str:
     >>> metric_name(next_token_loss), metric_name(logit_difference(3)), metric_name(lambda logits: 0)
     ('loss', 'logit difference', 'metric')
     """
-    if metric is next_token_loss or isinstance(metric, LogitDifference):
-        return "loss" if metric is next_token_loss else "logit difference"
+    if is_separable(metric):
+        return "loss" if is_loss(metric) else "logit difference"
     name = str(getattr(metric, "__name__", "metric"))
     return "metric" if name == "<lambda>" else " ".join(name.split("_")).strip()
 
@@ -223,7 +233,7 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     Metrics of this file receive texts of equal length without padding; others the batch, with NaN logits at padding.
     """
     parts = list(zip(outputs, texts.groups, strict=True))
-    if metric is next_token_loss:
+    if is_loss(metric):
         return torch.cat([next_token_loss(some, group.tokens) for some, group in parts])
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))
@@ -245,7 +255,7 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     The loss of next tokens is averaged over all predicted tokens, as in every table of losses.
     """
     numbers = as_numbers(values_of(metric, outputs, texts), len(texts.tokens))
-    if metric is next_token_loss:
+    if is_loss(metric):
         numbers = numbers.repeat_interleave(torch.tensor(_predicted(texts), device="cpu"))
     return float(numbers.mean())
 

@@ -50,6 +50,11 @@ class NamedIntervention:
         return sum(map(len, self.rows.values()))
 
     @property
+    def places(self) -> list[tuple[int, int | None]]:
+        """Layer and head of each row."""
+        return [(layer, head) for layer, heads in self.rows.items() for head in heads]
+
+    @property
     def own(self) -> Sequence[Hook]:
         """Functions of the user, which may change any head."""
         return self.hooks.others

@@ -235,8 +235,8 @@ class _Group:
                 yield partial(_of_change, output, slice((i - first) * n, (i - first + 1) * n))
 
     def _full_pass(self, change: Change) -> Any:
-        hooks = change.hooks(self.number, change.heads)
-        with without_gradients(), applied(self.model, [*self.under, *hooks]):
+        hooks = self.under + change.hooks(self.number, change.heads)  # a sum: lists of this package act together
+        with without_gradients(), applied(self.model, hooks):
             return output_of(self.model, self.tokens)
 
     def _after_blocks(self, last: Any) -> Any:
@@ -278,7 +278,7 @@ class _ChangedZ:
 
     def _compute(self, hooks: HooksOf, heads: Sequence[int]) -> Tensor | None:
         group = self.group
-        together = [*group.under, *hooks(group.number, heads)]
+        together = group.under + hooks(group.number, heads)
         before = group.clean.after.get(self.layer - 1)
         return changed_results(group.model, group.tokens, self.layer, before, together)
 

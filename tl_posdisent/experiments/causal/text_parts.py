@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, next_token_loss
+from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, is_separable
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 
 TOKENS = 256
@@ -46,7 +46,7 @@ def parts_of(texts: Texts, metric: Metric, rows: Iterable[int] | None = None, *,
     those of one of them.
     """
     every = torch.arange(len(texts.tokens), device="cpu")
-    if not (metric is next_token_loss or isinstance(metric, LogitDifference)):
+    if not is_separable(metric):
         return [Part(texts, metric, every, separable=False)]
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))

@@ -1,0 +1,251 @@
+"""Runs of the attention ladder: rungs in place of the attention of a head, a layer or all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from math import nan
+from typing import Any, Final, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, Rung, n_parameters
+from tl_posdisent.experiments.causal.metrics import Metric, as_numbers, shuffled_order, values_of
+from tl_posdisent.experiments.causal.runs import Change, Failures, Run, Runs, run_texts
+from tl_posdisent.experiments.causal.shares import share_between, share_of_kl
+from tl_posdisent.experiments.causal.token_losses import Unmodified
+from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
+from tl_posdisent.hooks.fitted_attention import Attended, Stored, attended, fit_in_turn, stored_hooks
+from tl_posdisent.hooks.hook_list import Chosen, Hooks, joined
+from tl_posdisent.hooks.substitute import rung_hooks
+from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.model_parts import dtype_of
+from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.statistics import Blocks
+
+Unit = Literal["head", "layer", "all"]
+MEAN: Final = "mean_output"
+Step = Rung | Literal["mean_output"]
+"""A rung, or the head's mean output."""
+Row = dict[str, Any]
+"""A row of the table of ``attention_ladder``, by column."""
+_Item = tuple[int | None, int | None, Chosen]
+"""Layer and head of a row, and the heads that are replaced for it."""
+_PutIn = Callable[[int, Chosen], Hooks]
+"""From the number of a group of texts and some heads to hooks that put a rung in."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """One run: losses and divergences by token, and the values behind the shares (losses, or a metric by text)."""
+
+    losses: Float[Tensor, "predicted"]
+    divergences: Float[Tensor, "predicted"]
+    values: Float[Tensor, "sample"]
+
+
+@dataclass(frozen=True, eq=False)
+class LadderRuns:
+    """The ladder of one model, with the texts to which static rungs are fitted, and the texts to predict."""
+
+    reading: ModelReading
+    fitted: Texts
+    texts: Texts
+    unit: Unit
+    bands: Sequence[int]
+    rank: int
+    seed: int
+    metric: Metric | None
+    with_keys: bool  # whether one of the rungs depends on them
+    failures: Failures
+    bar: Any
+    # The last measured, by layer, head and rung.
+    baselines: dict[tuple[Any, ...], _Measured] = field(default_factory=dict)
+
+    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[Step]]) -> list[Row]:
+        """Measure the rows of each control. A control without baselines uses those of the previous one."""
+        model, whole = self.reading.model, self.unit == "all"
+        rows: list[Row] = []
+        with running(model):
+            runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
+            clean = Unmodified.of(runs.clean, self.texts)
+            untouched = _Measured(clean.losses, torch.zeros_like(clean.losses), self._values(runs.clean, clean.losses))
+            means = self._means(chosen)
+            for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
+                ((spec, heads), *_) = together
+                items: list[_Item] = [(None if whole else spec.layer, None, together)]
+                if self.unit == "head":
+                    items = [(spec.layer, head, [(spec, [head])]) for head in heads]
+                found: list[dict[Step, _Measured]] = [{} for _ in items]
+                outputs = self._runs(runs, together, items, rungs[control], means, shuffled=control == "shuffled")
+                for (rung, n), run in zip(product(rungs[control], range(len(items))), outputs, strict=True):
+                    layer, head, _ = items[n]
+                    found[n][rung] = self._measure(run, clean, untouched, layer, head) if run else untouched
+                    self.bar.update()
+                for item, measured in zip(items, found, strict=True):
+                    rows += self._rows_of(item, measured, untouched, control)
+        return rows
+
+    def _means(self, chosen: Chosen) -> StandIn | ValueError:
+        """Return the replacement of heads by their mean outputs over the fitted texts, or the error if that fails."""
+        layers = [spec.layer for spec, _ in chosen]
+        try:
+            check_reach(self.reading, layers)
+            return stand_in(self.reading.model, layers, "mean", self.fitted, self.seed)
+        except ValueError as error:
+            return error
+
+    def _runs(
+        self,
+        runs: Runs,
+        together: Chosen,
+        items: Sequence[_Item],
+        rungs: Sequence[Step],
+        means: StandIn | ValueError,
+        *,
+        shuffled: bool,
+    ) -> Iterator[Run | None]:
+        """Yield the run in which a rung replaces an item's attention, for each rung and item; None for the untouched.
+
+        Rungs are fitted to the heads that are replaced together, as many rungs at a time as share a batch.
+        """
+        seen: dict[int, Attended] = {}
+        at_a_time = max(1, runs.at_once // len(items))
+        for first in range(0, len(rungs), at_a_time):
+            some = rungs[first : first + at_a_time]
+            put_in: dict[Step, _PutIn] = {
+                rung: self._put_in(together, rung, means, seen, shuffled=shuffled)
+                for rung in some
+                if rung != "untouched"
+            }
+            changed = self._all_at_once(together, put_in) if self.unit == "all" else self._each(runs, items, put_in)
+            for rung, _ in product(some, items):
+                yield None if rung == "untouched" else next(changed)
+
+    def _put_in(
+        self, together: Chosen, rung: Step, means: StandIn | ValueError, seen: dict[int, Attended], *, shuffled: bool
+    ) -> _PutIn:
+        """Return a function of the number of a group of texts and some heads: hooks that put the rung in.
+
+        ``seen`` holds the unmodified model's attention in each group of texts, for rungs that are fitted there.
+        """
+        if rung == MEAN:
+            return partial(_mean_outputs, means)
+        in_the_run = rung in WITHOUT_FIT or (self.unit == "all" and rung not in PER_HEAD and not shuffled)
+        if in_the_run:
+            return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
+        stored = self._fits(together, rung, seen, shuffled=shuffled)
+        return lambda group, where: stored_hooks(where, stored[group])
+
+    def _all_at_once(self, together: Chosen, put_in: Mapping[Step, _PutIn]) -> Iterator[Run]:
+        def run(hooks_of: _PutIn) -> list[Any]:
+            under = [hooks_of(group, together) for group in range(len(self.texts.groups))]
+            return run_texts(self.reading.model, self.texts, under)
+
+        return (partial(run, hooks_of) for hooks_of in put_in.values())
+
+    def _each(self, runs: Runs, items: Sequence[_Item], put_in: Mapping[Step, _PutIn]) -> Iterator[Run]:
+        [spec] = {id(spec): spec for _, _, where in items for spec, _ in where}.values()
+
+        def changes(rung: Step, hooks_of: _PutIn) -> list[Change]:
+            # Of one name: rungs that are put in at the same hook points.
+            name = rung if rung in (MEAN, "static", "first_token") else "scores"
+
+            def hooks(group: int, heads: Sequence[int]) -> Hooks:
+                return hooks_of(group, [(spec, list(heads))])
+
+            return [Change(name, tuple(heads), hooks) for _, _, [(_, heads)] in items]
+
+        return runs.each(spec.layer, [change for item in put_in.items() for change in changes(*item)])
+
+    def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
+        """Fit a rung for each group of the predicted texts."""
+        model, per_head, found = self.reading.model, rung in PER_HEAD, list[tuple[Tensor, Attended]]()
+        for group in (self.fitted if per_head else self.texts).groups:
+            tokens = group.tokens[:, shuffled_order(group.tokens.shape[1], self.seed)] if shuffled else group.tokens
+            if id(group) not in seen and self.unit != "all":
+                seen[id(group)] = attended(model, tokens, together, joined([]), with_keys=self.with_keys)
+            found.append((tokens, seen.get(id(group), {})))
+        stored = []
+        for texts, fits in (zip(*some, strict=True) for some in ([found] if per_head else [[x] for x in found])):
+            stored.append(fit_in_turn(model, texts, together, rung, seen=fits, bands=self.bands, rank=self.rank))
+        return stored * len(self.texts.groups) if per_head else stored
+
+    def _measure(
+        self, run: Run, clean: Unmodified, untouched: _Measured, layer: int | None, head: int | None
+    ) -> _Measured:
+        def measure() -> _Measured:
+            outputs = run()
+            losses, divergences = clean.compare(outputs)
+            values = self._values(outputs, losses)
+            if len(values) != len(untouched.values):
+                got = f"{len(untouched.values)} for the unmodified run and {len(values)} for another"
+                raise ArgumentError("metric", f"must return the same number of values for each run, got {got}")
+            return _Measured(losses, divergences, values)
+
+        return self.failures.attempt(measure, layer, head) or _Measured(
+            torch.full_like(untouched.losses, nan),
+            torch.full_like(untouched.divergences, nan),
+            torch.full_like(untouched.values, nan),
+        )
+
+    def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
+        if self.metric is None:
+            return losses
+        return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
+
+    def _rows_of(
+        self, item: _Item, measured: dict[Step, _Measured], untouched: _Measured, control: str
+    ) -> Iterator[Row]:
+        layer, head, where = item
+        for name in ("uniform", MEAN):
+            self.baselines[layer, head, name] = measured.get(name) or self.baselines[layer, head, name]
+        uniform, mean = (self.baselines[layer, head, name] for name in ("uniform", MEAN))
+        blocks, of_tokens = self._blocks(untouched), self._blocks_of_tokens()
+        dtype, unmodified_loss = dtype_of(self.reading.model), untouched.losses.mean().item()
+        for rung, run in measured.items():
+            lengths = [self.fitted.longest] if rung == MEAN or rung in PER_HEAD else self.texts.lengths
+            static = rung in WITHOUT_FIT or ((rung in PER_HEAD or rung == MEAN) and self.texts is not self.fitted)
+            row: Row = {"layer": layer, "head": head, "control": control, "rung": rung}
+            row |= {"value": run.values.mean().item(), "loss": run.losses.mean().item()}
+            for names, end in ((("recovered", "se"), uniform), (("recovered_mean", "se_mean"), mean)):
+                row |= zip(names, share_between(run.values, end.values, untouched.values, blocks, dtype), strict=True)
+            row["kl"], row["error_kl"] = of_tokens.mean(run.divergences - untouched.divergences)
+            row["recovered_kl"], row["se_kl"] = share_of_kl(
+                run.divergences, uniform.divergences, of_tokens, unmodified_loss, dtype
+            )
+            _, row["error"] = blocks.mean(run.values - untouched.values)
+            row |= {"blocks": blocks.count, "df": blocks.df, "exact": True}
+            row["parameters"] = sum(len(heads) * self._size(rung, spec, n) for spec, heads in where for n in lengths)
+            row["causal"] = static and all(spec.causal for spec, _ in where)
+            yield row
+
+    def _blocks(self, untouched: _Measured) -> Blocks:
+        """Return blocks of predicted tokens, or of a metric's values."""
+        if self.metric is not None:
+            return Blocks.single(len(untouched.values))
+        return self._blocks_of_tokens()
+
+    def _blocks_of_tokens(self) -> Blocks:
+        """Return blocks of predicted tokens: the texts, or parts of them."""
+        return Blocks.of_texts([group.tokens.shape[1] - 1 for group in self.texts.groups for _ in group.rows])
+
+    def _size(self, rung: Step, spec: AttentionSpec, length: int) -> int:
+        """Count the parameters that a rung fits for one head."""
+        if rung == MEAN:
+            return spec.d_head
+        return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
+
+
+def _mean_outputs(means: StandIn | ValueError, group: int, where: Chosen) -> Hooks:
+    """Put in the mean outputs, or raise the error by which these failed."""
+    if isinstance(means, ValueError):
+        raise means
+    return joined([replace_heads(spec, heads, means) for spec, heads in where])
