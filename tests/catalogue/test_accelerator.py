@@ -35,7 +35,7 @@ SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
 # A reading says which device it was; ``report`` and ``check_model`` call what is tried here, for minutes.
 ELSEWHERE = {"read_model", "report", "check_model"}
 # torch's engine makes backward passes on the first imitated device alone.
-BACKWARD = {"head_effects", "position_effects", "replaceable_heads", "estimated_ladder"}
+BACKWARD = {"head_effects", "position_effects", "replaceable_heads"}
 
 
 def has_tensors(value: Any) -> bool:

@@ -62,13 +62,13 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [0, 2.5, True, "3", NAN, 2**63, 10**400],
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
-        "looks max_side min_length n n_ctx n_heads n_layers n_logits n_out "
+        "max_side min_length n n_ctx n_heads n_layers n_logits n_out "
         "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
         [-1, 0.5, True, "a", NAN, 2**63],
-        "audit control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most"
+        "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most"
         " n_sink pad_id rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),

@@ -283,50 +283,6 @@ def test_verdicts_from_divergences_are_as_sure_as_they_say(spread: float) -> Non
     assert found["far above"][1] > (0.95 if spread <= 0.6 else 0.5) * n
 
 
-def looked_at(found: dict[str, np.ndarray], stages: list[int], looks: int) -> pd.Series:
-    """The verdict of each head at the first of these numbers of blocks at which it is decided, or at the last."""
-    heads = np.arange(len(found["uniform"]))
-    verdicts = pd.Series("", index=heads)
-    for end in stages:
-        some = {rung: kl[heads, :end] for rung, kl in found.items()}
-        now = head_verdicts(table_of(some).assign(looks=looks))
-        verdicts[heads] = now["verdict"].to_numpy()
-        heads = heads[(now["simplest"] != now["at_most"]).to_numpy()]
-    return verdicts
-
-
-def wrong_if_looked_at(spread: float, n: int, seed: int, looks: int, stages: list[int]) -> dict[str, float]:
-    """The share of wrong verdicts among heads whose truth is just off a threshold."""
-    random, wrong = np.random.default_rng(seed), {}
-    for name, mean, static, error in (
-        ("negligible", 0.000999, 0.01, "static"),
-        ("not negligible", 0.001001, 0.01, "not used"),
-        ("recovers", 0.1, 0.04999, "more than static"),
-        ("does not recover", 0.1, 0.05001, "static"),
-    ):
-        left = {"mean_output": mean, "uniform": 1.0, "distance": 0.5, "static": static}
-        found = blocks_of_heads(left, spread, n, random, stages[-1])
-        wrong[name] = float((looked_at(found, stages, looks) == error).mean())
-    return wrong
-
-
-@pytest.mark.parametrize("spread", [0.3, 1.0])
-def test_sequential_verdicts_are_as_sure_as_they_say(spread: float) -> None:
-    n = 200
-    found = wrong_if_looked_at(spread, n, 0, looks=3, stages=[8, 16, 32])
-    assert max(found.values()) <= 0.05 + 4 * (0.05 * 0.95 / n) ** 0.5
-
-
-@pytest.mark.slow
-def test_the_sequential_coverage_that_the_page_states() -> None:
-    """Three looks at 8, 16 and 32 texts: at most 5 % are wrong; without the correction for looks more are."""
-    n, three_errors = 400, 3 * (0.05 * 0.95 / 400) ** 0.5
-    corrected = [wrong_if_looked_at(x, n, 1, looks=3, stages=[8, 16, 32]) for x in (0.3, 0.6, 1.0)]
-    assert max(x for one in corrected for x in one.values()) <= 0.05 + three_errors
-    plain = wrong_if_looked_at(0.6, n, 1, looks=1, stages=[8, 16, 32])
-    assert max(plain.values()) > 0.05 + three_errors
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.3, 0.6, 1.0])
 def test_the_coverage_that_the_page_states(spread: float) -> None:

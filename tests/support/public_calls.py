@@ -110,7 +110,6 @@ OWN: dict[str, dict[str, Any]] = {
     "dummy_distance_check": {"distances": [1, 2]},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
-    "estimated_ladder": {"heldout": TOKENS, "rungs": ["distance"]},
     "replaceable_heads": {"heldout": TOKENS},
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},

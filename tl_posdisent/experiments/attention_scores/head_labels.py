@@ -130,7 +130,7 @@ def head_labels(
             if streaming:
                 assert window is not None
                 hidden = hooks_for(any_heads(one, layers, None), hiding("streaming_ablation", sinks, window))
-                options: dict[str, Any] = {"layers": layers, "exact": exact, "most": 4 * exact, "seed": seed}
+                options: dict[str, Any] = {"heads": [*table.index], "exact": exact, "most": 4 * exact, "seed": seed}
                 effects = head_effects(
                     one, texts.tokens, {"streaming": hidden}, attention_mask=texts.real, progress=False, **options
                 ).set_index(_HEAD)
