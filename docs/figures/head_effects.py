@@ -11,7 +11,6 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.demo.demo_model import demo_text
-from tl_posdisent.experiments import estimated_ladder
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 
@@ -44,26 +43,25 @@ def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
     return pd.DataFrame(rows).round(5)
 
 
-def every_verdict(model: Any, texts: int = 8, exact: int | None = 24, audit: int = 8, sets: str = "ab") -> pd.DataFrame:
-    """A verdict for every head, on two sets of speeches: half of the texts are read first, and all if it is undecided.
+def every_verdict(model: Any, texts: int = 8, exact: int = 24, sets: str = "ab") -> pd.DataFrame:
+    """A verdict for every head, on two sets of texts: at most ``exact`` heads are run, the others are estimated.
 
-    Sets of eight half parts of four speeches each; rungs are fitted to four of two others. The ``exact`` heads of the
-    largest estimated divergence are run, and ``audit`` others.
+    Sets of eight half parts of four speeches each; rungs are fitted to four of two others.
     """
     halves = torch.cat(_halves(trained_and_random.texts(model)))  # of ten speeches in turn
     speech = torch.arange(len(halves)) % trained_and_random.N
     tables = []
     for name in sets:
         some = speech < 4 if name == "a" else (speech >= 4) & (speech < 8)
-        options: dict[str, Any] = {"exact": exact, "audit": audit, "looks": 2, "progress": False}
-        table = estimated_ladder(model, halves[speech >= 8][:4], heldout=halves[some][:texts], **options)
-        verdicts = tp.head_verdicts(table)
-        print(name, table.attrs["audit"], verdicts["verdict"].value_counts().to_dict(), flush=True)
-        run = table[table["rung"] == "uniform"][["exact", "blocks", "tokens"]].reset_index(drop=True)
-        tables.append(verdicts.assign(texts=name).join(run).assign(**table.attrs["audit"]))
+        rungs: list[Any] = ["first_token", "distance", "distance+sink", "static"]
+        options: dict[str, Any] = {"exact": exact, "rungs": rungs, "controls": [], "progress": False}
+        table = tp.attention_ladder(model, halves[speech >= 8][:4], heldout=halves[some][:texts], **options)
+        verdicts, search = tp.head_verdicts(table), table.attrs["search"]
+        print(name, search["statement"], verdicts["verdict"].value_counts().to_dict(), flush=True)
+        exactly = table[table["rung"] == "uniform"]["exact"].to_numpy()
+        tables.append(verdicts.assign(texts=name, exact=exactly, bound=search["bound"]))
     columns = ["texts", "layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "gap_mean", "error_mean"]
-    columns += ["gap", "error", "exact", "blocks", "tokens", "audited", "above", "surely_above"]
-    return pd.concat(tables, ignore_index=True)[columns]
+    return pd.concat(tables, ignore_index=True)[[*columns, "gap", "error", "exact", "bound"]]
 
 
 def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:
