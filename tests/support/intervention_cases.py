@@ -29,8 +29,8 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.hooks.fitted_attention import Stored, attended, fit_in_turn, stored_hooks
-from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
+from tl_posdisent.hooks.fitted_attention import Stored, fit_in_turn, fit_unmodified, stored_hooks
+from tl_posdisent.hooks.hook_list import Hooks, any_heads
 from tl_posdisent.hooks.patch import check_components, score_hooks
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import read_texts
@@ -163,8 +163,7 @@ def fit_layers(
     """A rung fitted to texts, layer after layer, as ``attention_ladder`` does for held-out text."""
     texts = [group.tokens for group in read_texts(model, tokens, mask).groups]
     chosen = any_heads(model, None, heads)
-    seen = [] if replaced else [attended(model, each, chosen, joined([]), with_keys=True) for each in texts]
-    return fit_in_turn(model, texts, chosen, rung, seen=seen)
+    return (fit_in_turn if replaced else fit_unmodified)(model, texts, chosen, rung)
 
 
 def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:

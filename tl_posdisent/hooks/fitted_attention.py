@@ -77,26 +77,38 @@ def fitted_attention(
     check_choice("by", by, get_args(FittedRung))
     reading = read_model(model, layers)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
-    stored: Stored = {}
-    for layers_at_once in [chosen] if len(texts.groups) == 1 else [[each] for each in chosen]:
-        stored |= fit_unmodified(reading.model, [group.tokens for group in texts.groups], layers_at_once, by)
+    stored = fit_unmodified(reading.model, [group.tokens for group in texts.groups], chosen, by)
     return stored_hooks(chosen, stored, f"fitted_attention({by})")
 
 
-def fit_unmodified(model: Any, texts: Sequence[Int[Tensor, "_text _pos"]], chosen: Chosen, by: Rung) -> Stored:
-    """Fit attention to texts (in groups of equal length) in the unmodified model; one group needs one pass."""
+def fit_unmodified(
+    model: Any,
+    texts: Sequence[Int[Tensor, "_text _pos"]],
+    chosen: Chosen,
+    rung: Rung,
+    *,
+    bands: Sequence[int] = BANDS,
+    rank: int = 1,
+) -> Stored:
+    """Fit a rung in the unmodified model, to texts in groups of equal length (see ``fit_in_turn``).
+
+    One group takes one pass. The scores of several groups are needed together, so layer by layer.
+    """
     stored: Stored = {}
+    options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
     if len(texts) == 1:
 
         def fit(view: View) -> Tensor:
             keys = view.vectors and view.vectors[1]
-            stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], by, bands=(), rank=1)
+            stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
             return view.scores  # unchanged, so that later layers see the unmodified model
 
-        _run_under(model, texts[0], joined([]), chosen, fit, of_keys=by == "static")
+        _run_under(model, texts[0], joined([]), chosen, fit, of_keys=rung == "static")
         return stored
-    seen = [attended(model, tokens, chosen, joined([]), with_keys=by == "static") for tokens in texts]
-    return fit_in_turn(model, texts, chosen, by, seen=seen)
+    for spec, heads in chosen:
+        found = [_attended(model, x, spec, heads, joined([]), with_keys=rung == "static") for x in texts]
+        stored[spec.layer] = _fit(spec, heads, found, **options)
+    return stored
 
 
 def _put_in_hooks(
@@ -139,8 +151,7 @@ Stored = dict[int, StoredAttention]
 """The stored attention of each layer."""
 
 _OfLayer = tuple[Tensor, Tensor | None]
-Attended = dict[int, _OfLayer]
-"""Scores and keys of each layer in texts of equal length."""
+"""Scores and keys of heads of a layer in texts of equal length."""
 
 
 def fit_in_turn(
@@ -149,27 +160,26 @@ def fit_in_turn(
     chosen: Chosen,
     rung: Rung,
     *,
-    seen: Sequence[Attended] = (),
     bands: Sequence[int] = BANDS,
     rank: int = 1,
 ) -> Stored:
-    """Fit a rung to what was ``seen``, or layer by layer, each in a run with the fits of earlier layers put in.
+    """Fit a rung layer by layer, each in a run with the fits of earlier layers put in.
 
     Returns one fit of the chosen heads to all texts (in groups of equal length), or, for rungs with free importances,
     the logits of each text of a single group.
     """
     stored: Stored = {}
     options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
-    in_turn, of_keys = not any(seen), rung == "static"
+    of_keys = rung == "static"
     # What a layer attends to depends on the fits of the layers before, so these must act when it is fitted.
-    if in_turn and len(texts) == 1:  # each layer's fit takes effect at once, and one pass serves all layers
+    if len(texts) == 1:  # each layer's fit takes effect at once, and one pass serves all layers
         edit = partial(_fit_and_put_in, stored=stored, **options)
         _run_under(model, texts[0], joined([]), chosen, edit, of_keys=of_keys)
         return stored
     for spec, heads in chosen:  # texts of several lengths take several passes, all of which must end before the fit
-        hooks, one = stored_hooks([each for each in chosen if each[0].layer in stored], stored), [(spec, heads)]
-        found = [attended(model, tokens, one, hooks, with_keys=of_keys) for tokens in texts] if in_turn else seen
-        stored[spec.layer] = _fit(spec, heads, [each[spec.layer] for each in found], **options)
+        hooks = stored_hooks([each for each in chosen if each[0].layer in stored], stored)
+        found = [_attended(model, x, spec, heads, hooks, with_keys=of_keys) for x in texts]
+        stored[spec.layer] = _fit(spec, heads, found, **options)
     return stored
 
 
@@ -192,16 +202,24 @@ def _fit(
     return StoredAttention(rung_logits(rung, scores, inside, None, bands=bands, rank=rank).float(), tuple(heads))
 
 
-def attended(model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks: Hooks, *, with_keys: bool) -> Attended:
-    """Return the scores (and keys) of these heads in a run with hooks on others."""
-    found: Attended = {}
+def _attended(
+    model: Any,
+    tokens: Int[Tensor, "text pos"],
+    spec: AttentionSpec,
+    heads: Sequence[int],
+    hooks: Hooks,
+    *,
+    with_keys: bool,
+) -> _OfLayer:
+    """Return the scores (and keys) of heads of a layer in a run with hooks on others."""
+    found: list[_OfLayer] = []
 
     def keep(view: View) -> Tensor:
-        found[view.spec.layer] = view.scores, view.vectors and view.vectors[1]
+        found.append((view.scores, view.vectors and view.vectors[1]))
         return view.scores
 
-    _run_under(model, tokens, hooks, chosen, keep, of_keys=with_keys)
-    return found
+    _run_under(model, tokens, hooks, [(spec, heads)], keep, of_keys=with_keys)
+    return found[0]
 
 
 def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:

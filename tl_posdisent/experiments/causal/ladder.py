@@ -146,9 +146,7 @@ def attention_ladder(
     total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     scales = [initial_scale(reading.model, "config")] if "random" in extra else []
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
-        ladder = LadderRuns(
-            reading, fitted, texts, unit, bands, rank, seed, metric, "static" in wanted, Failures(), bar
-        )
+        ladder = LadderRuns(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         if to_run:
             rungs_of: dict[str, list[Step]] = {"none": rung_list}
             rungs_of |= {"shuffled": [*fitted_rungs]} if "shuffled" in extra else {}

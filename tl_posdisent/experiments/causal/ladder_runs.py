@@ -19,7 +19,7 @@ from tl_posdisent.experiments.causal.runs import Change, Failures, Run, Runs, ru
 from tl_posdisent.experiments.causal.shares import share_between, share_of_kl
 from tl_posdisent.experiments.causal.token_losses import Unmodified
 from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
-from tl_posdisent.hooks.fitted_attention import Attended, Stored, attended, fit_in_turn, stored_hooks
+from tl_posdisent.hooks.fitted_attention import fit_in_turn, fit_unmodified, stored_hooks
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, joined
 from tl_posdisent.hooks.substitute import rung_hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -36,10 +36,17 @@ Step = Rung | Literal["mean_output"]
 """A rung, or the head's mean output."""
 Row = dict[str, Any]
 """A row of the table of ``attention_ladder``, by column."""
-_Item = tuple[int | None, int | None, Chosen]
-"""Layer and head of a row, and the heads that are replaced for it."""
-_PutIn = Callable[[int, Chosen], Hooks]
+HooksIn = Callable[[int, Chosen], Hooks]
 """From the number of a group of texts and some heads to hooks that put a rung in."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    """Heads that are replaced together, and the layer and head of their rows; None for several."""
+
+    layer: int | None
+    head: int | None
+    where: Chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +70,6 @@ class LadderRuns:
     rank: int
     seed: int
     metric: Metric | None
-    with_keys: bool  # whether one of the rungs depends on them
     failures: Failures
     bar: Any
     # The last measured, by layer, head and rung.
@@ -77,21 +83,74 @@ class LadderRuns:
             runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
             clean = Unmodified.of(runs.clean, self.texts)
             untouched = _Measured(clean.losses, torch.zeros_like(clean.losses), self._values(runs.clean, clean.losses))
-            means = self._means(chosen)
-            for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
-                ((spec, heads), *_) = together
-                items: list[_Item] = [(None if whole else spec.layer, None, together)]
-                if self.unit == "head":
-                    items = [(spec.layer, head, [(spec, [head])]) for head in heads]
-                found: list[dict[Step, _Measured]] = [{} for _ in items]
-                outputs = self._runs(runs, together, items, rungs[control], means, shuffled=control == "shuffled")
-                for (rung, n), run in zip(product(rungs[control], range(len(items))), outputs, strict=True):
-                    layer, head, _ = items[n]
-                    found[n][rung] = self._measure(run, clean, untouched, layer, head) if run else untouched
-                    self.bar.update()
-                for item, measured in zip(items, found, strict=True):
-                    rows += self._rows_of(item, measured, untouched, control)
+            for control, some in rungs.items():
+                shuffled = control == "shuffled"
+                # In one pass for all layers; what is fitted to each text takes memory, so layer by layer.
+                fitted = {x: self._hooks_in(chosen, x, shuffled=shuffled) for x in some if x == MEAN or x in PER_HEAD}
+                for together in [chosen] if whole else [[each] for each in chosen]:
+                    hooks = {x: fitted.get(x) or self._hooks_in(together, x, shuffled=shuffled) for x in some}
+                    items = self._items(together)
+                    found: list[dict[Step, _Measured]] = [{} for _ in items]
+                    outputs = self._runs(runs, together, items, hooks)
+                    for rung, (item, measured) in product(some, list(zip(items, found, strict=True))):
+                        is_end = rung == "untouched"
+                        measured[rung] = untouched if is_end else self._measure(next(outputs), clean, untouched, item)
+                        self.bar.update()
+                    for item, measured in zip(items, found, strict=True):
+                        rows += self._rows_of(item, measured, untouched, control)
         return rows
+
+    def _items(self, together: Chosen) -> list[_Item]:
+        if self.unit == "all":
+            return [_Item(None, None, together)]
+        [(spec, heads)] = together
+        if self.unit == "layer":
+            return [_Item(spec.layer, None, together)]
+        return [_Item(spec.layer, head, [(spec, [head])]) for head in heads]
+
+    def _runs(
+        self, runs: Runs, together: Chosen, items: Sequence[_Item], hooks: Mapping[Step, HooksIn]
+    ) -> Iterator[Run]:
+        """Yield the run in which a rung replaces an item's attention, for each rung but the last, and each item."""
+        replacing = {rung: hooks_in for rung, hooks_in in hooks.items() if rung != "untouched"}
+        if self.unit == "all":
+            return (partial(self._run, hooks_in, together) for hooks_in in replacing.values())
+        [(spec, _)] = together
+
+        def changes(rung: Step, hooks_in: HooksIn) -> list[Change]:
+            def of(group: int, heads: Sequence[int]) -> Hooks:
+                return hooks_in(group, [(spec, list(heads))])
+
+            # Rungs of one name are put in at the same hook points.
+            name = rung if rung in (MEAN, "static", "first_token") else "scores"
+            return [Change(name, tuple(heads), of) for item in items for _, heads in item.where]
+
+        return runs.each(spec.layer, [change for each in replacing.items() for change in changes(*each)])
+
+    def _run(self, hooks_in: HooksIn, where: Chosen) -> list[Any]:
+        under = [hooks_in(group, where) for group in range(len(self.texts.groups))]
+        return run_texts(self.reading.model, self.texts, under)
+
+    def _hooks_in(self, chosen: Chosen, rung: Step, *, shuffled: bool) -> HooksIn:
+        """Return what puts a rung in: fitted to other texts, in the run itself, or to the shuffled text."""
+        model, per_head = self.reading.model, rung in PER_HEAD
+        if rung == MEAN:
+            return partial(_mean_outputs, self._means(chosen))
+        if rung in WITHOUT_FIT or not (per_head or shuffled):
+            return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
+        texts = [group.tokens for group in (self.fitted if per_head else self.texts).groups]
+        if shuffled:
+            texts = [tokens[:, shuffled_order(tokens.shape[1], self.seed)] for tokens in texts]
+        fit = partial(
+            fit_in_turn if self.unit == "all" else fit_unmodified,
+            model,
+            chosen=chosen,
+            rung=rung,
+            bands=self.bands,
+            rank=self.rank,
+        )
+        stored = [fit(texts)] * len(self.texts.groups) if per_head else [fit([tokens]) for tokens in texts]
+        return lambda group, where: stored_hooks(where, stored[group])
 
     def _means(self, chosen: Chosen) -> StandIn | ValueError:
         """Return the replacement of heads by their mean outputs over the fitted texts, or the error if that fails."""
@@ -102,85 +161,7 @@ class LadderRuns:
         except ValueError as error:
             return error
 
-    def _runs(
-        self,
-        runs: Runs,
-        together: Chosen,
-        items: Sequence[_Item],
-        rungs: Sequence[Step],
-        means: StandIn | ValueError,
-        *,
-        shuffled: bool,
-    ) -> Iterator[Run | None]:
-        """Yield the run in which a rung replaces an item's attention, for each rung and item; None for the untouched.
-
-        Rungs are fitted to the heads that are replaced together, as many rungs at a time as share a batch.
-        """
-        seen: dict[int, Attended] = {}
-        at_a_time = max(1, runs.at_once // len(items))
-        for first in range(0, len(rungs), at_a_time):
-            some = rungs[first : first + at_a_time]
-            put_in: dict[Step, _PutIn] = {
-                rung: self._put_in(together, rung, means, seen, shuffled=shuffled)
-                for rung in some
-                if rung != "untouched"
-            }
-            changed = self._all_at_once(together, put_in) if self.unit == "all" else self._each(runs, items, put_in)
-            for rung, _ in product(some, items):
-                yield None if rung == "untouched" else next(changed)
-
-    def _put_in(
-        self, together: Chosen, rung: Step, means: StandIn | ValueError, seen: dict[int, Attended], *, shuffled: bool
-    ) -> _PutIn:
-        """Return a function of the number of a group of texts and some heads: hooks that put the rung in.
-
-        ``seen`` holds the unmodified model's attention in each group of texts, for rungs that are fitted there.
-        """
-        if rung == MEAN:
-            return partial(_mean_outputs, means)
-        in_the_run = rung in WITHOUT_FIT or (self.unit == "all" and rung not in PER_HEAD and not shuffled)
-        if in_the_run:
-            return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
-        stored = self._fits(together, rung, seen, shuffled=shuffled)
-        return lambda group, where: stored_hooks(where, stored[group])
-
-    def _all_at_once(self, together: Chosen, put_in: Mapping[Step, _PutIn]) -> Iterator[Run]:
-        def run(hooks_of: _PutIn) -> list[Any]:
-            under = [hooks_of(group, together) for group in range(len(self.texts.groups))]
-            return run_texts(self.reading.model, self.texts, under)
-
-        return (partial(run, hooks_of) for hooks_of in put_in.values())
-
-    def _each(self, runs: Runs, items: Sequence[_Item], put_in: Mapping[Step, _PutIn]) -> Iterator[Run]:
-        [spec] = {id(spec): spec for _, _, where in items for spec, _ in where}.values()
-
-        def changes(rung: Step, hooks_of: _PutIn) -> list[Change]:
-            # Of one name: rungs that are put in at the same hook points.
-            name = rung if rung in (MEAN, "static", "first_token") else "scores"
-
-            def hooks(group: int, heads: Sequence[int]) -> Hooks:
-                return hooks_of(group, [(spec, list(heads))])
-
-            return [Change(name, tuple(heads), hooks) for _, _, [(_, heads)] in items]
-
-        return runs.each(spec.layer, [change for item in put_in.items() for change in changes(*item)])
-
-    def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
-        """Fit a rung for each group of the predicted texts."""
-        model, per_head, found = self.reading.model, rung in PER_HEAD, list[tuple[Tensor, Attended]]()
-        for group in (self.fitted if per_head else self.texts).groups:
-            tokens = group.tokens[:, shuffled_order(group.tokens.shape[1], self.seed)] if shuffled else group.tokens
-            if id(group) not in seen and self.unit != "all":
-                seen[id(group)] = attended(model, tokens, together, joined([]), with_keys=self.with_keys)
-            found.append((tokens, seen.get(id(group), {})))
-        stored = []
-        for texts, fits in (zip(*some, strict=True) for some in ([found] if per_head else [[x] for x in found])):
-            stored.append(fit_in_turn(model, texts, together, rung, seen=fits, bands=self.bands, rank=self.rank))
-        return stored * len(self.texts.groups) if per_head else stored
-
-    def _measure(
-        self, run: Run, clean: Unmodified, untouched: _Measured, layer: int | None, head: int | None
-    ) -> _Measured:
+    def _measure(self, run: Run, clean: Unmodified, untouched: _Measured, item: _Item) -> _Measured:
         def measure() -> _Measured:
             outputs = run()
             losses, divergences = clean.compare(outputs)
@@ -190,7 +171,7 @@ class LadderRuns:
                 raise ArgumentError("metric", f"must return the same number of values for each run, got {got}")
             return _Measured(losses, divergences, values)
 
-        return self.failures.attempt(measure, layer, head) or _Measured(
+        return self.failures.attempt(measure, item.layer, item.head) or _Measured(
             torch.full_like(untouched.losses, nan),
             torch.full_like(untouched.divergences, nan),
             torch.full_like(untouched.values, nan),
@@ -204,7 +185,7 @@ class LadderRuns:
     def _rows_of(
         self, item: _Item, measured: dict[Step, _Measured], untouched: _Measured, control: str
     ) -> Iterator[Row]:
-        layer, head, where = item
+        layer, head = item.layer, item.head
         for name in ("uniform", MEAN):
             self.baselines[layer, head, name] = measured.get(name) or self.baselines[layer, head, name]
         uniform, mean = (self.baselines[layer, head, name] for name in ("uniform", MEAN))
@@ -223,8 +204,10 @@ class LadderRuns:
             )
             _, row["error"] = blocks.mean(run.values - untouched.values)
             row |= {"blocks": blocks.count, "df": blocks.df, "exact": True}
-            row["parameters"] = sum(len(heads) * self._size(rung, spec, n) for spec, heads in where for n in lengths)
-            row["causal"] = static and all(spec.causal for spec, _ in where)
+            row["parameters"] = sum(
+                len(heads) * self._size(rung, spec, n) for spec, heads in item.where for n in lengths
+            )
+            row["causal"] = static and all(spec.causal for spec, _ in item.where)
             yield row
 
     def _blocks(self, untouched: _Measured) -> Blocks:
