@@ -206,7 +206,7 @@ def _attended(
     model: Any,
     tokens: Int[Tensor, "text pos"],
     spec: AttentionSpec,
-    heads: Sequence[int],
+    heads: list[int],
     hooks: Hooks,
     *,
     with_keys: bool,
