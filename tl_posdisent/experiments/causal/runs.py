@@ -30,9 +30,9 @@ from tl_posdisent.models.running.partial_forward import (
     has_hooks,
     hidden,
     of_texts,
-    run_to,
     run_after,
     run_clean,
+    run_to,
 )
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.precision import mismatch
