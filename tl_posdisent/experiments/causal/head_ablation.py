@@ -37,8 +37,8 @@ def head_ablation(
     """Ablate each head alone and measure the change of a metric.
 
     The numbers equal those of a loop over ``ablate_heads``, but are computed faster: layers before the ablated one are
-    not run again, and several heads run in one batch. Every batch includes an unmodified text; if its output differs
-    from the unmodified run, or the model has other hooks, the function falls back to full forward passes.
+    not run again, and several heads run in one batch. This is compared with the unmodified run and with a full forward
+    pass; if it differs, or the model has other hooks, the function falls back to full forward passes.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``. Dropout is disabled.
