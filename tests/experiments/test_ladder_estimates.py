@@ -118,7 +118,7 @@ def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"exact": -1}, "exact must be"),
-        ({"exact": "few"}, "exact must be an integer, a number of heads, or 'all'"),
+        ({"exact": "few"}, r"exact must be an integer of at least 0 \(a number of heads, or 'all'\), got 'few'"),
         ({"exact": 2, "draws": 0}, "draws must be"),
         ({"exact": 2, "unit": "layer"}, "exact must be 'all' with unit='layer'"),
         ({"exact": 2, "metric": lambda logits: logits.mean()}, "exact must be 'all' with a metric"),
