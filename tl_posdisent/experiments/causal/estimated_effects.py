@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,12 +21,15 @@ from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import shown
 
+By = Literal["head", "position"]
+
 
 class Estimates:
-    """Estimates for each intervention, layer and head, text by text.
+    """Estimates for each intervention, layer and head (and position), text by text.
 
     Attributes:
-        first: first-order effects on the metric, for each intervention.
+        first: first-order effects on the metric, for each intervention; with ``by="position"``, a third axis of
+            positions, which is NaN after the end of a text.
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
         n_predictions: number of predictions of each text.
     """
@@ -35,21 +38,24 @@ class Estimates:
         self,
         model: Any,
         items: Sequence[NamedIntervention],
-        n_texts: int,
+        lengths: Sequence[int],
         draws: int,
         seed: int,
         bar: Any,
         metric: Metric = next_token_loss,
+        by: By = "head",
     ) -> None:
         self.model, self.items, self.draws, self.seed, self.bar = model, items, draws, seed, bar
-        self.metric = metric
+        self.metric, self.by = metric, by
         self.layers = sorted({layer for item in items for layer in item.rows})
-        shape = [{layer: (n_texts, len(rows)) for layer, rows in item.rows.items()} for item in items]
+        positions = [max(lengths)] if by == "position" else []
+        shape = [{layer: (len(lengths), len(rows), *positions) for layer, rows in item.rows.items()} for item in items]
         self.first, self.curvature = (
             [{layer: _nothing(*size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
         )
-        self.surprise = [{layer: _nothing(draws, *size) for layer, size in sizes.items()} for sizes in shape]
-        self.n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
+        kept = draws if by == "head" else 0
+        self.surprise = [{layer: _nothing(kept, *size) for layer, size in sizes.items()} for sizes in shape]
+        self.n_predictions = torch.zeros(len(lengths), dtype=torch.float64, device="cpu")
         self.changed = [False] * len(items)
         self.separate: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
         # By intervention and layer, whether texts that are run together are changed as each alone.
@@ -172,17 +178,34 @@ class Estimates:
         self, layer: int, deltas: Mapping[int, Tensor], places: Tensor, run: ResultGradients, n_texts: int
     ) -> None:
         """Add the effects of each intervention's change of z in some texts."""
-        for whole in {self.items[n].rows[layer] == [None] for n in deltas}:
-            some = [n for n in deltas if (self.items[n].rows[layer] == [None]) is whole]
-            gradients = [run.metric[layer], *(surprise[layer] for surprise in run.surprise)]
-            products = products_by_row(gradients, [deltas[n] for n in some], whole=whole)
-            for n, of_item in zip(some, products, strict=True):
-                self.changed[n] |= bool((deltas[n] != 0).any())
-                first, *drawn = of_item[:, :, [0 if head is None else head for head in self.items[n].rows[layer]]]
-                self.first[n][layer][places] = n_texts * first
-                if drawn:
-                    self.surprise[n][layer][:, places] = torch.stack(drawn)
-                    self.curvature[n][layer][places] = torch.stack(drawn).square().mean(0) / 2 / run.n_predictions
+        gradients = [run.metric[layer], *(surprise[layer] for surprise in run.surprise)]
+        for n, products in self._products(layer, gradients, deltas).items():
+            self.changed[n] |= bool((deltas[n] != 0).any())
+            first, drawn = products[0], products[1:]
+            # Of a text that is shorter than the longest, all positions that it has.
+            at: tuple[Any, ...] = (places, slice(None), *(slice(size) for size in first.shape[2:]))
+            self.first[n][layer][at] = n_texts * first
+            if self.draws:
+                self.curvature[n][layer][at] = drawn.square().mean(0) / 2 / run.n_predictions
+                self.surprise[n][layer][:, places] = drawn[: len(self.surprise[n][layer])]
+
+    def _products(
+        self, layer: int, gradients: Sequence[Tensor], deltas: Mapping[int, Tensor]
+    ) -> dict[int, Float64[Tensor, "gradient text row *pos"]]:
+        """Sum the products of each gradient and each intervention's change over components (and positions)."""
+        rows = {n: self.items[n].rows[layer] for n in deltas}
+        if self.by == "position":
+            return {
+                n: torch.stack([_products_by_position(gradient, delta, rows[n]) for gradient in gradients])
+                for n, delta in deltas.items()
+            }
+        found = {}
+        for whole in {some == [None] for some in rows.values()}:
+            chosen = [n for n in deltas if (rows[n] == [None]) is whole]
+            products = _products_by_row(gradients, [deltas[n] for n in chosen], whole=whole)
+            for n, of_item in zip(chosen, products, strict=True):
+                found[n] = of_item[:, :, [0 if head is None else head for head in rows[n]]]
+        return found
 
 
 def wide(x: Tensor) -> Tensor:
@@ -203,7 +226,7 @@ def _value(part: Part, outputs: list[Any]) -> Tensor:
     return value.double().mean()
 
 
-def products_by_row(
+def _products_by_row(
     gradients: Sequence[Tensor], deltas: Sequence[Tensor], *, whole: bool
 ) -> Float64[Tensor, "delta gradient text row"]:
     """Sum the products of each gradient and each change, ``[text, pos, head, d_head]``, over positions and components.
@@ -218,7 +241,7 @@ def products_by_row(
     return (by_row(gradients) @ by_row(deltas).mT).permute(3, 2, 0, 1).cpu()
 
 
-def products_by_position(
+def _products_by_position(
     gradient: Float[Tensor, "text pos *rest"], delta: Float[Tensor, "text pos *rest"], rows: Sequence[int | None]
 ) -> Float64[Tensor, "text row pos"]:
     """Sum the products of a gradient and a change over components, for each row and position."""

@@ -130,13 +130,13 @@ def head_effects(
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
-    n_texts, total = len(texts.tokens), len(texts.tokens) * (2 + draws + len(items) / 2) + _SLACK
+    total = len(texts.tokens) * (2 + draws + len(items) / 2) + _SLACK
     with (
         running(model) as p,
         p.counting_tokens() as counts,
         progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar,
     ):
-        estimates = Estimates(model, items, n_texts, draws, seed, bar, metric)
+        estimates = Estimates(model, items, texts.lengths, draws, seed, bar, metric)
         for part in parts:
             estimates.add(part)
         estimates.check_changes()

@@ -65,7 +65,7 @@ def screen_heads(
     n_texts = len(texts.tokens)
     total = n_texts * (2 + draws + len(items) / 2)
     with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = Estimates(model, items, n_texts, draws, seed, bar)
+        estimates = Estimates(model, items, texts.lengths, draws, seed, bar)
         for part in parts:
             estimates.add(part)
         mean = next(n for n, item in enumerate(items) if item.name == MEAN)

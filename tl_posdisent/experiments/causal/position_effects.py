@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import Estimates, products_by_position
+from tl_posdisent.experiments.causal.estimated_effects import Estimates
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import (
     Interventions,
@@ -19,13 +19,11 @@ from tl_posdisent.experiments.causal.named_interventions import (
     named_interventions,
     rows_by_layer,
 )
-from tl_posdisent.experiments.causal.result_gradients import ResultGradients
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed
 
@@ -83,62 +81,19 @@ def position_effects(
     items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
     total = len(texts.tokens) * (2 + draws + len(items) / 2)
     with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = _PositionEstimates(model, items, texts.lengths, draws, seed, bar)
+        estimates = Estimates(model, items, texts.lengths, draws, seed, bar, metric, by="position")
         for part in parts:
             estimates.add(part)
         estimates.check_changes()
     found = [
         _rows(item, layer, head, texts.lengths, first[:, row], curvature[:, row])
-        for item, firsts, curvatures in zip(items, estimates.first_at, estimates.curvature_at, strict=True)
+        for item, firsts, curvatures in zip(items, estimates.first, estimates.curvature, strict=True)
         for layer, first, curvature in ((layer, firsts[layer], curvatures[layer]) for layer in item.rows)
         for row, head in enumerate(item.rows[layer])
     ]
     table = pd.concat(found, ignore_index=True).astype({"layer": int, "head": "Int64"})
     table.attrs["metric"] = metric_name(metric)
     return reading.note(table)
-
-
-class _PositionEstimates(Estimates):
-    """Estimates for each intervention, layer, head and position, text by text.
-
-    Attributes:
-        first_at, curvature_at: as ``first`` and ``curvature`` of ``Estimates``, with a third axis of positions. They
-            are NaN after the end of a text.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        items: Sequence[NamedIntervention],
-        lengths: Sequence[int],
-        draws: int,
-        seed: int,
-        bar: Any,
-    ) -> None:
-        super().__init__(model, items, len(lengths), draws, seed, bar)
-        shape = [
-            {layer: (len(lengths), len(rows), max(lengths)) for layer, rows in item.rows.items()} for item in items
-        ]
-        self.first_at, self.curvature_at = (
-            [
-                {layer: torch.full(size, torch.nan, dtype=torch.float64, device="cpu") for layer, size in sizes.items()}
-                for sizes in shape
-            ]
-            for _ in range(2)
-        )
-
-    @own_sums()
-    def _add(
-        self, layer: int, deltas: Mapping[int, Tensor], places: Tensor, run: ResultGradients, n_texts: int
-    ) -> None:
-        for n, delta in deltas.items():
-            self.changed[n] |= bool((delta != 0).any())
-            rows, length = self.items[n].rows[layer], delta.shape[1]
-            self.first_at[n][layer][places, :, :length] = n_texts * products_by_position(run.metric[layer], delta, rows)
-            if run.surprise:
-                products = [products_by_position(surprise[layer], delta, rows) for surprise in run.surprise]
-                squares = torch.stack(products).square().mean(0)
-                self.curvature_at[n][layer][places, :, :length] = squares / 2 / run.n_predictions
 
 
 def _rows(
