@@ -53,8 +53,8 @@ class Estimates:
         self.first, self.curvature = (
             [{layer: _nothing(*size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
         )
-        kept = draws if by == "head" else 0
-        self.surprise = [{layer: _nothing(kept, *size) for layer, size in sizes.items()} for sizes in shape]
+        kept = shape if by == "head" else []
+        self.surprise = [{layer: _nothing(draws, *size) for layer, size in sizes.items()} for sizes in kept]
         self.n_predictions = torch.zeros(len(lengths), dtype=torch.float64, device="cpu")
         self.changed = [False] * len(items)
         self.separate: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
@@ -187,7 +187,8 @@ class Estimates:
             self.first[n][layer][at] = n_texts * first
             if self.draws:
                 self.curvature[n][layer][at] = drawn.square().mean(0) / 2 / run.n_predictions
-                self.surprise[n][layer][:, places] = drawn[: len(self.surprise[n][layer])]
+            if self.by == "head":
+                self.surprise[n][layer][:, places] = drawn
 
     def _products(
         self, layer: int, gradients: Sequence[Tensor], deltas: Mapping[int, Tensor]
