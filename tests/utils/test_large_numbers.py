@@ -19,7 +19,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import phase_noise, substitute_attention
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_integer, check_number, shown
+from tl_posdisent.utils.validation import check_integer, check_number, real_tensor, shown
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 LARGE = {"2**63": 2**63, "10**400": 10**400, "10**5000": 10**5000}  # Python does not print the last
@@ -75,3 +75,9 @@ def test_the_bounds() -> None:
     ):
         check_integer("n", 2**63, 0)
     assert shown(10**5000) == "int of too many digits to print"
+
+
+@pytest.mark.parametrize("values", [[0.1, 2**24 + 1], [[1e-9], [2.0**25 + 1]], (0.3, 1 / 3)])
+def test_python_numbers_keep_their_digits(values: Any) -> None:
+    """torch makes a list of Python's floats float32 by itself."""
+    assert real_tensor("positions", values).tolist() == [list(x) if isinstance(x, list) else x for x in values]

@@ -249,6 +249,8 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tenso
     check_float64(name, tensor.device)
     if tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
         raise ArgumentError(name, f"must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
+    if not isinstance(values, Tensor):  # torch makes Python's numbers float32 unless it is told otherwise
+        tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     return tensor.detach().double()
 
 
