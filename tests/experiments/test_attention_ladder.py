@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, L, fit_layers, logits, put_in
+from support.intervention_cases import TOKENS, L, fitted_layers, logits, put_in
 from support.untouched import state
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
     rows = ladder(model, layers=[0, 1], heads=[(0, 3), (1, 0), (1, 6)], rungs=FEW, controls=[])
     assert state(model) == before
     assert rows["rung"].tolist() == ["mean_output", "uniform", *FEW, "untouched"] * 3
-    fits = {rung: fit_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
+    fits = {rung: fitted_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
     for row in rows.itertuples():
         where = [(row.layer, row.head)]
         if row.rung in fits:
@@ -165,7 +165,7 @@ def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
     assert len(rows) == 8 * (2 if unit == "layer" else 1)
     assert rows["head"].isna().all()
     assert rows["layer"].isna().all() == (unit == "all")
-    fits = {rung: fit_layers(model, TRAIN, rung, replaced=unit == "all") for rung in FEW[:2]}
+    fits = {rung: fitted_layers(model, TRAIN, rung, replaced=unit == "all") for rung in FEW[:2]}
     for row in rows.itertuples():
         layers = [0, 1] if unit == "all" else [int(row.layer)]
         if row.rung in fits:
@@ -264,7 +264,7 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     metric = logit_difference(answers=[3, 4], wrong=[5, 6])
     options: dict[str, Any] = {"layers": [1], "heads": [0, 3], "rungs": FEW, "controls": []}
     rows = ladder(model, heldout_mask=mask, metric=metric, **options)
-    fits = {rung: fit_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
+    fits = {rung: fitted_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
     for (_, head), some in rows.groupby(["layer", "head"]):
         values = {}
         for row in some.itertuples():

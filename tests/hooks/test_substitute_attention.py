@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, L, close, fit_layers, logits, mixed_of, patch_scores, put_in
+from support.intervention_cases import TOKENS, L, close, fitted_layers, logits, mixed_of, patch_scores, put_in
 from support.untouched import state
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.hooks.fitted_attention import fit_in_turn
+from tl_posdisent.hooks.fitted_attention import fit_layers
 from tl_posdisent.hooks.hook_list import any_heads
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
@@ -125,7 +125,7 @@ def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_mo
     other = zoo.random_tokens(L + 3)
     rungs = ("distance", "distance+sink") if name == "gpt2" else ("distance", "distance+sink", "static")
     for rung in rungs:
-        fits = fit_layers(model, other, rung)
+        fits = fitted_layers(model, other, rung)
         hooks = put_in(model, fits)
         changed = TOKENS.clone()
         changed[:, 7:] = changed[:, 7:].flip(0)
@@ -143,9 +143,10 @@ def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_mo
 @pytest.mark.slow
 def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    in_turn, at_once = (fit_layers(model, TOKENS, replaced=x) for x in (True, False))
+    in_turn, at_once = (fitted_layers(model, TOKENS, replaced=x) for x in (True, False))
     assert list(in_turn) == [0, 1]
-    apart = fit_in_turn(model, list(TOKENS.split(1)), any_heads(model, None, None), "static")  # in a run for each layer
+    chosen = any_heads(model, None, None)
+    apart = fit_layers(model, list(TOKENS.split(1)), chosen, "static", in_turn=True)  # in a run for each layer
     for layer in (0, 1):
         close(apart[layer].of.distance, in_turn[layer].of.distance, 1e-5)
     plain = [capture(model, TOKENS, layers=[layer])[0] for layer in (0, 1)]
@@ -157,10 +158,10 @@ def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     close(in_turn[1].of.direction, fit_attention(seen.scores, keys=seen.k).direction, 1e-5)
     one = TOKENS[:1]  # a text's own static heads, made before or in the run
     close(
-        logits(model, put_in(model, fit_layers(model, one)), one),
+        logits(model, put_in(model, fitted_layers(model, one)), one),
         logits(model, substitute_attention(model, "static"), one),
     )
-    some = fit_layers(model, TOKENS, heads=[(0, 2), (1, 5)])
+    some = fitted_layers(model, TOKENS, heads=[(0, 2), (1, 5)])
     with applied(model, put_in(model, {0: some[0]}, heads=[(0, 2)])):
         seen = capture(model, TOKENS, layers=[1])[0]
     key = seen.k[:, :, [seen.spec.key_head(5)]]
@@ -171,7 +172,7 @@ def test_texts_of_unequal_length_share_one_fit(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     mask = torch.ones(2, L, dtype=torch.long)
     mask[0, :4] = 0
-    fit = fit_layers(model, TOKENS, mask=mask)[0].of
+    fit = fitted_layers(model, TOKENS, mask=mask)[0].of
     short, long = (capture(model, x, layers=[0])[0] for x in (TOKENS[:1, 4:], TOKENS[1:]))
     p = [x.scores.double().masked_fill(~x.spec.mask(x.scores.shape[-1]), -torch.inf).softmax(-1) for x in (short, long)]
     p = [(1 - 1e-3) * x + 1e-3 * x.new_ones(x.shape).tril() / torch.arange(1, x.shape[-1] + 1)[:, None] for x in p]
@@ -190,7 +191,7 @@ def test_with_other_interventions(shared_model: Any) -> None:
     swapped = swap_positions(model, torch.arange(L).flip(0))
     near = lambda_mask(model, 1, 4, 3)
     low = limit_frequencies(model, 0.05)
-    fits = fit_layers(model, TOKENS)
+    fits = fitted_layers(model, TOKENS)
     for rung in ("distance+sink", "static", "additive", "banded"):  # the fit is of what the others leave
         hooks = substitute_attention(model, rung, layers=[0], bands=BANDS)
         for other in (swapped, low):
@@ -213,7 +214,7 @@ def test_with_other_interventions(shared_model: Any) -> None:
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     before = state(model)
-    hooks = put_in(model, {0: fit_layers(model, TOKENS[:, :8])[0]})
+    hooks = put_in(model, {0: fitted_layers(model, TOKENS[:, :8])[0]})
     with pytest.raises(ValueError, match=r"distances were fitted, 0 to 7, got .* 11"):
         logits(model, hooks)
     assert state(model) == before

@@ -29,7 +29,7 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.hooks.fitted_attention import Stored, fit_in_turn, fit_unmodified, stored_hooks
+from tl_posdisent.hooks.fitted_attention import Stored, fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Hooks, any_heads
 from tl_posdisent.hooks.patch import check_components, score_hooks
 from tl_posdisent.models.running.forward_pass import Hook
@@ -157,13 +157,13 @@ def patch_scores(model: Any, layer: int, scores: Tensor, moved: Any, heads: Any 
     return score_hooks(spec, chosen, scores, check_components(moved))
 
 
-def fit_layers(
+def fitted_layers(
     model: Any, tokens: Tensor, rung: Any = "static", *, mask: Any = None, heads: Any = None, replaced: bool = True
 ) -> Stored:
     """A rung fitted to texts, layer after layer, as ``attention_ladder`` does for held-out text."""
     texts = [group.tokens for group in read_texts(model, tokens, mask).groups]
     chosen = any_heads(model, None, heads)
-    return (fit_in_turn if replaced else fit_unmodified)(model, texts, chosen, rung)
+    return fit_layers(model, texts, chosen, rung, in_turn=replaced)
 
 
 def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:

@@ -77,38 +77,8 @@ def fitted_attention(
     check_choice("by", by, get_args(FittedRung))
     reading = read_model(model, layers)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
-    stored = fit_unmodified(reading.model, [group.tokens for group in texts.groups], chosen, by)
+    stored = fit_layers(reading.model, [group.tokens for group in texts.groups], chosen, by, in_turn=False)
     return stored_hooks(chosen, stored, f"fitted_attention({by})")
-
-
-def fit_unmodified(
-    model: Any,
-    texts: Sequence[Int[Tensor, "_text _pos"]],
-    chosen: Chosen,
-    rung: Rung,
-    *,
-    bands: Sequence[int] = BANDS,
-    rank: int = 1,
-) -> Stored:
-    """Fit a rung in the unmodified model, to texts in groups of equal length (see ``fit_in_turn``).
-
-    One group takes one pass. The scores of several groups are needed together, so layer by layer.
-    """
-    stored: Stored = {}
-    options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
-    if len(texts) == 1:
-
-        def fit(view: View) -> Tensor:
-            keys = view.vectors and view.vectors[1]
-            stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
-            return view.scores  # unchanged, so that later layers see the unmodified model
-
-        _run_under(model, texts[0], joined([]), chosen, fit, of_keys=rung == "static")
-        return stored
-    for spec, heads in chosen:
-        found = [_attended(model, x, spec, heads, joined([]), with_keys=rung == "static") for x in texts]
-        stored[spec.layer] = _fit(spec, heads, found, **options)
-    return stored
 
 
 def _put_in_hooks(
@@ -154,39 +124,44 @@ _OfLayer = tuple[Tensor, Tensor | None]
 """Scores and keys of heads of a layer in texts of equal length."""
 
 
-def fit_in_turn(
+def fit_layers(
     model: Any,
     texts: Sequence[Int[Tensor, "_text _pos"]],
     chosen: Chosen,
     rung: Rung,
     *,
+    in_turn: bool,
     bands: Sequence[int] = BANDS,
     rank: int = 1,
 ) -> Stored:
-    """Fit a rung layer by layer, each in a run with the fits of earlier layers put in.
+    """Fit a rung to the attention of each layer.
 
-    Returns one fit of the chosen heads to all texts (in groups of equal length), or, for rungs with free importances,
-    the logits of each text of a single group.
+    Args:
+        texts: texts in groups of equal length.
+        in_turn: whether a layer is fitted in the model whose earlier layers are replaced by their fits, instead of the
+            unmodified one.
+
+    Returns:
+        One fit of the chosen heads to all texts, or, for rungs with free importances, the logits of each text of a
+        single group.
     """
     stored: Stored = {}
     options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
     of_keys = rung == "static"
-    # What a layer attends to depends on the fits of the layers before, so these must act when it is fitted.
-    if len(texts) == 1:  # each layer's fit takes effect at once, and one pass serves all layers
-        edit = partial(_fit_and_put_in, stored=stored, **options)
-        _run_under(model, texts[0], joined([]), chosen, edit, of_keys=of_keys)
+    if len(texts) == 1:  # one pass serves all layers
+
+        def fit(view: View) -> Tensor:
+            keys = view.vectors and view.vectors[1]
+            fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
+            return fit.put_in(view) if in_turn else view.scores
+
+        _run_under(model, texts[0], joined([]), chosen, fit, of_keys=of_keys)
         return stored
     for spec, heads in chosen:  # texts of several lengths take several passes, all of which must end before the fit
-        hooks = stored_hooks([each for each in chosen if each[0].layer in stored], stored)
+        hooks = stored_hooks([each for each in chosen if in_turn and each[0].layer in stored], stored)
         found = [_attended(model, x, spec, heads, hooks, with_keys=of_keys) for x in texts]
         stored[spec.layer] = _fit(spec, heads, found, **options)
     return stored
-
-
-def _fit_and_put_in(view: View, stored: Stored, **options: Any) -> Tensor:
-    keys = view.vectors and view.vectors[1]
-    fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
-    return fit.put_in(view)
 
 
 def _fit(

@@ -19,7 +19,7 @@ from tl_posdisent.experiments.causal.runs import Change, Failures, Run, Runs, ru
 from tl_posdisent.experiments.causal.shares import share_between, share_of_kl
 from tl_posdisent.experiments.causal.token_losses import Unmodified
 from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
-from tl_posdisent.hooks.fitted_attention import fit_in_turn, fit_unmodified, stored_hooks
+from tl_posdisent.hooks.fitted_attention import fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, joined
 from tl_posdisent.hooks.substitute import rung_hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -141,15 +141,11 @@ class LadderRuns:
         texts = [group.tokens for group in (self.fitted if per_head else self.texts).groups]
         if shuffled:
             texts = [tokens[:, shuffled_order(tokens.shape[1], self.seed)] for tokens in texts]
-        fit = partial(
-            fit_in_turn if self.unit == "all" else fit_unmodified,
-            model,
-            chosen=chosen,
-            rung=rung,
-            bands=self.bands,
-            rank=self.rank,
-        )
-        stored = [fit(texts)] * len(self.texts.groups) if per_head else [fit([tokens]) for tokens in texts]
+        options: dict[str, Any] = {"in_turn": self.unit == "all", "bands": self.bands, "rank": self.rank}
+        if per_head:
+            stored = [fit_layers(model, texts, chosen, rung, **options)] * len(self.texts.groups)
+        else:
+            stored = [fit_layers(model, [tokens], chosen, rung, **options) for tokens in texts]
         return lambda group, where: stored_hooks(where, stored[group])
 
     def _means(self, chosen: Chosen) -> StandIn | ValueError:
