@@ -1,4 +1,4 @@
-"""What the page about the command line shows is what comes out, and the page leaves out no command and no option."""
+"""The page on the command line shows what the commands print, has a section for each, and names no other option."""
 
 from __future__ import annotations
 

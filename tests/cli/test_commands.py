@@ -1,4 +1,4 @@
-"""Each command puts out what its function returns, in every format, and nothing else on stdout."""
+"""Each command prints and saves what its function returns, in every format; an error is one line on stderr."""
 
 from __future__ import annotations
 

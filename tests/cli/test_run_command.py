@@ -133,7 +133,7 @@ def test_every_experiment_runs_or_says_on_one_line_what_it_needs(name: str, tmp_
     given = {x: NEEDED[x] for x, p in arguments.items() if p.default is p.empty} | MORE.get(name, {})
     given |= {x: value for x, value in {"layers": [4], "heads": [0]}.items() if x in arguments}
     words = [word for x, value in given.items() for word in ("--set", f"{x}={json.dumps(value)}")]
-    out = tmp_path / "table.json"
+    out = tmp_path / "table.parquet"
     refused = name in ("head_drops", "sufficient_heads")  # of synthetic models alone
     line = f"run {name} --length 16 --texts 2 --no-progress --out {out}"
     result = run_command(line, *words, code=2 if refused else 0)
@@ -141,7 +141,7 @@ def test_every_experiment_runs_or_says_on_one_line_what_it_needs(name: str, tmp_
         assert result.stderr.count("\n") == 1
         assert result.stdout == ""
     else:
-        assert json.loads(out.read_text(encoding="utf-8"))
+        assert len(pd.read_parquet(out))
         assert result.stdout.startswith(f"{name}: demo, 2 × 16 tokens")
 
 
@@ -160,6 +160,8 @@ def test_experiments_are_listed_and_explained() -> None:
 
 
 REFUSED = [
+    ("--set layers=0", "EXPERIMENT must be given with --set or --out"),
+    ("--out table.csv", "EXPERIMENT must be given with --set or --out"),
     ("additivty", "experiment must be one of additive_substitution, additivity, attention_ladder, "),
     ("load_model", "experiment must be one of "),
     ("show_scores --help", "experiment must be one of "),

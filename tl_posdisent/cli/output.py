@@ -179,15 +179,13 @@ def as_json(table: Any) -> str:
     return json.dumps(rows, ensure_ascii=False, allow_nan=False, default=lambda x: x.item()) + "\n"
 
 
-def number(value: Any, digits: int = 2) -> str:
-    """Format a number with fixed digits, anything else as a string, and NaN as a dash.
+def number(value: float, digits: int = 2) -> str:
+    """Format a number with fixed digits, and NaN as a dash.
 
-    >>> number(0.126), number(-0.001), number(3), number("bridge"), number(float("nan"))
-    ('0.13', '0.00', '3', 'bridge', '–')
+    >>> number(0.126), number(-0.001), number(float("nan"))
+    ('0.13', '0.00', '–')
     """
-    if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"
-    return str(value)
+    return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -30,10 +30,8 @@ from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
 from tl_posdisent.utils.validation import shown
 
 _KEY = b"tl_posdisent"
-_FAILURE = [
-    *("job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"),
-    "versions",
-]
+_FAILURE = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed"]
+_FAILURE += ["error", "message", "traceback", "versions"]
 
 
 def failures(out: str | Path) -> pd.DataFrame:

@@ -63,6 +63,8 @@ def run(
     named = {pair.partition("=")[0] for pair in settings or ()}  # errors about these are not about options
     with answering([option for option in locals() if option not in named]):
         if name is None:
+            if settings or out:
+                raise ValueError("EXPERIMENT must be given with --set or --out: run alone lists the experiments")
             lines = _listed()
         elif explain:
             lines = _explained(name)
