@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.packaged_models import needs
+from support.packaged_models import packaged_model
 from torch import Tensor
 
-from tl_posdisent import head_effects, load_model, remap_distance
+from tl_posdisent import head_effects, remap_distance
 from tl_posdisent.demo.demo_model import demo_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
@@ -22,8 +22,7 @@ LAYERS = [*range(14, 19)]
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    needs("smollm2")
-    return load_model("smollm2", backend="bridge")
+    return packaged_model("smollm2")
 
 
 @pytest.fixture(scope="module")

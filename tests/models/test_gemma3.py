@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.edited_scores import Call, Layer, edited_results
 from support.intervention_cases import hooks_of
-from support.packaged_models import needs
+from support.packaged_models import packaged_model
 from torch import Tensor
 
 from tl_posdisent import (
@@ -19,7 +19,6 @@ from tl_posdisent import (
     distance_sources,
     fit_additive,
     head_patching,
-    load_model,
     random_control,
     read_model,
     remap_distance,
@@ -44,8 +43,7 @@ EDITS = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    needs("gemma3-270m")
-    return load_model("gemma3-270m", backend="bridge")
+    return packaged_model("gemma3-270m")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from hooks.test_generation import step_by_step
 from support.edited_scores import Call, Layer, edited_results
 from support.intervention_cases import hooks_of
-from support.packaged_models import needs
+from support.packaged_models import packaged_model
 from torch import Tensor
 
 from tl_posdisent import (
@@ -37,8 +37,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    needs("smollm2")
-    return load_model("smollm2", backend="bridge")
+    return packaged_model("smollm2")
 
 
 @pytest.fixture(scope="module")
