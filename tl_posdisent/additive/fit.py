@@ -73,7 +73,7 @@ def fit_additive(
         >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two high keys
         >>> fit = fit_additive(scores)
         >>> fit
-        AdditiveFit of one score matrices, 6 queries × 6 keys, 21 cells, 15 parameters
+        AdditiveFit of 1 score matrix, 6 queries × 6 keys, 21 cells, 15 parameters
           r 1.000   r² 1.000   adjusted r² 1.000
           alone: distance ...   query ...   key ...
         >>> bool(torch.allclose(fit.fitted(), scores.double().tril()))

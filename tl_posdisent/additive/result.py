@@ -145,10 +145,11 @@ class AdditiveFit(CellsFit):
         return public_name("viz", "show_scores")(self, tokens, component, **options)
 
     def __repr__(self) -> str:
-        batch = "×".join(map(str, self.intercept.shape)) or "one"
+        batch = "×".join(map(str, self.intercept.shape)) or "1"
+        matrices = "score matrix" if batch == "1" else "score matrices"
         kind = "pooled over the first axis, " if self.pooled else ""
         lines = [
-            f"AdditiveFit of {batch} score matrices, {self.cells.n_query} queries × {self.cells.n_key} keys, {kind}"
+            f"AdditiveFit of {batch} {matrices}, {self.cells.n_query} queries × {self.cells.n_key} keys, {kind}"
             f"{mean_and_range(self.n_cells, '.0f')} cells, {mean_and_range(self.n_parameters, '.0f')} parameters",
             f"  r {mean_and_range(self.r)}   r² {mean_and_range(self.r2)}   "
             f"adjusted r² {mean_and_range(self.r2_adjusted)}",

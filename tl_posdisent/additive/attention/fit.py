@@ -81,7 +81,7 @@ def fit_attention(
         >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two high keys
         >>> scores = scores + 10 * torch.randn(6, 1)  # which the softmax ignores
         >>> fit_attention(scores, pseudo_count=0)
-        AttentionFit of one patterns, 6 queries × 6 keys
+        AttentionFit of 1 pattern, 6 queries × 6 keys
           explained 1.000   KL ... nats per query
           alone: distance ...   key ...
     """

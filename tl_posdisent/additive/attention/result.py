@@ -230,7 +230,8 @@ class AttentionFit(CellsFit):
         return sums.sum(0) / n.sum(0) if self.pooled else sums / n
 
     def __repr__(self) -> str:
-        batch = "×".join(map(str, self.kl.shape[:-1])) or "one"
+        batch = "×".join(map(str, self.kl.shape[:-1])) or "1"
+        patterns = "pattern" if batch == "1" else "patterns"
         kind = ", pooled over the first axis" if self.pooled else ""
         kind += f", {len(self.edges) + 1} bands" if self.edges else ""
         if self.direction is not None:
@@ -244,7 +245,7 @@ class AttentionFit(CellsFit):
         ]
         return "\n".join(
             [
-                f"AttentionFit of {batch} patterns, {self.cells.n_query} queries × {self.cells.n_key} keys{kind}",
+                f"AttentionFit of {batch} {patterns}, {self.cells.n_query} queries × {self.cells.n_key} keys{kind}",
                 f"  explained {mean_and_range(self.explained)}   KL {mean_and_range(self._mean_kl())} nats per query",
                 f"  alone: {'   '.join(shares) or 'not computed yet, see explained_distance and explained_key'}",
                 *range_note(self.explained, "patterns"),
