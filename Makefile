@@ -48,10 +48,10 @@ test-tl4: .venv-tl4/dev.stamp ## tests with the mark tl4, with TransformerLens 4
 test-oldest: .venv-oldest/dev.stamp ## tests with the mark oldest, with the oldest versions that pyproject.toml allows
 	$(call tests,.venv-oldest,"oldest and not release") $(call marked,oldest)
 
-test-release: .venv/dev.stamp .venv-tl4/dev.stamp .venv-oldest/dev.stamp ## tests with the mark release, and all quick tests with TransformerLens 4
+test-release: .venv/dev.stamp .venv-tl4/dev.stamp .venv-oldest/dev.stamp ## tests with the mark release, and those of experiments with TransformerLens 4
 	$(call tests,.venv,release)
 	$(call tests,.venv-oldest,"oldest and release") $(call marked,oldest)
-	$(call tests,.venv-tl4,"not slow and not tl4")
+	$(call tests,.venv-tl4,"not slow and not tl4") tests/experiments
 
 test-all: test test-slow test-tl4 test-oldest test-release ## all of these
 
