@@ -1,6 +1,6 @@
 """Bridges whose attention loses its KV cache: whole texts are right, and a run with a cache is refused.
 
-The fault is imitated whichever versions are installed (``support.cache_faults``); MPT has it with all of them.
+The fault is imitated whichever versions are installed (``support.cache_faults``).
 """
 
 from __future__ import annotations
@@ -86,13 +86,19 @@ def test_a_lost_cache_is_refused_and_whole_texts_are_not(name: str, fault: Fault
     assert state_of_model(model) == before
 
 
-def test_mpt_loses_its_cache() -> None:
-    model = zoo.bridge("mpt")
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mpt"])
+def test_a_cache_is_refused_if_the_model_itself_loses_it(name: str) -> None:
+    """As MPT does with TransformerLens 3; nothing is imitated here."""
+    model = zoo.bridge(name)
     with torch.no_grad():
-        assert (by_hand(model) - model(TEXTS)).abs().max() > 0.1
+        lossy = bool((by_hand(model) - model(TEXTS)).abs().max() > 1e-2)
         with model.hooks(fwd_hooks=ablate_heads(model, [(0, 1)])):
             model(TEXTS)
-            assert "layer 0 does not keep its keys" in refused(lambda: by_hand(model))
+            if lossy:
+                assert "layer 0 does not keep its keys" in refused(lambda: by_hand(model))
+            else:
+                close(by_hand(model), model(TEXTS), 2e-4)
+    assert lossy == (name == "mpt" and zoo.TL_MAJOR == 3)
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -1,7 +1,8 @@
 """KV caches: pass one to a model, find out whether attention keeps its keys, and what a running pass was given.
 
 The attention of some bridges attends only to the new tokens, without an error, so that every cached pass starts a new
-text: that of MPT, and, with transformers 5.24, which renamed the argument of the cache, that of all architectures.
+text: that of MPT in TransformerLens 3, and that of every architecture with transformers 5.24, which renamed the
+argument of the cache.
 """
 
 from __future__ import annotations
