@@ -226,3 +226,17 @@ def test_passes_from_a_later_layer_on(shared_model: Any) -> None:
                 model(TOKENS, stop_at_layer=1)
                 assert torch.equal(model(before, start_at_layer=1), expected)
                 assert torch.equal(model(TOKENS), expected)
+
+
+@pytest.mark.skipif("llama-gqa" not in zoo.HOOKED_NAMES, reason="no HookedTransformer")
+def test_given_embeddings_have_no_first_hook_either(shared_model: Any) -> None:
+    """As in ``generate``, after passes that no cache continues and one that ended early."""
+    model = shared_model("hooked", "llama-gqa")
+    options = {"do_sample": False, "verbose": False, "stop_at_eos": False, "max_new_tokens": 3}
+    for make in TOOLS_FOR_ANY_LENGTH.values():
+        with torch.no_grad(), model.hooks(fwd_hooks=make(model)):
+            model(OTHER, stop_at_layer=1)
+            text = model.generate(TOKENS[:1, :7], **options)
+            for n in range(7, 10):
+                assert model(text[:, :n])[0, -1].argmax() == text[0, n]
+                assert torch.equal(model.generate(TOKENS[:1, :7], **options), text)

@@ -39,11 +39,13 @@ class ActivePass:
         start: number of tokens of its text in the transformers cache that it was given, or 0.
         continues: whether another pass may continue its text, with a KV cache.
         layers: the layers that are running.
+        last: the layer that began last.
     """
 
     start: int
     continues: bool
     layers: dict[int, LayerPass] = field(default_factory=dict)
+    last: int = -1
 
 
 class HookFunction:
@@ -133,9 +135,10 @@ class HookFunction:
         if self._first is not None and self._first() is x:
             raise ValueError(f"the same hooks of {' + '.join(self.tools)} are applied twice: apply them once")
         self._first = weakref.ref(x)
-        self._active = self._open()
+        self._active = self._open(min(self.layers))
 
-    def _open(self) -> ActivePass:
+    def _open(self, layer: int) -> ActivePass:
+        """Begin a pass, before this layer adds its keys to a cache."""
         self._active = None
         found = running_pass()
         if found.nested:
@@ -145,27 +148,30 @@ class HookFunction:
             )
         if found.continues and self.no_cache is not None:
             raise ValueError(self.no_cache)
-        some = min(self.layers)  # no layer has added keys of this pass yet
-        return ActivePass(0 if found.cache is None else int(found.cache.get_seq_length(some)), found.continues)
+        return ActivePass(0 if found.cache is None else int(found.cache.get_seq_length(layer)), found.continues)
 
     def _see(self, layer: int, name: str, x: Tensor) -> Tensor | None:
         """Handle one hook of one layer."""
         self._first = None
-        if self._active is None:  # no first hook: a pass from a later layer on, or blocks run again for gradients
-            self._active = self._open()
-        running, first = self._active.layers.get(layer), next(iter(self.layers[layer].steps))
+        first = next(iter(self.layers[layer].steps))
+        # A pass may have no first hook: from a later layer on, of given embeddings (as HookedTransformer generates), or
+        # of blocks that run again for gradients. Then it begins where a layer is not behind the last one.
+        active = self._active
+        if active is None or (name == first and layer <= active.last):
+            active = self._active = self._open(layer)
+        running = active.layers.get(layer)
         if name != first and (running is None or name in running.fired):
             raise ValueError(
                 f"hooks of {' + '.join(self.tools)} do not see layer {layer} from its beginning, or see it twice: "
                 "apply them once, run the model outside of its own hooks, and give each thread a model of its own"
             )
-        if running is None or name == first:
-            active, before = self._active, self._texts.get(layer, TextSoFar())
-            running = active.layers[layer] = LayerPass(self.layers[layer], before, active.start, active.continues)
+        if running is None:
+            text, active.last = self._texts.get(layer, TextSoFar()), layer
+            running = active.layers[layer] = LayerPass(self.layers[layer], text, active.start, active.continues)
         new = running.at(name, x)
         self._texts[layer] = running.state.text
         if running.fired.keys() == running.plan.steps.keys():
-            del self._active.layers[layer]
+            del active.layers[layer]
         return new
 
     # --- other lists that are installed at the same hook
