@@ -87,7 +87,7 @@ class Cells(Grid, ABC):
         return self.split(self.counts).query.sum(-1)
 
     @property
-    def distances(self) -> Int64[Tensor, "distance"]:
+    def distances(self) -> Int64[Tensor, " distance"]:
         return torch.arange(self.low, self.high + 1, device=self.counts.device)
 
     def split(self, stacked: Tensor) -> Parts:
@@ -96,7 +96,7 @@ class Cells(Grid, ABC):
 
     @abstractmethod
     def inside(
-        self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
+        self, rows: slice, columns: slice, which: Int64[Tensor, " matrix"] | None = None
     ) -> Bool[Tensor, "*mask row column"]:
         """Return a mask of the block's cells that are in the set; ``which`` selects sets by flat leading index."""
 
@@ -231,7 +231,7 @@ class Runs(Cells):
         return cls(n_query, n_key, low, low + n_distance - 1, counts, q_start, q_stop, d_start, d_stop, *ends)
 
     def inside(
-        self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
+        self, rows: slice, columns: slice, which: Int64[Tensor, " matrix"] | None = None
     ) -> Bool[Tensor, "*mask row column"]:
         first, stop = (x[..., rows, None] for x in (self.first_key, self.stop_key))
         if which is not None:
@@ -300,7 +300,7 @@ class Scattered(Cells):
         return cls(n_query, n_key, low, high, counts.double(), mask, *laid_out)
 
     def inside(
-        self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
+        self, rows: slice, columns: slice, which: Int64[Tensor, " matrix"] | None = None
     ) -> Bool[Tensor, "*mask row column"]:
         mask = self.mask[..., rows, columns]
         return mask if which is None else mask.reshape(-1, *mask.shape[-2:])[which]
@@ -464,8 +464,8 @@ def read_marginals(
 
 
 def _typical(
-    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, "matrix"] | None
-) -> Float64[Tensor, "matrix"]:
+    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, " matrix"] | None
+) -> Float64[Tensor, " matrix"]:
     """Estimate the mean of each matrix from a few of its rows, or from all rows if those have no cells."""
     for step in (max(1, cells.n_query // 8), 1):
         rows = slice(0, cells.n_query, step)

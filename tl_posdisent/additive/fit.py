@@ -206,7 +206,7 @@ def fit_marginals(
 
 def explained_around(
     read: Marginals, cells: Cells, profiles: Float64[Tensor, "profile *batch distance"]
-) -> Float64[Tensor, "profile *batch"]:
+) -> Float64[Tensor, " profile *batch"]:
     """Compute r² of *given* distance profiles (0: no profile) with the best query and key components for the scores.
 
     It is ``1 - residual / total``: lower than for queries and keys alone if the profile is worse than none, and NaN

@@ -136,7 +136,7 @@ def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> F
 
 def _bilinear_squares(
     u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
-) -> Float64[Tensor, "head"]:
+) -> Float64[Tensor, " head"]:
     """Sum ``(u_i·v_j)²``, with the Gram matrix of each block of keys that a block of queries sees completely."""
     blocks = v.split(_BLOCK)
     # Cumulative sums of the blocks' Gram matrices, held once: for a long text they take the most memory.

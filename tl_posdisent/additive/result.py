@@ -79,7 +79,7 @@ class AdditiveFit(CellsFit):
     distance: Float64[Tensor, "*fit distance"]
     query: Float64[Tensor, "*batch query"]
     key: Float64[Tensor, "*batch key"]
-    distances: Int64[Tensor, "distance"]
+    distances: Int64[Tensor, " distance"]
     r: Float64[Tensor, "*fit"]
     r2: Float64[Tensor, "*fit"]
     r2_adjusted: Float64[Tensor, "*fit"]

@@ -145,7 +145,7 @@ def _replaced(
     return z[derangement(len(z), seed).to(z.device)]
 
 
-def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
+def derangement(n: int, seed: int) -> Int[Tensor, " text"]:
     """Draw a permutation of n texts that leaves none in its place, uniformly among such permutations."""
     if n < 2:
         raise ArgumentError("mode", f'"resample" needs a batch of at least two texts, got {n}')

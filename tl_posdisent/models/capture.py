@@ -253,7 +253,7 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
     return Captured(spec.layer, spec, q, k, q_rot, k_rot, own if scores else None)
 
 
-def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
+def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, " row"]:
     """Choose evenly spaced rows of a matrix with n rows, first and last included.
 
     Computed in float64, which represents the indices of long texts exactly.

@@ -50,7 +50,7 @@ class Panels:
     words: list[str]
     causal: bool
     scores: Mapping[Pair, Float[np.ndarray, "query key"]]
-    effects: Mapping[Pair, Float[np.ndarray, "pos"]]
+    effects: Mapping[Pair, Float[np.ndarray, " pos"]]
     refused: str = ""
 
 
@@ -123,7 +123,7 @@ def _encoded_scores(scores: Float[np.ndarray, "query key"], causal: bool) -> lis
     return [low, high, _base64(cells[np.tril_indices(len(cells))] if causal else cells.ravel())]
 
 
-def _encoded_effects(effects: Float[np.ndarray, "pos"]) -> list[Any]:
+def _encoded_effects(effects: Float[np.ndarray, " pos"]) -> list[Any]:
     """Return the largest effect, and the bytes."""
     top = float(effects.max())
     return [top, _base64((np.sqrt(effects / (top or 1.0)) * 255).round().astype(np.uint8))]

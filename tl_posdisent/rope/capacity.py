@@ -36,13 +36,13 @@ class RopeCapacity(HasTable):
         frequencies: ``[subspace]``, θ in radians per position.
     """
 
-    distances: Float64[Tensor, "distance"]
-    target: Float64[Tensor, "distance"]
-    fitted: Float64[Tensor, "distance"]
-    coefficients: Complex128[Tensor, "subspace"]
+    distances: Float64[Tensor, " distance"]
+    target: Float64[Tensor, " distance"]
+    fitted: Float64[Tensor, " distance"]
+    coefficients: Complex128[Tensor, " subspace"]
     intercept: float
     condition: float
-    frequencies: Float64[Tensor, "subspace"]
+    frequencies: Float64[Tensor, " subspace"]
 
     @property
     def error(self) -> float:

@@ -80,11 +80,11 @@ class Factors(NamedTuple):
         hermitian, plain = (a * b * c for a, b, c in zip(u, q, k, strict=True))
         return Pair(hermitian.flatten(0, 1), plain.flatten(0, 1))
 
-    def mean(self) -> Float64[Tensor, "head"]:
+    def mean(self) -> Float64[Tensor, " head"]:
         """Compute the mean score over all combinations."""
         return (self.distance.mean * self.query.mean * self.key.mean).sum(-1).real.flatten()
 
-    def reach(self) -> Float64[Tensor, "head"]:
+    def reach(self) -> Float64[Tensor, " head"]:
         """Upper bound of the mean square of the scores (Cauchy–Schwarz); what is tiny beside it is rounding."""
         vectors = self.query.power.sum(-1) * self.key.power.sum(-1)
         return (self.distance.power.amax(-1) * vectors).flatten()
@@ -148,32 +148,32 @@ class VarianceShares(HasTable):
         total: ``[head]``, variance of the scores; exactly 0 where they vary by rounding alone.
     """
 
-    mean: Float64[Tensor, "head"]
+    mean: Float64[Tensor, " head"]
     variances: Float64[Tensor, "component head"]
-    total: Float64[Tensor, "head"]
+    total: Float64[Tensor, " head"]
 
     @property
     def shares(self) -> Float64[Tensor, "component head"]:
         """Variances over the total, which sum to 1; NaN where the scores do not vary."""
         return share_of(self.variances, self.total)
 
-    def variance(self, component: Component) -> Float64[Tensor, "head"]:
+    def variance(self, component: Component) -> Float64[Tensor, " head"]:
         """Return one component's variance for every head."""
         check_choice("component", component, COMPONENTS)
         return self.variances[COMPONENTS.index(component)]
 
-    def share(self, component: Component) -> Float64[Tensor, "head"]:
+    def share(self, component: Component) -> Float64[Tensor, " head"]:
         """Return one component's share of the variance for every head, 0…1."""
         check_choice("component", component, COMPONENTS)
         return self.shares[COMPONENTS.index(component)]
 
     @property
-    def r_three_axis(self) -> Float64[Tensor, "head"]:
+    def r_three_axis(self) -> Float64[Tensor, " head"]:
         """Correlation of the scores with their best fit ``a(distance) + b(query) + c(key)``."""
         return (self.share("distance") + self.share("query") + self.share("key")).clamp(0, 1).sqrt()
 
     @property
-    def r_two_axis(self) -> Float64[Tensor, "head"]:
+    def r_two_axis(self) -> Float64[Tensor, " head"]:
         """Correlation of the scores with their best fit ``f(query, distance) + g(query, key)``."""
         return (1 - self.share("distance:key") - self.share("distance:query:key")).clamp(0, 1).sqrt()
 

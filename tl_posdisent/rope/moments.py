@@ -154,14 +154,14 @@ class Moments:
         )
 
 
-def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "distance"]:
+def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, " distance"]:
     """Return the distances in float64 on the device of the moments, or raise."""
     if not isinstance(moments, Moments):
         raise ArgumentError("moments", f"must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
     return real_numbers("distances", distances, moments.query.mean.device)
 
 
-def _measured(name: str, x: Tensor, order: Int64[Tensor, "d_head"]) -> Spread:
+def _measured(name: str, x: Tensor, order: Int64[Tensor, " d_head"]) -> Spread:
     try:
         spread = total(map(spread_of, chunks(x)))
     except ValueError:  # NaN and infinity propagate to the covariance, so no second pass is needed to find them

@@ -94,7 +94,7 @@ def positional_symbolic_qk(
 def _points(
     q: Complex[Tensor, "head pos subspace"],
     k: Complex[Tensor, "kv pos subspace"],
-    theta: Float64[Tensor, "subspace"],
+    theta: Float64[Tensor, " subspace"],
     *,
     alone: bool,
 ) -> Float64[Tensor, "2 parts head"]:

@@ -132,7 +132,7 @@ def _ranks(
     return least, largest
 
 
-def _won_and_lost(least: _Ranks, largest: _Ranks) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
+def _won_and_lost(least: _Ranks, largest: _Ranks) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
     """At how many distances the first key of each ordered pair beats the second, and is beaten by it."""
     shape = (len(least), least.shape[-1], least.shape[-1])
     beats, won = (torch.zeros(shape, dtype=least.dtype, device=least.device) for _ in range(2))
@@ -141,7 +141,7 @@ def _won_and_lost(least: _Ranks, largest: _Ranks) -> tuple[Float[Tensor, "pairs"
     return won.float().flatten(), won.mT.contiguous().float().flatten()
 
 
-def check_distance_sets(near: Any, far: Any) -> tuple[Float64[Tensor, "near"], Float64[Tensor, "far"]]:
+def check_distance_sets(near: Any, far: Any) -> tuple[Float64[Tensor, " near"], Float64[Tensor, " far"]]:
     """Return near and far distances as tensors, or raise."""
     near_at, far_at = (real_numbers(name, x, torch.device("cpu")) for name, x in (("near", near), ("far", far)))
     joined = torch.cat([near_at, far_at])

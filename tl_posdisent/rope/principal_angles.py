@@ -11,7 +11,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_devices, check_values, described
 
 
-def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float64[Tensor, "angle"]:
+def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float64[Tensor, " angle"]:
     """Compute the principal angles between two subspaces, each spanned by the columns of a matrix.
 
     They are those of ``scipy.linalg.subspace_angles``: to all digits if no angle is above 45°, else to about 1e-8.

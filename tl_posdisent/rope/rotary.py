@@ -51,7 +51,7 @@ class Rotary:
         (8, [6.0, 63.0, 628.0, 6283.0])
     """
 
-    frequencies: Float64[Tensor, "subspace"]
+    frequencies: Float64[Tensor, " subspace"]
     pairing: Pairing = "half"
     attention_factor: float = 1.0
     angle_dtype: torch.dtype = torch.float64
@@ -76,7 +76,7 @@ class Rotary:
         return 2 * len(self.frequencies)
 
     @property
-    def wavelengths(self) -> Float64[Tensor, "subspace"]:
+    def wavelengths(self) -> Float64[Tensor, " subspace"]:
         """Positions per full turn, 2π/θ; infinite for frequency 0."""
         return 2 * torch.pi / self.frequencies
 

@@ -160,7 +160,7 @@ def _side(x: Tensor, vectors: Spread, rotary: Rotary) -> dict[str, Float64[Tenso
     return {"size": size, "variation": share_of(deviation, size), "phase": phase, "concentration": concentration}
 
 
-def _turn(moments: Moments, distances: Numbers, n: int) -> Float64[Tensor, "subspace"]:
+def _turn(moments: Moments, distances: Numbers, n: int) -> Float64[Tensor, " subspace"]:
     """Compute the standard deviation of ``exp(i θ d)``; exactly 0 for a subspace that does not turn."""
     angle = moments.rotary.angles(check_distances(moments, distances))
     points = torch.stack([angle.cos(), angle.sin()], -1)

@@ -24,7 +24,7 @@ class Blocks:
         numbers: the block of each observation, from 0 to ``count - 1``.
     """
 
-    numbers: Int[Tensor, "observation"]
+    numbers: Int[Tensor, " observation"]
 
     @classmethod
     def of_texts(cls, lengths: Sequence[int]) -> Blocks:
@@ -51,7 +51,7 @@ class Blocks:
         return int(self.numbers.max()) + 1
 
     @property
-    def weights(self) -> Float[Tensor, "block"]:
+    def weights(self) -> Float[Tensor, " block"]:
         """The share of all observations in each block."""
         return self.numbers.bincount().double() / len(self.numbers)
 
@@ -67,7 +67,7 @@ class Blocks:
         a = w / (1 - w)
         return 1 / float(w.square().sum() + (w * a).sum().square() - (w * a).square().sum())
 
-    def ratio(self, top: Float[Tensor, "observation"], bottom: Float[Tensor, "observation"]) -> tuple[float, float]:
+    def ratio(self, top: Float[Tensor, " observation"], bottom: Float[Tensor, " observation"]) -> tuple[float, float]:
         """Compute a ratio of sums and its standard error (NaN for a single block).
 
         The error is that of the blocks' sums of ``top - ratio · bottom``. Their squares are divided by 1 minus the
@@ -81,14 +81,14 @@ class Blocks:
         error = (rest.square() / (1 - self.weights.to(rest))).sum().sqrt() / whole.abs()
         return ratio.item(), error.item()
 
-    def mean(self, values: Float[Tensor, "observation"]) -> tuple[float, float]:
+    def mean(self, values: Float[Tensor, " observation"]) -> tuple[float, float]:
         """Compute the mean of all observations and its standard error (NaN for a single block)."""
         return self.ratio(values, torch.ones_like(values))
 
 
 def weighted_means(
-    values: Float64[Tensor, "text row"], weights: Float64[Tensor, "text"]
-) -> tuple[Float64[np.ndarray, "row"], Float64[np.ndarray, "row"]]:
+    values: Float64[Tensor, "text row"], weights: Float64[Tensor, " text"]
+) -> tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, " row"]]:
     """Average over texts by weight, with the standard errors of ``Blocks.mean`` of one block a text (NaN for one text).
 
     >>> values = torch.tensor([[1.0], [4.0]], dtype=torch.float64)
@@ -147,7 +147,7 @@ def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> 
     return float(sum(x.var() / len(x) for x in means if len(x) > 1) ** 0.5)
 
 
-def jackknife_error(without: Float[Tensor, "draw *estimate"]) -> Float[Tensor, "*estimate"]:
+def jackknife_error(without: Float[Tensor, " draw *estimate"]) -> Float[Tensor, "*estimate"]:
     """Compute the standard error of an estimate from the estimates that leave out one of the independent draws.
 
     >>> x = torch.tensor([1.0, 2.0, 6.0])

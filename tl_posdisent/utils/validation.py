@@ -223,7 +223,7 @@ def check_float64(name: str, device: torch.device) -> None:
         ) from error
 
 
-def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "number"]:
+def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, " number"]:
     """Return a user's numbers as a float64 tensor with one axis, or raise."""
     check_values(name, values)
     try:

@@ -43,8 +43,8 @@ class PartialFits:
     is_band: bool
     own: Stacked
     marginals: Stacked
-    entropy: Float64[Tensor, "system"]
-    from_uniform: Float64[Tensor, "system"]
+    entropy: Float64[Tensor, " system"]
+    from_uniform: Float64[Tensor, " system"]
     keys: Float[Tensor, "*texts key kv feature"] | None
     sinks: int
 
@@ -81,8 +81,8 @@ class PartialFits:
 
 
 def explained_share(
-    divergence: Float64[Tensor, "system"], from_uniform: Float64[Tensor, "system"], n_query: int
-) -> Float64[Tensor, "system"]:
+    divergence: Float64[Tensor, " system"], from_uniform: Float64[Tensor, " system"], n_query: int
+) -> Float64[Tensor, " system"]:
     """Compute the share of the divergence from uniform attention that a fit removes; NaN if the pattern is uniform."""
     return torch.where(from_uniform > 1e-12 * n_query, 1 - divergence / from_uniform, torch.nan)
 

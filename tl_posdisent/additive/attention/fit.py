@@ -196,7 +196,7 @@ class _Data:
         return divergence
 
     @property
-    def from_uniform(self) -> Float64[Tensor, "system"]:
+    def from_uniform(self) -> Float64[Tensor, " system"]:
         """Divergence from uniform attention, summed over queries."""
         return (self.uniform.log_z - self.entropy).sum((-2, -1))
 

@@ -75,7 +75,7 @@ class Problem:
         """Number of queries that have cells."""
         return self.layout.queries.expand(*self.marginals.shape[:2], -1).sum((-2, -1))[:, None].double()
 
-    def select(self, which: Int64[Tensor, "chosen"]) -> Problem:
+    def select(self, which: Int64[Tensor, " chosen"]) -> Problem:
         features = None if self.features is None else self.features[which]
         layout, marginals = self.layout.select(which), self.marginals[which]
         return replace(self, layout=layout, marginals=marginals, features=features)
@@ -151,8 +151,8 @@ class Solution(NamedTuple):
     coefficients: Coefficients
     stacked: Stacked
     log_z: Float64[Tensor, "system text query"]
-    gap: Float64[Tensor, "system"]
-    converged: Bool[Tensor, "system"]
+    gap: Float64[Tensor, " system"]
+    converged: Bool[Tensor, " system"]
 
 
 def solve_attention(problem: Problem) -> Solution:

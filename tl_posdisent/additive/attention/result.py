@@ -62,7 +62,7 @@ class AttentionFit(CellsFit):
 
     distance: Float64[Tensor, "*fit distance"]
     key: Float64[Tensor, "*batch band key"]
-    distances: Int64[Tensor, "distance"]
+    distances: Int64[Tensor, " distance"]
     edges: tuple[int, ...]
     direction: Float64[Tensor, "*fit band feature"] | None
     sinks: Float64[Tensor, "*fit band sink"] | None
@@ -179,7 +179,7 @@ class AttentionFit(CellsFit):
         per_head: Tensor = keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
         return per_head
 
-    def _check_distances(self, needed: Int64[Tensor, "cell"]) -> None:
+    def _check_distances(self, needed: Int64[Tensor, " cell"]) -> None:
         counts = self.cells.split(self.cells.counts).distance
         fitted = self.distances[counts.reshape(-1, counts.shape[-1]).amax(0) > 0]
         missing = needed[~torch.isin(needed, fitted)]

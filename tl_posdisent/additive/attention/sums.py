@@ -78,7 +78,7 @@ class Layout(Grid):
         return whole and self.low == 0 and self.high == self.n_key - 1
 
     @property
-    def band(self) -> Int64[Tensor, "distance"]:
+    def band(self) -> Int64[Tensor, " distance"]:
         """The band of each distance."""
         distances = torch.arange(self.low, self.high + 1, device=self.queries.device)
         return torch.bucketize(distances, torch.tensor(self.edges, device=distances.device), right=True)
@@ -92,7 +92,7 @@ class Layout(Grid):
         by_distance, by_key = self.split(sums)
         return torch.cat([by_distance, by_key.sum(-2)], -1)
 
-    def select(self, systems: slice | Int64[Tensor, "chosen"]) -> Layout:
+    def select(self, systems: slice | Int64[Tensor, " chosen"]) -> Layout:
         """Return the layout of some of the systems."""
 
         def some(x: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class TextMarginals(NamedTuple):
         near: for the single longest text of a batch, the same over the pairs whose distance another text has too.
     """
 
-    rows: Int[Tensor, "text"]
+    rows: Int[Tensor, " text"]
     read: Marginals
     cells: Cells
     near: TextMarginals | None = None

@@ -94,7 +94,7 @@ class Estimates:
                 )
 
     @property
-    def weights(self) -> Float64[Tensor, "text"]:
+    def weights(self) -> Float64[Tensor, " text"]:
         """By which texts are averaged: predictions for the loss, texts for other metrics."""
         return self.n_predictions if is_loss(self.metric) else torch.ones_like(self.n_predictions)
 

@@ -37,8 +37,8 @@ class Outcome(NamedTuple):
         divergences: KL(unmodified ‖ changed), in nats per prediction; NaN without predictions.
     """
 
-    effects: Float64[Tensor, "text"]
-    divergences: Float64[Tensor, "text"]
+    effects: Float64[Tensor, " text"]
+    divergences: Float64[Tensor, " text"]
 
 
 def exact_effects(
@@ -87,7 +87,7 @@ def search_largest(
     items: Sequence[NamedIntervention],
     searches: Mapping[int, HeadSearch],
     parts: Sequence[Part],
-    n_predictions: Float64[Tensor, "text"],
+    n_predictions: Float64[Tensor, " text"],
     bar: Any,
 ) -> dict[Place, Outcome]:
     """Run what searches for the largest divergences ask for, by number of intervention, until they end."""
@@ -146,7 +146,7 @@ def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[in
 
 def _measured(
     outputs: Sequence[Any], clean: Sequence[Tensor | None], part: Part
-) -> tuple[Float64[Tensor, "*text"], Float64[Tensor, "text"]]:
+) -> tuple[Float64[Tensor, "*text"], Float64[Tensor, " text"]]:
     """Compute a run's metric, and each text's mean divergence from the clean predictions, in the order of the texts."""
     texts = part.texts
     if is_loss(part.metric):  # its texts have one length: log-probabilities serve both

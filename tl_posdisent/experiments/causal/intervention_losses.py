@@ -77,6 +77,6 @@ def intervention_losses(
     return reading.note(pd.DataFrame(rows, columns=_COLUMNS))
 
 
-def _correct(outputs: Sequence[Tensor], texts: Texts) -> Float64[Tensor, "predicted"]:
+def _correct(outputs: Sequence[Tensor], texts: Texts) -> Float64[Tensor, " predicted"]:
     """Return 1 for each token of all texts that is predicted correctly, and 0 for the others."""
     return all_tokens([correct(output, group.tokens) for output, group in zip(outputs, texts.groups, strict=True)])

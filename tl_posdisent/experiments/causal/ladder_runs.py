@@ -53,9 +53,9 @@ class _Item:
 class _Measured:
     """One run: losses and divergences by token, and the values behind the shares (losses, or a metric by text)."""
 
-    losses: Float[Tensor, "predicted"]
-    divergences: Float[Tensor, "predicted"]
-    values: Float[Tensor, "sample"]
+    losses: Float[Tensor, " predicted"]
+    divergences: Float[Tensor, " predicted"]
+    values: Float[Tensor, " sample"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class LadderRuns:
             torch.full_like(untouched.values, nan),
         )
 
-    def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
+    def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, " sample"]:
         if self.metric is None:
             return losses
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)

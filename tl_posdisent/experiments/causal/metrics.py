@@ -23,7 +23,7 @@ returns a number, or one number per text. It receives tokens if its second param
 logits are NaN at padding."""
 
 
-def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
+def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """Compute the mean cross-entropy of each text's next tokens, in nats; in float32 or wider, averaged in float64."""
     return torch.cat([losses for _, _, losses in in_blocks(logits, tokens)], 1).double().mean(1)
 
@@ -40,7 +40,7 @@ def is_separable(metric: Metric) -> bool:
 
 def next_token_accuracy(
     logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
-) -> Float[Tensor, "batch"]:
+) -> Float[Tensor, " batch"]:
     """Compute the share of each text's next tokens that are predicted correctly."""
     return correct(logits, tokens).double().mean(1)
 
@@ -62,7 +62,7 @@ class LogitDifference:
 
     def __call__(
         self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"] | None = None
-    ) -> Float[Tensor, "batch"]:
+    ) -> Float[Tensor, " batch"]:
         """Compute the differences for a batch of logits without padding; the tokens are not read."""
         self._check(logits)
         self.check_batch(len(logits))
@@ -74,7 +74,7 @@ class LogitDifference:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ArgumentError("logits", f"must have shape (batch, pos, vocab) for a logit difference, got {got}")
 
-    def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
+    def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, " text"]) -> Float[Tensor, " text"]:
         """Compute the differences for some texts (``rows`` of the batch) without padding; float32 or wider."""
         self._check(logits)
         n = logits.shape[1]
@@ -265,7 +265,7 @@ def _predicted(texts: Texts) -> list[int]:
     return [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]
 
 
-def shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:
+def shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
     """Draw an order of tokens: the first, then the others at random."""
     generator = torch.Generator().manual_seed(check_seed(seed))
     drawn = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")

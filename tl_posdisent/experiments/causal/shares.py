@@ -13,9 +13,9 @@ from tl_posdisent.utils.statistics import Blocks
 
 
 def share_between(
-    values: Float[Tensor, "observation"],
-    baseline: Float[Tensor, "observation"],
-    untouched: Float[Tensor, "observation"],
+    values: Float[Tensor, " observation"],
+    baseline: Float[Tensor, " observation"],
+    untouched: Float[Tensor, " observation"],
     blocks: Blocks,
     dtype: torch.dtype,
 ) -> tuple[float, float]:
@@ -32,8 +32,8 @@ def share_between(
 
 
 def share_of_kl(
-    kl: Float[Tensor, "observation"],
-    uniform: Float[Tensor, "observation"],
+    kl: Float[Tensor, " observation"],
+    uniform: Float[Tensor, " observation"],
     blocks: Blocks,
     loss: float = 1.0,
     dtype: torch.dtype = torch.float32,

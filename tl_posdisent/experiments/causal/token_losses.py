@@ -61,8 +61,8 @@ def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, T
 class ByToken(NamedTuple):
     """Losses of a run, and divergences KL(unmodified ‖ this) of its predictions, by predicted token of all texts."""
 
-    losses: Float64[Tensor, "predicted"]
-    divergences: Float64[Tensor, "predicted"]
+    losses: Float64[Tensor, " predicted"]
+    divergences: Float64[Tensor, " predicted"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Unmodified:
 
     texts: Texts
     log_p: list[Float[Tensor, "text pos v"]]
-    losses: Float64[Tensor, "predicted"]
+    losses: Float64[Tensor, " predicted"]
     blocks: Blocks
 
     @classmethod
@@ -119,7 +119,7 @@ def divergences(
     return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
 
 
-def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:
+def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, " token"]:
     """Concatenate numbers by token over all texts, in float64."""
     return torch.cat([part.flatten().double() for part in parts])
 

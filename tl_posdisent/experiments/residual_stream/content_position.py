@@ -195,7 +195,7 @@ def content_position_terms(
 
 def split_stream(
     streams: Sequence[Float64[Tensor, "_text _pos d_model"]],
-) -> tuple[list[Tensor], Float64[Tensor, "pos d_model"], Float64[Tensor, "d_model"], Float64[Tensor, "pos"]]:
+) -> tuple[list[Tensor], Float64[Tensor, "pos d_model"], Float64[Tensor, " d_model"], Float64[Tensor, " pos"]]:
     """Split residual streams into content (without the grand mean), position and grand mean, which add up to them.
 
     Each of ``streams`` belongs to texts of equal length. The number of texts at each position is returned, too.
@@ -268,7 +268,7 @@ class PositionalSubspace:
 
     layer: int
     basis: Float64[Tensor, "d_model rank"]
-    variances: Float64[Tensor, "direction"]
+    variances: Float64[Tensor, " direction"]
     share: float
     noise: float
 

@@ -67,7 +67,7 @@ class DistanceSources(HasTable):
     layer: int
     heads: tuple[int, ...]
     sources: tuple[str, ...]
-    distances: Float64[Tensor, "distance"]
+    distances: Float64[Tensor, " distance"]
     query: Float64[Tensor, "source head d_head"]
     key: Float64[Tensor, "source head d_head"]
     own_query: Float64[Tensor, "head d_head"]
@@ -95,7 +95,7 @@ class DistanceSources(HasTable):
         still = self.scale * (q_rest * k_rest).sum(-1, keepdim=True)
         return ((q * k.conj()) @ self._turns().T).real + still
 
-    def error(self) -> Float64[Tensor, "head"]:
+    def error(self) -> Float64[Tensor, " head"]:
         """Largest difference between ``total()`` and ``profile()``, relative to the profile's largest value."""
         profile = self.profile()
         return share_of((self.total() - profile).abs().amax(-1), profile.abs().amax(-1))
@@ -341,7 +341,7 @@ class _Layer:
         self.norm: FrozenNorm | None = None
         self.z = self.mlp = self.scale = torch.zeros((), device="cpu")
 
-    def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, "d_model"]]:
+    def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, " d_model"]]:
         """Convert W_O and b_O to float64, only when needed, so that weights of all layers are not held twice."""
         weight = self.attention.W_O.detach().double()
         bias = getattr(self.attention, "b_O", None)

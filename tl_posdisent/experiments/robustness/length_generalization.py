@@ -237,7 +237,7 @@ def _observers(
 
 def _drift(
     z: Float[Tensor, "head batch pos d_head"], reference: ReferenceSample, start: int
-) -> tuple[Float[Tensor, "head batch pos"], Float[Tensor, "head batch pos"], Float[Tensor, "head"]]:
+) -> tuple[Float[Tensor, "head batch pos"], Float[Tensor, "head batch pos"], Float[Tensor, " head"]]:
     """Compute distance and cosine of each position, and the 99 % quantile of the reference's own distances."""
     batch, n = z.shape[1], reference.sample.shape[1]
     end = start + n // batch

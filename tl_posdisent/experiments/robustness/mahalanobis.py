@@ -35,7 +35,9 @@ class ReferenceSample:
         deviation = (x.double() - self.mean[..., None, :]) @ self.axes
         return (deviation**2 / self._variances(1.0)[..., None, :]).sum(-1).sqrt()
 
-    def distance_without(self, x: Float[Tensor, "*batch m d"], member: Int[Tensor, "m"]) -> Float64[Tensor, "*batch m"]:
+    def distance_without(
+        self, x: Float[Tensor, "*batch m d"], member: Int[Tensor, " m"]
+    ) -> Float64[Tensor, "*batch m"]:
         """Compute the distance of each vector from the sample without one of its members.
 
         A vector is nearer to a sample that contains it. Leave it out, so that its distance can be compared with that of

@@ -18,7 +18,7 @@ from tl_posdisent.models.running.texts import check_tokens, refuse_padding
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
-Text = str | Int[Tensor, "_pos"]
+Text = str | Int[Tensor, " _pos"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -52,7 +52,9 @@ class MultipleChoice:
                 raise ArgumentError(name, f"must be text or integer token ids of shape (pos,), not empty, got {got}")
 
 
-def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
+def choice_scores(
+    model: Any, question: MultipleChoice, *, perturb: Perturb | None = None
+) -> Float64[Tensor, " choice"]:
     """Compute the mean log-likelihood per token of each choice, given the context.
 
     Args:

@@ -121,7 +121,7 @@ class DistanceMap(RotationEdit):
     def slots(self) -> bool:
         return isinstance(self.distances, Tensor)
 
-    def values(self, low: int, high: int, device: torch.device) -> Float[Tensor, "distance"]:
+    def values(self, low: int, high: int, device: torch.device) -> Float[Tensor, " distance"]:
         """Evaluate the function at the real distances ``low … high``."""
         assert callable(self.distances)
         real = torch.arange(low, max(high, low + 1) + 1, device=device).double()
@@ -143,7 +143,7 @@ class FrequencyLimit(RotationEdit):
     high: float
     mode: Literal["drop", "freeze"]
 
-    def outside(self, rotary: Rotary) -> Bool[Tensor, "subspace"]:
+    def outside(self, rotary: Rotary) -> Bool[Tensor, " subspace"]:
         """Find the subspaces that rotate at a frequency outside the band."""
         return ~within_band(rotary, self.low, self.high) & (rotary.frequencies != 0)
 
@@ -225,7 +225,7 @@ class HeadRotation:
     def noise(self) -> tuple[PhaseNoise, ...]:
         return tuple(edit for edit in self.edits if isinstance(edit, PhaseNoise))
 
-    def outside(self, mode: str, rotary: Rotary) -> Bool[Tensor, "subspace"] | None:
+    def outside(self, mode: str, rotary: Rotary) -> Bool[Tensor, " subspace"] | None:
         limits = [x.outside(rotary) for x in self.edits if isinstance(x, FrequencyLimit) and x.mode == mode]
         return torch.stack(limits).any(0) if limits else None
 
@@ -326,7 +326,7 @@ def compose(edits: Sequence[RotationEdit]) -> HeadRotation:
 _ROUNDING = 1e-6  # relative: models keep frequencies in float32
 
 
-def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
+def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, " subspace"]:
     """Find the subspaces whose frequency lies in the band, both ends included, up to the rounding of frequencies."""
     size, known = rotary.frequencies.abs(), torch.finfo(rotary.frequency_dtype)
     relative, absolute = max(_ROUNDING, known.eps), known.eps * known.smallest_normal  # float16 has no slower ones
@@ -337,7 +337,7 @@ def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspa
     return (size >= low - near(low)) & (size <= high + near(high))
 
 
-def coordinates(rotary: Rotary, subspaces: Bool[Tensor, "subspace"], x: Tensor) -> Bool[Tensor, "d_head"]:
+def coordinates(rotary: Rotary, subspaces: Bool[Tensor, " subspace"], x: Tensor) -> Bool[Tensor, " d_head"]:
     """Return a mask of the coordinates of ``x`` that make up these subspaces."""
     twice = torch.cat([subspaces, subspaces]) if rotary.pairing == "half" else subspaces.repeat_interleave(2)
     return torch.nn.functional.pad(twice, (0, x.shape[-1] - len(twice))).to(x.device)

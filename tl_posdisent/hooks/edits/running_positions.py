@@ -20,13 +20,13 @@ _CANDIDATES = 4096  # positions to try if a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
 
 
-def end_of_known(expected: Int[Tensor, "pos"], cached: int) -> int:
+def end_of_known(expected: Int[Tensor, " pos"], cached: int) -> int:
     """Return the position below which those of a running text are recognised in its table."""
     return max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached)
 
 
 def positions_from_table(
-    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, "pos"], cached: int = 0
+    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, " pos"], cached: int = 0
 ) -> Int[Tensor, "*batch pos"] | None:
     """Find the positions (possibly after those of a KV cache) at which ``rotary`` gives this cosine table, or None."""
 
@@ -54,7 +54,7 @@ def positions_from_vectors(
     before: Float[Tensor, "batch pos head d_head"],
     after: Float[Tensor, "batch pos head d_head"],
     rotary: Rotary,
-    expected: Int[Tensor, "pos"],
+    expected: Int[Tensor, " pos"],
     cached: int = 0,
 ) -> Int[Tensor, "*batch pos"] | None:
     """Find the positions (possibly after those of a KV cache) to which a model has rotated these vectors, or None."""

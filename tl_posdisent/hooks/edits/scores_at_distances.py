@@ -98,7 +98,7 @@ class Piece(NamedTuple):
     shift: float
 
 
-def straight_pieces(values: Float[Tensor, "distance"], low: int = 0) -> list[Piece] | None:
+def straight_pieces(values: Float[Tensor, " distance"], low: int = 0) -> list[Piece] | None:
     """Split a function, given at ``low``, ``low + 1`` …, into a few linear pieces, or return None if it has many."""
     pieces, start, n = [], 0, len(values)
     steps = values.diff()
@@ -149,7 +149,7 @@ def pair_scores(
     spec: AttentionSpec,
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key head d_head"],
-    values: Float[Tensor, "distance"],
+    values: Float[Tensor, " distance"],
     index: Int[Tensor, "*lead query key"],
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores of unrotated queries and keys (one key head per query head) at the distances ``values[index]``.

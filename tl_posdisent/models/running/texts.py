@@ -30,9 +30,9 @@ class TextGroup:
         tokens: ids ``[text, pos]``.
     """
 
-    rows: Int[Tensor, "text"]
+    rows: Int[Tensor, " text"]
     tokens: Int[Tensor, "text pos"]
-    starts: Int[Tensor, "text"]
+    starts: Int[Tensor, " text"]
 
     def cut(self, x: Tensor) -> Tensor:
         """Select these texts, ``[text, pos, ...]``, from a tensor laid out like the batch, ``[batch, pos, ...]``."""
@@ -62,7 +62,7 @@ class Texts:
     def longest(self) -> int:
         return max(group.tokens.shape[1] for group in self.groups)
 
-    def unpadded(self) -> list[Int[Tensor, "_pos"]]:
+    def unpadded(self) -> list[Int[Tensor, " _pos"]]:
         """Return the tokens of each text, without padding."""
         return [row[real] for row, real in zip(self.tokens, self.real, strict=True)]
 
@@ -281,7 +281,7 @@ def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
     return None
 
 
-def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
+def token_words(model: Any, ids: Int[Tensor, " pos"]) -> list[str]:
     """Return the tokens of a text as strings, or their ids if the model has no tokenizer."""
     if getattr(model, "tokenizer", None) is None:
         return [str(i) for i in ids.tolist()]

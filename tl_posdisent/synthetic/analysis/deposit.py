@@ -73,7 +73,7 @@ class SufficientHeads(HasTable):
 def sufficient_heads(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],
-    labels: Int[Tensor, "sample"],
+    labels: Int[Tensor, " sample"],
     *,
     by: By = "rotation",
     keep: float = 0.9,
@@ -358,7 +358,7 @@ def deposit(
 def head_drops(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],
-    labels: Int[Tensor, "sample"],
+    labels: Int[Tensor, " sample"],
     *,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,

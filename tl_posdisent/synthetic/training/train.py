@@ -40,7 +40,7 @@ from tl_posdisent.utils.validation import (
 def evaluate(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],
-    labels: Int[Tensor, "sample"],
+    labels: Int[Tensor, " sample"],
     *,
     batch_size: int = 1024,
 ) -> tuple[float, float]:
@@ -113,14 +113,14 @@ def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> T
     return logits[torch.arange(len(tokens), device=tokens.device), lengths_of(tokens, pad) - 1]
 
 
-def lengths_of(tokens: Int[Tensor, "sample pos"], pad: int | None) -> Int[Tensor, "sample"]:
+def lengths_of(tokens: Int[Tensor, "sample pos"], pad: int | None) -> Int[Tensor, " sample"]:
     """Return the length of each text up to its last token that is not padding."""
     place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     real = torch.ones_like(tokens) if pad is None else (tokens != pad)
     return (real * place).amax(-1).clamp(min=1)
 
 
-def padded_width(lengths: Int[Tensor, "sample"]) -> int:
+def padded_width(lengths: Int[Tensor, " sample"]) -> int:
     """Round the largest length up to a multiple of 8, for which kernels are faster."""
     return -(-int(lengths.max()) // 8) * 8
 
@@ -407,7 +407,7 @@ class TaskTraining(TrainingLoop):
             right = right + (logits.argmax(-1) == labels).sum()
         return {"loss": loss, "accuracy": right / counted}
 
-    def samples(self) -> Int[Tensor, "sample"]:
+    def samples(self) -> Int[Tensor, " sample"]:
         """Return the indices of the step's samples, on the CPU, the shortest first."""
         size = self.config.batch_size
         epoch, within = divmod(self.done, self.config.steps_per_epoch)
