@@ -1,11 +1,11 @@
-"""What every test gets: no network, one thread, the same random numbers, and models that are built once."""
+"""Settings of all tests: no network, one thread, fixed random seeds, marks, and models that are built once."""
 
 from __future__ import annotations
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
-# Some virtual machines announce matrix units (AMX) and end a program that uses them: oneDNN does, in half precision.
+# Some virtual machines report matrix units (AMX) but kill a program that uses them, as oneDNN does in half precision.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import functools
@@ -29,9 +29,9 @@ if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     from support.accelerator import register
 
     register()  # before autograd runs for the first time
-torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the processes
+torch.set_num_threads(1)  # the models are tiny, and pytest-xdist runs several processes
 
-# A script that starts the tests in the background has them, and all processes that they start, ignore Ctrl-C.
+# Tests that a script starts in the background, and their processes, would otherwise ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: to search it for cycles again and again takes a twentieth of the time."""
+    """Exclude imported objects from garbage collection, which takes a twentieth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
@@ -102,7 +102,7 @@ def unchecked() -> Iterator[None]:
 
 @functools.cache
 def _build(kind: str, name: str) -> Any:
-    # Imported here: a test of the mathematics alone should not wait for TransformerLens.
+    # Imported here, so that tests of the mathematics do not wait for TransformerLens.
     from support import zoo
 
     return zoo.load(kind, name)
@@ -130,8 +130,8 @@ def shared_reading(shared_model: Callable[[str, str], Any]) -> Callable[[str, st
 def shared_model() -> Iterator[Callable[[str, str], Any]]:
     """`shared_model(kind, name)`: a model of the zoo, built once and shared by all who read it.
 
-    Whoever takes it may hang hooks on it and must not change it otherwise; that the hooks are gone again and
-    the weights untouched is checked when the test ends. A test that changes a model takes a fresh one.
+    A test may add hooks and must remove them, and may change nothing else; this is checked when the test ends. A test
+    that changes a model takes a fresh one.
     """
     taken: dict[tuple[str, str], tuple[Any, tuple[Any, ...]]] = {}
 
@@ -144,7 +144,7 @@ def shared_model() -> Iterator[Callable[[str, str], Any]]:
     for (kind, name), (model, before) in taken.items():
         after = _state(model)
         if after != before:
-            _build.cache_clear()  # the next test shall not suffer for it
+            _build.cache_clear()  # so that the next test gets a new one
             _read.cache_clear()
         for what, was, now in zip(("hooks", "hooks of torch", "training mode", "weights"), before, after, strict=True):
             assert now == was, f"{what} of the shared {kind} of {name} were left changed"

@@ -1,1 +1,1 @@
-"""What the tests stand on: tiny models of every architecture (`zoo`), offline."""
+"""Helpers of the tests: oracles, tiny models of every architecture (`zoo`), processes, pages."""

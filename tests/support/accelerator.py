@@ -1,8 +1,8 @@
-"""An imitation of accelerators on a machine without one: tensors on ``imitated:0`` and ``imitated:1``.
+"""Imitated accelerators for machines without one: tensors on ``imitated:0`` and ``imitated:1``.
 
 Within ``with imitated(): ...`` every operation on such tensors runs on the CPU's kernels with the CPU's tensors inside,
-so numbers are those of the CPU. What CUDA refuses is refused: tensors of two devices in one operation (but CPU scalars
-and CPU indices), a generator of another device, ``.numpy()``. With ``no_float64`` also what MPS refuses. Not imitated:
+so numbers are those of the CPU. Errors of CUDA are raised: tensors of two devices in one operation (except CPU scalars
+and CPU indices), a generator of another device, ``.numpy()``. With ``no_float64`` also those of MPS. Not imitated:
 streams, memory, rounding of other kernels.
 """
 
@@ -34,7 +34,7 @@ GENERATOR = torch.Generator()  # of both devices, where the caller names none
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What ``torch.cuda`` is to CUDA."""
+    """The counterpart of ``torch.cuda``."""
 
     def device_count(self) -> int:
         return 2
@@ -56,7 +56,7 @@ class _Module(backend_registration._DummyBackendModule):
 
 
 class OnDevice(Tensor):
-    """A tensor that says it is on a device, around one of the CPU."""
+    """A CPU tensor that reports another device."""
 
     inside: Tensor
 
@@ -92,13 +92,13 @@ class OnDevice(Tensor):
 
 
 class Imitated(TorchDispatchMode):
-    """Sees also the operations that make tensors on a device from none."""
+    """Intercepts all operations, also those that create tensors on a device."""
 
     no_float64 = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch would ask once more for each operation."""
+        """Nothing is compiled here, so torch need not check it at each operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +148,7 @@ def _draws(func: Any) -> bool:
 
 @functools.cache
 def _changed(func: Any) -> int | str | None:
-    """The argument that an operation changes and returns."""
+    """Return the argument that an operation changes and returns."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return argument.name if argument.kwarg_only else place
@@ -156,7 +156,7 @@ def _changed(func: Any) -> int | str | None:
 
 
 def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device | None:
-    """Where the result belongs; None if no device but the CPU takes part."""
+    """Return the device of the result; None if all tensors are on the CPU."""
     flat = list(tensors((args, kwargs)))
     devices = [x.device for x in flat]
     target = kwargs.get("device")
@@ -183,7 +183,7 @@ def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device | N
 
 
 def register() -> None:
-    """Tell torch of the device. Autograd has threads for the devices that it knows when it runs first."""
+    """Register the device with torch; autograd only has threads for devices that it knows when it first runs."""
     if hasattr(torch, NAME):
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
@@ -199,7 +199,7 @@ def register() -> None:
 
 @contextlib.contextmanager
 def imitated(*, no_float64: bool = False) -> Iterator[None]:
-    """Two devices, ``imitated:0`` and ``imitated:1``, until the end of the block."""
+    """Provide two devices, ``imitated:0`` and ``imitated:1``, within the block."""
     register()
     mode = Imitated()
     mode.no_float64 = no_float64

@@ -1,4 +1,4 @@
-"""Running commands of the command line in this process."""
+"""Run commands of the command line in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENVIRONMENT |= {"GOMP_SPINCOUNT": None}
 
 
 def run_command(line: str, *more: Any, code: int = 0, stdin: bytes | None = None, charset: str = "utf-8") -> Result:
-    """Run a command: a line as a shell takes it, and further words as they are."""
+    """Run a command, given as a line of a shell and further arguments."""
     words = [*shlex.split(line), *map(str, more)]
     result = CliRunner(charset).invoke(app, words, input=stdin, env=ENVIRONMENT)
     gc.unfreeze()  # a command's own process ends here

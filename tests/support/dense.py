@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def allowed(n_query: int, n_key: int, mask: str = "causal", window: int | None = None) -> Tensor:
-    """The cells of a named mask, by its definition."""
+    """Return the cells of a named mask by its definition."""
     distance = torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
     seen = torch.ones(n_query, n_key, dtype=torch.bool) if mask == "full" else distance >= 0
     return seen if window is None else seen & (distance.abs() < window)

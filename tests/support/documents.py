@@ -1,4 +1,4 @@
-"""An HTML file as a reader without a browser sees it: tables, scripts, policy, what it would fetch."""
+"""A parsed HTML file: tables, scripts, content policy, and the addresses that it would fetch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOID = {"meta", "br", "img", "hr", "input", "link"}
 
 
 class Document(HTMLParser):
-    """A page taken apart. Tags that do not close in the order in which they opened are noted in ``wrong``."""
+    """A parsed page. ``wrong`` lists tags that do not close in the order in which they opened."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -81,22 +81,22 @@ class Document(HTMLParser):
 
     @property
     def allowed(self) -> set[str]:
-        """Hashes of the scripts that the policy allows."""
+        """Return the hashes of the scripts that the policy allows."""
         return set(re.findall(r"'sha256-([^']+)'", self.policy))
 
     @property
     def hashes(self) -> list[str]:
-        """Those of the scripts that are there."""
+        """Return the hashes of the scripts in the page."""
         return [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in self.scripts]
 
     def drawn(self, caption: str) -> list[dict[str, Any]]:
-        """The traces of the figures with this caption or a part of it."""
+        """Return the traces of the figures whose caption contains this text."""
         labels = [str(a["aria-label"]) for _, a in self.attributes if a.get("class") == "plot"]
         found = [figure for label, figure in zip(labels, self.figures, strict=True) if caption in label]
         return [trace for figure in found for trace in figure["data"]]
 
     def rows(self, name: str) -> list[dict[str, str]]:
-        """A table as dictionaries from column title to cell."""
+        """Return a table as dictionaries from column title to cell."""
         titles, *rows = self.tables[name]
         return [dict(zip(titles, row, strict=True)) for row in rows]
 

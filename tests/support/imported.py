@@ -1,4 +1,4 @@
-"""What processes that tests start as copies have imported (``support.processes.copies``)."""
+"""Imports of the process that ``support.processes.copies`` forks."""
 
 import torch
 import transformer_lens  # noqa: F401

@@ -1,4 +1,4 @@
-"""Ctrl-C at the n-th place where Python looks for signals, in the library and in what it leaves models to."""
+"""Ctrl-C at the n-th place where Python checks for signals, in this package and in the code that runs models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Interrupt:
         self.at, self.count, self.last = at, 0, dict[FrameType, str]()
 
     def run(self, function: Callable[[], Any]) -> bool:
-        """Whether the interrupt came before the function ended."""
+        """Return whether the interrupt came before the function ended."""
         sys.settrace(self._trace)
         try:
             function()

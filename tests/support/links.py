@@ -1,4 +1,4 @@
-"""Where the links of a Markdown page or notebook lead, and which of them lead nowhere. No network is asked."""
+"""Targets of the links of a Markdown page or notebook, and links without a target. No network is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
 def text_of(path: Path) -> str:
-    """A page, or the Markdown cells of a notebook."""
+    """Return the text of a page, or of the Markdown cells of a notebook."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive after each operation of torch."""
+"""Count the bytes of live tensors after each operation of torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .nested import tensors
 
 @functools.cache
 def _may_return_what_is_given(func: Any) -> bool:
-    """Whether an operation declares that its result shares memory with an argument: it is a view, or in place."""
+    """Return whether an operation is a view or works in place: its result may share memory with an argument."""
     return any(x.alias_info is not None for x in func._schema.returns)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while this context is entered, until they are freed: ``now``, and
-    ``most``, the largest number after any operation."""
+    """Count the bytes of tensors created within this context and not yet freed: ``now``, and ``most``, the largest
+    number after any operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch would ask once more for each of millions of operations."""
+        """Nothing is compiled here, so torch need not check it at each of millions of operations."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

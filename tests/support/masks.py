@@ -1,4 +1,4 @@
-"""Masks of every kind that a fit may meet: options for the library, and the cells that they mean."""
+"""Masks of every kind: the options of ``fit_additive``, and the cells that they select."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What operations of torch take and give: tensors in tuples, lists and dictionaries. As torch's own ``tree_map``, which
-takes longer than a small operation itself, and tests look into millions of them."""
+"""Tensors in nested tuples, lists and dictionaries: a faster ``tree_map``, for tests that intercept millions of
+operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
-    """All tensors in it, from left to right."""
+    """Yield all tensors, from left to right."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (tuple, list)):
@@ -22,7 +22,7 @@ def tensors(x: Any) -> Iterator[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], x: Any) -> Any:
-    """The same with every leaf changed."""
+    """Apply a function to every leaf."""
     kind = type(x)
     if kind is tuple or kind is list:
         return kind([mapped(change, part) for part in x])

@@ -1,4 +1,4 @@
-"""What a page of documentation says and prints: its code blocks, and whether they still print it."""
+"""Code blocks of a page of documentation, and whether they print the output shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block:
 
 
 def blocks(page: str, *languages: str) -> list[Block]:
-    """The blocks of a page in some languages, in order."""
+    """Return the blocks of a page in some languages, in order."""
     found, kept = list(_FENCE.finditer(page)), []
     for block, after in itertools.zip_longest(found, found[1:]):
         follows = after is not None and after[1] == "text" and not page[block.end() : after.start()].strip()
@@ -37,7 +37,7 @@ def blocks(page: str, *languages: str) -> list[Block]:
 
 
 def run_python(page: str) -> int:
-    """Run a page's Python blocks in turn, as a reader would who pastes them; compare what they print."""
+    """Run a page's Python blocks in turn in one namespace, and compare what they print."""
     names: dict[str, object] = {"__name__": "__page__"}
     python = blocks(page, "python")
     for block in python:
@@ -50,7 +50,7 @@ def run_python(page: str) -> int:
 
 
 def assert_prints(got: str, expected: str) -> None:
-    """Equal but for spaces and for the last digit of numbers with a decimal point."""
+    """Assert that texts are equal, except for spaces and the last digit of decimal numbers."""
     words = got.split(), expected.split()
     same = len(words[0]) == len(words[1]) and all(_like(a, b) for a, b in zip(*words, strict=True))
     assert same, f"the page says\n{expected}\nbut now it is\n{got}"

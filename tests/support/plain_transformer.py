@@ -1,4 +1,4 @@
-"""A transformer written down naively: one text, one head, one query at a time, in float64."""
+"""A naive transformer: one text, one head, one query at a time, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tl_posdisent.synthetic.model.encodings import alibi_slopes, t5_bucket
 
 @torch.no_grad()
 def plain_logits(model: Any, tokens: Tensor) -> Tensor:
-    """What a ``SyntheticModel`` should compute, from its parameters alone; texts padded at the end if at all."""
+    """Compute the logits of a ``SyntheticModel`` from its parameters; padding is allowed at the end."""
     return torch.stack([_one_text(model, text) for text in tokens])
 
 

@@ -1,4 +1,4 @@
-"""Processes that tests start: each has a time limit and the default signals, and none outlives its test."""
+"""Processes for tests, with a time limit and default signals; none outlives its test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIPES: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.
 
 @contextlib.contextmanager
 def process(*words: str | Path, limit: float = LIMIT, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is killed after ``limit`` seconds, or when the context ends."""
+    """Start a process that is killed after ``limit`` seconds, or when the context ends."""
     with subprocess.Popen(words, preexec_fn=_default_signals, **options) as running, _killed(running.kill, limit):
         yield running
 
@@ -42,7 +42,7 @@ def _killed(kill: Callable[[], None], limit: float) -> Iterator[None]:
 def run(
     *words: str | Path, limit: float = LIMIT, check: bool = True, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; what it wrote, as text. An exit code other than 0 is an error that shows stderr."""
+    """Run a command and return what it wrote. An exit code other than 0 is an error that shows stderr."""
     done = subprocess.run(words, preexec_fn=_default_signals, timeout=limit, capture_output=True, text=True, **options)
     assert not check or done.returncode == 0, f"{words[0]} ended with {done.returncode}:\n{done.stderr}"
     return done
@@ -128,6 +128,6 @@ def wait_until(there: Callable[[], Any], running: BaseProcess | None = None, lim
 
 
 def _default_signals() -> None:
-    """Started in the background of a script, the tests ignore Ctrl-C, and so would the process."""
+    """Restore the default signals: tests that a script starts in the background ignore Ctrl-C."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The public names: those of the package and those of its namespaces."""
+"""The public names of the package and of its namespaces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ NAMESPACES = ("additive", "demo", "experiments", "hooks", "models", "rope", "swe
 
 
 def public_names() -> dict[str, Any]:
-    """Every public object by its name, wherever it is reached."""
+    """Return every public object by its name."""
     rooms = [tl_posdisent, *(getattr(tl_posdisent, name) for name in NAMESPACES)]
     return {name: getattr(room, name) for room in rooms for name in room.__all__ if name not in NAMESPACES}

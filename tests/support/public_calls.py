@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal, float32."""
+    """Draw standard normal float32 numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -179,7 +179,7 @@ def model_for(function: Function, reading: Any) -> Any:
 
 
 def call(function: Function, /, *model: Any, **changed: Any) -> Any:
-    """With good values for all else; what comes lazily is asked for its first."""
+    """Call a function with good values for all other arguments; of an iterator, take the first item."""
     name = next((x for x, made in MADE.items() if made == function), getattr(function, "__name__", ""))
     arguments = dict(zip(("model",), model, strict=False))
     arguments |= changed

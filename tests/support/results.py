@@ -1,4 +1,4 @@
-"""The numbers within any result of the package, to compare two of them."""
+"""Compare the numbers in two results of the package, of any type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each numeric array, with where it is."""
+    """Yield each numeric array with its path."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         yield path, (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -35,7 +35,7 @@ def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def assert_same(found: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    """Equal to rounding, number by number."""
+    """Assert that two results are equal to rounding."""
     left, right = dict(numbers_in(found)), dict(numbers_in(expected))
     assert left.keys() == right.keys()
     for path, x in right.items():

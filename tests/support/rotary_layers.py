@@ -19,7 +19,7 @@ def frequencies(n: int, base: float = 50.0) -> Tensor:
 
 
 def llama3(n: int) -> Tensor:
-    """Slow subspaces are slowed down eightfold, middle ones gradually."""
+    """Slow down low frequencies eightfold and middle ones gradually, as Llama 3 does."""
     theta = frequencies(n, 1e4)
     blend = ((2 * torch.pi / theta).log() / math.log(200)).clamp(0, 1)
     return theta * (1 - blend) + theta / 8 * blend

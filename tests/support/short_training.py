@@ -19,5 +19,5 @@ def fresh() -> SyntheticModel:
 
 
 def go_on(folder: Path) -> None:
-    """Train in a folder, or go on there."""
+    """Train in a folder, or resume the training there."""
     train(fresh(), TASK, HOW, folder=folder, resume=True, progress=False)

@@ -1,4 +1,4 @@
-"""Synthetic models with weights that show, and the encodings to try."""
+"""Small synthetic models with large random weights, and all position encodings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ both_directions = pytest.mark.parametrize("causal", [True, False])
 
 
 def small_model(seed: int = 0, **changed: Any) -> SyntheticModel:
-    """With every parameter at a value that shows."""
+    """Build a model in which every parameter changes the logits."""
     small = {"n_layers": 2, "d_model": 24, "n_heads": 3, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 5}
     model = SyntheticModel(SyntheticConfig(**(small | changed)), seed)
     generator = torch.Generator().manual_seed(seed)

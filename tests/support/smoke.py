@@ -1,5 +1,6 @@
-"""What an installed package must be able to do, without its source tree, without a network and with nothing but what
-pip installed with it. A program, run before a release: ``python -I tests/support/smoke.py``. It says what it saw.
+"""Test an installed wheel, without the sources, a network or packages beyond its dependencies.
+
+Run it before a release, in an environment of its own: ``python -I tests/support/smoke.py`` prints what it measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str) -> str:
-    """Output of the installed `tl-posdisent`, run where no source is."""
+    """Run the installed `tl-posdisent` in an empty folder and return its output."""
     program = Path(sys.executable).with_name("tl-posdisent")
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run([str(program), *arguments], cwd=empty, capture_output=True, text=True, check=False)

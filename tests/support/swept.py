@@ -1,4 +1,4 @@
-"""Jobs that tests sweep over, and what they leave in a folder."""
+"""Jobs of sweeps in tests, and the files that they write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be
 
 
 def inodes(out: Path) -> dict[str, tuple[int, int]]:
-    """Which file each part is, and when it was written: done again would be another."""
+    """Return the inode and time of each part, which change if a job is repeated."""
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "parts").glob("*.parquet")}
 
 

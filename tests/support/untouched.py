@@ -1,4 +1,4 @@
-"""Everything that a look at a model, or a refusal, must not change."""
+"""The state that a tool, or an error, must leave as it was."""
 
 from __future__ import annotations
 

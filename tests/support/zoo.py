@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture the package meets, in both TransformerLens classes, offline.
+"""Tiny random models of every tested architecture, in both TransformerLens classes, offline.
 
 `bridge(name)` and `hooked(name)` carry the weights of `hf_model(name)`. `test_zoo.py` compares them with `hf_logits`.
 """
@@ -69,7 +69,7 @@ def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.Pre
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, scale: float, embedding: float) -> None:
-    """Give every parameter a value that shows: peaked attention, norms not one, biases not zero.
+    """Draw large parameters: peaked attention, norms other than one, biases other than zero.
 
     At the usual initialisation of 0.02 scores are within 0.03 of zero, and a wrong rotation would pass any tolerance.
     """
@@ -91,14 +91,14 @@ def _reference(name: str) -> transformers.PreTrainedModel:
 
 
 def random_tokens(length: int = 12, batch: int = 2, seed: int = 0) -> Int[Tensor, "batch pos"]:
-    """Random tokens; the first three ids are left out, which configs call padding, beginning and end."""
+    """Draw random tokens, without the first three ids, which configs use for padding, BOS and EOS."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def hf_logits(
     name: str, tokens: Int[Tensor, "batch pos"], position_ids: Int[Tensor, "batch pos"] | None = None
 ) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of the plain Hugging Face model, which no bridge has touched."""
+    """Compute the logits of a new Hugging Face model, without a bridge."""
     arguments: dict[str, Any] = {}
     if position_ids is not None:
         # Without a mask transformers takes a jump in the positions for a new document, and hides the old one.

@@ -1,8 +1,7 @@
 """The tiny architectures: one Hugging Face model class, its config class and the config's arguments per name.
 
 Every model has two or three layers, width 64, eight query heads, and a vocabulary of 61 tokens. Windows, soft
-caps and rotary scalings are set so small that twelve tokens are enough to tell a model that has them from one
-that has not.
+caps and rotary scalings are so small that they change the logits of twelve tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class Architecture:
 
 
 def _modern(**more: Any) -> dict[str, Any]:
-    """Arguments shared by Llama and all who took their names from it."""
+    """Arguments with Llama's names, which most architectures share."""
     shape = {"vocab_size": VOCAB, "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": N_HEADS}
     shape |= {"intermediate_size": 96, "max_position_embeddings": N_CTX, "tie_word_embeddings": False}
     return shape | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | more
 
 
 def _gpt2_style(**more: Any) -> dict[str, Any]:
-    """Arguments of GPT-2's naming; every dropout is off, though `eval()` would do."""
+    """Arguments with GPT-2's names, without dropout."""
     shape = {"vocab_size": VOCAB, "n_embd": D_MODEL, "n_layer": 2, "n_head": N_HEADS, "n_positions": N_CTX}
     return shape | {"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2} | more
 
