@@ -119,6 +119,9 @@ def attention_ladder(
     wanted = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
     extra = check_subset("controls", controls, get_args(Control))
     check_rung_options(bands, rank)
+    check_integer("draws", draws, 1)
+    if exact != "all":
+        _check_exact(exact, unit, metric)
     check_seed(seed)
     reading = read_model(model, layers)
     fitted = read_texts(reading.model, tokens, attention_mask)
@@ -134,7 +137,6 @@ def attention_ladder(
     rows: list[Row] = []
     to_run, search = chosen, dict[str, Any]()
     if exact != "all":
-        _check_estimated(exact, draws, unit, metric)
         of_texts = (tokens, attention_mask) if heldout is None else (heldout, heldout_mask)
         _, parts = differentiable_texts(reading.model, *of_texts, next_token_loss)
         options: dict[str, Any] = {"exact": exact, "draws": draws, "seed": seed, "progress": progress}
@@ -178,10 +180,9 @@ def _check_lengths(rungs: Sequence[Step], texts: Texts, fitted: Texts, chosen: C
         )
 
 
-def _check_estimated(exact: Any, draws: Any, unit: Unit, metric: Metric | None) -> None:
-    """Validate the options with which some heads are estimated."""
+def _check_exact(exact: Any, unit: Unit, metric: Metric | None) -> None:
+    """Validate a number of heads to be run, and that the others can be estimated."""
     check_integer("exact", exact, 0, why="a number of heads, or 'all'")
-    check_integer("draws", draws, 1)
     if unit != "head" or metric is not None:
         given = f"unit={unit!r}" if unit != "head" else "a metric"
         raise ArgumentError("exact", f"must be 'all' with {given}: estimates are divergences of single heads")
