@@ -16,7 +16,7 @@ from support.cache_faults import Fault, lost, renamed
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from support.untouched import state_of_model
 
-from tl_posdisent import ablate_heads, check_model, dummy_distance, head_patching, read_model
+from tl_posdisent import ablate_heads, check_model, dummy_distance, read_model
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge, pytest.mark.tl4]
 TEXTS, START = zoo.random_tokens(L), 7
@@ -139,20 +139,6 @@ def test_a_pass_within_a_module_of_the_callers() -> None:
     with torch.no_grad(), model.hooks(fwd_hooks=dummy_distance(model, 3)):
         assert torch.equal(Wrapper(lambda: model(TEXTS))(), model(TEXTS))
         assert "does not keep its keys" in refused(lambda: Wrapper(lambda: by_hand(model))())
-
-
-def _metric(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return logits[:, -1].square().mean()
-
-
-def test_experiments_run_whole_texts_where_the_cache_is_lost() -> None:
-    """Several places of a text in one run against a cache, on a sound bridge; on the other without."""
-    model, sound = faulty("llama-gqa", lost), zoo.bridge("llama-gqa")
-    tables = [
-        head_patching(m, TEXTS, TEXTS.flip(1), _metric, positions=[9, 10], layers=[0], progress=False)
-        for m in (model, sound)
-    ]
-    assert tables[0]["value"].tolist() == pytest.approx(tables[1]["value"].tolist(), abs=1e-5)
 
 
 def test_check_model_says_once_why_it_refuses() -> None:

@@ -65,8 +65,11 @@ def check_scores(
 
 
 def _as_turned(state: LayerState, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the model rotated to its positions: vectors that were turned for the slots of the batch."""
-    rotary, n_slots = state.spec.require_rotary("turning"), state.start + state.n_query
+    """Return what the model rotated to its positions: vectors that were turned for the slots of the batch.
+
+    That was before the text showed its rotation, so by the one that was read from the model.
+    """
+    rotary, n_slots = state.plan.spec.require_rotary("turning"), state.start + state.n_query
     at = torch.arange(n_slots, device=queries.device)
     return (
         turned_vectors(state.plan, rotary, queries, "q", at[-queries.shape[1] :], behind=False),

@@ -7,7 +7,6 @@ argument of the cache.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Pass, output_of
+from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Pass
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 
 WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
 
@@ -48,27 +46,6 @@ def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str
     return cache | {"attention_mask": torch.ones_like(part)} if "past_kv_cache" in cache else cache
 
 
-def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
-    """Compute keys and values of the beginning of texts, as an argument of a pass over the rest.
-
-    Raises:
-        ValueError: a model that does not accept a cache, or has a layer that keeps nothing in it.
-    """
-    cache = empty_cache(model, part)
-    with without_gradients():
-        output_of(model, part, **with_mask(cache, part))
-    if "past_key_values" in cache and (lost := layers_without_keys(cache["past_key_values"])):
-        raise ValueError(lost_keys(lost[0]))
-    return cache
-
-
-def of_rows(cache: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Copy such a cache for a batch of some of its texts; raise unless it is a transformers cache."""
-    some = copy.deepcopy(cache)
-    some["past_key_values"].batch_select_indices(rows)
-    return some
-
-
 # --- attention that loses its cache -----------------------------------------------------------------------------------
 
 
@@ -77,7 +54,7 @@ def lost_cache(p: Pass, tokens: Int[Tensor, "batch pos"]) -> str | None:
 
     A model that raises an error when it is given a cache needs no refusal.
     """
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
     config = getattr(getattr(p.model, "original_model", None), "config", None)
     if config is None:  # HookedTransformer's attention fills its own cache
@@ -87,30 +64,18 @@ def lost_cache(p: Pass, tokens: Int[Tensor, "batch pos"]) -> str | None:
         p.run(tokens, use_cache=True, past_key_values=cache)
     except UNSUPPORTED:
         return None
-    lost = layers_without_keys(cache)
-    return lost_keys(lost[0]) if lost else None
+    for layer, kept in enumerate(cache.layers):
+        if isinstance(kept, DynamicLayer) and int(kept.get_seq_length()) == 0:  # others keep states without keys
+            return (
+                f"the attention of layer {layer} does not keep its keys in the KV cache that this run asks for, so "
+                f"later tokens would not see the earlier ones ({library_versions()}; TransformerLens up to 4.3 needs "
+                f'transformers before 5.24): install "transformers<5.24", or {WITHOUT_CACHE}'
+            )
+    return None
 
 
 def library_versions() -> str:
     return f"TransformerLens {version('transformer-lens')}, transformers {version('transformers')}"
-
-
-def lost_keys(layer: int) -> str:
-    """Return the error message for a layer that loses its KV cache: the reason, and what to do."""
-    return (
-        f"the attention of layer {layer} does not keep its keys in the KV cache that this run asks for, so later "
-        f"tokens would not see the earlier ones ({library_versions()}; TransformerLens up to 4.3 needs transformers "
-        f'before 5.24): install "transformers<5.24", or {WITHOUT_CACHE}'
-    )
-
-
-def layers_without_keys(cache: Any) -> list[int]:
-    """List the layers whose attention kept no keys in a transformers cache that a pass should have filled."""
-    from transformers.cache_utils import DynamicLayer, StaticLayer
-
-    layers = [*enumerate(cache.layers)]
-    with_keys = [(index, each) for index, each in layers if isinstance(each, (DynamicLayer, StaticLayer))]  # no mamba
-    return [index for index, each in with_keys if int(each.get_seq_length()) == 0] if with_keys else [0]
 
 
 # --- a running pass ---------------------------------------------------------------------------------------------------
