@@ -136,3 +136,32 @@ def test_a_change_that_fails_fails_alone(kind: str, name: str, shared_model: Any
                     run()
             else:
                 check_outputs(model, [change], run())
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_a_name_is_compared_in_one_layer_where_layers_share_the_stream_alone(
+    kind: str, name: str, shared_model: Any
+) -> None:
+    model, trusted = shared_model(kind, name), set[Any]()
+
+    def halved(layer: int) -> Any:
+        def halve(z: Tensor, hook: Any) -> Tensor:
+            return z / 2
+
+        return lambda group, heads: [(f"blocks.{layer}.attn.hook_z", halve)]
+
+    outputs: dict[int, list[int]] = {}
+    with running(model):
+        runs = Runs(model, read_texts(model, TOKENS), [0, 1], trusted=trusted)
+        for layer in (0, 1):
+            outputs[layer] = []
+            count = model.blocks[-1].mlp.register_forward_hook(
+                lambda part, inputs, x, sizes=outputs[layer]: sizes.append(len(x))
+            )
+            [run] = runs.each(layer, [Change("halved", tuple(HEADS), halved(layer), coupled=True)])
+            found = run()[0]
+            count.remove()
+            with torch.no_grad(), applied(model, halved(layer)(0, HEADS)):
+                torch.testing.assert_close(found, model(TOKENS), rtol=1e-4, atol=1e-4)
+    # The last block alone, the change and an unmodified text, a full pass; then the change of the other layer.
+    assert outputs == {0: [2, 3, 2], 1: [2]}
