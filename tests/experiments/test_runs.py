@@ -109,17 +109,17 @@ def test_outputs_are_those_of_full_passes(
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_each_name_is_compared_once_and_all_share_a_batch(kind: str, name: str, shared_model: Any) -> None:
-    model, trusted = shared_model(kind, name), set[Any]()
+    model, trusted = shared_model(kind, name), dict[Any, bool]()
     changes = changes_of([("a", honest, False), ("a", of_z, False), ("b", of_z, False)])
     sizes: list[int] = []
     last = model.blocks[-1].mlp.register_forward_hook(lambda part, inputs, x: sizes.append(len(x)))
     with running(model):
         outputs(model, changes, trusted=trusted)
-        # The clean run, the last block alone, all changes and an unmodified text, and a full pass for each name.
-        assert sizes == [2, 2, 2 * len(changes) + 1, 2, 2]
+        # The clean run, all changes and an unmodified text, and a full pass for each name.
+        assert sizes == [2, 2 * len(changes) + 1, 2, 2]
         sizes.clear()
         found = outputs(model, changes, trusted=trusted)
-        assert sizes == [2, 2, 2 * len(changes)]
+        assert sizes == [2, 2 * len(changes) + 1]
     last.remove()
     check_outputs(model, changes, found)
 
@@ -142,7 +142,7 @@ def test_a_change_that_fails_fails_alone(kind: str, name: str, shared_model: Any
 def test_a_name_is_compared_in_one_layer_where_layers_share_the_stream_alone(
     kind: str, name: str, shared_model: Any
 ) -> None:
-    model, trusted = shared_model(kind, name), set[Any]()
+    model, trusted = shared_model(kind, name), dict[Any, bool]()
 
     def halved(layer: int) -> Any:
         def halve(z: Tensor, hook: Any) -> Tensor:
@@ -163,5 +163,5 @@ def test_a_name_is_compared_in_one_layer_where_layers_share_the_stream_alone(
             count.remove()
             with torch.no_grad(), applied(model, halved(layer)(0, HEADS)):
                 torch.testing.assert_close(found, model(TOKENS), rtol=1e-4, atol=1e-4)
-    # The last block alone, the change and an unmodified text, a full pass; then the change of the other layer.
-    assert outputs == {0: [2, 3, 2], 1: [2]}
+    # The change and an unmodified text; one text twice and the last block alone; a full pass; and the other change.
+    assert outputs == {0: [3, 1, 1, 1, 2], 1: [3]}

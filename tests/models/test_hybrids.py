@@ -77,7 +77,7 @@ def test_check_model_finds_nothing_wrong(name: str, shared_model: Any) -> None:
 @zoo.needs_bridge
 def test_check_model_finds_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
     """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
-    monkeypatch.setattr(layer_pass, "_start_texts_at_0", lambda state, real: None)
+    monkeypatch.setattr(layer_pass, "_from_0", lambda state, real: state.positions)
     tools = ["swap_positions", "phase_noise", "remap_distance"]
     table = check_model(shared_model("bridge", "qwen3.5"), tools=tools, lengths=12, progress=False)
     wrong = table[table["verdict"] == "wrong"]

@@ -14,7 +14,7 @@ from tl_posdisent.experiments.causal.head_search import HeadSearch
 from tl_posdisent.experiments.causal.metrics import as_numbers, is_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import predictions
-from tl_posdisent.experiments.causal.runs import Change, HooksOf, Runs
+from tl_posdisent.experiments.causal.runs import Change, HooksOf, Runs, Trusted
 from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.experiments.causal.token_losses import divergences, losses_and_divergences
 from tl_posdisent.models.running.forward_pass import Hook
@@ -48,7 +48,7 @@ def exact_effects(
     parts: Sequence[Part],
     n_texts: int,
     bar: Any,
-    trusted: set[Hashable],
+    trusted: Trusted,
 ) -> dict[Place, Outcome]:
     """Run texts with the heads of each place changed; texts of a batch that are in none of the parts are NaN."""
     found = {
@@ -92,7 +92,7 @@ def search_largest(
 ) -> dict[Place, Outcome]:
     """Run what searches for the largest divergences ask for, by number of intervention, until they end."""
     found: dict[Place, Outcome] = {}
-    n_texts, trusted = len(n_predictions), set[Hashable]()
+    n_texts, trusted = len(n_predictions), dict[Hashable, bool]()
     while places := [(n, *run) for n, search in searches.items() for run in search.next_runs()]:
         bar.total = bar.n + n_texts * n_passes(model, places) + _SLACK
         found |= exact_effects(model, items, places, parts, n_texts, bar, trusted)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import islice, takewhile
 from math import ceil
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.running.forward_pass import Hook, output_of, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import (
+    are_separate,
     attempted,
     changed_results,
     has_hooks,
@@ -64,6 +65,9 @@ class Change:
     coupled: bool = False
 
 
+Trusted = dict[Hashable, bool]
+"""What comparisons found, by length of text and what was compared."""
+
 Run = Callable[[], list[Any]]
 """Returns what the model returns for each group of texts, or raises what the run raised."""
 
@@ -75,7 +79,7 @@ class Runs:
         model: in evaluation mode (``running``), with the hooks of the user's, if any.
         layers: those whose heads are to be changed.
         under: hooks for each group of texts, in force in all of these runs.
-        trusted: what was compared with full passes in other runs of the same model, for texts of the same length.
+        trusted: names that were compared with full passes in other runs of the model, and ``separate`` for their texts.
     """
 
     def __init__(
@@ -84,10 +88,10 @@ class Runs:
         texts: Texts,
         layers: Sequence[int],
         under: Sequence[list[Hook]] | None = None,
-        trusted: set[Hashable] | None = None,
+        trusted: Trusted | None = None,
     ) -> None:
         of_groups = zip(texts.groups, under or [[]] * len(texts.groups), strict=True)
-        trusted = set() if trusted is None else trusted
+        trusted = {} if trusted is None else trusted
         self._groups = [
             _Group(model, n, group.tokens, layers, hooks, trusted) for n, (group, hooks) in enumerate(of_groups)
         ]
@@ -118,11 +122,12 @@ class _Group:
         tokens: Tensor,
         layers: Sequence[int],
         under: list[Hook],
-        trusted: set[Hashable],
+        trusted: Trusted,
     ) -> None:
         self.model, self.number, self.tokens, self.under, self.trusted = model, number, tokens, under, trusted
         with applied(model, under):
             self.clean = run_clean(model, tokens, layers)
+        self.of_one_layer = len(layers) == 1
         # Hooks of the user's may count on every block to run, and on the batch as it is.
         self.shortcuts = bool(layers) and not has_hooks(model)
         if self.shortcuts:  # is the output, of each text, a function of what the last block returns?
@@ -158,22 +163,19 @@ class _Group:
             changed_z.keep(rest)
         yield from (partial(self._full_pass, change) for change in rest)
 
-    @cached_property
-    def separate(self) -> bool:
-        """Whether the last block takes only the residual stream from those before: where any takes keys, it does."""
-        last = len(self.model.blocks) - 1
-        end, before = self.model.blocks[last], self.clean.after.get(last - 1)
-        alone = attempted(partial(run_to, end, self.model, self.tokens, last, before, self.under))
-        return alone is not None and _agree(hidden(alone), hidden(self.clean.last))
-
-    def _trust(self, layer: int, what: Hashable) -> Hashable:
-        """Return under what a successful comparison is noted: of one layer, if layers may share more than a stream."""
-        return self.tokens.shape[1], None if self.separate else layer, what
+    def _compared(self, layer: int, name: Hashable) -> Hashable:
+        """Return under what a comparison is noted: of one layer, if blocks share more than the residual stream."""
+        length = self.tokens.shape[1]
+        if self.of_one_layer:
+            return length, layer, name
+        if (length, "separate") not in self.trusted:
+            separate = attempted(partial(are_separate, self.model, self.tokens[:1]))
+            self.trusted[length, "separate"] = bool(separate)
+        return length, None if self.trusted[length, "separate"] else layer, name
 
     def _from_layer(self, layer: int, changes: Sequence[Change], changed: Sequence[Tensor]) -> Any:
         """Return the last block's output for all changes, or None if it changes that of an unmodified text."""
-        n, comparison = len(self.tokens), self._trust(layer, "unmodified")
-        unmodified = [] if comparison in self.trusted else [0]
+        n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
             z = z.clone()
@@ -186,28 +188,24 @@ class _Group:
             return z
 
         def run() -> Any:
-            rows = torch.tensor([*range(n)] * len(changes) + unmodified, device=self.tokens.device)
+            rows = torch.tensor([*range(n)] * len(changes) + [0], device=self.tokens.device)
             before = of_texts(self.clean.after[layer - 1], rows) if layer else None
             hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
             return run_to(self.model.blocks[-1], self.model, self.tokens[rows], layer, before, hooks)
 
         last = attempted(run)
-        if last is None:
-            self.shortcuts = False
-        elif unmodified:
+        if last is not None:
             own, clean = hidden(last)[-1], hidden(self.clean.last)[0]
             size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
-            if not _agree(own / size, clean / size):
-                self.shortcuts, last = False, None
-            else:
-                self.trusted.add(comparison)
+            last = last if _agree(own / size, clean / size) else None
+        self.shortcuts = last is not None
         return last
 
     def _agrees(self, layer: int, changes: Sequence[Change], last: Any) -> bool:
         """Compare the largest change of each name with a full pass, until one with a visible effect agrees."""
         clean, n = hidden(self.clean.last), len(self.tokens)
         for name in dict.fromkeys(change.name for change in changes):
-            comparison = self._trust(layer, name)
+            comparison = self._compared(layer, name)
             if comparison in self.trusted:
                 continue
             sizes = {
@@ -221,7 +219,7 @@ class _Group:
             if not _agree(found, expected):
                 return False
             if not _agree(expected, self.clean.output):
-                self.trusted.add(comparison)
+                self.trusted[comparison] = True
         return True
 
     def _outputs(self, last: Any, n_changes: int) -> Iterator[Callable[[], Any]]:
@@ -229,10 +227,16 @@ class _Group:
         n, each = len(self.tokens), 4 * self.clean.output.numel()
         at_once = max(1, _BYTES_AT_ONCE // max(1, each))
         for first in range(0, n_changes, at_once):
-            some = slice(first * n, min(first + at_once, n_changes) * n)
-            output = cache(partial(self._after_blocks, of_texts(last, some)))
-            for i in range(first, min(first + at_once, n_changes)):
-                yield partial(_of_change, output, slice((i - first) * n, (i - first + 1) * n))
+            some = of_texts(last, slice(first * n, min(first + at_once, n_changes) * n))
+            together = cache(partial(self._after_blocks, some))
+            for i in range(min(at_once, n_changes - first)):
+                yield partial(self._output, together, some, slice(i * n, (i + 1) * n))
+
+    def _output(self, together: Callable[[], Any], last: Any, texts: slice) -> Any:
+        try:
+            return together()[texts]
+        except torch.OutOfMemoryError:
+            return self._after_blocks(of_texts(last, texts))
 
     def _full_pass(self, change: Change) -> Any:
         hooks = self.under + change.hooks(self.number, change.heads)  # a sum: lists of this package act together
@@ -297,10 +301,6 @@ def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]] | None =
     """Run the model on each group of texts, under the group's hooks if any, and return the outputs."""
     hooks = [[]] * len(texts.groups) if hooks is None else hooks
     return [run_under(model, group.tokens, some) for group, some in zip(texts.groups, hooks, strict=True)]
-
-
-def _of_change(output: Callable[[], Any], texts: slice) -> Any:
-    return output()[texts]
 
 
 def _agree(found: Any, expected: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.utils.precision import mismatch
 
 _Result = TypeVar("_Result")
 
@@ -45,6 +46,25 @@ def run_to(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hoo
     with running(model) as p, p.skipping(model.blocks[:layer], lambda: before), p.keeping([module]) as kept:
         p.run(tokens, hooks, stop=module, **more)
     return kept[module]
+
+
+def are_separate(model: Any, text: Int[Tensor, "1 pos"]) -> bool:
+    """Say whether each block computes its output from the residual stream and the tokens alone.
+
+    A block may also read what an earlier one left behind: keys, or anything that it keeps. So each is run alone, right
+    after a pass of another text.
+    """
+    blocks, other = list(model.blocks), text.flip(1)
+    if torch.equal(other, text):
+        return False
+    clean = run_clean(model, text, range(len(blocks) + 1))
+    with running(model) as p:
+        p.run(other)
+    for layer in reversed(range(len(blocks))):  # so that no earlier block has run since
+        alone = run_to(blocks[layer], model, text, layer, clean.after.get(layer - 1), [])
+        if mismatch(hidden(alone), hidden(clean.after[layer])) > 1:
+            return False
+    return True
 
 
 def changed_results(
