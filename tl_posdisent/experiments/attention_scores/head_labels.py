@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.head_ablation import visible_window
+from tl_posdisent.experiments.causal.head_ablation import streaming_ablation, visible_window
 from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.hooks.hook_list import any_heads, hooks_for
@@ -90,7 +90,8 @@ def head_labels(
         which share of the copies). ``label`` names those of the first four measures that reach at least the
         fraction ``threshold`` of the way from the random copies' value (without copies: from 0) to 1, joined by ``+``;
         if there are none, ``"local"`` if that measure reaches it; else it is empty.
-        ``table.attrs["search"]`` says for ``streaming`` how many heads of the model were run and what no other exceeds;
+        unless all were run, ``table.attrs["search"]`` says for ``streaming`` how many heads of the model were run and
+        what no other exceeds;
         ``table.attrs["random weights"]`` describes the copies, ``table.attrs["start_token"]`` is the token that begins
         the repeated random tokens (None without tokenizer or configuration).
 
@@ -129,23 +130,47 @@ def head_labels(
             table = _measured(one, texts, copied, layers, local)
             if streaming:
                 assert window is not None
-                hidden = hooks_for(any_heads(one, layers, None), hiding("streaming_ablation", sinks, window))
-                options: dict[str, Any] = {"heads": [*table.index], "exact": exact, "most": 4 * exact, "seed": seed}
-                effects = head_effects(
-                    one, texts.tokens, {"streaming": hidden}, attention_mask=texts.real, progress=False, **options
-                ).set_index(_HEAD)
-                table["streaming"] = effects["exact"].fillna(effects["estimate"])
-                table["streaming_exact"] = effects["exact"].notna()
-                searches.append(effects.attrs["search"]["streaming"])
+                options: dict[str, Any] = {"sinks": sinks, "window": window, "exact": exact, "seed": seed}
+                table[["streaming", "streaming_exact"]], search = _streaming(one, texts, [*table.index], **options)
+                searches.append(search)
             found.append(table)
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
-    if searches:
+    if searches and searches[0]:
         table.attrs["search"] = searches[0]
     if seeds:
         table.attrs["random weights"] = described_copies("random", scales, seeds)
     return reading.note(table)
+
+
+def _streaming(
+    reading: ModelReading, texts: Texts, heads: list[Any], *, sinks: int, window: int, exact: int, seed: int
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Measure the added loss of each head that sees only sinks and a window: whether it was run, and the search.
+
+    If the search may run all heads, nothing is estimated.
+    """
+    if 4 * exact >= len(heads):
+        table = streaming_ablation(
+            reading, texts.tokens, attention_mask=texts.real, sinks=sinks, window=window, heads=heads, progress=False
+        )
+        return table.set_index(_HEAD)[["effect"]].assign(exact=True), {}
+    hidden = hooks_for(any_heads(reading, None, heads), hiding("streaming_ablation", sinks, window))
+    effects = head_effects(
+        reading,
+        texts.tokens,
+        {"streaming": hidden},
+        attention_mask=texts.real,
+        heads=heads,
+        exact=exact,
+        most=4 * exact,
+        seed=seed,
+        progress=False,
+    ).set_index(_HEAD)
+    known = effects["exact"].notna()
+    found = pd.DataFrame({"effect": effects["exact"].fillna(effects["estimate"]), "exact": known})
+    return found, effects.attrs["search"]["streaming"]
 
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
