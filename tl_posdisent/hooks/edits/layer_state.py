@@ -38,6 +38,7 @@ class LayerState:
         fell_back: whether the running text's rotation table is not the expected one.
         cos: the table of cosines, until that of sines.
         z: the result of the attention before that of edited scores is put in.
+        pattern: the pattern, where it comes before ``z``.
     """
 
     def __init__(self, plan: LayerPlan, text: TextSoFar, start: int, continues: bool) -> None:
@@ -47,6 +48,7 @@ class LayerState:
         self.rescored, self.fell_back = plan.rescored, False
         self.cos: Tensor | None = None
         self.z: Tensor | None = None
+        self.pattern: Tensor | None = None
 
     # --- vectors, those in the KV cache included
 
