@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -90,15 +90,26 @@ class LadderRuns:
                 for together in [chosen] if whole else [[each] for each in chosen]:
                     hooks = {x: fitted.get(x) or self._hooks_in(together, x, shuffled=shuffled) for x in some}
                     items = self._items(together)
-                    found: list[dict[Step, _Measured]] = [{} for _ in items]
-                    outputs = self._runs(runs, together, items, hooks)
-                    for rung, (item, measured) in product(some, list(zip(items, found, strict=True))):
-                        is_end = rung == "untouched"
-                        measured[rung] = untouched if is_end else self._measure(next(outputs), clean, untouched, item)
-                        self.bar.update()
+                    found = self._measured(items, hooks, self._runs(runs, together, items, hooks), clean, untouched)
                     for item, measured in zip(items, found, strict=True):
-                        rows += self._rows_of(item, measured, untouched, control)
+                        rows += self._rows_of(item, measured, untouched, clean.blocks, control)
         return rows
+
+    def _measured(
+        self,
+        items: Sequence[_Item],
+        rungs: Iterable[Step],
+        outputs: Iterator[Run],
+        clean: Unmodified,
+        untouched: _Measured,
+    ) -> list[dict[Step, _Measured]]:
+        """Measure each rung for each item, in the order of ``_runs``."""
+        found: list[dict[Step, _Measured]] = [{} for _ in items]
+        for rung, (n, item) in product(rungs, list(enumerate(items))):
+            is_end = rung == "untouched"
+            found[n][rung] = untouched if is_end else self._measure(next(outputs), clean, untouched, item)
+            self.bar.update()
+        return found
 
     def _items(self, together: Chosen) -> list[_Item]:
         if self.unit == "all":
@@ -179,13 +190,13 @@ class LadderRuns:
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _rows_of(
-        self, item: _Item, measured: dict[Step, _Measured], untouched: _Measured, control: str
+        self, item: _Item, measured: dict[Step, _Measured], untouched: _Measured, of_tokens: Blocks, control: str
     ) -> Iterator[Row]:
         layer, head = item.layer, item.head
         for name in ("uniform", MEAN):
             self.baselines[layer, head, name] = measured.get(name) or self.baselines[layer, head, name]
         uniform, mean = (self.baselines[layer, head, name] for name in ("uniform", MEAN))
-        blocks, of_tokens = self._blocks(untouched), self._blocks_of_tokens()
+        blocks = of_tokens if self.metric is None else Blocks.single(len(untouched.values))
         dtype, unmodified_loss = dtype_of(self.reading.model), untouched.losses.mean().item()
         for rung, run in measured.items():
             lengths = [self.fitted.longest] if rung == MEAN or rung in PER_HEAD else self.texts.lengths
@@ -205,16 +216,6 @@ class LadderRuns:
             )
             row["causal"] = static and all(spec.causal for spec, _ in item.where)
             yield row
-
-    def _blocks(self, untouched: _Measured) -> Blocks:
-        """Return blocks of predicted tokens, or of a metric's values."""
-        if self.metric is not None:
-            return Blocks.single(len(untouched.values))
-        return self._blocks_of_tokens()
-
-    def _blocks_of_tokens(self) -> Blocks:
-        """Return blocks of predicted tokens: the texts, or parts of them."""
-        return Blocks.of_texts([group.tokens.shape[1] - 1 for group in self.texts.groups for _ in group.rows])
 
     def _size(self, rung: Step, spec: AttentionSpec, length: int) -> int:
         """Count the parameters that a rung fits for one head."""

@@ -106,11 +106,6 @@ class Runs:
         for outputs in zip(*(group.each(layer, changes) for group in self._groups), strict=True):
             yield partial(lambda functions: [function() for function in functions], outputs)
 
-    @property
-    def at_once(self) -> int:
-        """Number of changes that share a batch."""
-        return min(group.most for group in self._groups)
-
 
 class _Group:
     """Texts of equal length and their unmodified run."""
