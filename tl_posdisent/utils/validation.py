@@ -223,35 +223,37 @@ def check_float64(name: str, device: torch.device) -> None:
         ) from error
 
 
-def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, " number"]:
-    """Return a user's numbers as a float64 tensor with one axis, or raise."""
-    check_values(name, values)
-    try:
-        x = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
-        raise ArgumentError(name, f"must be finite real numbers, got {type(values).__name__}: {error}") from error
-    if x.ndim != 1 or len(x) == 0:
-        raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
-    real = not x.is_complex() and x.dtype != torch.bool
-    x = torch.as_tensor(values, dtype=torch.float64, device="cpu") if real else x
-    if not real or not bool(x.isfinite().all()):
-        raise ArgumentError(name, f"must be finite real numbers, got {shown(values)}")
-    return x.detach().to(device)
-
-
 def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tensor, "*shape"]:
-    """Return a user's numbers of any shape as a float64 tensor without gradients, or raise."""
+    """Return a user's numbers of any shape as a float64 tensor without gradients, or raise.
+
+    >>> real_tensor("target", [1, None])
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: target must be finite real numbers, integers below 2**63, got [1, None]
+    """
+    check_values(name, values)
+    dtype = f" of {values.dtype}" if hasattr(values, "dtype") else ""
+    kind = "finite real" if finite else "real"
+    wrong = ArgumentError(name, f"must be {kind} numbers, integers below 2**63, got {shown(values)}{dtype}")
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(name, f"must be real numbers, integers below 2**63, got {shown(values)}") from error
-    check_values(name, tensor)
+    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
+        raise wrong from error
     check_float64(name, tensor.device)
-    if tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
-        raise ArgumentError(name, f"must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise wrong
     if not isinstance(values, Tensor):  # torch makes Python's numbers float32 unless it is told otherwise
         tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    if finite and not bool(tensor.isfinite().all()):
+        raise wrong
     return tensor.detach().double()
+
+
+def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, " number"]:
+    """Return a user's numbers as a float64 tensor with one axis, at least one of them, or raise."""
+    x = real_tensor(name, values)
+    if x.ndim != 1 or len(x) == 0:
+        raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
+    return x.to(device)
 
 
 def check_seed(seed: Any) -> int:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.experiments.causal.runs import Change, Failures, Runs, run_texts
+from tl_posdisent.experiments.causal.token_losses import Unmodified
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.score_edits import View
 from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
@@ -27,11 +29,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_subset
-
-from .metrics import shuffled_order
-from .runs import Change, Failures, Runs, run_texts
-from .token_losses import Unmodified
+from tl_posdisent.utils.validation import check_seed, check_subset
 
 Control = Literal["shuffled fit", "zero"]
 _CONTROLS: tuple[Control, ...] = get_args(Control)
@@ -84,7 +82,7 @@ def additive_substitution(
     model = reading.model
     specs = [spec for spec, _ in additive_heads(reading, axes, layers, None, "additive_substitution")]
     texts = read_texts(model, tokens, attention_mask)
-    shuffled = [group.tokens[:, shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
+    shuffled = texts.shuffled(check_seed(seed))
     check_reach(model, [spec.layer for spec in specs])
     stored = [_fits_of(model, tokens, specs, axes) if "shuffled fit" in extra else {} for tokens in shuffled]
     everywhere = [put for put in _puts(axes) if put[0] in ("fit", *extra)]

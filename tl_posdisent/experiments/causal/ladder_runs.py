@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, Rung, n_parameters
-from tl_posdisent.experiments.causal.metrics import Metric, as_numbers, shuffled_order, values_of
+from tl_posdisent.experiments.causal.metrics import Metric, as_numbers, values_of
 from tl_posdisent.experiments.causal.runs import Change, Failures, Run, Runs, run_texts
 from tl_posdisent.experiments.causal.shares import share_between, share_of_kl
 from tl_posdisent.experiments.causal.token_losses import Unmodified
@@ -149,9 +149,8 @@ class LadderRuns:
             return partial(_mean_outputs, self._means(chosen))
         if rung in WITHOUT_FIT or not (per_head or shuffled):
             return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
-        texts = [group.tokens for group in (self.fitted if per_head else self.texts).groups]
-        if shuffled:
-            texts = [tokens[:, shuffled_order(tokens.shape[1], self.seed)] for tokens in texts]
+        source = self.fitted if per_head else self.texts
+        texts = source.shuffled(self.seed) if shuffled else [group.tokens for group in source.groups]
         options: dict[str, Any] = {"in_turn": self.unit == "all", "bands": self.bands, "rank": self.rank}
         if per_head:
             stored = [fit_layers(model, texts, chosen, rung, **options)] * len(self.texts.groups)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.token_losses import correct, in_blocks
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_seed, is_integer, shown
+from tl_posdisent.utils.validation import is_integer, shown
 
 Metric = Callable[..., Any]
 """A function of the model's output (logits ``[batch, pos, vocab]``), or of output and tokens ``[batch, pos]``, that
@@ -263,11 +263,3 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
 def _predicted(texts: Texts) -> list[int]:
     """Return the number of predicted tokens of each text, in the order of its groups."""
     return [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]
-
-
-def shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
-    """Draw an order of tokens: the first, then the others at random."""
-    generator = torch.Generator().manual_seed(check_seed(seed))
-    drawn = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
-    drawn[0] = -1
-    return drawn.argsort()

@@ -66,6 +66,10 @@ class Texts:
         """Return the tokens of each text, without padding."""
         return [row[real] for row, real in zip(self.tokens, self.real, strict=True)]
 
+    def shuffled(self, seed: int) -> list[Int[Tensor, "text pos"]]:
+        """Return the tokens of each group in random order: in each text the first, then the others."""
+        return [group.tokens[:, _shuffled_order(group.tokens.shape[1], seed)] for group in self.groups]
+
     def one_group(self, tool: str) -> Int[Tensor, "batch pos"]:
         """Return the tokens without padding; raise for texts of unequal length, which ``tool`` does not support."""
         if len(self.groups) > 1:
@@ -117,6 +121,13 @@ class Texts:
             whole[where] = part
         assert whole is not None
         return whole
+
+
+def _shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
+    drawn[0] = -1
+    return drawn.argsort()
 
 
 Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | Texts
