@@ -13,7 +13,7 @@ from support.dense import Dense
 from support.masks import CASES, Case, documents, random_mask
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Runs, by_distance, cell_distances, diagonal_sums, make_cells
+from tl_posdisent.additive.cells import Cells, ConvexCells, by_distance, cell_distances, diagonal_sums, make_cells
 
 quick = settings(max_examples=40, derandomize=True, deadline=None)
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -63,8 +63,8 @@ def test_a_band_from_numbers_is_the_band_from_its_mask(n_query: int, more: int, 
     low = max(low, int(distance.min()))
     high = min(low + width, int(distance.max()))
     if low <= high:
-        band = Runs.band(n_query, n_key, low, high, "cpu")
-        found = Runs.from_mask((distance >= low) & (distance <= high))
+        band = ConvexCells.band(n_query, n_key, low, high, "cpu")
+        found = ConvexCells.from_mask((distance >= low) & (distance <= high))
         assert found is not None
         assert (found.low, found.high) == (low, high)
         assert torch.equal(found.counts, band.counts)
@@ -87,7 +87,7 @@ def test_cells_move_to_another_device(options: dict[str, Any]) -> None:
 
 def test_sums_over_short_runs_are_exact_however_large_the_sums_before_them() -> None:
     """A difference of two cumulative sums of 10^8 would leave only 8 digits of it."""
-    cells = Runs.band(20_000, 20_000, 0, 1, "cpu")
+    cells = ConvexCells.band(20_000, 20_000, 0, 1, "cpu")
     x = torch.randn(1, cells.counts.shape[-1], dtype=torch.float64).cumsum(-1).cumsum(-1)
     found = cells.split(cells.product(x)).query[0]
     a, b, c = (part[0] for part in cells.split(x))

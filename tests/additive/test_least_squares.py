@@ -7,7 +7,7 @@ import torch
 from support.masks import CASES, Case
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Runs, make_cells
+from tl_posdisent.additive.cells import Cells, ConvexCells, make_cells
 from tl_posdisent.additive.least_squares import pooled, solve
 
 
@@ -34,13 +34,13 @@ def test_takes_few_steps_whatever_the_length_and_the_window(
         marginals = cells.product(torch.randn(n_system, cells.counts.shape[-1], dtype=torch.float64))
     else:
         cells, marginals = marginals_of_noise(n_system, length, window)
-    products, product = [0], Runs.product
+    products, product = [0], ConvexCells.product
 
-    def counted(cells: Runs, x: Tensor) -> Tensor:
+    def counted(cells: ConvexCells, x: Tensor) -> Tensor:
         products[0] += 1
         return product(cells, x)
 
-    monkeypatch.setattr(Runs, "product", counted)
+    monkeypatch.setattr(ConvexCells, "product", counted)
     solution = solve(cells, marginals)
     assert products[0] <= 50
     error = cells.product(solution) - marginals
@@ -52,7 +52,7 @@ def test_takes_few_steps_whatever_the_length_and_the_window(
     [(1024, 1024, 3, 4), (1024, 1024, 500, 503), (1024, 1024, -9, -3), (1024, 1024, 0, 0), (400, 1024, 0, 5)],
 )
 def test_a_band_anywhere(n_query: int, n_key: int, low: int, high: int) -> None:
-    cells = Runs.band(n_query, n_key, low, high, "cpu")
+    cells = ConvexCells.band(n_query, n_key, low, high, "cpu")
     marginals = cells.product(torch.randn(2, cells.counts.shape[-1], dtype=torch.float64))
     torch.testing.assert_close(cells.product(solve(cells, marginals)), marginals, rtol=0, atol=1e-9)
 

@@ -330,7 +330,7 @@ def test_without_rotary_embeddings_there_are_reasons(
     assert [row["this model"] for row in document.rows("headline")][:2] == ["not for this model"] * 2
     table = tp.additivity(model, tokens, progress=False).groupby(HEAD, as_index=False).mean()
     agrees(document, "heads-r", {"r": "r", "key alone": "share_key"}, table)
-    with pytest.raises(ValueError, match="nothing of this can be measured: controlled_distance needs rotary"):
+    with pytest.raises(ValueError, match="requested sections can be measured: controlled_distance needs rotary"):
         tp.report(model, tokens, tmp_path / "none.html", sections=["shares", "subspaces"], progress=False)
     assert not (tmp_path / "none.html").exists()
 

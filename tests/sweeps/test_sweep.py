@@ -30,7 +30,7 @@ from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
 from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import experiments_by_name
 from tl_posdisent.sweeps.sources import named
-from tl_posdisent.sweeps.versions import digest_of, installed
+from tl_posdisent.sweeps.versions import digest_of, installed_versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
@@ -88,7 +88,7 @@ def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             monkeypatch.syspath_prepend(tmp_path / "site")
         else:
             monkeypatch.undo()
-        installed.cache_clear()
+        installed_versions.cache_clear()
 
     yield change
     change(False)
@@ -125,7 +125,7 @@ def test_sources_are_part_of_the_version(tmp_path: Path) -> None:
     package = Path(tl_posdisent.__file__).parent
     copy = shutil.copytree(package, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
     assert digest_of(package) == digest_of(copy)
-    assert f"tl-posdisent {version('tl-posdisent')} (sources {digest_of(package)})" in installed()
+    assert f"tl-posdisent {version('tl-posdisent')} (sources {digest_of(package)})" in installed_versions()
     file = copy / "additive" / "cells.py"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     assert digest_of(package) != digest_of(copy)

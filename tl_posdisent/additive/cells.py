@@ -3,8 +3,8 @@
 The additive model gives every cell ``a[distance] + b[query] + c[key]``. The normal equations need *marginals*: the sums
 of the scores (``read_marginals``) and of the model (``Cells.product``) over the cells of each distance, query and key.
 Coefficients and marginals are *stacked* in one vector: distances, queries, keys. There are two kinds of cell sets,
-``Runs`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask); ``make_cells`` chooses. The last query
-is at the last key: query ``i`` has position ``i + n_key - n_query``.
+``ConvexCells`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask); ``make_cells`` chooses. The last
+query is at the last key: query ``i`` has position ``i + n_key - n_query``.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ def diagonal_sums(x: Float64[Tensor, "*batch row column"], low: int, high: int) 
     return sums[..., -torch.arange(low, high + 1, device=x.device) % (width + 1)]
 
 
-Run = tuple[Tensor, Tensor]  # half-open: first, and one past the last; equal if the run is empty
+Span = tuple[Tensor, Tensor]  # half-open: first, and one past the last; equal if the run is empty
 
 
 @dataclass(frozen=True, eq=False)
-class Runs(Cells):
+class ConvexCells(Cells):
     """Cells whose rows, columns and diagonals have no gaps: causal, full, windowed and padded masks.
 
     The sum of the model over a run is a difference of two cumulative sums, so a product takes O(length), without a
@@ -186,7 +186,9 @@ class Runs(Cells):
     stops: Int64[Tensor, "*mask two_per_coefficient"]
 
     @classmethod
-    def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str, *, sinks: int = 0) -> Runs:
+    def band(
+        cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str, *, sinks: int = 0
+    ) -> ConvexCells:
         """Create the cells with ``low <= distance <= high``, without the first ``sinks`` keys."""
         offset = n_key - n_query
         i, j = (torch.arange(n, device=device) for n in (n_query, n_key))
@@ -195,25 +197,25 @@ class Runs(Cells):
         first, stop = _clipped(j - offset + low, j - offset + high + 1, n_query)
         queries_of_key = first, torch.where(j < sinks, first, stop)
         queries_of_distance = _clipped(d - offset + sinks, d - offset + n_key, n_query)
-        return cls._from_runs(n_query, n_key, low, keys_of_query, queries_of_key, queries_of_distance)
+        return cls._from_spans(n_query, n_key, low, keys_of_query, queries_of_key, queries_of_distance)
 
     @classmethod
-    def from_mask(cls, mask: Bool[Tensor, "*mask query key"]) -> Runs | None:
+    def from_mask(cls, mask: Bool[Tensor, "*mask query key"]) -> ConvexCells | None:
         """Convert a boolean mask, or return None if some row, column or diagonal has a gap."""
         n_query, n_key = mask.shape[-2:]
         low, high = distance_range(mask)
         runs = []
         for view in (mask.mT, mask, by_distance(mask, low, high)):
-            run = _find_run(view)
+            run = _find_span(view)
             if run is None:
                 return None
             runs.append(run)
-        return cls._from_runs(n_query, n_key, low, *runs)
+        return cls._from_spans(n_query, n_key, low, *runs)
 
     @classmethod
-    def _from_runs(
-        cls, n_query: int, n_key: int, low: int, keys_of_query: Run, queries_of_key: Run, queries_of_distance: Run
-    ) -> Runs:
+    def _from_spans(
+        cls, n_query: int, n_key: int, low: int, keys_of_query: Span, queries_of_key: Span, queries_of_distance: Span
+    ) -> ConvexCells:
         n_distance, offset, device = queries_of_distance[0].shape[-1], n_key - n_query, keys_of_query[0].device
         i, j, d = (torch.arange(n, device=device) for n in (n_query, n_key, n_distance))
         runs = (queries_of_distance, keys_of_query, queries_of_key)
@@ -258,12 +260,12 @@ class Runs(Cells):
         return sums[..., :n] + sums[..., n:]
 
 
-def _clipped(start: Tensor, stop: Tensor, n: int) -> Run:
+def _clipped(start: Tensor, stop: Tensor, n: int) -> Span:
     start = start.clamp(0, n)
     return start, torch.maximum(stop.clamp(0, n), start)
 
 
-def _find_run(mask: Bool[Tensor, "*mask n columns"]) -> Run | None:
+def _find_span(mask: Bool[Tensor, "*mask n columns"]) -> Span | None:
     """Find the run of True in every column, or return None if a column has a gap."""
     begins = mask.clone()
     begins[..., 1:, :] &= ~mask[..., :-1, :]
@@ -339,7 +341,7 @@ def make_cells(
         raise ArgumentError("sinks", f"must be fewer than the {shape[-1]} keys, got {sinks}")
     if isinstance(mask, Tensor):
         mask = _checked(mask, shape, window, sinks).to(device)
-        return Runs.from_mask(mask) or Scattered.from_mask(mask)
+        return ConvexCells.from_mask(mask) or Scattered.from_mask(mask)
     if not (isinstance(mask, str) and mask in get_args(MaskKind)):
         what = repr(mask) if isinstance(mask, str) else type(mask).__name__
         raise ArgumentError("mask", f'must be "causal", "full" or a boolean tensor, got {what}')
@@ -353,7 +355,7 @@ def make_cells(
     low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1 - sinks
     if window is not None:
         low, high = max(low, 1 - window), min(high, window - 1)
-    return Runs.band(n_query, n_key, low, high, device, sinks=sinks)
+    return ConvexCells.band(n_query, n_key, low, high, device, sinks=sinks)
 
 
 def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Parts, Runs, Scattered
+from tl_posdisent.additive.cells import Cells, ConvexCells, Parts, Scattered
 
 _NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
 
@@ -40,7 +40,7 @@ def design_rank(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit
 
 def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
     """Count connected components, where two cells are neighbours if they share a query or a key."""
-    if isinstance(cells, Runs):
+    if isinstance(cells, ConvexCells):
         # A component begins at the first key of a run that no earlier run reaches.
         empty = cells.first_key == cells.stop_key
         first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
@@ -60,7 +60,7 @@ def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
 
 def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
     """Find the distances, except for the lowest and the highest, at which some 2 × 2 block of cells is complete."""
-    if isinstance(cells, Runs):
+    if isinstance(cells, ConvexCells):
         first, stop = cells.first_query, cells.stop_query
         start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
         end = torch.minimum(stop[..., 1:-1] - 1, stop[..., :-2]).minimum(stop[..., 2:] - 1)
@@ -73,7 +73,7 @@ def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
 
 def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
     """Compute the rank of the distances' normal matrix after projecting out queries and keys."""
-    if isinstance(cells, Runs):
+    if isinstance(cells, ConvexCells):
         cells = Scattered.from_mask(cells.to_mask())
     assert isinstance(cells, Scattered)
     n_d, n_q, n_k = cells.split(cells.counts)

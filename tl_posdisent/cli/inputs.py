@@ -18,7 +18,7 @@ _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
 _LONGEST = 512  # default of --length
 
 
-def check_model(model: str) -> None:
+def check_name(model: str) -> None:
     """Raise for an unknown model, before anything else is done and without asking a hub."""
     if not model:
         raise ValueError("--model must be demo, a name or a path, got ''")

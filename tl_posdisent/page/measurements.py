@@ -119,7 +119,7 @@ def measure(
             found[name] = _try(name, subject, found, seed, copies, progress)
             bar.update()
         if all(found[name].refused for name in wanted):
-            raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
+            raise ValueError(f"none of the requested sections can be measured: {found[wanted[0]].refused}")
         compared = [name for name in _COMPARED if name in wanted and not found[name].refused]
         chance: dict[SectionName, list[pd.DataFrame]] = {name: [] for name in compared}
         seeds = copies.seeds(seed) if compared else range(0)

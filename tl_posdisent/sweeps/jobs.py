@@ -19,7 +19,7 @@ import pandas as pd
 from tl_posdisent import experiments, synthetic
 from tl_posdisent.models.loading.load import Backend, check_backend
 from tl_posdisent.sweeps.sources import DTYPES, MOST_JOBS, Checkpoint, Text, checkpoint_steps, named, step_of
-from tl_posdisent.sweeps.versions import installed
+from tl_posdisent.sweeps.versions import installed_versions
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seeds, is_integer, refuse_pair, shown
 
@@ -146,7 +146,7 @@ class Job:
     seed: int | None = None
     backend: Backend = "auto"
     dtype: str = "float32"
-    versions: str = field(default_factory=installed)
+    versions: str = field(default_factory=installed_versions)
 
     @cached_property
     def hash(self) -> str:

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.sweeps.jobs import Job, run_experiment
 from tl_posdisent.sweeps.sources import Text, load
-from tl_posdisent.sweeps.versions import installed
+from tl_posdisent.sweeps.versions import installed_versions
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
 from tl_posdisent.utils.validation import shown
@@ -118,7 +118,7 @@ def finished_before(out: Path, jobs: list[Job]) -> dict[str, int]:
             continue
         try:
             about = json.loads((pq.read_schema(path).metadata or {})[_KEY])["job"]
-            old = Job(**about | {"text": Text(**about["text"]), "versions": installed()})
+            old = Job(**about | {"text": Text(**about["text"]), "versions": installed_versions()})
             versions = about["versions"]
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
             continue  # damaged, or no part of a sweep
@@ -191,10 +191,10 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
 
 
 def _check_versions(job: Job) -> None:
-    if job.versions != installed():
+    if job.versions != installed_versions():
         raise ValueError(
-            f"the versions of the job, {job.versions}, are not those of the process that runs it, {installed()}: "
-            "install the same everywhere, or call jobs again after an upgrade"
+            f"the versions of the job, {job.versions}, are not those of the process that runs it, "
+            f"{installed_versions()}: install the same everywhere, or call jobs again after an upgrade"
         )
 
 
@@ -289,7 +289,7 @@ def sweep(
             for versions, n in finished_before(folder, todo).items():
                 warnings.warn(
                     f"{n} of {len(listed)} jobs have results of other versions in {folder}, which are not used: "
-                    f"they were made with {versions}, and run again with {installed()}",
+                    f"they were made with {versions}, and run again with {installed_versions()}",
                     stacklevel=2,
                 )
             for job in todo:  # old errors and damaged parts must not be taken for new ones

@@ -12,12 +12,12 @@ _RUNS_MODELS = ("transformer-lens", "transformers", "torch")
 
 
 @functools.cache
-def installed() -> str:
+def installed_versions() -> str:
     """Describe all versions that may change a result: of this package, of its sources, and of what runs the models.
 
     The build of torch, such as ``+cpu``, is left out: it changes rounding only, as the device does.
 
-    >>> installed()
+    >>> installed_versions()
     'tl-posdisent 0... (sources ...), transformer-lens ..., transformers ..., torch 2...'
     """
     numbers = {name: version(name).partition("+")[0] for name in ("tl-posdisent", *_RUNS_MODELS)}

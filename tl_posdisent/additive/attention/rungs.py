@@ -141,7 +141,7 @@ _STEPS = 200
 _PAIRS = 20  # steps that L-BFGS keeps; with its default, 10, it ends at a divergence up to 1 % higher
 _PENALTY = 1e-4  # nats per unit of u² or v²; without it, u or v is arbitrary where a query sees one key or a key gets 0
 
-Cells = Float64[Tensor, "query key"]
+Matrix = Float64[Tensor, "query key"]
 
 
 @own_sums()
@@ -164,7 +164,7 @@ def fit_query_term(
     return torch.stack(terms).reshape(logits.shape)
 
 
-def _fit_one(p: Cells, base: Cells, rank: int) -> Cells:
+def _fit_one(p: Matrix, base: Matrix, rank: int) -> Matrix:
     rows = (base > -torch.inf).any(-1)
     p, base = p[rows], base[rows]
     u, s, v = torch.linalg.svd(p - base.softmax(-1), full_matrices=False)
@@ -187,7 +187,7 @@ def _fit_one(p: Cells, base: Cells, rank: int) -> Cells:
     return term
 
 
-def _value_and_gradients(p: Cells, base: Cells, u: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _value_and_gradients(p: Matrix, base: Matrix, u: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Compute the divergence (up to a constant) with the penalty, and its gradient.
 
     The gradient is in closed form, because a model may run where torch records no gradients.

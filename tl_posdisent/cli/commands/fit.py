@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_model, cut_tokens, load, read_text, title_of
+from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -66,7 +66,7 @@ def fit(
       tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
     """
     with answering(locals()):
-        check_model(model)
+        check_name(model)
         check_out(out)
         chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
         words = read_text(text, model)

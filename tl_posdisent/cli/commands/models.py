@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_model as check_name
-from tl_posdisent.cli.inputs import load, name_of
+from tl_posdisent.cli.inputs import check_name, load, name_of
 from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Model, Out, Progress, Seed
 from tl_posdisent.cli.output import answering, check_out, frame, save, show
 from tl_posdisent.utils.words import plural

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_model, cut_tokens, load, read_text
+from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -63,7 +63,7 @@ def report(
       tl-posdisent report --model EleutherAI/pythia-70m --text book.txt
     """
     with answering(locals()):
-        check_model(model)
+        check_name(model)
         check_out(out, (".html",))
         chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
         sections: Any = _sections(section)

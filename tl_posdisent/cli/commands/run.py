@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tl_posdisent.cli.inputs import check_model, cut_tokens, load, read_text, title_of
+from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Device,
@@ -69,7 +69,7 @@ def run(
         elif explain:
             lines = _explained(name)
         else:
-            check_model(model)
+            check_name(model)
             check_out(out)
             given = parsed(settings)
             from tl_posdisent.sweeps.jobs import check_call, run_experiment

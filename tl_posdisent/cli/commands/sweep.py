@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_model
+from tl_posdisent.cli.inputs import check_name
 from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Progress, Settings, Texts
 from tl_posdisent.cli.output import answering, check_out, frame, note, one_line, save, show
 from tl_posdisent.cli.process import limit_threads, settle
@@ -59,7 +59,7 @@ def sweep(
     """
     with answering(locals()):
         for name in model or ():
-            check_model(name)
+            check_name(name)
         check_out(table, option="table")
         check_writable("out", out, "folder")
         arguments, drawn = parsed(settings), whole_numbers("seeds", seeds)

@@ -18,7 +18,7 @@ from tl_posdisent.utils.words import plural
 
 Head = tuple[int, int | None]
 """Layer and head; None for a layer whose results are not laid out by heads."""
-Run = tuple[int, int | tuple[int, ...] | None]
+Target = tuple[int, int | tuple[int, ...] | None]
 """Layer, and the head or heads that are changed."""
 
 _NOTHING = 1e-7  # nats: divergences of float32 predictions below this are rounding
@@ -46,7 +46,7 @@ class HeadSearch:
     alone: dict[Head, float] = field(default_factory=dict)
     together: dict[int, float] = field(default_factory=dict)
 
-    def next_runs(self) -> list[Run]:
+    def next_runs(self) -> list[Target]:
         """Return the heads to run alone, and the other heads of the same layers to run together."""
         if not self.largest:
             return []
@@ -57,13 +57,13 @@ class HeadSearch:
             allowed = max(0, self.most - len(self.alone))
             some = [head for layer in self._open() for head in self._next_heads(layer)][:allowed]
             layers = list(dict.fromkeys(layer for layer, _ in some))
-        runs: list[Run] = [*some]
+        runs: list[Target] = [*some]
         for layer in layers if self.bounded else []:
             rest = [head for head in self._remaining(layer) if head not in some]
             runs += [(layer, tuple(int(head) for _, head in rest if head is not None))] if len(rest) > 1 else rest
         return runs
 
-    def note(self, divergences: Mapping[Run, float]) -> None:
+    def note(self, divergences: Mapping[Target, float]) -> None:
         """Note the divergences of runs that ``next_runs`` returned."""
         for (layer, heads), divergence in divergences.items():
             if isinstance(heads, tuple):

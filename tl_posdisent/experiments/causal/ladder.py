@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung, check_rung_options
 from tl_posdisent.experiments.causal.ladder_estimates import screen_heads
-from tl_posdisent.experiments.causal.ladder_runs import MEAN, LadderRuns, Row, Step, Unit
+from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Row, Unit
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import Failures
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
@@ -132,7 +132,7 @@ def attention_ladder(
     if metric is not None:
         check_metric(metric)
     chosen = any_heads(reading, layers, heads)
-    rung_list: list[Step] = [MEAN, *(rung for rung in RUNGS if rung in wanted)]
+    rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in wanted)]
     _check_lengths(rung_list, texts, fitted, chosen)
     rows: list[Row] = []
     to_run, search = chosen, dict[str, Any]()
@@ -150,7 +150,7 @@ def attention_ladder(
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
         ladder = LadderRuns(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         if to_run:
-            rungs_of: dict[str, list[Step]] = {"none": rung_list}
+            rungs_of: dict[str, list[AnyRung]] = {"none": rung_list}
             rungs_of |= {"shuffled": [*fitted_rungs]} if "shuffled" in extra else {}
             rows += ladder.rows(to_run, rungs_of)
         if to_run and scales:
@@ -168,7 +168,7 @@ def attention_ladder(
     return reading.note(ladder.failures.note(table))
 
 
-def _check_lengths(rungs: Sequence[Step], texts: Texts, fitted: Texts, chosen: Chosen) -> None:
+def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, chosen: Chosen) -> None:
     """Raise if predicted texts have distances for which a rung was not fitted."""
     reach = min(texts.longest, max(spec.window or texts.longest for spec, _ in chosen))
     if set(rungs) & set(PER_HEAD) and reach > fitted.longest:

@@ -11,7 +11,7 @@ import torch
 from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, n_parameters
 from tl_posdisent.experiments.causal.estimated_effects import Estimates
 from tl_posdisent.experiments.causal.exact_effects import search_largest
-from tl_posdisent.experiments.causal.ladder_runs import MEAN, Row, Step
+from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, Row
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
 from tl_posdisent.experiments.causal.shares import share_of_kl
@@ -47,7 +47,7 @@ def screen_heads(
     texts: Texts,
     parts: Sequence[Part],
     chosen: Chosen,
-    rungs: Sequence[Step],
+    rungs: Sequence[AnyRung],
     *,
     exact: int,
     draws: int,
@@ -76,7 +76,7 @@ def screen_heads(
     return Screening(run, _rows(items, estimates, texts, fitted.longest, chosen, run), search.to_dict())
 
 
-def _hooks(model: Any, fitted: Texts, rung: Step, heads: Sequence[tuple[int, int]]) -> Hooks:
+def _hooks(model: Any, fitted: Texts, rung: AnyRung, heads: Sequence[tuple[int, int]]) -> Hooks:
     if rung == MEAN:
         return ablate_heads(model, heads, mode="mean", reference=fitted)
     if rung in PER_HEAD:

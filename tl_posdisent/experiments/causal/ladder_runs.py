@@ -32,7 +32,7 @@ from tl_posdisent.utils.statistics import Blocks
 
 Unit = Literal["head", "layer", "all"]
 MEAN: Final = "mean_output"
-Step = Rung | Literal["mean_output"]
+AnyRung = Rung | Literal["mean_output"]
 """A rung, or the head's mean output."""
 Row = dict[str, Any]
 """A row of the table of ``attention_ladder``, by column."""
@@ -75,7 +75,7 @@ class LadderRuns:
     # The last measured, by layer, head and rung.
     baselines: dict[tuple[Any, ...], _Measured] = field(default_factory=dict)
 
-    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[Step]]) -> list[Row]:
+    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[AnyRung]]) -> list[Row]:
         """Measure the rows of each control. A control without baselines uses those of the previous one."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[Row] = []
@@ -98,13 +98,13 @@ class LadderRuns:
     def _measured(
         self,
         items: Sequence[_Item],
-        rungs: Iterable[Step],
+        rungs: Iterable[AnyRung],
         outputs: Iterator[Run],
         clean: Unmodified,
         untouched: _Measured,
-    ) -> list[dict[Step, _Measured]]:
+    ) -> list[dict[AnyRung, _Measured]]:
         """Measure each rung for each item, in the order of ``_runs``."""
-        found: list[dict[Step, _Measured]] = [{} for _ in items]
+        found: list[dict[AnyRung, _Measured]] = [{} for _ in items]
         for rung, (n, item) in product(rungs, list(enumerate(items))):
             is_end = rung == "untouched"
             found[n][rung] = untouched if is_end else self._measure(next(outputs), clean, untouched, item)
@@ -120,7 +120,7 @@ class LadderRuns:
         return [_Item(spec.layer, head, [(spec, [head])]) for head in heads]
 
     def _runs(
-        self, runs: Runs, together: Chosen, items: Sequence[_Item], hooks: Mapping[Step, HooksIn]
+        self, runs: Runs, together: Chosen, items: Sequence[_Item], hooks: Mapping[AnyRung, HooksIn]
     ) -> Iterator[Run]:
         """Yield the run in which a rung replaces an item's attention, for each rung but the last, and each item."""
         replacing = {rung: hooks_in for rung, hooks_in in hooks.items() if rung != "untouched"}
@@ -128,7 +128,7 @@ class LadderRuns:
             return (partial(self._run, hooks_in, together) for hooks_in in replacing.values())
         [(spec, _)] = together
 
-        def changes(rung: Step, hooks_in: HooksIn) -> list[Change]:
+        def changes(rung: AnyRung, hooks_in: HooksIn) -> list[Change]:
             def of(group: int, heads: Sequence[int]) -> Hooks:
                 return hooks_in(group, [(spec, list(heads))])
 
@@ -142,7 +142,7 @@ class LadderRuns:
         under = [hooks_in(group, where) for group in range(len(self.texts.groups))]
         return run_texts(self.reading.model, self.texts, under)
 
-    def _hooks_in(self, chosen: Chosen, rung: Step, *, shuffled: bool) -> HooksIn:
+    def _hooks_in(self, chosen: Chosen, rung: AnyRung, *, shuffled: bool) -> HooksIn:
         """Return what puts a rung in: fitted to other texts, in the run itself, or to the shuffled text."""
         model, per_head = self.reading.model, rung in PER_HEAD
         if rung == MEAN:
@@ -189,7 +189,7 @@ class LadderRuns:
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _rows_of(
-        self, item: _Item, measured: dict[Step, _Measured], untouched: _Measured, of_tokens: Blocks, control: str
+        self, item: _Item, measured: dict[AnyRung, _Measured], untouched: _Measured, of_tokens: Blocks, control: str
     ) -> Iterator[Row]:
         layer, head = item.layer, item.head
         for name in ("uniform", MEAN):
@@ -216,7 +216,7 @@ class LadderRuns:
             row["causal"] = static and all(spec.causal for spec, _ in item.where)
             yield row
 
-    def _size(self, rung: Step, spec: AttentionSpec, length: int) -> int:
+    def _size(self, rung: AnyRung, spec: AttentionSpec, length: int) -> int:
         """Count the parameters that a rung fits for one head."""
         if rung == MEAN:
             return spec.d_head
