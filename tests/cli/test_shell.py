@@ -52,13 +52,12 @@ def test_without_progress_only_results_are_printed() -> None:
 
 
 SHORT = ("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress")
-SPEAKS = {name: [name, "--help"] for name in COMMANDS} | {"results": SHORT, "help": ["--help"], "none": []}
-SPEAKS |= {"version": ["--version"], "models": ["models"], "experiments": ["run"]}
+SPEAKS = {"results": SHORT, "help": ["--help"], "none": [], "models": ["models"], "experiments": ["run"]}
 
 
 @pytest.mark.parametrize("words", SPEAKS.values(), ids=SPEAKS)
 def test_stdout_that_cannot_be_written(words: Sequence[str], tmp_path: Path) -> None:
-    """Full, closed, or a pipe whose reader has gone: one line says so, and the exit code is that of a failure."""
+    """Full, closed, or a pipe whose reader has gone (without a word): the exit code is that of a failure."""
     reader, pipe = os.pipe()
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
@@ -71,7 +70,8 @@ def test_stdout_that_cannot_be_written(words: Sequence[str], tmp_path: Path) -> 
         arguments = ["-c", code, PROGRAM, *words]
         with process(sys.executable, *arguments, stdout=stream, stderr=subprocess.PIPE) as running:
             stderr = running.communicate()[1].decode()
-        assert (running.returncode, stderr) == (1, f"error: standard output cannot be written: {reason}\n"), reason
+        said = "" if stream == pipe else f"error: standard output cannot be written: {reason}\n"
+        assert (running.returncode, stderr) == (1, said), reason
     os.close(pipe)
     os.close(full)
 

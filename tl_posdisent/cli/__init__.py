@@ -21,7 +21,7 @@ from .commands.report import report
 from .commands.run import run
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
-from .output import delivering, parsing
+from .output import delivering
 from .process import spin_briefly
 
 
@@ -31,14 +31,6 @@ class Program(TyperGroup):
     def main(self, *args: Any, **options: Any) -> Any:
         with delivering():
             return super().main(*args, **options)
-
-    def make_context(self, *args: Any, **options: Any) -> Any:
-        with parsing():
-            return super().make_context(*args, **options)
-
-    def invoke(self, ctx: Any) -> Any:
-        with parsing():
-            return super().invoke(ctx)
 
 
 app = typer.Typer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -34,7 +33,7 @@ _TYPED = {"settings": "--set"}
 
 @contextlib.contextmanager
 def delivering() -> Iterator[None]:
-    """End the program with one line on stderr and exit code 1 if stdout is closed, full, or a pipe without a reader."""
+    """End the program with exit code 1 if stdout is closed or full (one line on stderr says so), or a broken pipe."""
     try:
         if sys.stdout is None:  # Python's stdout, if it was closed before the program began
             raise OSError("it is closed")
@@ -43,24 +42,11 @@ def delivering() -> Iterator[None]:
         finally:
             sys.stdout.flush()  # or the error would come when Python ends, with a traceback
     except OSError as error:
-        typer.echo(f"error: standard output cannot be written: {error.strerror or error}", err=True)
+        if not isinstance(error, BrokenPipeError):  # a reader that has seen enough, such as head
+            typer.echo(f"error: standard output cannot be written: {error.strerror or error}", err=True)
         with contextlib.suppress(OSError, AttributeError):  # none to redirect: closed, or a test's own stream
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         raise SystemExit(FAILED) from None
-
-
-@contextlib.contextmanager
-def parsing() -> Iterator[None]:
-    """Apply ``delivering`` while options are parsed and commands run, and shorten usage errors, which quote options."""
-    with delivering():  # here too, because typer handles a broken pipe before main sees it
-        try:
-            yield
-        except SystemExit:  # rich raises it for a broken pipe; typer and commands raise typer.Exit
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
-        except Exception as error:
-            if hasattr(error, "format_message"):  # click's usage errors, whichever click typer uses
-                error.message = shortened(error.message)  # type: ignore[attr-defined]
-            raise
 
 
 def shortened(message: str) -> str:

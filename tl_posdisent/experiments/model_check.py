@@ -1,4 +1,4 @@
-"""Check on one model that every tool does what it says, on short, long and padded texts and with a KV cache."""
+"""Test every tool against its laws on one model, on short, long and padded texts and with a KV cache."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def _gap(got: Any, expected: Any) -> float:
 
 
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Compute a number per text to which every logit contributes, with a weight of its own; as large as a logit."""
+    """Compute a random linear combination of all logits of a text, of the size of one logit."""
     weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5), device="cpu").to(logits)
     result: Tensor = (logits.detach() * weights).double().flatten(1).sum(1) / weights.numel() ** 0.5
     return result
@@ -388,8 +388,7 @@ def _head_patching(trial: Trial) -> Iterator[Law]:
 
 
 def _position_patching(trial: Trial) -> Iterator[Law]:
-    """Before the first layer that rotates nothing depends on positions: to patch in the vectors of the real positions
-    there is to leave the layer out of the intervention."""
+    """Patching the first rotary layer equals excluding it from the intervention: nothing before it has positions."""
     order = torch.arange(trial.tokens.shape[1], device="cpu").flip(0)
     everywhere = swap_positions(trial.reading, order)  # refuses what position_patching refuses
     first, *behind = [spec.layer for spec in trial.reading.attention if spec.rotary is not None]

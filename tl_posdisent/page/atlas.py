@@ -82,7 +82,7 @@ def listed(heads: pd.DataFrame) -> list[tuple[int, int]]:
 
 
 def _cells(heads: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns of the table, with the mark of estimates at numbers and verdicts that no run gave."""
+    """Return the columns of the table, with estimates marked."""
     shown = heads.drop(columns=["effect_exact", "kl_exact", *(["r"] if "r_held_out" in heads else [])], errors="ignore")
     for name, of in {"effect": "effect_exact", "kl": "kl_exact", "verdict": "kl_exact"}.items():
         if name in heads:

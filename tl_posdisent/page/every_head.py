@@ -25,7 +25,7 @@ from tl_posdisent.page.subject import Subject
 
 HEAD = ["layer", "head"]
 IDLE = ("not used", "no effect")
-"""Verdicts of heads whose output or attention the predictions do not need."""
+"""Verdicts of heads without a measurable effect."""
 LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
 
 PASSES = {"ablation": 0.62, "ladder": 7.0}

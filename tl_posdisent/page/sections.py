@@ -246,7 +246,7 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     listed["exact"] = exact_or_estimated(listed["exact"])
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
     titles |= {"first_token": "first token", "exact": "exact or estimated"}
-    caption = "Heads that are not surely without effect: the gap, and the share of it that each pattern recovers"
+    caption = "Heads with a possible effect: the gap, and the share of it that each pattern recovers"
     return values | {"table": table("ladder", caption, with_attention(listed, subject.attention), titles)}
 
 

@@ -77,7 +77,7 @@ def _looks(found: Found) -> list[Markup]:
     by_chance = _counts(looks_of_random(found.random))
     second = Markup(
         "By the same rule, {} of {} with random weights depend mainly on where a key is and {} on what it is, each "
-        "compared with the other random heads of its layer: as many are decided by chance."
+        "compared with the other random heads of its layer: this many are expected by chance."
     ).format(by_chance[0], plural(sum(by_chance), "head"), by_chance[1])
     return [first, second]
 

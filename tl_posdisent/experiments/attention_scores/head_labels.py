@@ -90,10 +90,10 @@ def head_labels(
         which share of the copies). ``label`` names those of the first four measures that reach at least the
         fraction ``threshold`` of the way from the random copies' value (without copies: from 0) to 1, joined by ``+``;
         if there are none, ``"local"`` if that measure reaches it; else it is empty.
-        unless all were run, ``table.attrs["search"]`` says for ``streaming`` how many heads of the model were run and
-        what no other exceeds;
-        ``table.attrs["random weights"]`` describes the copies, ``table.attrs["start_token"]`` is the token that begins
-        the repeated random tokens (None without tokenizer or configuration).
+
+        ``table.attrs["search"]`` gives, unless all heads were run for ``streaming``, how many were run and the bound
+        for the others; ``table.attrs["random weights"]`` describes the copies; ``table.attrs["start_token"]`` is the
+        token that begins the repeated random tokens (None without tokenizer or configuration).
 
     Raises:
         ValueError: invalid arguments; sinks and a window that hide nothing; a layer without hooks for its pattern and

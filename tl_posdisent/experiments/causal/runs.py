@@ -1,9 +1,9 @@
 """Runs in which heads of one layer are changed. Only this file makes them.
 
-Whatever changes in heads of a layer, the rest of the model sees it in ``z`` (``hook_z``). So a change can be run in two
-ways: by a full pass under its hooks; or from the layer on, several changes in a batch, with the ``z`` that a pass up to
-this layer computes under the hooks. The second way takes a fraction of the time. It is compared with the first, and a
-layer where the two differ is run by full passes.
+Later layers see changed heads only through ``z`` (``hook_z``). So a change can be run in two ways: by a full pass under
+its hooks; or from the layer on, several changes in a batch, with the ``z`` that a pass up to this layer computes under
+the hooks. The second way takes a fraction of the time. It is compared with the first, and a layer where the two differ
+is run by full passes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Change:
         name: changes of one name act at the same hook points: only one of them is compared with a full pass.
         heads: the heads that change.
         hooks: changes that share this function are computed together, in one pass up to the layer.
-        coupled: whether a head's change depends on the others in ``heads``, or heads beside these change, too. Such a
+        coupled: whether a head's change depends on the others in ``heads``, or other heads change as well. Such a
             change takes a pass of its own up to the layer.
     """
 
@@ -159,7 +159,7 @@ class _Group:
         yield from (partial(self._full_pass, change) for change in rest)
 
     def _compared(self, layer: int, name: Hashable) -> Hashable:
-        """Return under what a comparison is noted: of one layer, if blocks share more than the residual stream."""
+        """Return the key of a comparison, which has the layer if blocks share more than the residual stream."""
         length = self.tokens.shape[1]
         if self.of_one_layer:
             return length, layer, name
@@ -244,7 +244,7 @@ class _Group:
 
 
 class _ChangedZ:
-    """z of a layer under hooks of changes: one pass for those that share their hooks, one for each coupled change."""
+    """z of one layer under each change; changes with the same hooks share a pass, unless they are coupled."""
 
     def __init__(self, group: _Group, layer: int, changes: Sequence[Change]) -> None:
         self.group, self.layer = group, layer

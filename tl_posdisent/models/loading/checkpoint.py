@@ -1,7 +1,7 @@
 """Read a Hugging Face folder or repository: the whole model and its tokenizer, or an error that names what is wrong.
 
 transformers fills missing tensors with random numbers, ignores those that it does not know, and fails in many ways on
-files that it was not written for. Here all of it is one ValueError.
+files that it was not written for. All of these become one ValueError.
 """
 
 from __future__ import annotations

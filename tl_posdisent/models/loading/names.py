@@ -18,7 +18,7 @@ OWN = ("demo", *PACKAGED)
 def check_model_name(name: str, argument: str = "model") -> None:
     """Raise unless ``name`` is a path, a packaged model, a repository (``owner/name``) or known to TransformerLens.
 
-    No hub is asked. Whether a path or a repository exists is found out when it is loaded.
+    No hub is asked. Whether a path or a repository exists is checked at loading.
 
     Raises:
         ValueError: an unknown name without a slash; the message names the nearest known one.

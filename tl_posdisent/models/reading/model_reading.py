@@ -171,8 +171,8 @@ def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> Mod
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
             ``ModelReading``, which is returned after a check that it still describes its model.
         layers: layers to read now: None for all with attention, an integer, or integers, of which negative ones count
-            from the end; ``"local"`` for those with a sliding window, ``"global"`` for the others. In this form every
-            function takes layers. Layers that are left out are read when they are needed.
+            from the end; ``"local"`` for those with a sliding window, ``"global"`` for the others. All functions
+            accept layers in these forms. Layers that are left out are read when they are needed.
         fresh: read the model again even if a reading is kept. A change of modules, rotary tables, dtype, device,
             settings, attention implementation, grouping of keys or permanent hooks is detected without it. Changed
             weights need no new reading, since a reading describes what the architecture does; use ``fresh`` for changes

@@ -390,8 +390,8 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
 def _without_cache(model: Any) -> Iterator[None]:
     """Do not keep keys and values unless a pass asks for them or is given a cache.
 
-    Hugging Face models keep them by default, for a next token that never comes. Hybrids continue to, and so does OLMo
-    in half precision, whose bridge casts its keys only there.
+    Hugging Face models keep them by default, although no further token is generated. Hybrids continue to, and so does
+    OLMo in half precision, whose bridge casts its keys only there.
     """
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else None

@@ -82,7 +82,7 @@ def library_versions() -> str:
 
 
 class RunningPass(NamedTuple):
-    """What the call stack tells of a forward pass.
+    """Arguments of the running forward pass, read from the call stack.
 
     Attributes:
         cache: the transformers cache that it was given; None if it was given none, or another.
