@@ -100,6 +100,21 @@ def test_hooks_do_not_round_products_to_the_dtype_of_autocast(kind: str, name: s
         assert_same(model.run_with_hooks(TOKENS, fwd_hooks=hooks), model(TOKENS), rtol=0, atol=0)
 
 
+@pytest.mark.skipif("llama-gqa" not in zoo.HOOKED_NAMES, reason="no HookedTransformer")
+def test_position_hooks_where_autocast_rounds_vectors_before_rotation_alone() -> None:
+    """They are as near to those without autocast as the model itself: positions are read from vectors in two dtypes."""
+    model = zoo.hooked("llama-gqa")
+    with torch.no_grad():
+        exact = model(TOKENS)
+        with autocast():
+            rounding = (model(TOKENS) - exact).norm()
+        for hooks in (tp.dummy_distance(model, 5), tp.swap_positions(model, lambda p: (7 * p) % 5, heads=[1, 6])):
+            expected = model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+            with autocast():
+                got = model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+            assert (got - expected).norm() < 2 * rounding < 0.1 * (expected - exact).norm()
+
+
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_sources_of_the_distance_profile_under_autocast(kind: str, name: str) -> None:
     model = zoo.load(kind, name)

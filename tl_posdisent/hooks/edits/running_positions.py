@@ -58,7 +58,7 @@ def positions_from_vectors(
     cached: int = 0,
 ) -> Int[Tensor, "*batch pos"] | None:
     """Find the positions (possibly after those of a KV cache) to which a model has rotated these vectors, or None."""
-    before, after = before.detach(), after.detach()
+    before, after = before.detach().to(after.dtype), after.detach()  # autocast rounds those before rotation alone
 
     def fits(positions: Tensor) -> bool:
         error = (after.double() - rotate(before, positions, rotary).double()).abs().amax()
