@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -265,6 +266,34 @@ def test_generate(kind: str, name: str, shared_reading: Any) -> None:
                 text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
             for cached in (True, False):
                 assert torch.equal(model.generate(prompt, use_past_kv_cache=cached, **options), text)
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize(
+    "tool", ["swap", "dummy", "remap", "lambda", "two at once", "ablation", "component", "additive"]
+)
+def test_generate_with_a_model_of_transformerlens_itself(tool: str) -> None:
+    """It runs on the whole text for each token, also if a KV cache is asked for, and shows no scores; TransformerLens 4
+    shows its pattern before its result, version 3 after."""
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    shape = {"d_model": 64, "d_head": 8, "n_heads": 8, "n_layers": 2, "n_ctx": 64, "d_vocab": zoo.VOCAB, "d_mlp": 96}
+    names = {"act_fn": "gelu", "normalization_type": "LN", "positional_embedding_type": "rotary"}
+    model = TransformerBridge.boot_native(TransformerBridgeConfig(**shape, **names, rotary_dim=8, seed=0))
+    make = {**TOOLS, "component": partial(drop_component, component="key"), "additive": substitute_additive}[tool]
+    options = {"do_sample": False, "verbose": False, "stop_at_eos": False, "max_new_tokens": 5}
+    with torch.no_grad():
+        for where in ({}, {"heads": [1, 6]}):
+            with model.hooks(fwd_hooks=make(model, **where)):
+                text = TEXTS[:, :START]
+                for _ in range(5):
+                    text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
+                for cached in (True, False):
+                    assert torch.equal(model.generate(TEXTS[:, :START], use_past_kv_cache=cached, **options), text)
+            whole = [model.run_with_hooks(text, fwd_hooks=make(model, **where)) for _ in range(2)]
+            assert (whole[0] - model(text)).abs().max() > 0.01
+            assert torch.equal(*whole)
 
 
 def fitted(model: Any) -> list[list[Hook]]:
