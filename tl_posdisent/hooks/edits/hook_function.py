@@ -20,8 +20,9 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.cached_text import TextSoFar
 from tl_posdisent.hooks.edits.edit import Intervention
-from tl_posdisent.hooks.edits.layer_pass import LayerPass
+from tl_posdisent.hooks.edits.layer_pass import take_steps
 from tl_posdisent.hooks.edits.layer_plan import at_head, plan_layer
+from tl_posdisent.hooks.edits.layer_state import LayerState
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.kv_cache import running_pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK
@@ -44,7 +45,7 @@ class ActivePass:
 
     start: int
     continues: bool
-    layers: dict[int, LayerPass] = field(default_factory=dict)
+    layers: dict[int, LayerState] = field(default_factory=dict)
     last: int = -1
 
 
@@ -166,10 +167,11 @@ class HookFunction:
                 "apply them once, run the model outside of its own hooks, and give each thread a model of its own"
             )
         if running is None:
-            text, active.last = self._texts.get(layer, TextSoFar()), layer
-            running = active.layers[layer] = LayerPass(self.layers[layer], text, active.start, active.continues)
-        new = running.at(name, x)
-        self._texts[layer] = running.state.text
+            plan, text = self.layers[layer], self._texts.get(layer, TextSoFar())
+            running = active.layers[layer] = LayerState(plan, active.start, active.continues, text, plan.spec)
+            active.last = layer
+        new = take_steps(running, name, x)
+        self._texts[layer] = running.text
         if running.fired.keys() == running.plan.steps.keys():
             del active.layers[layer]
         return new

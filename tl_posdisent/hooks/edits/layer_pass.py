@@ -11,7 +11,7 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 7. *scores*: the mask is read; the model's scores are compared with what was read from the model, and edited.
 8. *values* are stored, if the model shows no scores,
 9. and the result of edited scores is *put in* at ``hook_z``.
-10. *pattern*: checked, since it alone shows the mask of such a model.
+10. *pattern*: checked, since it alone shows the mask of such a model; in some models it comes before the result.
 11. *result*: the output of heads is replaced at ``hook_z``, regardless of their attention.
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
@@ -30,32 +30,26 @@ from torch import Tensor
 from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.agreement import check_result, check_scores
 from tl_posdisent.hooks.edits.cached_text import Positions, TextSoFar, before_and_now
-from tl_posdisent.hooks.edits.layer_plan import LayerPlan, Step
-from tl_posdisent.hooks.edits.layer_state import LayerState
+from tl_posdisent.hooks.edits.layer_plan import Step
+from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_cache, refuse_part
 from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores, result_of
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, Side
 from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
+from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
 from tl_posdisent.utils.precision import no_autocast
 
 
-class LayerPass:
-    """Carry out a layer's edits in one forward pass."""
-
-    def __init__(self, plan: LayerPlan, text: TextSoFar, start: int, continues: bool) -> None:
-        self.plan, self.state = plan, LayerState(plan, text, start, continues)
-        self.fired: dict[str, None] = {}  # hooks that have fired, in order
-
-    @no_autocast()
-    def at(self, name: str, x: Tensor) -> Tensor | None:
-        """Run the steps of one hook and return its new tensor, or None to leave it unchanged."""
-        self.fired[name] = None
-        new: Tensor | None = None
-        for step in self.plan.steps[name]:
-            changed = _DONE_AT[step](self.state, x if new is None else new)
-            new = new if changed is None else changed
-        return new
+@no_autocast()
+def take_steps(state: LayerState, name: str, x: Tensor) -> Tensor | None:
+    """Take the steps of one hook and return its new tensor, or None to leave it unchanged."""
+    state.fired[name] = None
+    new: Tensor | None = None
+    for step in state.plan.steps[name]:
+        changed = _TAKEN_AT[step](state, x if new is None else new)
+        new = new if changed is None else changed
+    return new
 
 
 # --- 1, 2: queries and keys before the rotation
@@ -63,7 +57,6 @@ class LayerPass:
 
 def _queries(state: LayerState, x: Tensor) -> None:
     state.vectors = replace(state.vectors, q=_read(state, state.spec.q, x, state.spec.n_heads))
-    state.n_query = state.queries.shape[1]
 
 
 def _keys(state: LayerState, x: Tensor) -> None:
@@ -89,7 +82,7 @@ def _cosines(state: LayerState, x: Tensor) -> Tensor | None:
     state.cos = x
     if state.plan.needs_positions:
         rotary = state.spec.require_rotary("rotation edits")
-        _set_own(state, text.positions_from_table(x, rotary, state.expected, state.cached))
+        state.positions = Positions(text.positions_from_table(x, rotary, state.expected, _cached(state)))
         _fall_back_elsewhere(state)
     return _exchanged(state, x, "cos")
 
@@ -102,8 +95,9 @@ def _sines(state: LayerState, x: Tensor) -> Tensor | None:
     return _exchanged(state, x, "sin")
 
 
-def _set_own(state: LayerState, own: Tensor | None) -> None:
-    state.positions = replace(state.positions, own=own)
+def _cached(state: LayerState) -> int:
+    """Return the number of tokens of the text in the KV cache, if this pass may continue it, otherwise 0."""
+    return state.text.seen if state.text.texts == state.texts else 0
 
 
 def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
@@ -112,7 +106,7 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
     rotary = text.measured_rotary(cos, sin, read)
     if rotary is None:
         _refuse_rotation(state)
-    _set_own(state, text.positions_from_table(cos, rotary, state.expected, state.cached))
+    state.positions = Positions(text.positions_from_table(cos, rotary, state.expected, _cached(state)))
     if state.positions.own is None:
         _refuse_rotation(state)
     for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
@@ -123,16 +117,19 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
         state.fall_back()
 
 
-def _fall_back_elsewhere(state: LayerState) -> None:
-    """Fall back if vectors were turned for other positions than the model's, or were so earlier in this text."""
-    if state.plan.turned_before and state.positions.own is not None:
-        before = state.text.misplaced and state.start > 0
-        if before or not torch.equal(state.own, state.expected):
-            state.fall_back()
+def _fall_back_elsewhere(state: LayerState, real: Tensor | None = None) -> None:
+    """Fall back if ``real`` tokens were turned for other positions than the model's, now or earlier in this text."""
+    if state.positions.own is None or not state.plan.turned_before:
+        return
+    there = state.own == state.expected
+    if real is not None:
+        there = there.expand(real.shape)[real]
+    if not bool(there.all()) or (state.text.misplaced and state.start > 0):
+        state.fall_back()
 
 
 def _refuse_rotation(state: LayerState) -> NoReturn:
-    end = text.end_of_known(state.expected, state.cached)
+    end = text.end_of_known(state.expected, _cached(state))
     raise ValueError(
         f"the rotation table of layer {state.spec.layer} is not that of positions 0, 1, 2 … nor of any others below "
         f"{end}, which are those that are recognised in a text of this length: run the model on a whole text, "
@@ -158,7 +155,7 @@ def _turn_queries(state: LayerState, x: Tensor) -> Tensor | None:
         heads = sorted(state.plan.heads)  # other lists of hooks may have turned the others
         rotary = state.spec.require_rotary("rotation edits")
         before, after = (vectors[:, :, heads] for vectors in (state.queries, tap.read(x)))
-        _set_own(state, text.positions_from_vectors(before, after, rotary, state.expected, state.cached))
+        state.positions = Positions(text.positions_from_vectors(before, after, rotary, state.expected, _cached(state)))
         if state.positions.own is None:
             _refuse_rotation(state)
     return _turned(state, x, tap, plain, "q") if state.plan.turned_q else None
@@ -185,21 +182,41 @@ def _turned(state: LayerState, x: Tensor, tap: Tap | None, plain: Tap | None, wh
 
 
 def _scores(state: LayerState, x: Tensor) -> Tensor | None:
-    state.n_query, n_key = x.shape[-2:]
-    new = None
-    state.check_cache(n_key)
-    state.positions = _with_slots(state, n_key)
-    if _reads_mask(state) or n_key > state.n_query:
+    new, cached = None, x.shape[-1] > x.shape[-2]
+    _check_cache(state, x)
+    state.positions = _compared_with_slots(state, x)
+    if cached or _reads_mask(state):
         inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
         unseen = state.positions.own is None
-        state.positions = _counted(state, n_key, inside, real)
-        if state.edits_scores or n_key > state.n_query or unseen:
+        state.positions = _read_from_mask(state, inside, real)
+        if unseen:
+            _fall_back_elsewhere(state, real)
+        if state.edits_scores or cached or unseen:
             check_scores(state, x, inside)
+        # Only now, since the scores that were checked are those of the model's own positions.
         state.positions = _from_0(state, real)
+        if state.positions.from_counts:
+            state.fall_back()
         if state.edits_scores:
             new = edited_scores(state, x, inside)
-    state.text = state.extended_text(n_key)
+    state.text = _extended_text(state, x)
     return new
+
+
+def _check_cache(state: LayerState, x: Tensor) -> None:
+    """Refuse a KV cache that was not filled under the same interventions; ``x`` are scores, or the pattern."""
+    n_query, n_key = x.shape[-2:]
+    if n_query == n_key:
+        return
+    slots = (e for r in state.plan.rotations for e in r.edits if e.slots and e.by_position)
+    if given := next(slots, None):
+        raise ValueError(
+            f"{given.tool} was given for each slot of a whole text, and layer {state.spec.layer} sees "
+            f"{n_query} queries against {n_key} keys: give {given.by_position} for a KV cache, "
+            f"or {WITHOUT_CACHE}"
+        )
+    if not state.text.holds(state.texts, n_key - n_query, state.spec.window):
+        refuse_cache(state.spec, (n_query, n_key))
 
 
 def _reads_mask(state: LayerState) -> bool:
@@ -213,44 +230,56 @@ def _reads_mask(state: LayerState) -> bool:
     )
 
 
-def _with_slots(state: LayerState, n_key: int) -> Positions:
+def _compared_with_slots(state: LayerState, x: Tensor) -> Positions:
     """Find out whether the model's own positions are the slots of the batch, from its beginning."""
-    own, cached = state.positions.own, n_key > state.n_query
+    n_query, n_key = x.shape[-2:]
+    own, cached = state.positions.own, n_key > n_query
     if own is None or own.ndim > 1 or (cached and not state.text.positions.at_slots):
         return state.positions
     start = state.text.seen if cached else 0
-    slots = torch.arange(start, start + state.n_query, device=own.device)
+    slots = torch.arange(start, start + n_query, device=own.device)
     return replace(state.positions, at_slots=torch.equal(own, slots))
 
 
-def _counted(state: LayerState, n_key: int, inside: Tensor, real: Tensor) -> Positions:
+def _read_from_mask(state: LayerState, inside: Tensor, real: Tensor) -> Positions:
     """Count the queries in their text if needed; if only the mask shows their positions, read these from it."""
-    found = state.positions
+    found, cached = state.positions, inside.shape[-1] > inside.shape[-2]
     if state.plan.counts or found.own is None or (state.plan.by_place and found.at_slots):
-        before = state.text.positions.counted if n_key > state.n_query else None
+        before = state.text.positions.counted if cached else None
         found = replace(found, counted=text.counted_in_text(inside, real, before))
-    if found.own is not None:
-        if n_key == state.n_query and text.restarts(found.own):
-            text.check_packed(found.own, inside, real)
-        return found
-    assert found.counted is not None
-    own = text.positions_of(found.counted)
-    if state.plan.turned_before and not bool((own == state.expected).expand(real.shape)[real].all()):
-        state.fall_back()
-    return replace(found, own=own)
+    if found.own is None:
+        assert found.counted is not None
+        return replace(found, own=text.positions_of(found.counted))
+    if not cached and text.restarts(found.own):
+        text.check_packed(found.own, inside, real)
+    return found
 
 
 def _from_0(state: LayerState, real: Tensor) -> Positions:
-    """Fall back if edits depend on positions and the model's own count the padding before a text."""
+    """Let edits count from 0 if they depend on positions and the model's own count the padding before a text."""
     found = state.positions
     if not (state.plan.by_place and found.at_slots):
         return found
     assert found.counted is not None
     shifted = (found.counted != state.own) & (real | (found.counted < 0))  # padding after a text shifts nothing
-    if not bool(shifted.any()):
-        return found
-    state.fall_back()
-    return replace(found, from_counts=True)
+    return replace(found, from_counts=bool(shifted.any()))
+
+
+def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
+    """Return what the next pass needs if it continues this text, which it can only with a KV cache."""
+    n_query, n_key = x.shape[-2:]
+    cached = n_key > n_query
+    if not (cached or state.continues):
+        return TextSoFar()
+    before = state.text if cached else TextSoFar()
+    keys, values, k = None, None, state.vectors.k
+    if k is not None:  # all are needed to recompute scores, or to compare a pattern
+        every = state.plan.reads_vectors or state.spec.scores is None or state.fell_back
+        keys = (state.keys(n_key) if every else k[:, -1:]).detach().clone()
+    if state.spec.scores is None and state.edits_scores:
+        values = state.values(n_key).detach().clone()
+    positions = before.continued_by(state.positions) if cached else state.positions
+    return TextSoFar(state.texts, n_key, before.seen + n_query, positions, state.misplaced, keys, values)
 
 
 # --- 8, 9, 10: models that show no scores, and that do not use edited ones
@@ -259,16 +288,15 @@ def _from_0(state: LayerState, real: Tensor) -> Positions:
 def _values(state: LayerState, x: Tensor) -> None:
     assert state.spec.v is not None
     state.vectors = replace(state.vectors, v=state.spec.v.read(x))
-    state.n_query = state.n_query or x.shape[1]
 
 
 def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
-    """Put in the result of edited scores, for a text without padding; the pattern shows later whether it has none."""
+    """Put in the result of edited scores, for a text without padding; the pattern shows whether it has none."""
     if not state.edits_scores:
         return None
-    state.z = x
-    at = torch.arange(state.start + state.n_query, device=x.device)
-    counted = at[-state.n_query :]
+    state.vectors = replace(state.vectors, z=x)
+    at = torch.arange(state.start + x.shape[1], device=x.device)
+    counted = at[state.start :]
     own = counted if state.positions.own is None else state.own
     state.positions = replace(state.positions, own=own, counted=counted)
     inside = state.spec.sees(counted[:, None] - at)
@@ -277,10 +305,7 @@ def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
     else:  # the edits do not read scores
         scores = x.new_zeros(len(x), state.spec.n_heads, *inside.shape)
     heads, result = result_of(state, scores, inside)
-    if state.pattern is not None:
-        check_result(state, state.pattern)
-        state.pattern = None
-        state.text = state.extended_text(len(at))
+    _finish(state)
     return x.index_copy(2, torch.tensor(heads, device=x.device), result.to(x.dtype))
 
 
@@ -289,24 +314,30 @@ def _pattern(state: LayerState, x: Tensor) -> None:
 
     They must be those of a text without padding, either whole or continuing a cached one.
     """
-    n_key = x.shape[-1]
+    state.pattern = x
+    n_query, n_key = x.shape[-2:]
     at = torch.arange(n_key, device=x.device)
-    places = at[n_key - state.n_query :]
+    places = at[n_key - n_query :]
     if state.positions.own is None:
-        _set_own(state, places)
+        state.positions = Positions(places)
         if state.plan.turned_before and n_key > 1 and not torch.equal(places, state.expected):
-            state.refuse_part(n_key)
-    if state.edits_scores and state.start + state.n_query != n_key:
-        state.refuse_part(n_key)
-    state.check_cache(n_key)
-    if state.edits_scores or state.plan.rotates:
+            refuse_part(state.spec, (n_query, n_key))
+    if state.edits_scores and state.start + n_query != n_key:
+        refuse_part(state.spec, (n_query, n_key))
+    _check_cache(state, x)
+    if state.edits_scores or state.plan.rotated:
         check_scores(state, x, state.spec.sees(places[:, None] - at), pattern=True)
-    if state.edits_scores and state.z is None:  # its hook comes later in some bridges, and does what is left
-        state.pattern = x
+    _finish(state)
+
+
+def _finish(state: LayerState) -> None:
+    """Compare result and pattern, once both are seen, in whichever order; keep what the next pass needs."""
+    z, pattern = state.vectors.z, state.pattern
+    if pattern is None or (z is None and state.edits_scores):
         return
-    if state.edits_scores:
-        check_result(state, x)
-    state.text = state.extended_text(n_key)
+    if z is not None:
+        check_result(state, z, pattern)
+    state.text = _extended_text(state, pattern)
 
 
 # --- 11: results
@@ -319,7 +350,7 @@ def _result(state: LayerState, x: Tensor) -> Tensor:
     return x
 
 
-_DONE_AT = {
+_TAKEN_AT = {
     Step.QUERIES: _queries,
     Step.KEYS: _keys,
     Step.COSINES: _cosines,

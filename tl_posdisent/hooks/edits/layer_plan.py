@@ -89,8 +89,7 @@ class LayerPlan:
     @cached_property
     def heads(self) -> frozenset[int]:
         """Heads whose attention is edited."""
-        rotated = {head for head, rotation in enumerate(self.rotations) if rotation}
-        return frozenset(rotated.union(*(heads for _, heads in self.score_edits)))
+        return frozenset[int]().union(*self.rotated.values(), *(heads for _, heads in self.score_edits))
 
     @cached_property
     def result_heads(self) -> frozenset[int]:
@@ -103,8 +102,9 @@ class LayerPlan:
         return self.spec.scores is None and bool(self.heads)
 
     @cached_property
-    def rotates(self) -> bool:
-        return any(self.rotations)
+    def rotated(self) -> Grouped:
+        """Heads with rotation edits."""
+        return grouped((head, rotation) for head, rotation in enumerate(self.rotations) if rotation)
 
     @cached_property
     def by_place(self) -> bool:
@@ -114,7 +114,7 @@ class LayerPlan:
     @property
     def needs_positions(self) -> bool:
         """Whether the running text's positions must be read from its rotation."""
-        return self.rotates or self.reads_vectors
+        return bool(self.rotated) or self.reads_vectors
 
     @cached_property
     def reads_vectors(self) -> bool:
@@ -138,6 +138,10 @@ class LayerPlan:
         before = self.spec.turn_q is not None and self.spec.q is not None and self.spec.turn_q.name == self.spec.q.name
         turned = [*self.turned_q, *self.turned_k]
         return before and any(each.of_positions or each.noise or each.patched for each in turned)
+
+    def alike(self, heads: Iterable[int]) -> Grouped:
+        """Group heads by the edits of their rotation."""
+        return grouped((head, self.rotations[head]) for head in heads)
 
     @cached_property
     def steps(self) -> dict[str, list[Step]]:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits import running_positions as text
-from tl_posdisent.hooks.edits.layer_state import LayerState
+from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_part
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
 from tl_posdisent.hooks.edits.score_edits import Order, View, masked_softmax
 from tl_posdisent.hooks.edits.scores_at_distances import rotated_scores
@@ -21,8 +21,8 @@ def own_scores(state: LayerState, n_key: int) -> Float[Tensor, "batch head query
     """Compute the scores of a model that does not show them, under the rotation edits that it has applied."""
     q, spec = state.queries, state.spec
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.new_zeros(len(q), spec.n_heads, state.n_query, n_key, dtype=wide)
-    for rotation, heads in state.alike(range(spec.n_heads)).items():
+    scores = q.new_zeros(len(q), spec.n_heads, q.shape[1], n_key, dtype=wide)
+    for rotation, heads in state.plan.alike(range(spec.n_heads)).items():
         if rotation not in state.rescored:
             scores[:, heads] = _rotated(state, rotation, heads, n_key, None)
     return scores
@@ -32,24 +32,24 @@ def edited_scores(
     state: LayerState, x: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
 ) -> Float[Tensor, "batch head query key"]:
     """Apply all edits to a layer's scores, which stay unchanged outside the mask."""
-    x, n_key = x.clone(), x.shape[-1]
+    x, (n_query, n_key) = x.clone(), x.shape[-2:]
     for rotation, heads in state.rescored.items():
         before = None if state.spec.scores is None else x[:, heads]
         new = _rotated(state, rotation, heads, n_key, before)
         x[:, heads] = torch.where(of_heads(inside, heads), new.to(x.dtype), x[:, heads])
     for edit, chosen in state.plan.score_edits:
-        if not edit.cached:
-            state.check_whole(n_key, edit.tool)
+        if not edit.cached and n_query != n_key:
+            refuse_part(state.spec, (n_query, n_key), edit.tool)
         if n_key == 1 and edit.order == Order.COMPONENT:
             continue  # one score is its own mean
         if edit.order in _FITTED and not edit.cached:
             text.check_one_text(state.spec, of_heads(inside, chosen), edit.tool)
-        for rotation, heads in state.alike(chosen).items() if edit.vectors else [(HeadRotation(), list(chosen))]:
+        for rotation, heads in state.plan.alike(chosen).items() if edit.vectors else [(HeadRotation(), list(chosen))]:
             before = x[:, heads]
             left = of_heads(inside, heads) & (before != -torch.inf)
             vectors = state.queries_and_keys(heads, n_key) if edit.vectors else None
             counted = state.counts(n_key) if edit.counts else None
-            view = View(state.spec, heads, left, rotation, state.edited_places(n_key), counted, before, vectors)
+            view = View(state.spec, heads, left, rotation, _places_of_edits(state, n_key), counted, before, vectors)
             x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
     return x
 
@@ -75,5 +75,21 @@ def _rotated(
 ) -> Float[Tensor, "batch head query key"]:
     q, k = state.queries_and_keys(heads, n_key)
     by_slot = rotation.position is not None and rotation.position.slots
-    part = state.part(n_key) if by_slot else None
-    return rotated_scores(state.spec, rotation, heads, q, k, state.edited_places(n_key), before, part)
+    part = _part(state, q.shape[1], n_key) if by_slot else None
+    return rotated_scores(state.spec, rotation, heads, q, k, _places_of_edits(state, n_key), before, part)
+
+
+def _places_of_edits(state: LayerState, n_key: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and keys for edits, from 0 at the first token of each text."""
+    if not state.positions.from_counts:
+        return state.places(n_key)
+    query, key = state.counts(n_key)
+    return query.clamp_min(0), key.clamp_min(0)
+
+
+def _part(state: LayerState, n_query: int, n_key: int) -> tuple[int, int] | None:
+    """Return the slots (padding included) of the first query and the first key if the text is run in parts."""
+    if n_key == n_query and not state.continues:
+        return None
+    n_slots = n_query + (state.text.seen if n_key > n_query else 0)
+    return n_slots - n_query, n_slots - n_key
