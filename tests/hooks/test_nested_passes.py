@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +13,12 @@ import pytest
 import torch
 from support import zoo
 from support.intervention_cases import TOKENS, TOOLS, TOOLS_FOR_ANY_LENGTH, UNORDERED, close, logits
+from support.live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tl_posdisent import dummy_distance, remap_distance, swap_positions
+from tl_posdisent.models.running.kv_cache import empty_cache, with_mask
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 MODELS = [*zoo.cases("llama-gqa"), ("bridge", "gptj"), ("bridge", "neox")]
@@ -121,6 +125,57 @@ def test_after_an_interrupted_pass_the_next_is_as_any(kind: str, name: str, shar
                 model(OTHER, stop_at_layer=1)
                 close(model(TOKENS[:1, :5]), short, 0)
                 close(model(TOKENS), expected, 0), tool
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_after_an_interrupted_pass_against_a_cache_the_next_is_right_or_refused(
+    kind: str, name: str, shared_model: Any
+) -> None:
+    """A new text is right, whole and in parts; the text that was interrupted goes on rightly or not at all."""
+    from hooks.test_generation import step_by_step
+
+    model, part = shared_model(kind, name), TOKENS[:, 7:8]
+    points = [f"blocks.{layer}.attn.{at}" for layer in (0, 1) for at in AT]
+    points = [at for at in points if at in model.hook_dict]
+    n_continued = 0
+    for n, make in enumerate(TOOLS_FOR_ANY_LENGTH.values()):
+        hooks = make(model, heads=[1, 6])
+        whole = logits(model, hooks)
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            for at in (points[n % len(points)], points[(n + 5) % len(points)]):
+                cache = empty_cache(model, TOKENS)
+                model(TOKENS[:, :7], **with_mask(cache, TOKENS[:, :7]))
+                kept = copy.deepcopy(cache)
+                with contextlib.suppress(Stopped), model.hooks(fwd_hooks=[(at, stop)]):
+                    model(part, **with_mask(cache, part))
+                try:
+                    close(model(part, **with_mask(kept, part)), whole[:, 7:8], 2e-4)
+                    n_continued += 1
+                except ValueError as error:
+                    assert "the KV cache was not filled under these hooks" in str(error)  # noqa: PT017
+                close(step_by_step(model, kind, [], TOKENS), whole, 2e-4)
+                close(model(TOKENS), whole, 0)
+    assert n_continued > 0
+
+
+@pytest.mark.parametrize("again", ["run", "installed"])
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_what_an_interrupted_pass_leaves_is_released_when_its_hooks_are_used_again(
+    kind: str, name: str, again: str, shared_model: Any
+) -> None:
+    """Until then a layer's queries and keys are kept."""
+    model, text = shared_model(kind, name), zoo.random_tokens(100, 1)
+    hooks, queries = remap_distance(model, lambda d: d.clamp(max=3), heads=[1, 6]), 100 * model.cfg.d_model * 4
+    with torch.no_grad(), LiveBytes() as live:
+        with contextlib.suppress(Stopped), model.hooks(fwd_hooks=[*hooks, ("blocks.0.attn.hook_v", stop)]):
+            model(text)
+        gc.collect()
+        assert live.now >= queries
+        with model.hooks(fwd_hooks=hooks):
+            if again == "run":
+                model(TOKENS[:1, :5])
+            gc.collect()
+            assert live.now < queries
 
 
 def test_embeddings_that_a_hook_gives_again_and_again(shared_model: Any) -> None:

@@ -96,6 +96,7 @@ class HookFunction:
     def accepts(self, name: str) -> bool:
         """Say whether the hook of this name is needed; TransformerLens asks when it installs the function."""
         self.thread = threading.get_ident()
+        self._active = None  # a pass that was interrupted would keep a layer's queries and keys
         return name in self.names
 
     def __call__(self, x: Tensor, hook: Any) -> Tensor | None:
