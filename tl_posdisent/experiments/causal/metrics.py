@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.token_losses import correct, in_blocks
+from tl_posdisent.experiments.causal.token_losses import in_blocks
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import is_integer, shown
@@ -36,13 +36,6 @@ def is_loss(metric: Metric) -> bool:
 def is_separable(metric: Metric) -> bool:
     """Say whether a metric's value for each text is known to depend on this text alone."""
     return is_loss(metric) or isinstance(metric, LogitDifference)
-
-
-def next_token_accuracy(
-    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
-) -> Float[Tensor, " batch"]:
-    """Compute the share of each text's next tokens that are predicted correctly."""
-    return correct(logits, tokens).double().mean(1)
 
 
 @dataclass(frozen=True)
