@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_search import HeadSearch
@@ -16,93 +18,57 @@ from tl_posdisent.experiments.causal.named_interventions import NamedInterventio
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
 from tl_posdisent.experiments.causal.text_parts import TOKENS, Part
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks, of_texts
+from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import shown
 
 By = Literal["head", "position"]
+ByPlace = dict[tuple[int, int], Tensor]
+"""Tensors by the number of an intervention and layer."""
+
+SLACK = 1e-6  # passes: fractions of them are added, and a bar must not pass its end by rounding
 
 
+@dataclass(frozen=True, eq=False)
 class Estimates:
-    """Estimates for each intervention, layer and head (and position), text by text.
+    """Estimates for each intervention and layer, by text and head (and position).
 
     Attributes:
-        first: first-order effects on the metric, for each intervention; with ``by="position"``, a third axis of
-            positions, which is NaN after the end of a text.
+        items: the interventions.
+        metric: what is measured.
+        first: first-order effects on the metric, ``[text, row]``; by position ``[text, row, pos]``, and NaN after the
+            end of a text.
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
+        surprise: first-order effects on the surprise at the labels, ``[draw, text, row]``; none by position.
         n_predictions: number of predictions of each text.
+        together: whether texts that are run together are changed as each alone; None where no texts were run together.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        items: Sequence[NamedIntervention],
-        lengths: Sequence[int],
-        draws: int,
-        seed: int,
-        bar: Any,
-        metric: Metric = next_token_loss,
-        by: By = "head",
-    ) -> None:
-        self.model, self.items, self.draws, self.seed, self.bar = model, items, draws, seed, bar
-        self.metric, self.by = metric, by
-        self.layers = sorted({layer for item in items for layer in item.rows})
-        positions = [max(lengths)] if by == "position" else []
-        shape = [{layer: (len(lengths), len(rows), *positions) for layer, rows in item.rows.items()} for item in items]
-        self.first, self.curvature = (
-            [{layer: _nothing(*size) for layer, size in sizes.items()} for sizes in shape] for _ in range(2)
-        )
-        kept = shape if by == "head" else []
-        self.surprise = [{layer: _nothing(draws, *size) for layer, size in sizes.items()} for sizes in kept]
-        self.n_predictions = torch.zeros(len(lengths), dtype=torch.float64, device="cpu")
-        self.changed = [False] * len(items)
-        self.separate: dict[int, bool] = {}  # by layer, whether z can be computed from the input of its block alone
-        # By intervention and layer, whether texts that are run together are changed as each alone.
-        self.together: dict[tuple[int, int], bool] = {}
-
-    def add(self, part: Part) -> None:
-        """Estimate the effects in some texts."""
-        groups = [group.tokens for group in part.texts.groups]
-        uniforms = [self._uniforms(part, group.rows.tolist(), group.tokens.shape[1]) for group in part.texts.groups]
-        found = result_gradients(self.model, groups, self.layers, lambda outputs: _value(part, outputs), uniforms)
-        delta_of = self._delta_of_texts if part.separable else self._delta
-        self.bar.update((2 + self.draws) * len(part.places))
-        for group, tokens, gradients in zip(part.texts.groups, groups, found, strict=True):
-            places = part.places[group.rows.cpu()]
-            self.n_predictions[places] = gradients.n_predictions
-            for layer in self.layers:
-                before, z = gradients.before.get(layer), gradients.z[layer]
-                some = [n for n, item in enumerate(self.items) if layer in item.rows]
-                deltas = {n: delta_of(n, layer, tokens, before, z) for n in some}
-                self._add(layer, deltas, places, gradients, len(part.places))
-            self.bar.update(len(self.items) * len(places) / 2)
+    items: Sequence[NamedIntervention]
+    metric: Metric
+    first: ByPlace
+    curvature: ByPlace
+    surprise: ByPlace
+    n_predictions: Float64[Tensor, " text"]
+    together: dict[tuple[int, int], bool | None]
 
     @property
     def tokens_at_once(self) -> int:
         """How many tokens of short texts the interventions may change together."""
-        return TOKENS if all(self.together.values()) else 1
-
-    def check_changes(self) -> None:
-        """Raise if hooks of the user's changed no head."""
-        for item, changed in zip(self.items, self.changed, strict=True):
-            if not (changed or item.divisible):
-                raise ArgumentError(
-                    "interventions",
-                    f"must change the results of heads, and hooks of your own in {item.name!r} change none of those "
-                    "chosen, given what their layer receives",
-                )
+        return 1 if False in self.together.values() else TOKENS
 
     @property
     def weights(self) -> Float64[Tensor, " text"]:
         """By which texts are averaged: predictions for the loss, texts for other metrics."""
         return self.n_predictions if is_loss(self.metric) else torch.ones_like(self.n_predictions)
 
-    def search(self, n: int, *, largest: int, most: int | None) -> HeadSearch:
+    def search(self, n: int, *, largest: int, most: int | None, draws: int) -> HeadSearch:
         """Begin the search for the heads with the largest divergences under an intervention, by their estimates."""
         item = self.items[n]
-        effects, weights = (self.curvature, self.n_predictions) if self.draws else (self.first, self.weights)
-        ranks, _ = weighted_means(torch.cat([*effects[n].values()], 1), weights)
+        effects, weights = (self.curvature, self.n_predictions) if draws else (self.first, self.weights)
+        ranks, _ = weighted_means(torch.cat([effects[n, layer] for layer in item.rows], 1), weights)
 
         def joint(layer: int, some: Sequence[int]) -> float:
             return self.joint_curvature(n, layer, [item.rows[layer].index(head) for head in some])
@@ -117,105 +83,93 @@ class Estimates:
 
     def joint_curvature(self, n: int, layer: int, rows: Sequence[int]) -> float:
         """Estimate the divergence if some rows of a layer are changed together, in nats per prediction of all texts."""
-        of_draws = self.surprise[n][layer][:, :, rows].sum(2).square().mean(0) / 2
+        of_draws = self.surprise[n, layer][:, :, rows].sum(2).square().mean(0) / 2
         return float(of_draws.sum() / self.n_predictions.sum())
 
-    def _uniforms(self, part: Part, rows: Sequence[int], length: int) -> Float64[Tensor, "draw text pos"]:
-        """Draw uniform numbers that depend on the seed and on the text's place in the batch only."""
-        seeds = [(self.seed, int(part.places[row])) for row in rows]
-        drawn = [np.random.default_rng(each).random((self.draws, length)) for each in seeds]
-        return torch.as_tensor(np.stack(drawn, 1), device="cpu")
 
-    def _delta(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
-        """Compute the change of a layer's z under an intervention, given what the layer receives."""
-        return wide(self._changed(self.items[n], layer, tokens, before, z)) - wide(z)
+def estimated_effects(
+    model: Any,
+    items: Sequence[NamedIntervention],
+    texts: Texts,
+    parts: Sequence[Part],
+    metric: Metric = next_token_loss,
+    *,
+    draws: int,
+    seed: int,
+    bar: Any,
+    by: By = "head",
+) -> Estimates:
+    """Estimate the effects of interventions on texts, part by part.
 
-    def _delta_of_texts(self, n: int, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
-        """Compute the change under an intervention on each text alone, for all of them at once where that is the same.
+    Args:
+        parts: the texts, each part with its own metric.
+        bar: a progress bar, which counts forward passes of a text.
 
-        An intervention that needs several texts, or takes only one, is noticed.
-        """
-        if len(tokens) == 1 or self.together.get((n, layer)):
-            return self._delta(n, layer, tokens, before, z)
-        texts = [slice(at, at + 1) for at in range(len(tokens))]
-        received = [(tokens[x], None if before is None else of_texts(before, x), z[x]) for x in texts]
-        alone = torch.cat([self._changed(self.items[n], layer, *own) for own in received])
-        if (n, layer) not in self.together:
-            whole = attempted(lambda: self._changed(self.items[n], layer, tokens, before, z))
-            self.together[n, layer] = whole is not None and mismatch(whole, alone) <= 1
-            if whole is not None and self.together[n, layer]:
-                return wide(whole) - wide(z)
-        # z that rounds as the changed one does
-        unmodified = torch.cat([self._changed(None, layer, *own) for own in received])
-        return wide(alone) - wide(unmodified)
-
-    def _changed(self, item: NamedIntervention | None, layer: int, tokens: Tensor, before: Any, z: Tensor) -> Tensor:
-        """Compute a layer's z, given what the layer receives in the unmodified run, under an intervention or none."""
-        if layer not in self.separate:
-            again = None
-            if not has_hooks(self.model):
-                again = attempted(lambda: changed_results(self.model, tokens, layer, before, []))
-            self.separate[layer] = again is not None and again.shape == z.shape and mismatch(again, z) <= 1
-        hooks = [] if item is None else item.in_layer(layer)
-        try:
-            if item is not None and not (self.separate[layer] or item.divisible):
-                raise ArgumentError("interventions", f"must be hooks of this package for {type(self.model).__name__}")
-            new = changed_results(self.model, tokens, layer, before, hooks, skip=self.separate[layer])
-        except ValueError as error:
-            name = "" if item is None else f"; {item.name!r}"
-            raise ArgumentError(
-                "interventions", f"must act on each text alone and on its attention{name}: {error}"
-            ) from error
-        assert new is not None
-        if item is not None and not bool(new.isfinite().all()) and bool(z.isfinite().all()):
-            raise ArgumentError(
-                "interventions", f"must give finite results, but {item.name!r} gives NaN or infinity in layer {layer}"
-            )
-        return new
-
-    @own_sums()
-    def _add(
-        self, layer: int, deltas: Mapping[int, Tensor], places: Tensor, run: ResultGradients, n_texts: int
-    ) -> None:
-        """Add the effects of each intervention's change of z in some texts."""
-        gradients = [run.metric[layer], *(surprise[layer] for surprise in run.surprise)]
-        for n, products in self._products(layer, gradients, deltas).items():
-            self.changed[n] |= bool((deltas[n] != 0).any())
-            first, drawn = products[0], products[1:]
-            # Of a text that is shorter than the longest, all positions that it has.
-            at: tuple[Any, ...] = (places, slice(None), *(slice(size) for size in first.shape[2:]))
-            self.first[n][layer][at] = n_texts * first
-            if self.draws:
-                self.curvature[n][layer][at] = drawn.square().mean(0) / 2 / run.n_predictions
-            if self.by == "head":
-                self.surprise[n][layer][:, places] = drawn
-
-    def _products(
-        self, layer: int, gradients: Sequence[Tensor], deltas: Mapping[int, Tensor]
-    ) -> dict[int, Float64[Tensor, "gradient text row *pos"]]:
-        """Sum the products of each gradient and each intervention's change over components (and positions)."""
-        rows = {n: self.items[n].rows[layer] for n in deltas}
-        if self.by == "position":
-            return {
-                n: torch.stack([_products_by_position(gradient, delta, rows[n]) for gradient in gradients])
-                for n, delta in deltas.items()
-            }
-        found = {}
-        for whole in {some == [None] for some in rows.values()}:
-            chosen = [n for n in deltas if (rows[n] == [None]) is whole]
-            products = _products_by_row(gradients, [deltas[n] for n in chosen], whole=whole)
-            for n, of_item in zip(chosen, products, strict=True):
-                found[n] = of_item[:, :, [0 if head is None else head for head in rows[n]]]
-        return found
+    Raises:
+        ValueError: hooks of the user's that had no effect on any chosen head; interventions that need several texts; a
+            metric or draws that ``result_gradients`` refuses.
+    """
+    bar.reset(total=len(texts.tokens) * (2 + draws + len(items) / 2) + SLACK)
+    layers = sorted({layer for item in items for layer in item.rows})
+    places = [(n, layer) for n, item in enumerate(items) for layer in item.rows]
+    positions = [texts.longest] if by == "position" else []
+    sizes = {(n, layer): (len(texts.tokens), len(items[n].rows[layer]), *positions) for n, layer in places}
+    first, curvature = ({place: _nothing(*size) for place, size in sizes.items()} for _ in range(2))
+    surprise = {place: _nothing(draws, *size) for place, size in sizes.items() if by == "head"}
+    n_predictions = torch.zeros(len(texts.tokens), dtype=torch.float64, device="cpu")
+    separate, changed = dict[int, bool](), dict.fromkeys(range(len(items)), False)
+    together: dict[tuple[int, int], bool | None] = dict.fromkeys(places, None if parts[0].separable else True)
+    for part in parts:
+        runs = _differentiated(model, part, layers, draws, seed)
+        bar.update((2 + draws) * len(part.places))
+        for group, run in zip(part.texts.groups, runs, strict=True):
+            rows, length = part.places[group.rows.cpu()], group.tokens.shape[1]
+            n_predictions[rows] = run.n_predictions
+            for n, layer in places:
+                received = _Received(layer, group.tokens, run.before.get(layer), run.z[layer])
+                if layer not in separate:
+                    separate[layer] = _is_separate(model, received.text(0))
+                delta, together[n, layer] = _delta(model, items[n], received, together[n, layer], skip=separate[layer])
+                changed[n] |= bool((delta != 0).any())
+                products = _products(run, layer, delta, items[n].rows[layer], by)
+                at = (rows, slice(None), slice(length)) if by == "position" else (rows,)
+                first[n, layer][at] = len(part.places) * products[0]
+                if draws:
+                    curvature[n, layer][at] = products[1:].square().mean(0) / 2 / run.n_predictions
+                if by == "head":
+                    surprise[n, layer][:, rows] = products[1:]
+            bar.update(len(items) * len(rows) / 2)
+    _check_changes([items[n] for n in changed if not changed[n]])
+    return Estimates(items, metric, first, curvature, surprise, n_predictions, together)
 
 
-def wide(x: Tensor) -> Tensor:
-    """Convert to float32 or wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+class _Received(NamedTuple):
+    """What a layer receives in the unmodified run of texts of equal length, and its z."""
+
+    layer: int
+    tokens: Int[Tensor, "text pos"]
+    before: Any
+    z: Tensor
+
+    def text(self, n: int) -> _Received:
+        one = slice(n, n + 1)
+        before = None if self.before is None else of_texts(self.before, one)
+        return _Received(self.layer, self.tokens[one], before, self.z[one])
 
 
 def _nothing(*size: int) -> Float64[Tensor, "*size"]:
     return torch.full(size, torch.nan, dtype=torch.float64, device="cpu")
+
+
+def _differentiated(model: Any, part: Part, layers: Sequence[int], draws: int, seed: int) -> list[ResultGradients]:
+    """Run and differentiate a part, with labels that depend only on the seed and a text's place in the batch."""
+    uniforms = []
+    for group in part.texts.groups:
+        generators = [np.random.default_rng((seed, int(place))) for place in part.places[group.rows.cpu()]]
+        drawn = [generator.random((draws, group.tokens.shape[1])) for generator in generators]
+        uniforms.append(torch.as_tensor(np.stack(drawn, 1), device="cpu"))
+    groups = [group.tokens for group in part.texts.groups]
+    return result_gradients(model, groups, layers, partial(_value, part), uniforms)
 
 
 def _value(part: Part, outputs: list[Any]) -> Tensor:
@@ -227,26 +181,85 @@ def _value(part: Part, outputs: list[Any]) -> Tensor:
     return value.double().mean()
 
 
-def _products_by_row(
-    gradients: Sequence[Tensor], deltas: Sequence[Tensor], *, whole: bool
-) -> Float64[Tensor, "delta gradient text row"]:
-    """Sum the products of each gradient and each change, ``[text, pos, head, d_head]``, over positions and components.
+def _check_changes(unchanged: Sequence[NamedIntervention]) -> None:
+    """Raise if hooks of the user's had no effect on any chosen head."""
+    for item in unchanged:
+        if not item.divisible:
+            raise ArgumentError(
+                "interventions",
+                f"must change the results of heads, and hooks of your own in {item.name!r} had no effect on any "
+                "chosen head",
+            )
 
-    Rows are heads; with ``whole``, a text is one row, whatever its layout.
+
+def _is_separate(model: Any, received: _Received) -> bool:
+    """Say whether a layer's z can be computed from the input of its block alone."""
+    if has_hooks(model):
+        return False
+    layer, tokens, before, z = received
+    again = attempted(lambda: changed_results(model, tokens, layer, before, []))
+    return again is not None and again.shape == z.shape and mismatch(again, z) <= 1
+
+
+def _delta(
+    model: Any, item: NamedIntervention, received: _Received, together: bool | None, *, skip: bool
+) -> tuple[Tensor, bool | None]:
+    """Compute the change of a layer's z under an intervention on each text alone, given what the layer receives.
+
+    An intervention that needs several texts, or takes only one, is noticed.
+
+    Args:
+        together: whether texts that are run together are changed as each alone; None if that is not known.
+        skip: whether z can be computed from the input of the layer's block alone.
+
+    Returns:
+        The change, and ``together``, which several texts show.
     """
+    if together or len(received.tokens) == 1:
+        return wide(_changed(model, item, received, skip=skip)) - wide(received.z), together
+    each = [received.text(n) for n in range(len(received.tokens))]
+    alone = torch.cat([_changed(model, item, text, skip=skip) for text in each])
+    if together is None:
+        whole = attempted(lambda: _changed(model, item, received, skip=skip))
+        if whole is not None and mismatch(whole, alone) <= 1:
+            return wide(whole) - wide(received.z), True
+    unmodified = torch.cat([_changed(model, None, text, skip=skip) for text in each])  # rounds as z of each text does
+    return wide(alone) - wide(unmodified), False
 
-    def by_row(vectors: Sequence[Tensor]) -> Float64[Tensor, "text row vector component"]:
-        x = torch.stack([vector.double() for vector in vectors])
-        return (x.flatten(2)[:, :, None] if whole else x.transpose(2, 3).flatten(3)).movedim(0, 2)
 
-    return (by_row(gradients) @ by_row(deltas).mT).permute(3, 2, 0, 1).cpu()
+def _changed(model: Any, item: NamedIntervention | None, received: _Received, *, skip: bool) -> Tensor:
+    """Compute a layer's z under an intervention or none, given what the layer receives in the unmodified run."""
+    layer, tokens, before, z = received
+    name, hooks = ("", []) if item is None else (f"; {item.name!r}", item.in_layer(layer))
+    try:
+        if item is not None and not (skip or item.divisible):
+            raise ArgumentError("interventions", f"must be hooks of this package for {type(model).__name__}")
+        new = changed_results(model, tokens, layer, before, hooks, skip=skip)
+    except ValueError as error:
+        raise ArgumentError(
+            "interventions", f"must act on each text alone and change only attention{name}: {error}"
+        ) from error
+    assert new is not None
+    if item is not None and not bool(new.isfinite().all()) and bool(z.isfinite().all()):
+        raise ArgumentError(
+            "interventions", f"must give finite results, but {item.name!r} gives NaN or infinity in layer {layer}"
+        )
+    return new
 
 
-def _products_by_position(
-    gradient: Float[Tensor, "text pos *rest"], delta: Float[Tensor, "text pos *rest"], rows: Sequence[int | None]
-) -> Float64[Tensor, "text row pos"]:
-    """Sum the products of a gradient and a change over components, for each row and position."""
-    products = wide(gradient) * delta
-    if rows == [None]:
-        return products.flatten(2).double().sum(2)[:, None].cpu()
-    return products.double().sum(3)[:, :, rows].transpose(1, 2).cpu()
+@own_sums()
+def _products(
+    run: ResultGradients, layer: int, delta: Tensor, rows: Sequence[int | None], by: By
+) -> Float64[Tensor, "gradient text row *pos"]:
+    """Sum the products of each gradient and a change of z over components (and positions)."""
+    gradients = torch.stack([run.metric[layer], *(of_draw[layer] for of_draw in run.surprise)]).double()
+    if rows == [None]:  # the layer is one row, whatever the layout of its z
+        gradients, delta = gradients.flatten(3)[:, :, :, None], delta.flatten(2)[:, :, None]
+    summed = "gtprc,tprc->gtrp" if by == "position" else "gtprc,tprc->gtr"
+    products = torch.einsum(summed, gradients, delta.double())
+    return products[:, :, [0 if head is None else head for head in rows]].cpu()
+
+
+def wide(x: Tensor) -> Tensor:
+    """Convert to float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.estimated_effects import SLACK
 from tl_posdisent.experiments.causal.head_search import HeadSearch
 from tl_posdisent.experiments.causal.metrics import as_numbers, is_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
@@ -22,8 +23,6 @@ from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import changed_results
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import weighted_means
-
-_SLACK = 1e-6  # passes: fractions of them are added, and a bar must not pass its end by rounding
 
 Place = tuple[int, int, int | tuple[int, ...] | None]
 """Number of an intervention, layer, and the head or heads that are changed: None for all of the layer."""
@@ -94,7 +93,7 @@ def search_largest(
     found: dict[Place, Outcome] = {}
     n_texts, trusted = len(n_predictions), dict[Hashable, bool]()
     while places := [(n, *run) for n, search in searches.items() for run in search.next_runs()]:
-        bar.total = bar.n + n_texts * n_passes(model, places) + _SLACK
+        bar.total = bar.n + n_texts * n_passes(model, places) + SLACK
         found |= exact_effects(model, items, places, parts, n_texts, bar, trusted)
         means, _ = weighted_means(torch.stack([found[place].divergences for place in places], 1), n_predictions)
         for n, search in searches.items():

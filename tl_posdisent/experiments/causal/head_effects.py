@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import Estimates
+from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects
 from tl_posdisent.experiments.causal.exact_effects import Outcome, Place, search_largest
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import (
@@ -37,8 +37,6 @@ from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import check_integer, check_seed
-
-_SLACK = 1e-6  # passes: fractions of them are added, and a bar must not pass its end by rounding
 
 
 def head_effects(
@@ -130,19 +128,15 @@ def head_effects(
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
-    total = len(texts.tokens) * (2 + draws + len(items) / 2) + _SLACK
     with (
         running(model) as p,
         p.counting_tokens() as counts,
-        progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar,
+        progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar,
     ):
-        estimates = Estimates(model, items, texts.lengths, draws, seed, bar, metric)
-        for part in parts:
-            estimates.add(part)
-        estimates.check_changes()
-        table = _table(estimates)
+        estimates = estimated_effects(model, items, texts, parts, metric, draws=draws, seed=seed, bar=bar)
+        table = _table(estimates, draws)
         searches = {
-            n: estimates.search(n, largest=item.n_rows if exact == "all" else exact, most=most)
+            n: estimates.search(n, largest=item.n_rows if exact == "all" else exact, most=most, draws=draws)
             for n, item in enumerate(items)
         }
         parts = parts_of(texts, metric, tokens=estimates.tokens_at_once)
@@ -154,15 +148,12 @@ def head_effects(
     return reading.note(table)
 
 
-def _table(estimates: Estimates) -> pd.DataFrame:
+def _table(estimates: Estimates, draws: int) -> pd.DataFrame:
     """Tabulate the estimates, averaged over texts."""
     rows = [(item.name, layer, head) for item in estimates.items for layer, head in item.places]
     table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})
-    first, curvature = (
-        torch.cat([effects for of_item in found for effects in of_item.values()], 1)
-        for found in (estimates.first, estimates.curvature)
-    )
-    estimate = first + curvature if is_loss(estimates.metric) and estimates.draws else first
+    first, curvature = (torch.cat([*effects.values()], 1) for effects in (estimates.first, estimates.curvature))
+    estimate = first + curvature if is_loss(estimates.metric) and draws else first
     of_effects, of_divergences = estimates.weights, estimates.n_predictions
     table["first"], table["first_se"] = weighted_means(first, of_effects)
     table["curvature"], table["curvature_se"] = weighted_means(curvature, of_divergences)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, n_parameters
-from tl_posdisent.experiments.causal.estimated_effects import Estimates
+from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects
 from tl_posdisent.experiments.causal.exact_effects import search_largest
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, Row
 from tl_posdisent.experiments.causal.metrics import next_token_loss
@@ -62,14 +62,10 @@ def screen_heads(
     estimated = [rung for rung in rungs if rung == MEAN or rung in PER_HEAD or rung in WITHOUT_FIT]
     named = {rung: _hooks(model, fitted, rung, heads) for rung in estimated if rung != "untouched"}
     items = named_interventions(model, named, rows_by_layer(reading, chosen, heads), texts)
-    n_texts = len(texts.tokens)
-    total = n_texts * (2 + draws + len(items) / 2)
-    with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = Estimates(model, items, texts.lengths, draws, seed, bar)
-        for part in parts:
-            estimates.add(part)
+    with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
+        estimates = estimated_effects(model, items, texts, parts, draws=draws, seed=seed, bar=bar)
         mean = next(n for n, item in enumerate(items) if item.name == MEAN)
-        search = estimates.search(mean, largest=ceil(exact / 4), most=exact)
+        search = estimates.search(mean, largest=ceil(exact / 4), most=exact, draws=draws)
         parts = parts_of(texts, next_token_loss, tokens=TOKENS)
         search_largest(model, items, {mean: search}, parts, estimates.n_predictions, bar)
     run = sorted((layer, int(head)) for layer, head in search.alone if head is not None)
@@ -105,7 +101,7 @@ def _rows(
             if (spec.layer, head) in run:
                 continue
             by_rung = {
-                item.name: estimates.curvature[i][spec.layer][:, n].repeat_interleave(predicted)
+                item.name: estimates.curvature[i, spec.layer][:, n].repeat_interleave(predicted)
                 for i, item in enumerate(items)
             }
             place = {"layer": spec.layer, "head": head, "causal": spec.causal, **shared}

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import Estimates
+from tl_posdisent.experiments.causal.estimated_effects import estimated_effects
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import (
     Interventions,
@@ -79,17 +79,14 @@ def position_effects(
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
-    total = len(texts.tokens) * (2 + draws + len(items) / 2)
-    with running(model), progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = Estimates(model, items, texts.lengths, draws, seed, bar, metric, by="position")
-        for part in parts:
-            estimates.add(part)
-        estimates.check_changes()
+    with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
+        estimates = estimated_effects(
+            model, items, texts, parts, metric, draws=draws, seed=seed, bar=bar, by="position"
+        )
     found = [
-        _rows(item, layer, head, texts.lengths, first[:, row], curvature[:, row])
-        for item, firsts, curvatures in zip(items, estimates.first, estimates.curvature, strict=True)
-        for layer, first, curvature in ((layer, firsts[layer], curvatures[layer]) for layer in item.rows)
-        for row, head in enumerate(item.rows[layer])
+        _rows(items[n], layer, head, texts.lengths, first[:, row], estimates.curvature[n, layer][:, row])
+        for (n, layer), first in estimates.first.items()
+        for row, head in enumerate(items[n].rows[layer])
     ]
     table = pd.concat(found, ignore_index=True).astype({"layer": int, "head": "Int64"})
     table.attrs["metric"] = metric_name(metric)
