@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, product
 from math import nan
@@ -85,8 +85,11 @@ def additive_substitution(
     shuffled = texts.shuffled(check_seed(seed))
     check_reach(model, [spec.layer for spec in specs])
     stored = [_fits_of(model, tokens, specs, axes) if "shuffled fit" in extra else {} for tokens in shuffled]
-    everywhere = [put for put in _puts(axes) if put[0] in ("fit", *extra)]
-    one_layer = everywhere[: 1 + len(extra)]
+    one_layer = [_Replacement("fit", ADDITIVE)]
+    one_layer += [_Replacement("shuffled fit", ADDITIVE)] if "shuffled fit" in extra else []
+    one_layer += [_Replacement("zero")] if "zero" in extra else []
+    subsets = [keep for n in range(len(PARTS) + 1) for keep in combinations(PARTS, n) if keep != ADDITIVE]
+    everywhere = [*one_layer, *(_Replacement("fit", keep) for keep in subsets)]
     rows: list[tuple[Any, ...]] = []
     n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
     with running(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
@@ -94,22 +97,26 @@ def additive_substitution(
         unmodified = Unmodified.of(runs.clean, texts)
         clean_loss = unmodified.losses.mean().item()
 
-        def measure(run: Callable[[], list[Any]], *row: Any) -> None:
-            measured = failures.attempt(lambda: unmodified.compare(run()), *row[1:3])
+        def measure(run: Callable[[], list[Any]], put: _Replacement, layer: int | None, head: int | None) -> None:
+            measured = failures.attempt(lambda: unmodified.compare(run()), layer, head)
             loss, kl = (nan, nan) if measured is None else (by_token.mean().item() for by_token in measured)
-            rows.append((*row, loss, loss - clean_loss, kl))
+            scope = "all" if layer is None else "layer" if head is None else "head"
+            rows.append((scope, layer, head, put.put_in, put.keep, loss, loss - clean_loss, kl))
             bar.update()
+
+        def hooks_in(spec: AttentionSpec, put: _Replacement, group: int, heads: Sequence[int]) -> Hooks:
+            return put.hooks(spec, heads, axes, stored[group])
 
         for spec in specs:
             heads = list(range(spec.n_heads))
-            units = [*([head] for head in heads), heads]
-            hooks_by = [(put_in, partial(put, spec, stored)) for put_in, _, put in one_layer]
-            each = runs.each(spec.layer, [Change(x, tuple(unit), hooks) for x, hooks in hooks_by for unit in units])
-            for ((put_in, keep, _), head), run in zip(product(one_layer, [*heads, None]), each, strict=True):
-                measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
-        for put_in, keep, put in everywhere:
-            hooks_of = [joined(put(spec, stored, n, range(spec.n_heads)) for spec in specs) for n in range(len(stored))]
-            measure(partial(run_texts, model, texts, hooks_of), "all", None, None, put_in, keep)
+            units = [*((head,) for head in heads), tuple(heads)]
+            hooks_of = [(put, partial(hooks_in, spec, put)) for put in one_layer]
+            each = runs.each(spec.layer, [Change(put.put_in, unit, hooks) for put, hooks in hooks_of for unit in units])
+            for (put, head), run in zip(product(one_layer, [*heads, None]), each, strict=True):
+                measure(run, put, spec.layer, head)
+        for put in everywhere:
+            under = [joined(hooks_in(spec, put, n, range(spec.n_heads)) for spec in specs) for n in range(len(stored))]
+            measure(partial(run_texts, model, texts, under), put, None, None)
     table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
     order = {name: n for n, name in enumerate(("head", "layer", "all"))}
     table = table.astype({"layer": "Int64", "head": "Int64"}).sort_values(
@@ -121,27 +128,26 @@ def additive_substitution(
 Fits = dict[int, Captured | AdditiveFit]
 """By layer, the data of the fits to its scores in the shuffled texts of one length."""
 
-Put = Callable[[AttentionSpec, Sequence[Fits], int, Sequence[int]], Hooks]
-"""A function of a layer, the fits and number of a group of texts, and some heads, to hooks that replace these heads."""
 
+@dataclass(frozen=True)
+class _Replacement:
+    """What replaces heads: the fit of their scores, or of those of shuffled texts, with some components; or zeros."""
 
-def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
-    """Yield each replacement, its kept components and its hooks; the first three serve heads and layers, too."""
+    put_in: str
+    kept: tuple[ScorePart, ...] = ()
 
-    def fit(keep: Collection[ScorePart]) -> Put:
-        return lambda spec, fits, group, heads: keep_parts_hooks(spec, heads, keep, axes)
+    @property
+    def keep(self) -> str:
+        """The kept components in words."""
+        return "" if self.put_in == "zero" else "+".join(self.kept) or "mean"
 
-    yield "fit", "+".join(ADDITIVE), fit(ADDITIVE)
-    yield "shuffled fit", "+".join(ADDITIVE), lambda spec, fits, n, heads: _stored_fit(spec, heads, fits[n][spec.layer])
-    yield (
-        "zero",
-        "",
-        lambda spec, fits, group, heads: replace_heads(spec, heads, lambda _, heads, z: torch.zeros_like(z)),
-    )
-    for n in range(len(PARTS) + 1):
-        for keep in combinations(PARTS, n):
-            if keep != ADDITIVE:
-                yield "fit", "+".join(keep) or "mean", fit(keep)
+    def hooks(self, spec: AttentionSpec, heads: Sequence[int], axes: Axes, shuffled: Fits) -> Hooks:
+        """Return hooks that replace heads of a layer; ``shuffled`` are the fits of shuffled texts of this length."""
+        if self.put_in == "zero":
+            return replace_heads(spec, heads, lambda _, heads, z: torch.zeros_like(z))
+        if self.put_in == "shuffled fit":
+            return _stored_fit(spec, heads, shuffled[spec.layer])
+        return keep_parts_hooks(spec, heads, self.kept, axes)
 
 
 def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> Hooks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,7 +24,7 @@ from tl_posdisent.experiments.causal.token_losses import Unmodified
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, joined
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.progress import progress_bar
@@ -184,20 +186,36 @@ def replaceable_heads(
         orders["random"] = orders["curvature"].iloc[drawn]
     n_heads = len(orders["curvature"])
     sizes = _counts(counts, n_heads)
+    runs: dict[tuple[str, int], tuple[float, float, float, float]] = {}
     with running(model), progress_bar(total=len(orders) * len(sizes), desc="sets", disable=not progress) as bar:
-        cost = _Cost(model, measured, items, bar)
-        for name, order in orders.items():
-            for size in sizes:
-                cost.measure(name, order, size)
-        n = _within(cost, orders["curvature"], sizes, budget, search=counts is None)
+        unmodified = Unmodified.of(run_texts(model, measured), measured)
+
+        def cost(name: str, n: int) -> float:
+            """Return the added loss with the first n heads of an order replaced; each set is run once."""
+            if (name, n) not in runs:
+                hooks = _replacing(items, orders[name].iloc[:n])
+                run = unmodified.compare(run_texts(model, measured, [hooks] * len(measured.groups)))
+                added, error = unmodified.blocks.mean(run.losses - unmodified.losses)
+                runs[name, n] = run.losses.mean().item(), added, error, run.divergences.mean().item()
+                bar.total = max(bar.total, len(runs))  # bisection adds sets
+                bar.update()
+            return runs[name, n][1]
+
+        for name, size in product(orders, sizes):
+            cost(name, size)
+        n = _within(partial(cost, "curvature"), sizes, budget, search=counts is None)
+    curve = pd.DataFrame(
+        [(*place, *runs[place]) for name in orders for place in sorted(runs) if place[0] == name],
+        columns=["order", "heads", "loss", "added_loss", "se", "kl"],
+    )
     order = orders["curvature"].reset_index(drop=True)
     columns = ["layer", "head", "intervention", "curvature", "curvature_se"]
     order = order[columns].assign(rank=range(1, n_heads + 1))[["rank", *columns]]
-    return ReplaceableHeads(order, cost.table(), budget, n)
+    return ReplaceableHeads(order, curve, budget, n)
 
 
 def _refuse_own(interventions: Iterable[Hooks]) -> None:
-    """Raise for functions of the user, which cannot be had for single heads."""
+    """Raise for hooks of the user's, which cannot be restricted to single heads."""
     if own := [hooks for hooks in interventions if hooks.others]:
         raise ArgumentError(
             "interventions", f"must be hooks of this package alone, got functions of your own in {shown(own[0])}"
@@ -227,44 +245,16 @@ def _replacing(items: dict[str, NamedIntervention], rows: pd.DataFrame) -> Hooks
     return joined(items[name].of(layer, heads) for (name, layer), heads in chosen.items())
 
 
-class _Cost:
-    """Losses and divergences of runs in which several heads are replaced."""
-
-    def __init__(self, model: Any, texts: Texts, items: dict[str, NamedIntervention], bar: Any) -> None:
-        self.model, self.texts, self.items, self.bar = model, texts, items, bar
-        self.unmodified = Unmodified.of(run_texts(model, texts), texts)
-        self.rows: dict[tuple[str, int], tuple[float, float, float, float]] = {}
-
-    def measure(self, name: str, order: pd.DataFrame, n: int) -> float:
-        """Return the added loss with the first n heads replaced."""
-        if (name, n) not in self.rows:
-            hooks = _replacing(self.items, order.iloc[:n])
-            outputs = run_texts(self.model, self.texts, [hooks] * len(self.texts.groups))
-            run = self.unmodified.compare(outputs)
-            added, error = self.unmodified.blocks.mean(run.losses - self.unmodified.losses)
-            self.rows[name, n] = run.losses.mean().item(), added, error, run.divergences.mean().item()
-            self.bar.update()
-        return self.rows[name, n][1]
-
-    def table(self) -> pd.DataFrame:
-        """Return one row per run, by order and number of heads."""
-        names = list(dict.fromkeys(name for name, _ in self.rows))
-        places = sorted(self.rows, key=lambda place: (names.index(place[0]), place[1]))
-        columns = ["order", "heads", "loss", "added_loss", "se", "kl"]
-        return pd.DataFrame([(*place, *self.rows[place]) for place in places], columns=columns)
-
-
-def _within(cost: _Cost, order: pd.DataFrame, sizes: Sequence[int], budget: float, *, search: bool) -> int:
+def _within(cost: Callable[[int], float], sizes: Sequence[int], budget: float, *, search: bool) -> int:
     """Return the largest measured number of heads below the first that exceeds the budget; bisect for it."""
-    costs = {size: cost.measure("curvature", order, size) for size in sizes}
+    costs = {size: cost(size) for size in sizes}
     above = next((size for size in sizes if costs[size] > budget), None)
     if above is None:
         return sizes[-1]
     below = max(size for size in sizes if size < above)
     while search and above - below > 1:
         middle = (below + above) // 2
-        cost.bar.total += 1
-        if cost.measure("curvature", order, middle) > budget:
+        if cost(middle) > budget:
             above = middle
         else:
             below = middle
