@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -139,33 +138,36 @@ def attention_ladder(
     if exact != "all":
         of_texts = (tokens, attention_mask) if heldout is None else (heldout, heldout_mask)
         _, parts = differentiable_texts(reading.model, *of_texts, next_token_loss)
-        options: dict[str, Any] = {"exact": exact, "draws": draws, "seed": seed, "progress": progress}
-        run, rows, search = screen_heads(reading, fitted, texts, parts, chosen, rung_list, **options)
+        run, rows, search = screen_heads(
+            reading, fitted, texts, parts, chosen, rung_list, exact=exact, draws=draws, seed=seed, progress=progress
+        )
         to_run = [(spec, [head for head in some if (spec.layer, head) in run]) for spec, some in chosen]
         to_run = [(spec, some) for spec, some in to_run if some]
     fitted_rungs = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
     n_items = {"all": 1, "layer": len(to_run), "head": sum(len(heads) for _, heads in to_run)}[unit]
-    total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
+    n_runs = len(rung_list) - 1  # none for "untouched"
+    total = n_items * (n_runs * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     scales = [initial_scale(reading.model, "config")] if "random" in extra else []
+    failures = Failures()
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
-        ladder = LadderRuns(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
+        options = (fitted, texts, unit, bands, rank, seed, metric, failures, bar)
         if to_run:
             rungs_of: dict[str, list[AnyRung]] = {"none": rung_list}
             rungs_of |= {"shuffled": [*fitted_rungs]} if "shuffled" in extra else {}
-            rows += ladder.rows(to_run, rungs_of)
+            rows += LadderRuns(reading, *options).rows(to_run, rungs_of)
         if to_run and scales:
             copy = read_model(
                 next(random_control(reading.model, [seed], std=scales)), [spec.layer for spec, _ in to_run]
             )
             specs = {spec.layer: spec for spec in copy.specs()}
             copied = [(specs[spec.layer], some) for spec, some in to_run]
-            rows += replace(ladder, reading=copy).rows(copied, {"random": rung_list})
+            rows += LadderRuns(copy, *options).rows(copied, {"random": rung_list})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     table.attrs |= {"random weights": described_copies("random", scales, [seed])} if scales else {}
     table.attrs |= {"search": search} if search else {}
-    return reading.note(ladder.failures.note(table))
+    return reading.note(failures.note(table))
 
 
 def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, chosen: Chosen) -> None:

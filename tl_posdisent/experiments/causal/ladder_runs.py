@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import nan
@@ -60,7 +60,10 @@ class _Measured:
 
 @dataclass(frozen=True, eq=False)
 class LadderRuns:
-    """The ladder of one model, with the texts to which static rungs are fitted, and the texts to predict."""
+    """The ladder of one model, with the texts to which static rungs are fitted, and the texts to predict.
+
+    Failed runs are noted in ``failures``; the bar counts runs.
+    """
 
     reading: ModelReading
     fitted: Texts
@@ -72,13 +75,12 @@ class LadderRuns:
     metric: Metric | None
     failures: Failures
     bar: Any
-    # The last measured, by layer, head and rung.
-    baselines: dict[tuple[Any, ...], _Measured] = field(default_factory=dict)
 
     def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[AnyRung]]) -> list[Row]:
-        """Measure the rows of each control. A control without baselines uses those of the previous one."""
+        """Measure the rows of each control. Shares of all controls have the baselines of the first one."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[Row] = []
+        baselines: dict[tuple[int | None, int | None], dict[AnyRung, _Measured]] = {}
         with running(model):
             runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
             clean = Unmodified.of(runs.clean, self.texts)
@@ -88,26 +90,31 @@ class LadderRuns:
                 # In one pass for all layers; what is fitted to each text takes memory, so layer by layer.
                 fitted = {x: self._hooks_in(chosen, x, shuffled=shuffled) for x in some if x == MEAN or x in PER_HEAD}
                 for together in [chosen] if whole else [[each] for each in chosen]:
-                    hooks = {x: fitted.get(x) or self._hooks_in(together, x, shuffled=shuffled) for x in some}
-                    items = self._items(together)
-                    found = self._measured(items, hooks, self._runs(runs, together, items, hooks), clean, untouched)
-                    for item, measured in zip(items, found, strict=True):
-                        rows += self._rows_of(item, measured, untouched, clean.blocks, control)
+                    hooks: dict[AnyRung, HooksIn] = {
+                        x: fitted.get(x) or self._hooks_in(together, x, shuffled=shuffled)
+                        for x in some
+                        if x != "untouched"
+                    }
+                    for item, measured in self._measured(runs, together, hooks, clean, untouched):
+                        ends = baselines.setdefault((item.layer, item.head), measured)
+                        if "untouched" in some:
+                            measured["untouched"] = untouched
+                        rows += self._rows_of(item, measured, ends, untouched, clean.blocks, control)
         return rows
 
     def _measured(
         self,
-        items: Sequence[_Item],
-        rungs: Iterable[AnyRung],
-        outputs: Iterator[Run],
+        runs: Runs,
+        together: Chosen,
+        hooks: Mapping[AnyRung, HooksIn],
         clean: Unmodified,
         untouched: _Measured,
-    ) -> list[dict[AnyRung, _Measured]]:
-        """Measure each rung for each item, in the order of ``_runs``."""
-        found: list[dict[AnyRung, _Measured]] = [{} for _ in items]
-        for rung, (n, item) in product(rungs, list(enumerate(items))):
-            is_end = rung == "untouched"
-            found[n][rung] = untouched if is_end else self._measure(next(outputs), clean, untouched, item)
+    ) -> list[tuple[_Item, dict[AnyRung, _Measured]]]:
+        """Measure each rung for each item."""
+        found: list[tuple[_Item, dict[AnyRung, _Measured]]] = [(item, {}) for item in self._items(together)]
+        outputs = self._runs(runs, together, [item for item, _ in found], hooks)
+        for (rung, (item, measured)), run in zip(product(hooks, found), outputs, strict=True):
+            measured[rung] = self._measure(run, clean, untouched, item)
             self.bar.update()
         return found
 
@@ -122,21 +129,17 @@ class LadderRuns:
     def _runs(
         self, runs: Runs, together: Chosen, items: Sequence[_Item], hooks: Mapping[AnyRung, HooksIn]
     ) -> Iterator[Run]:
-        """Yield the run in which a rung replaces an item's attention, for each rung but the last, and each item."""
-        replacing = {rung: hooks_in for rung, hooks_in in hooks.items() if rung != "untouched"}
+        """Yield the run in which a rung replaces an item's attention, for each rung and each item."""
         if self.unit == "all":
-            return (partial(self._run, hooks_in, together) for hooks_in in replacing.values())
+            return (partial(self._run, hooks_in, together) for hooks_in in hooks.values())
         [(spec, _)] = together
-
-        def changes(rung: AnyRung, hooks_in: HooksIn) -> list[Change]:
-            def of(group: int, heads: Sequence[int]) -> Hooks:
-                return hooks_in(group, [(spec, list(heads))])
-
+        changes = []
+        for rung, hooks_in in hooks.items():
             # Rungs of one name are put in at the same hook points.
             name = rung if rung in (MEAN, "static", "first_token") else "scores"
-            return [Change(name, tuple(heads), of) for item in items for _, heads in item.where]
-
-        return runs.each(spec.layer, [change for each in replacing.items() for change in changes(*each)])
+            in_layer = partial(_in_layer, hooks_in, spec)
+            changes += [Change(name, tuple(heads), in_layer) for item in items for _, heads in item.where]
+        return runs.each(spec.layer, changes)
 
     def _run(self, hooks_in: HooksIn, where: Chosen) -> list[Any]:
         under = [hooks_in(group, where) for group in range(len(self.texts.groups))]
@@ -189,18 +192,22 @@ class LadderRuns:
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _rows_of(
-        self, item: _Item, measured: dict[AnyRung, _Measured], untouched: _Measured, of_tokens: Blocks, control: str
+        self,
+        item: _Item,
+        measured: Mapping[AnyRung, _Measured],
+        baselines: Mapping[AnyRung, _Measured],
+        untouched: _Measured,
+        of_tokens: Blocks,
+        control: str,
     ) -> Iterator[Row]:
-        layer, head = item.layer, item.head
-        for name in ("uniform", MEAN):
-            self.baselines[layer, head, name] = measured.get(name) or self.baselines[layer, head, name]
-        uniform, mean = (self.baselines[layer, head, name] for name in ("uniform", MEAN))
+        """Yield the row of each rung, with its shares between the baselines and the untouched model."""
+        uniform, mean = baselines["uniform"], baselines[MEAN]
         blocks = of_tokens if self.metric is None else Blocks.single(len(untouched.values))
         dtype, unmodified_loss = dtype_of(self.reading.model), untouched.losses.mean().item()
         for rung, run in measured.items():
             lengths = [self.fitted.longest] if rung == MEAN or rung in PER_HEAD else self.texts.lengths
             static = rung in WITHOUT_FIT or ((rung in PER_HEAD or rung == MEAN) and self.texts is not self.fitted)
-            row: Row = {"layer": layer, "head": head, "control": control, "rung": rung}
+            row: Row = {"layer": item.layer, "head": item.head, "control": control, "rung": rung}
             row |= {"value": run.values.mean().item(), "loss": run.losses.mean().item()}
             for names, end in ((("recovered", "se"), uniform), (("recovered_mean", "se_mean"), mean)):
                 row |= zip(names, share_between(run.values, end.values, untouched.values, blocks, dtype), strict=True)
@@ -221,6 +228,10 @@ class LadderRuns:
         if rung == MEAN:
             return spec.d_head
         return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
+
+
+def _in_layer(hooks_in: HooksIn, spec: AttentionSpec, group: int, heads: Sequence[int]) -> Hooks:
+    return hooks_in(group, [(spec, list(heads))])
 
 
 def _mean_outputs(means: StandIn | ValueError, group: int, where: Chosen) -> Hooks:
