@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -20,6 +21,25 @@ from tl_posdisent.utils.progress import progress_bar
 
 Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
 """A layer, the heads that are changed together, and for each of these the heads whose rows they are (None: all)."""
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSource:
+    """The run that heads are patched from, and how it differs from the run that is patched.
+
+    Attributes:
+        texts: its texts.
+        argument: the argument that makes the two runs differ, for errors.
+        hooks: its hooks, for each group of texts.
+        under: hooks in the run that is patched, for each group of texts.
+        target: texts whose tokens the metric receives, default those of the run that is patched.
+    """
+
+    texts: Texts
+    argument: str
+    hooks: Sequence[Sequence[Hook]] | None = None
+    under: Sequence[list[Hook]] | None = None
+    target: Texts | None = None
 
 
 def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> Units:
@@ -41,9 +61,7 @@ def effect_table(
     *,
     places: Sequence[int | None] = (None,),
     coupled: Callable[[AttentionSpec], bool] = lambda spec: False,
-    source: tuple[Texts, Sequence[Sequence[Hook]], str] | None = None,
-    under: Sequence[list[Hook]] | None = None,
-    target: Texts | None = None,
+    source: PatchSource | None = None,
     progress: bool,
 ) -> pd.DataFrame:
     """Measure a metric with some heads at a time changed in a run on ``texts``.
@@ -53,30 +71,30 @@ def effect_table(
         hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
             they are needed.
         coupled: whether changes in a layer are coupled (``Change``).
-        source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument
-            makes the two runs differ, for errors.
-        under: hooks for each group of texts, in force in the run that is changed.
-        target: texts whose tokens the metric receives, default ``texts``.
+        source: of patches.
 
     Returns:
         One row per layer and head (and place): ``layer``, ``head``, (``position``;) ``source`` (of patches: the metric
         of that run), ``baseline`` (without a change), ``value``, and ``effect``: value − baseline, of patches divided
         by source − baseline. ``table.attrs["metric"]`` is the metric's name (``metric_name``).
     """
-    model, rows, failures, target = reading.model, [], Failures(), target or texts
+    model, rows, failures = reading.model, [], Failures()
+    under, target = (None, texts) if source is None else (source.under, source.target or texts)
     with (
         running(model),
         progress_bar(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
     ):
         runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under)
-        ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
-        ends["baseline"] = value_of(metric, runs.clean, target)
-        if source is not None and not apart(ends["source"], ends["baseline"], dtype_of(model)):
-            raise ValueError(  # every effect would be 0/0
-                f"{source[2]} must change the metric, but it is {ends['source']:.6g} in one run and "
-                f"{ends['baseline']:.6g} in the other: there is no effect to divide. Pass a metric= that they change, "
-                "such as logit_difference(…) of an answer that depends on it, or make the two runs differ more"
-            )
+        ends = {"baseline": value_of(metric, runs.clean, target)}
+        if source is not None:
+            ends = {"source": value_of(metric, run_texts(model, source.texts, source.hooks), target), **ends}
+            if not apart(ends["source"], ends["baseline"], dtype_of(model)):
+                raise ValueError(  # every effect would be 0/0
+                    f"{source.argument} must change the metric, but it is {ends['source']:.6g} in one run and "
+                    f"{ends['baseline']:.6g} in the other: there is no effect to divide. Pass a metric= that they "
+                    "change, such as logit_difference(…) of an answer that depends on it, or make the two runs differ "
+                    "more"
+                )
         for spec, changed, reported in units:
             changes = [
                 Change("change", tuple(some), hooks, coupled(spec)) for hooks in hooks_in(spec) for some in changed

@@ -10,7 +10,7 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.effect_table import effect_table, units_of
+from tl_posdisent.experiments.causal.effect_table import PatchSource, effect_table, units_of
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import HooksOf
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
@@ -101,11 +101,19 @@ def head_patching(
 
         return [partial(at, place) for place in places]
 
-    options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
-    # A norm over the queries or keys of all heads couples them; and all heads of a group read its key and value.
-    options["coupled"] = lambda spec: activation in ("q", "k", "v")
-    return effect_table(reading, texts, units, hooks_in, metric, places=places, progress=progress, **options)
+    return effect_table(
+        reading,
+        texts,
+        units,
+        hooks_in,
+        metric,
+        places=places,
+        # A norm over the queries or keys of all heads couples them; and all heads of a group read its key and value.
+        coupled=lambda spec: activation in ("q", "k", "v"),
+        source=PatchSource(other, "source", target=other),
+        progress=progress,
+    )
 
 
 def _places(positions: Any, length: int) -> list[int | None]:
@@ -264,8 +272,8 @@ def position_patching(
     def coupled(spec: AttentionSpec) -> bool:  # patched queries of one head beside keys of its group
         return what == "head" and keys == "group" and spec.n_kv_heads < spec.n_heads
 
-    ends: dict[str, Any] = {"source": (texts, hooks[source], "positions"), "under": hooks[patched]}
-    table = effect_table(reading, texts, units, hooks_in, metric, coupled=coupled, **ends, progress=progress)
+    end = PatchSource(texts, "positions", hooks[source], under=hooks[patched])
+    table = effect_table(reading, texts, units, hooks_in, metric, coupled=coupled, source=end, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
         table["effect"] = 1 - table["effect"]
@@ -361,7 +369,7 @@ def component_patching(
         return [lambda group, some: score_hooks(spec, some, held[group][spec.layer]["scores"], components)]
 
     units = [units_of(spec, some) for spec, some in chosen]
-    end = (other, hooks, "source_positions" if source is None else "source")
+    end = PatchSource(other, "source_positions" if source is None else "source", hooks)
     return effect_table(reading, texts, units, hooks_in, metric, source=end, progress=progress)
 
 
