@@ -26,7 +26,7 @@ from .process import spin_briefly
 
 
 class Program(TyperGroup):
-    """The commands, of which none ends in a traceback because its stdout cannot be written."""
+    """The commands, which end with an exit code if stdout cannot be written."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         with delivering():

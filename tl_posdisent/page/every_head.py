@@ -145,7 +145,7 @@ def _held_out(subject: Subject, every: int) -> dict[str, Any]:
 
 
 def _used(table: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return the heads for which neither uniform attention nor the mean output surely suffices."""
+    """Return the heads for which neither uniform attention nor the mean output is known to suffice."""
     if table.empty:
         return []
     verdicts = head_verdicts(table)

@@ -33,7 +33,7 @@ def head_map(drawn: go.Figure, caption: str, subject: Subject, *, linked: bool =
 
 
 def grey_cells(missing: int, empty: int, mark: str = "") -> str:
-    """Say behind the caption of a map which cells are grey: ``missing`` heads, and ``empty`` cells of no analysed head.
+    """Describe the grey cells of a map, for its caption: ``missing`` heads, and ``empty`` cells of no analysed head.
 
     >>> grey_cells(1, 3), grey_cells(0, 0)
     ('; grey: 1 head without a number and 3 cells without an analysed head', '')
@@ -73,7 +73,7 @@ def complete(drawn: go.Figure, subject: Subject) -> go.Figure:
 
 
 def name_layers(drawn: go.Figure, layers: Sequence[int], attention: dict[int, str]) -> go.Figure:
-    """Write beside each layer of a map whether its attention is global or local, if ``attention`` says so."""
+    """Label the layers of a map as global or local, where ``attention`` has them."""
     if attention:
         some: Any = layers[:: -(-len(layers) // _NAMED)]
         named = [f"{attention[layer]} · {layer}" for layer in some]

@@ -85,7 +85,7 @@ class Factors(NamedTuple):
         return (self.distance.mean * self.query.mean * self.key.mean).sum(-1).real.flatten()
 
     def reach(self) -> Float64[Tensor, " head"]:
-        """Upper bound of the mean square of the scores (Cauchy–Schwarz); what is tiny beside it is rounding."""
+        """Upper bound of the mean square of the scores (Cauchy–Schwarz); anything tiny in comparison is rounding."""
         vectors = self.query.power.sum(-1) * self.key.power.sum(-1)
         return (self.distance.power.amax(-1) * vectors).flatten()
 

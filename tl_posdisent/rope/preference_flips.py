@@ -93,7 +93,7 @@ def _flips_of_head(
     far: Tensor,
     rounding: float,
 ) -> Float64[Tensor, "3"]:
-    """Near, far and near–far."""
+    """Return the flips among near, among far, and between near and far distances."""
     counts = torch.zeros(3, dtype=torch.float64, device=q.device)
     n, m, n_key = len(near), len(far), len(k)
     sizes = k.norm(dim=-1) * rotary.attention_factor
@@ -133,7 +133,7 @@ def _ranks(
 
 
 def _won_and_lost(least: _Ranks, largest: _Ranks) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """At how many distances the first key of each ordered pair beats the second, and is beaten by it."""
+    """Count the distances at which the first key of each ordered pair scores above the second, and below it."""
     shape = (len(least), least.shape[-1], least.shape[-1])
     beats, won = (torch.zeros(shape, dtype=least.dtype, device=least.device) for _ in range(2))
     for low, high in zip(least.unbind(1), largest.unbind(1), strict=True):

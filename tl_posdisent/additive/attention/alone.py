@@ -20,7 +20,7 @@ _AIM = 1e-5  # precision of these fits, of which only the explained share is rep
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PartialFits:
-    """What the fits by distances alone and by keys alone need: marginals of the pattern, but not the pattern.
+    """Marginals of a pattern, from which the fits by distances alone and by keys alone are computed when asked for.
 
     These are O(length) numbers for each head and text, and a copy of the keys' features. ``system`` and ``text`` are
     those of ``Layout``.

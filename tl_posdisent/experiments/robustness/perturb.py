@@ -44,7 +44,7 @@ class Perturbed:
 
     @property
     def intact(self) -> Bool[Tensor, "batch _"]:
-        """``[batch, pos - 1]``, True where neither the position nor the next one moved.
+        """``[batch, pos - 1]``: True where neither this position nor the next has moved.
 
         There all three kinds have the same token and the same next token; only the context before them is perturbed.
         """

@@ -197,7 +197,7 @@ def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *,
 
 
 def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:
-    """Refuse differences that short texts do not show: long sliding windows, and rotations that change with length."""
+    """Refuse what a comparison on short texts cannot see: long sliding windows, rotations that change with length."""
     named = [getattr(module, "rope_type", None) for module in hf_model.modules()]
     kinds = {kind for x in named for kind in (x.values() if isinstance(x, dict) else [x]) if isinstance(kind, str)}
     if changing := sorted(kinds - {"default", "linear", "llama3", "yarn"}):

@@ -162,7 +162,7 @@ def shows_scores(seen: Seen) -> bool:
 
 
 def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
-    """Find the cells that any head of any text attends to. The result shows the probe's mask and is not used for fits.
+    """Find the cells that any head of any text attends to: the mask of the probe's text, which fits do not use.
 
     It is read from the scores if they are shown, since a sharp softmax leaves zeros without any mask.
     """
