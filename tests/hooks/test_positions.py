@@ -58,8 +58,8 @@ def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> No
     error = torch.einsum("bqhd,bkhd->bhqk", turned.double(), turned.double())
     error = error - torch.einsum("bqhd,bkhd->bhqk", exact, exact)
     assert error.abs().amax() <= rounding(rotary, positions) * size
-    for expected, cached in ((positions, 0), (positions + 1, 0), (positions - start, start), (positions % 5, start)):
-        found = positions_from_vectors(q, turned, rotary, expected, cached)
+    for expected in (positions, positions + 1, positions // 2 + 4):
+        found = positions_from_vectors(q, turned, rotary, expected)
         assert found is not None
         assert torch.equal(found.view(-1), positions)
     if len(rotary.frequencies) < 4:

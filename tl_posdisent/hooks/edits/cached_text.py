@@ -31,9 +31,8 @@ class TextSoFar:
     """What is kept of a text in a KV cache for the pass that continues it; empty if no cache is in use.
 
     Attributes:
-        texts, n_key: number of texts, and of keys in the cache.
-        seen: number of tokens; a sliding window may have dropped some from the cache.
-        positions: of these tokens.
+        texts, n_key: number of texts, and of keys in the cache, from which a sliding window may have dropped some.
+        positions: of all its tokens.
         misplaced: whether keys were turned for other positions than the model's.
         keys: before rotation; only the last one, which identifies the text, if no more are needed.
         values: if results are put in.
@@ -41,7 +40,6 @@ class TextSoFar:
 
     texts: int = 0
     n_key: int = 0
-    seen: int = 0
     positions: Positions = Positions()
     misplaced: bool = False
     keys: Tensor | None = None

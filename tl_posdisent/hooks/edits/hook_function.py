@@ -37,7 +37,7 @@ class ActivePass:
     """The forward pass in which a list of hooks acts.
 
     Attributes:
-        start: number of tokens of its text in the transformers cache that it was given, or 0.
+        start: number of tokens of its text in the KV cache that it was given, or 0.
         continues: whether another pass may continue its text, with a KV cache.
         layers: the layers that are running.
         last: the layer that began last.
@@ -150,7 +150,7 @@ class HookFunction:
             )
         if found.continues and self.no_cache is not None:
             raise ValueError(self.no_cache)
-        return ActivePass(0 if found.cache is None else int(found.cache.get_seq_length(layer)), found.continues)
+        return ActivePass(found.start(layer), found.continues)
 
     def _see(self, layer: int, name: str, x: Tensor) -> Tensor | None:
         """Handle one hook of one layer."""

@@ -79,25 +79,20 @@ def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
 
 
 def _cosines(state: LayerState, x: Tensor) -> Tensor | None:
-    state.cos = x
     if state.plan.needs_positions:
         rotary = state.spec.require_rotary("rotation edits")
-        state.positions = Positions(text.positions_from_table(x, rotary, state.expected, _cached(state)))
+        state.positions = Positions(text.positions_from_table(x, rotary, state.expected))
+        if state.positions.own is None:
+            state.cos = x
         _fall_back_elsewhere(state)
     return _exchanged(state, x, "cos")
 
 
 def _sines(state: LayerState, x: Tensor) -> Tensor | None:
-    cos, state.cos = state.cos, None
-    if state.positions.own is None and state.plan.needs_positions:
-        assert cos is not None
-        _measure_rotation(state, cos, x)
+    if state.cos is not None:
+        _measure_rotation(state, state.cos, x)
+        state.cos = None
     return _exchanged(state, x, "sin")
-
-
-def _cached(state: LayerState) -> int:
-    """Return the number of tokens of the text in the KV cache, if this pass may continue it, otherwise 0."""
-    return state.text.seen if state.text.texts == state.texts else 0
 
 
 def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
@@ -106,7 +101,7 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
     rotary = text.measured_rotary(cos, sin, read)
     if rotary is None:
         _refuse_rotation(state)
-    state.positions = Positions(text.positions_from_table(cos, rotary, state.expected, _cached(state)))
+    state.positions = Positions(text.positions_from_table(cos, rotary, state.expected))
     if state.positions.own is None:
         _refuse_rotation(state)
     for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
@@ -129,7 +124,7 @@ def _fall_back_elsewhere(state: LayerState, real: Tensor | None = None) -> None:
 
 
 def _refuse_rotation(state: LayerState) -> NoReturn:
-    end = text.end_of_known(state.expected, _cached(state))
+    end = text.end_of_known(state.expected)
     raise ValueError(
         f"the rotation table of layer {state.spec.layer} is not that of positions 0, 1, 2 … nor of any others below "
         f"{end}, which are those that are recognised in a text of this length: run the model on a whole text, "
@@ -155,7 +150,7 @@ def _turn_queries(state: LayerState, x: Tensor) -> Tensor | None:
         heads = sorted(state.plan.heads)  # other lists of hooks may have turned the others
         rotary = state.spec.require_rotary("rotation edits")
         before, after = (vectors[:, :, heads] for vectors in (state.queries, tap.read(x)))
-        state.positions = Positions(text.positions_from_vectors(before, after, rotary, state.expected, _cached(state)))
+        state.positions = Positions(text.positions_from_vectors(before, after, rotary, state.expected))
         if state.positions.own is None:
             _refuse_rotation(state)
     return _turned(state, x, tap, plain, "q") if state.plan.turned_q else None
@@ -232,13 +227,10 @@ def _reads_mask(state: LayerState) -> bool:
 
 def _compared_with_slots(state: LayerState, x: Tensor) -> Positions:
     """Find out whether the model's own positions are the slots of the batch, from its beginning."""
-    n_query, n_key = x.shape[-2:]
-    own, cached = state.positions.own, n_key > n_query
+    own, cached = state.positions.own, x.shape[-1] > x.shape[-2]
     if own is None or own.ndim > 1 or (cached and not state.text.positions.at_slots):
         return state.positions
-    start = state.text.seen if cached else 0
-    slots = torch.arange(start, start + n_query, device=own.device)
-    return replace(state.positions, at_slots=torch.equal(own, slots))
+    return replace(state.positions, at_slots=torch.equal(own, state.expected))
 
 
 def _read_from_mask(state: LayerState, inside: Tensor, real: Tensor) -> Positions:
@@ -267,8 +259,7 @@ def _from_0(state: LayerState, real: Tensor) -> Positions:
 
 def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
     """Return what the next pass needs if it continues this text, which it can only with a KV cache."""
-    n_query, n_key = x.shape[-2:]
-    cached = n_key > n_query
+    n_key, cached = x.shape[-1], x.shape[-1] > x.shape[-2]
     if not (cached or state.continues):
         return TextSoFar()
     before = state.text if cached else TextSoFar()
@@ -279,7 +270,7 @@ def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
     if state.spec.scores is None and state.edits_scores:
         values = state.values(n_key).detach().clone()
     positions = before.continued_by(state.positions) if cached else state.positions
-    return TextSoFar(state.texts, n_key, before.seen + n_query, positions, state.misplaced, keys, values)
+    return TextSoFar(state.texts, n_key, positions, state.misplaced, keys, values)
 
 
 # --- 8, 9, 10: models that show no scores, and that do not use edited ones

@@ -37,9 +37,9 @@ class LayerState:
             the next pass.
         spec: the layer, with the rotation of the running text.
         vectors, positions: of this pass.
-        fell_back: whether the scores of all heads with rotation edits are recomputed, since vectors were turned for
-            other positions, or tables replaced by others, than the edits ask for.
-        cos: the table of cosines, until that of sines.
+        fell_back: whether the scores of all heads with rotation edits are recomputed, since vectors were turned, or
+            tables replaced, for other positions than those of the running text, or for another rotation.
+        cos: a table of cosines that is not that of the model's rotation as it was read, until that of sines.
         pattern: the pattern of a model that shows no scores.
         fired: the hooks that have fired, in order.
     """

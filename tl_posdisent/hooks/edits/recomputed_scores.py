@@ -91,5 +91,4 @@ def _part(state: LayerState, n_query: int, n_key: int) -> tuple[int, int] | None
     """Return the slots (padding included) of the first query and the first key if the text is run in parts."""
     if n_key == n_query and not state.continues:
         return None
-    n_slots = n_query + (state.text.seen if n_key > n_query else 0)
-    return n_slots - n_query, n_slots - n_key
+    return state.start, state.start + n_query - n_key

@@ -20,15 +20,15 @@ _CANDIDATES = 4096  # positions to try if a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
 
 
-def end_of_known(expected: Int[Tensor, " pos"], cached: int) -> int:
+def end_of_known(expected: Int[Tensor, " pos"]) -> int:
     """Return the position below which those of a running text are recognised in its table."""
-    return max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached)
+    return max(_CANDIDATES, 2 * int(expected.max()) + 2)
 
 
 def positions_from_table(
-    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, " pos"], cached: int = 0
+    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, " pos"]
 ) -> Int[Tensor, "*batch pos"] | None:
-    """Find the positions (possibly after those of a KV cache) at which ``rotary`` gives this cosine table, or None."""
+    """Find the positions at which ``rotary`` gives this cosine table, first those that are expected, or None."""
 
     def fits(positions: Tensor) -> bool:
         table = table_like(cos, rotary, positions, "cos")
@@ -37,10 +37,9 @@ def positions_from_table(
         error = (cos.detach().double() - table.double()).abs().amax()
         return bool(error <= (2 * torch.finfo(cos.dtype).eps + rounding(rotary, positions)) * rotary.attention_factor)
 
-    for plain in (expected, expected + cached):
-        if fits(plain):
-            return plain
-    candidates = torch.arange(end_of_known(expected, cached), device=cos.device)
+    if fits(expected):
+        return expected
+    candidates = torch.arange(end_of_known(expected), device=cos.device)
     table = table_like(cos, rotary, candidates, "cos")[0].float()
     if table.shape[-1] != cos.shape[-1]:
         return None
@@ -55,21 +54,19 @@ def positions_from_vectors(
     after: Float[Tensor, "batch pos head d_head"],
     rotary: Rotary,
     expected: Int[Tensor, " pos"],
-    cached: int = 0,
 ) -> Int[Tensor, "*batch pos"] | None:
-    """Find the positions (possibly after those of a KV cache) to which a model has rotated these vectors, or None."""
+    """Find the positions to which a model has rotated these vectors, first those that are expected, or None."""
     before, after = before.detach().to(after.dtype), after.detach()  # autocast rounds those before rotation alone
 
     def fits(positions: Tensor) -> bool:
         error = (after.double() - rotate(before, positions, rotary).double()).abs().amax()
         return bool(error <= (8 * torch.finfo(after.dtype).eps + rounding(rotary, positions)) * after.abs().amax())
 
-    for plain in (expected, expected + cached):
-        if fits(plain):
-            return plain
+    if fits(expected):
+        return expected
     start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
     turns = (end * start.conj()).sum(2).flatten(0, 1)  # its argument is the angle of each subspace
-    candidates = torch.arange(end_of_known(expected, cached), device=before.device)
+    candidates = torch.arange(end_of_known(expected), device=before.device)
     possible = torch.exp(-1j * rotary.angles(candidates)).to(turns.dtype)
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
     positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])

@@ -85,7 +85,7 @@ class RunningPass(NamedTuple):
     """Arguments of the running forward pass, read from the call stack.
 
     Attributes:
-        cache: the transformers cache that it was given; None if it was given none, or another.
+        cache: the cache that it was given, one of transformers or of a HookedTransformer; None if it was given none.
         continues: whether the caller asked for a KV cache, so that another pass may continue its text.
         nested: whether the model runs within another pass of its own, in a hook.
     """
@@ -93,6 +93,14 @@ class RunningPass(NamedTuple):
     cache: Any | None
     continues: bool
     nested: bool
+
+    def start(self, layer: int) -> int:
+        """Return the number of tokens in the cache, before the layer adds its own."""
+        if self.cache is None:
+            return 0
+        if hasattr(self.cache, "get_seq_length"):
+            return int(self.cache.get_seq_length(layer))
+        return int(self.cache[layer].past_keys.shape[1])
 
 
 def running_pass() -> RunningPass:
@@ -120,7 +128,8 @@ def running_pass() -> RunningPass:
             if isinstance(module, PreTrainedModel) or hasattr(type(module), "run_with_hooks"):
                 nested = (id(module), frame.f_code) in models  # a subclass may call the forward of its base
                 models.add((id(module), frame.f_code))
-            asked = asked or given.get("past_kv_cache") is not None  # a HookedTransformer's
+            if given.get("past_kv_cache") is not None:  # a HookedTransformer's
+                cache, asked = given["past_kv_cache"], True
             asked = asked or given.get("return_type") == "logits_and_cache"
         frame = frame.f_back
     return RunningPass(cache, asked, nested)
