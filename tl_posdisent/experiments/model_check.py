@@ -28,7 +28,7 @@ from tl_posdisent.hooks.substitute import substitute_additive, substitute_attent
 from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.forward_pass import Hook, Recorded, running
 from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE, empty_cache, library_versions, with_mask
 from tl_posdisent.models.running.model_parts import hook_name, is_quantised
 from tl_posdisent.models.running.texts import probe_tokens, special_id
@@ -262,9 +262,9 @@ class Trial:
 
     def held(self, layer: int, name: str, hooks: Sequence[Hook] = ()) -> Tensor:
         """Return the tensor at a hook of a layer's attention, under other hooks."""
-        seen: list[Tensor] = []
-        self.logits([*hooks, (hook_name(layer, name), lambda x, hook: seen.append(x.clone()))])
-        return seen[0]
+        seen = Recorded()
+        self.logits([*hooks, *seen.hooks([hook_name(layer, name)])])
+        return seen[hook_name(layer, name)]
 
     @cached_property
     def alone(self) -> list[Trial]:

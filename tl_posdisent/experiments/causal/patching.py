@@ -158,30 +158,24 @@ def _held(
     model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], activation: Activation
 ) -> dict[int, Tensor]:
     """Record the activation of layers in a run on these tokens."""
-    held: dict[int, list[Tensor]] = {spec.layer: [] for spec in specs}
+    names = {spec.layer: hook_name(spec.layer, f"hook_{activation}") for spec in specs}
     if not specs:
         return {}
-    there, last, length = model.hook_dict, max(held), tokens.shape[1]
-    hooks: list[Hook] = []
-    for spec in specs:
-        name, kept = hook_name(spec.layer, f"hook_{activation}"), held[spec.layer]
-        if name in there:
-            hooks.append((name, lambda x, hook, kept=kept: kept.append(x.detach().clone())))
     heads = {spec.layer: spec.n_kv_heads if activation in ("k", "v") else spec.n_heads for spec in specs}
     # In a text with as many tokens as heads the two axes cannot be distinguished, so a shorter text is checked.
-    for some in [tokens[:, :-1], tokens] if length in heads.values() else [tokens]:
+    for some in [tokens[:, :-1], tokens] if tokens.shape[1] in heads.values() else [tokens]:
         with running(model) as p:
-            p.run(some, hooks, stop=last + 1)
+            held = p.record(some, [name for name in names.values() if name in p.points], stop=max(names) + 1)
         for spec in specs:
             if some.shape[1] != heads[spec.layer]:
-                name = hook_name(spec.layer, f"hook_{activation}")
-                _check_layout(spec, name, held[spec.layer], some.shape[1], heads[spec.layer])
-    return {layer: kept[-1] for layer, kept in held.items()}
+                name = names[spec.layer]
+                _check_layout(spec, name, held.get(name), some.shape[1], heads[spec.layer])
+    return {layer: held[name] for layer, name in names.items()}
 
 
-def _check_layout(spec: AttentionSpec, name: str, held: Sequence[Tensor], length: int, n: int) -> None:
+def _check_layout(spec: AttentionSpec, name: str, held: Tensor | None, length: int, n: int) -> None:
     """Raise if a hook's tensor has no axis of heads."""
-    shape = tuple(held[-1].shape) if held else ()
+    shape = () if held is None else tuple(held.shape)
     if shape[1:] != (n, length, length) if name.endswith("pattern") else shape[1:3] != (length, n):
         missing = f"carries a tensor of shape {shape} on {length} tokens" if shape else "does not fire"
         raise ArgumentError(

@@ -12,9 +12,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.residual_stream.qk_readout import (
-    Kept,
     Readout,
-    keep,
     measure_readouts,
     residual_hook,
     taps_of,
@@ -23,7 +21,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.forward_pass import Recorded, running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.rotary import running_rotary
 from tl_posdisent.rope.toeplitz import toeplitz_share
@@ -178,8 +176,8 @@ def content_position_terms(
     own: list[Tensor] = []
     squares: list[tuple[Tensor, ...]] = []  # scores and mask, with queries and keys zero-padded to the longest text
     for group in texts.groups:
-        held: dict[str, Tensor] = {}
-        with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
+        held = Recorded()
+        with applied(model, held.hooks(dict.fromkeys(names))):
             for_each_scores(model, group.tokens, [spec], lambda _, x: own.append(x))
         missing = texts.longest - group.tokens.shape[1]
         inside = spec.mask(group.tokens.shape[1], group.tokens.device).expand(len(group.tokens), -1, -1)
@@ -332,9 +330,8 @@ def positional_subspace(
     check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     streams = []
     for group in texts.groups:
-        seen = Kept()
         with running(model) as p:
-            p.run(group.tokens, [keep(residual_hook(layer), seen)], stop=layer + 1)
+            seen = p.record(group.tokens, [residual_hook(layer)], stop=layer + 1)
         streams.append(seen[residual_hook(layer)][:, sinks:].double())
     content, position, _, counts = split_stream(streams)
     n = int(counts.sum())

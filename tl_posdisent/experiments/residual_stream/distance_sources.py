@@ -17,7 +17,6 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
     FrozenNorm,
     Readout,
     fit_norm,
-    keep,
     measure_readouts,
     residual_hook,
     taps_of,
@@ -27,7 +26,7 @@ from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.forward_pass import Hook, Recorded, running
 from tl_posdisent.models.running.model_parts import architecture
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import share_of
@@ -222,9 +221,8 @@ def distance_sources(
     names = dict.fromkeys(name for readout in readouts.values() for name in (readout.source, readout.tap.name))
     batches, rotations = [], []
     for group in texts.groups:
-        held: dict[str, Tensor] = {}
-        found: list[Captured] = []
-        with applied(model, [keep(name, held) for name in names]):
+        held, found = Recorded(), list[Captured]()
+        with applied(model, held.hooks(names)):
             for_each_layer(model, group.tokens, [spec], found.append, scores=False)
         (seen,) = found
         batches.append(Batch(group.tokens, torch.cat([query.weights(held, seen.q), key.weights(held, seen.k)], -1)))
@@ -311,10 +309,10 @@ def weighted_sources(
     layers = [_Layer(model, number, tool) for number in range(layer)]
     embedding = torch.zeros((), device="cpu")
     for tokens, weights in batches:
-        start: dict[str, Tensor] = {}
+        start = Recorded()
         hooks = [hook for each in layers for hook in each.hooks(weights)]
         # Hooks of the model, because Granite's bridge computes what a layer adds only for hooks that it knows of.
-        with applied(model, [keep(residual_hook(0), start), *hooks]), running(model) as p:
+        with applied(model, [*start.hooks([residual_hook(0)]), *hooks]), running(model) as p:
             p.run(tokens, stop=max(layer, 1))
         embedding = embedding + torch.einsum("bpw,bpm->wm", weights, start[residual_hook(0)].double())
     found = {EMBEDDING: embedding}
@@ -349,7 +347,7 @@ class _Layer:
 
     def hooks(self, weights: Float64[Tensor, "batch pos weight"]) -> list[Hook]:
         """Return hooks that add the sums of some texts."""
-        seen: dict[str, Tensor] = {}
+        seen = Recorded()
 
         def reduce(after: Tensor, hook: Any) -> None:
             if missing := [name for name in self.names if name not in seen]:
@@ -365,7 +363,7 @@ class _Layer:
             self.mlp = self.mlp + torch.einsum("bpw,bpm->wm", weights, mlp.double())
             self.scale = self.scale + scale.sum((0, 1))
 
-        return [*(keep(name, seen) for name in self.names), (residual_hook(self.number, "post"), reduce)]
+        return [*seen.hooks(self.names), (residual_hook(self.number, "post"), reduce)]
 
     def _scales(self, z: Tensor, added: Tensor) -> Float64[Tensor, "batch pos"]:
         """Compute the scale of the norm after the attention at every token, 1 without one; fit the norm first."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
@@ -143,15 +143,14 @@ def measure_readouts(
                 raise ArgumentError("model", f"must have the hook {name}, which {spec.architecture} does not have")
         answers = []
         for sign in (size, -size):
-            seen = Kept()
 
             def put(x: Tensor, hook: Any, sign: float = sign) -> Tensor:
                 rows = sign * torch.eye(d_model, dtype=x.dtype, device=x.device)
                 return rows[torch.arange(texts * length, device=x.device) % d_model].view(texts, length, d_model)
 
-            hooks = [(source, put), *(keep(tap.name, seen) for tap in taps.values())]
             with running(model, bare=True) as p:
-                p.run(tokens[:1].expand(texts, -1), hooks, stop=spec.layer + 1)
+                names = [tap.name for tap in taps.values()]
+                seen = p.record(tokens[:1].expand(texts, -1), names, [(source, put)], stop=spec.layer + 1)
             answers.append([tap.read(seen[tap.name]).double().flatten(0, 1)[:d_model] for tap in taps.values()])
         for (side, tap), plus, minus in zip(taps.items(), *answers, strict=True):
             if side not in found and not torch.equal(plus, minus):
@@ -179,19 +178,3 @@ def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
 def residual_hook(layer: int, when: str = "pre") -> str:
     """Return the hook of the residual stream before (or after, ``"post"``) a layer."""
     return f"blocks.{layer}.hook_resid_{when}"
-
-
-class Kept(dict[str, Tensor]):
-    """Activations by the name of their hook; raises an error that names a hook which did not fire."""
-
-    def __missing__(self, name: str) -> Tensor:
-        raise ArgumentError("model", f"must call its hook {name} in a pass, and does not")
-
-
-def keep(name: str, seen: dict[str, Tensor]) -> Hook:
-    """Return a hook that stores the activation in ``seen``."""
-
-    def listen(x: Tensor, hook: Any) -> None:
-        seen[name] = x.detach()
-
-    return name, listen

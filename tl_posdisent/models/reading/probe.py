@@ -107,19 +107,12 @@ def listen(
 
     The pass ends after the last of these layers, unless it is to be a ``whole`` one.
     """
-
-    def record(seen: Seen, short: str, x: Any, hook: Any) -> None:
-        if isinstance(x, Tensor):
-            seen[short] = x.detach().clone()
-
+    places = {hook_name(layer, short): (layer, short) for layer in layers for short in _LISTEN}
+    there = [name for name in places if name in p.points]
     seen: dict[int, Seen] = {layer: {} for layer in layers}
-    recorders = [
-        (name, partial(record, seen[layer], short))
-        for layer in layers
-        for short in _LISTEN
-        if (name := hook_name(layer, short)) in p.points
-    ]
-    p.run(tokens, [*edits, *recorders], stop=None if whole else max(layers) + 1, **more)
+    for name, x in p.record(tokens, there, edits, stop=None if whole else max(layers) + 1, **more).items():
+        layer, short = places[name]
+        seen[layer][short] = x
     return seen
 
 

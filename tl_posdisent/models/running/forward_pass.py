@@ -112,6 +112,20 @@ class Pass:
                 handles.append(end.register_forward_hook(self._end))
             return output_of(self.model, tokens, **more)
 
+    def record(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        names: Iterable[str],
+        hooks: Sequence[Hook] = (),
+        *,
+        stop: int | torch.nn.Module | None = None,
+        **more: Any,
+    ) -> Recorded:
+        """Run the model once (see ``run``) and return the activations at these hooks, after the edits of ``hooks``."""
+        found = Recorded()
+        self.run(tokens, [*hooks, *found.hooks(names)], stop=stop, **more)
+        return found
+
     def _add(self, hooks: Sequence[Hook], handles: list[RemovableHandle]) -> None:
         for name, function in hooks:
             if isinstance(name, str):
@@ -232,6 +246,22 @@ class Pass:
                 "model",
                 "must be used by one thread at a time, but two threads run it: give each thread a model of its own",
             )
+
+
+class Recorded(dict[str, Tensor]):
+    """Copies of activations by the name of their hook: the model may write to its own tensors later in the pass."""
+
+    def hooks(self, names: Iterable[str]) -> list[Hook]:
+        """Return hooks that record the tensors at these names."""
+
+        def keep(name: str, x: Any, hook: Any) -> None:
+            if isinstance(x, Tensor):
+                self[name] = x.detach().clone()
+
+        return [(name, partial(keep, name)) for name in names]
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ArgumentError("model", f"must call its hook {name} in a pass, and does not")
 
 
 def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:

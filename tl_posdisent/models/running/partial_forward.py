@@ -74,11 +74,9 @@ def changed_results(
 
     The blocks before return ``before``, the stored output of the last of them; without ``skip`` they run.
     """
-    kept: list[Tensor] = []
-    listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
+    name = hook_name(layer, "hook_z")
     with running(model) as p, p.skipping(model.blocks[: layer if skip else 0], lambda: before):
-        p.run(tokens, [*hooks, listen], stop=model.blocks[layer].attn)
-    return kept[-1] if kept else None
+        return p.record(tokens, [name], hooks, stop=model.blocks[layer].attn).get(name)
 
 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:

@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import diagonal_sums
-from tl_posdisent.experiments.residual_stream.qk_readout import keep
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.running.forward_pass import running, with_gradients
+from tl_posdisent.models.running.forward_pass import Recorded, running, with_gradients
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
@@ -120,7 +119,7 @@ def _vectors(
     model: SyntheticModel, tokens: Tensor, labels: Tensor, part: GradientPart
 ) -> Float64[Tensor, "layer head n"]:
     """Compute the vector g of every head for one batch."""
-    seen: dict[str, Tensor] = {}
+    seen = Recorded()
     length, layers = tokens.shape[1], range(model.cfg.n_layers)
     with torch.inference_mode(False):  # tensors made in inference mode cannot take part in a gradient
         tokens, labels = tokens.clone(), labels.clone()
@@ -128,7 +127,7 @@ def _vectors(
         nothing.requires_grad_()
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
     hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n]) for n in layers]
-    with with_gradients(model), running(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
+    with with_gradients(model), running(model), applied(model, [*hooks, *seen.hooks(names)]):
         loss = cross_entropy(model(tokens).float(), labels)
         (gradient,) = torch.autograd.grad(loss, nothing)
     if not bool(loss.isfinite()) or not bool(gradient.isfinite().all()):

@@ -319,7 +319,5 @@ def show_interventions(
 
 
 def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
-    held: list[Tensor] = []
     with applied(model, hooks), running(model) as p:
-        p.run(ids, [(tap, lambda x, hook: held.append(x.detach()))])
-    return held[-1]
+        return p.record(ids, [tap])[tap]
