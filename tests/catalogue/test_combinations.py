@@ -178,7 +178,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("component_patching", {"source_positions": SHIFTED}, "exactly one of source or source_positions"),
     ("component_patching", {"source": None, "source_positions": SHIFTED}, "source_positions must change the metric"),
     ("component_patching", {"source": None, "source_positions": [[[1.0]]]}, r"positions must have shape \(pos,\) or"),
-    ("component_patching", {"component": ["key", "key"]}, "component must be one or several of"),
+    ("component_patching", {"component": ["key", "key"]}, "component must be some of"),
     ("position_patching", {"positions": SHIFTED}, "positions must change the metric, but it is .* no effect to divide"),
     ("position_patching", {"metric": lambda x, t: 3}, "positions must change the metric, but it is 3 in one run and 3"),
     ("position_patching", {"positions": GOOD["positions"].expand(3, 12)}, "given for 3 texts, and the model runs on 2"),

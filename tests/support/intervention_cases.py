@@ -31,7 +31,7 @@ from tl_posdisent.hooks import (
 )
 from tl_posdisent.hooks.fitted_attention import Stored, fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Hooks, any_heads
-from tl_posdisent.hooks.patch import check_components, score_hooks
+from tl_posdisent.hooks.patch import score_hooks
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import read_texts
 
@@ -154,7 +154,7 @@ NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manu
 def patch_scores(model: Any, layer: int, scores: Tensor, moved: Any, heads: Any = None) -> Hooks:
     """Hooks that put components of another run's scores in, as ``component_patching`` does."""
     ((spec, chosen),) = any_heads(model, [layer], heads)
-    return score_hooks(spec, chosen, scores, check_components(moved))
+    return score_hooks(spec, chosen, scores, [moved] if isinstance(moved, str) else moved)
 
 
 def fitted_layers(

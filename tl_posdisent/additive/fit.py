@@ -19,7 +19,7 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.identifiability import design_rank, fix_gauge
 from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
+from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns, warn_of_vectors
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
@@ -88,10 +88,8 @@ def fit_additive(
         scores, layers = _stacked(scores)
         _refuse_ambiguous(scores, mask, pool)
     scores = check_scores(scores).detach()
-    check_flag("pool", pool)
     check_flag("check", check)
-    if pool and scores.ndim < 3:
-        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
+    check_pool(pool, "scores", scores, 2)
     cells = make_cells(scores.shape, mask, window, sinks=sinks, device=scores.device)
     if check:
         refuse_patterns(

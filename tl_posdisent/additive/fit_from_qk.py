@@ -19,10 +19,10 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import check_queries_and_keys
+from tl_posdisent.additive.score_checks import check_pool, check_queries_and_keys
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_flag, check_number
+from tl_posdisent.utils.validation import check_number
 
 _BLOCK = 256  # side of a block of queries and keys; blocks that are partly masked are computed cell by cell
 _COLUMNS = 8  # coordinates that are summed and transformed at a time, so that their data stays in cache
@@ -68,9 +68,7 @@ def fit_additive_qk(
         raise ArgumentError("mask", 'must be "causal" or "full"; for other masks use fit_additive, with scores')
     check_queries_and_keys(q_rot=q_rot, k_rot=k_rot)
     check_number("scale", scale)
-    check_flag("pool", pool)
-    if pool and q_rot.ndim < 4:
-        raise ValueError(f"pool=True needs a leading axis of texts, got q_rot of shape {tuple(q_rot.shape)}")
+    check_pool(pool, "q_rot", q_rot, 3)
     *batch, n_query, n_heads, _ = q_rot.shape
     n_key, n_kv = k_rot.shape[-3:-1]
     cells = make_cells((*batch, n_heads, n_query, n_key), mask, window, device=q_rot.device)

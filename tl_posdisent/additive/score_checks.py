@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_devices, check_floating
+from tl_posdisent.utils.validation import check_devices, check_flag, check_floating
 
 # Models mask with -inf, the lowest number of a dtype, or a round number, of which -1e4 is the closest to 0 in use. Real
 # scores are in the hundreds at most; -1000 would take attention far sharper than in any trained model.
@@ -34,6 +34,13 @@ def check_finite_tensor(name: str, x: Any) -> None:
     check_floating(name, x)
     if not bool(x.isfinite().all()):
         raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} NaN or infinite values")
+
+
+def check_pool(pool: Any, name: str, x: Tensor, axes: int) -> None:
+    """Raise unless ``pool`` is a flag, and False for a tensor without an axis of texts before its last ``axes``."""
+    check_flag("pool", pool)
+    if pool and x.ndim <= axes:
+        raise ValueError(f"pool=True needs a leading axis of texts, got {name} of shape {tuple(x.shape)}")
 
 
 def check_queries_and_keys(**vectors: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_values, shown
+from tl_posdisent.utils.validation import check_choice, check_values
 
 Keys = Literal["group", "head"]
 MovedComponent = Literal["mean", "distance", "query", "key", "residual"]
@@ -76,16 +76,6 @@ def patch_vectors(
         if x is not None and not bool(x.isfinite().all()):
             raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} values that are not")
     return vector_hooks(spec, chosen, q_rot, k_rot, keys)
-
-
-def check_components(component: Any) -> list[MovedComponent]:
-    """Validate ``component``, one name or several, and return the names as a list."""
-    names: list[Any] = (
-        [component] if isinstance(component, str) else list(component) if isinstance(component, Iterable) else []
-    )
-    if not names or len(set(names)) < len(names) or not set(names) <= set(_ALL):
-        raise ArgumentError("component", f"must be one or several of {', '.join(_ALL)}, got {shown(component)}")
-    return names
 
 
 def vector_hooks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -22,7 +22,7 @@ from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewes
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, check_subset
 
 Axes = Literal["three", "two"]
 
@@ -74,9 +74,7 @@ def substitute_additive(
         >>> loss([]) < loss(substitute_additive(model)) < loss(substitute_additive(model, keep=()))
         True
     """
-    kept = None if isinstance(keep, (str, bytes)) or not isinstance(keep, Iterable) else tuple(keep)
-    if kept is None or any(name not in PARTS for name in kept) or len(set(kept)) < len(kept):
-        raise ArgumentError("keep", f"must be some of {', '.join(PARTS)}, each once, got {keep!r}")
+    kept = check_subset("keep", keep, PARTS)
     chosen = additive_heads(model, axes, layers, heads, "substitute_additive")
     return joined(keep_parts_hooks(spec, some, kept, axes) for spec, some in chosen)
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
 from tl_posdisent.additive.fit import ROUNDING
-from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.additive.score_checks import check_pool, check_scores
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_flag
 
 
 @own_sums()
@@ -47,9 +46,7 @@ def toeplitz_share(
         [1.0, 0.5]
     """
     scores = check_scores(scores).detach()
-    check_flag("pool", pool)
-    if pool and scores.ndim < 3:
-        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
+    check_pool(pool, "scores", scores, 2)
     cells = make_cells(scores.shape, mask, window, device=scores.device)
     return _between_distances(read_marginals(scores, cells, suspicious=isinstance(mask, str)), cells, pool=pool)
 

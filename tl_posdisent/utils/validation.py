@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
 from numbers import Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import Float64
@@ -17,6 +17,7 @@ from torch import Tensor
 from tl_posdisent.utils.errors import ArgumentError, brief
 
 Numbers = Sequence[int | float] | Tensor  # also a range
+_Choice = TypeVar("_Choice", bound=str)
 
 
 def shown(value: Any) -> str:
@@ -140,10 +141,10 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ArgumentError(name, f"must be {listed}, got {shown(value)}")
 
 
-def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
+def check_subset(name: str, given: Any, choices: Iterable[_Choice]) -> list[_Choice]:
     """Validate a choice or a collection of different choices, and return a list."""
     choices = list(choices)
-    picked = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
+    picked = list[Any]([given] if isinstance(given, str) else given) if isinstance(given, Iterable) else None
     known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
     if not known or isinstance(given, Mapping) or len(set(picked or ())) < len(picked or ()):
         raise ArgumentError(name, f"must be some of {', '.join(choices)}, each once, got {shown(given)}")
@@ -258,9 +259,7 @@ def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor
 
 def check_seed(seed: Any) -> int:
     """Return ``seed`` as an int, or raise unless it is an integer from 0 to 2**63 - 1."""
-    if not is_integer(seed) or not 0 <= operator.index(seed) < 2**63:
-        raise ArgumentError("seed", f"must be a non-negative integer below 2**63, got {shown(seed)}")
-    return operator.index(seed)
+    return check_integer("seed", seed, 0)
 
 
 _MOST_SEEDS = 1_000_000  # a list of more would fill the memory before the first is used

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -18,10 +19,10 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
-from tl_posdisent.additive.score_checks import check_scores, refuse_patterns
+from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
+from tl_posdisent.utils.validation import check_devices, check_integer, check_number, is_integer, shown
 
 PSEUDO_COUNT = 1e-3
 """The part of a pattern that is replaced by uniform attention."""
@@ -92,9 +93,7 @@ def fit_attention(
 
     shape = x.shape
     if pool is not None:
-        check_flag("pool", pool)
-    if pool and len(shape) < 3:
-        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(shape)}")
+        check_pool(pool, "scores", x, 2)
     pool = (keys is not None and len(shape) > 3) if pool is None else pool
     sinks = int(keys is not None) if sinks is None else check_integer("sinks", sinks, 0)
     if sinks and keys is None:
@@ -104,13 +103,10 @@ def fit_attention(
             "terms of the first keys and no other importance, pass keys=keys[..., :0]",
         )
     pseudo_count = check_number("pseudo_count", pseudo_count, least=0.0, below=1.0)
-    if isinstance(bands, (str, bytes)) or not isinstance(bands, Sequence) or not all(map(is_integer, bands)):
-        raise ArgumentError("bands", f"must be a sequence of distances, got {bands!r}")
-    if any(a >= b for a, b in pairwise(bands)):
-        raise ArgumentError("bands", f"must be distances in ascending order, got {bands!r}")
+    bands = check_bands(bands)
     batch = torch.Size(shape[:-2])
     cells = make_cells(shape, mask, window, device=x.device)
-    layout = Layout.of(cells, tuple(map(int, bands)), batch, pool=pool, named=isinstance(mask, str))
+    layout = Layout.of(cells, bands, batch, pool=pool, named=isinstance(mask, str))
     features = None if keys is None else KeyFeatures.of(keys, shape, layout, pool=pool, sinks=sinks)
     arranged = by_system(x, 2, pool=pool)
     if scores is None:
@@ -119,11 +115,38 @@ def fit_attention(
         refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
         blocks = pattern_of_scores(layout, arranged)
     data = _Data.read(blocks, arranged.shape[:2], layout, pseudo_count)
-    values = None if features is None else features.values
     if features is not None:
         n_keys = layout.keys.expand(features.values.shape[:3]).sum((1, 2))  # in the texts that share a direction
         _warn_of_few_keys(int(n_keys.min()), features.weights.shape[1] - sinks)
-    found = solve_attention(Problem(layout, data.marginals, features=values))
+    alone = PartialFits(
+        cells=cells,
+        batch=tuple(batch),
+        pooled=pool,
+        is_band=layout.mask is None,
+        own=layout.drop_bands(data.own),
+        marginals=layout.drop_bands(data.marginals),
+        entropy=data.entropy.sum((-2, -1)),
+        from_uniform=data.from_uniform,
+        keys=None if keys is None else keys.detach().clone(),
+        sinks=sinks,
+    )
+    result = _solved(data, features, alone, pseudo_count)
+    _warn_of_unconverged(result)
+    return result
+
+
+def check_bands(bands: Any) -> tuple[int, ...]:
+    """Return the distances at which bands begin, or raise unless they are integers that ascend."""
+    integers = not isinstance(bands, (str, bytes)) and isinstance(bands, Sequence) and all(map(is_integer, bands))
+    if not integers or any(a >= b for a, b in pairwise(bands)):
+        raise ArgumentError("bands", f"must be distances in ascending order, got {shown(bands)}")
+    return tuple(check_integer("bands", band, bands[0]) for band in bands)
+
+
+def _solved(data: _Data, features: KeyFeatures | None, alone: PartialFits, pseudo_count: float) -> AttentionFit:
+    """Fit additive attention to the marginals that were read, and lay the coefficients out by text and head."""
+    layout, batch, pool, sinks = data.layout, torch.Size(alone.batch), alone.pooled, alone.sinks
+    found = solve_attention(Problem(layout, data.marginals, features=None if features is None else features.values))
     kl = data.divergence(found)
     by_distance, by_key = _fix_gauge(layout, found.stacked, free=features is None)
     fit = batch[1:] if pool else batch
@@ -134,10 +157,10 @@ def fit_attention(
         n_feature = direction.shape[-1] - sinks
         direction, of_sinks = direction[..., :n_feature], direction[..., n_feature:] if sinks else None
     n_rows = layout.queries.expand(kl.shape).sum((-2, -1))
-    result = AttentionFit(
+    return AttentionFit(
         distance=by_distance.reshape(*fit, -1),
         key=to_batch(by_key, batch, pool=pool),
-        distances=cells.distances,
+        distances=alone.cells.distances,
         edges=layout.edges,
         direction=direction,
         sinks=of_sinks,
@@ -145,24 +168,11 @@ def fit_attention(
         explained=explained_share(kl.sum((-2, -1)), data.from_uniform, layout.n_query).reshape(fit),
         converged=found.converged.reshape(fit),
         gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # a divergence is at least 0
-        cells=cells,
+        cells=alone.cells,
         pooled=pool,
         pseudo_count=pseudo_count,
-        alone=PartialFits(
-            cells=cells,
-            batch=tuple(batch),
-            pooled=pool,
-            is_band=layout.mask is None,
-            own=layout.drop_bands(data.own),
-            marginals=layout.drop_bands(data.marginals),
-            entropy=data.entropy.sum((-2, -1)),
-            from_uniform=data.from_uniform,
-            keys=None if keys is None else keys.detach().clone(),
-            sinks=sinks,
-        ),
+        alone=alone,
     )
-    _warn_of_unconverged(result)
-    return result
 
 
 @dataclass(frozen=True, eq=False)

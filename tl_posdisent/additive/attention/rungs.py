@@ -20,7 +20,6 @@ rung                logits                                        what an attent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -29,12 +28,12 @@ from jaxtyping import Bool, Float, Float64
 from scipy.optimize import minimize
 from torch import Tensor
 
-from tl_posdisent.additive.attention.fit import PSEUDO_COUNT, fit_attention
+from tl_posdisent.additive.attention.fit import PSEUDO_COUNT, check_bands, fit_attention
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_integer, is_integer, shown
+from tl_posdisent.utils.validation import check_integer
 
 Rung = Literal[
     "uniform", "first_token", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"
@@ -53,10 +52,8 @@ _NEVER = -1e4  # logit of keys other than the first; finite, so that queries tha
 
 def check_rung_options(bands: Any, rank: Any) -> None:
     """Validate the bands of distances and the rank."""
-    integers = not isinstance(bands, (str, bytes)) and isinstance(bands, Sequence) and all(map(is_integer, bands))
-    if not integers or len(bands) == 0 or any(a >= b for a, b in pairwise(bands)):
-        raise ArgumentError("bands", f"must be a sequence of distances that ascend, at least one, got {shown(bands)}")
-    check_integer("bands", bands[-1], bands[0])
+    if not check_bands(bands):
+        raise ArgumentError("bands", "must be at least one distance, got none")
     check_integer("rank", rank, 1)
 
 

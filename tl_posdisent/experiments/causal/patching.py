@@ -15,7 +15,7 @@ from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_t
 from tl_posdisent.experiments.causal.runs import HooksOf
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, replace_scores
-from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
+from tl_posdisent.hooks.patch import Keys, MovedComponent, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
 from tl_posdisent.models.reading.model_reading import Layers, read_model
@@ -24,7 +24,7 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.validation import check_choice, check_indices, is_integer, real_tensor
+from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, real_tensor
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 
@@ -347,7 +347,9 @@ def component_patching(
         >>> bool((table["effect"].abs() < 1e-4).all())  # the softmax over keys ignores it
         True
     """
-    components = check_components(component)
+    components = check_subset("component", component, get_args(MovedComponent))
+    if not components:
+        raise ArgumentError("component", f"must be at least one of {', '.join(get_args(MovedComponent))}, got none")
     check_metric(metric)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
