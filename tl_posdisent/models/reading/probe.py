@@ -8,12 +8,13 @@ perturb the tensors, to find which edits take effect.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.reading.explanation import (
@@ -28,6 +29,7 @@ from tl_posdisent.models.reading.explanation import (
     shows_scores,
     visible_cells,
 )
+from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Pass, running
 from tl_posdisent.models.running.kv_cache import lost_cache
@@ -130,35 +132,41 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
     if not explained or farthest <= n or not hasattr(p.model, "original_model"):  # HookedTransformer: fixed tables
         return specs
 
-    @cache
-    def held(length: int) -> dict[int, tuple[bool, bool]]:
-        """Say for each layer whether its scores are as read, and whether they agree with its tables at that length."""
-        try:
-            positions = torch.arange(length - n, length, device=tokens.device)
-            more: dict[str, Any] = {
-                "position_ids": positions[None].expand(len(tokens), -1),
-                "attention_mask": torch.ones_like(tokens),
-            }
-            seen = listen(p, tokens, [spec.layer for spec in explained], first, **more)
-        except (TypeError, IndexError):  # the model takes no positions, or its table of them is shorter
-            return {spec.layer: (True, True) for spec in explained}
-        return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
-
-    def longest(layer: int) -> int | None:
-        if held(farthest)[layer][0]:
-            return None
-        low, high = n, farthest
-        for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # the likely lengths of a change
-            if low < length < high:
-                low, high = (length, high) if held(length)[layer][0] else (low, length)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if held(middle)[layer][0] else (low, middle)
-        return low
-
-    found = {spec.layer: longest(spec.layer) for spec in explained}
-    scaled = {layer for layer, length in found.items() if length is not None and not held(farthest)[layer][1]}
+    at = cache(partial(_at_length, p, tokens, explained, first))  # one pass shows all layers
+    likely = sorted({length + more for length in noted for more in (-1, 0, 1)})
+    changed = [spec.layer for spec in explained if not at(farthest)[spec.layer][0]]
+    found = {layer: _longest(at, layer, n, farthest, likely) for layer in changed}
+    scaled = {layer for layer in changed if not at(farthest)[layer][1]}
     return [replace(spec, holds_to=found.get(spec.layer), scaled=spec.layer in scaled) for spec in specs]
+
+
+def _longest(
+    at: Callable[[int], dict[int, tuple[bool, bool]]], layer: int, low: int, high: int, likely: Sequence[int]
+) -> int:
+    """Bisect for the greatest length at which a layer is as read: it is at ``low``, not at ``high``."""
+    for length in likely:
+        if low < length < high:
+            low, high = (length, high) if at(length)[layer][0] else (low, length)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle)[layer][0] else (low, middle)
+    return low
+
+
+def _at_length(
+    p: Pass, tokens: Tensor, specs: Sequence[AttentionSpec], first: Sequence[Hook], length: int
+) -> dict[int, tuple[bool, bool]]:
+    """Run the tokens at the end of a text of this length, and say by layer what ``_holds`` says."""
+    try:
+        positions = torch.arange(length - tokens.shape[1], length, device=tokens.device)
+        more: dict[str, Any] = {
+            "position_ids": positions[None].expand(len(tokens), -1),
+            "attention_mask": torch.ones_like(tokens),
+        }
+        seen = listen(p, tokens, [spec.layer for spec in specs], first, **more)
+    except (TypeError, IndexError):  # the model takes no positions, or its table of them is shorter
+        return {spec.layer: (True, True) for spec in specs}
+    return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in specs}
 
 
 def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bool]:
@@ -169,16 +177,25 @@ def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bo
     assert spec.q
     assert spec.k
     visible = visible_cells(seen)
-    q, k = (tap.read(seen[short_name(tap)]).double() for tap in (spec.q, spec.k))
     if visible is None:
         return True, True
     for places in (positions, positions - positions[0]):  # the latter if the model ignores position_ids
-        if misfit(spec, spec.rotated(q, places), spec.rotated(k, places), seen, visible) <= 1:
+        if _explains(spec, (spec.q, spec.k), places, seen, visible):
             return True, True
     if spec.rotary is None or "hook_cos" not in seen or "hook_sin" not in seen:
         return False, False
+    q, k = (tap.read(seen[short_name(tap)]) for tap in (spec.q, spec.k))
     q, k = (rotated_by_table(x, seen["hook_cos"], seen["hook_sin"], spec.rotary) for x in (q, k))
     return False, misfit(spec, q, k, seen, visible) <= 1
+
+
+def _explains(
+    spec: AttentionSpec, taps: tuple[Tap, Tap], positions: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]
+) -> bool:
+    """Say whether the layer's scores are those of the queries and keys at two hooks, before or after the rotation."""
+    vectors = [(short_name(tap), tap.read(seen[short_name(tap)]).double()) for tap in taps]
+    q, k = (x if name.startswith("hook_rot") else spec.rotated(x, positions) for name, x in vectors)
+    return misfit(spec, q, k, seen, visible) <= 1
 
 
 # --- edits that take effect
@@ -207,15 +224,11 @@ def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
         return spec
     if not (spec.turn_q and spec.turn_k):
         return replace(spec, no_rotation="has no hook at which turned queries and keys can be set")
-    taps, visible = (spec.turn_q, spec.turn_k), visible_cells(now)
-    q, k = (tap.read(now[short_name(tap)]).double() for tap in taps)
-    places = torch.arange(q.shape[1], device=q.device)
-    q, k = (  # a hook comes after the rotation or before it
-        x if short_name(tap).startswith("hook_rot") else spec.rotated(x, places)
-        for x, tap in zip((q, k), taps, strict=True)
-    )
-    if visible is not None and misfit(spec, q, k, now, visible) <= 1:
-        return spec
+    visible = visible_cells(now)
+    if visible is not None:
+        positions = torch.arange(len(visible), device=visible.device)
+        if _explains(spec, (spec.turn_q, spec.turn_k), positions, now, visible):
+            return spec
     reason = f"discards edits at {spec.turn_q.name} and {spec.turn_k.name}"
     return replace(spec, turn_q=None, turn_k=None, no_rotation=reason)
 
@@ -249,9 +262,8 @@ def check_tables_and_scores(
 def _judge(spec: AttentionSpec, now: Seen, before: Tensor | None, positions: Tensor) -> AttentionSpec:
     visible = visible_cells(now)
     if spec.cos and spec.q and spec.k and visible is not None:
-        q, k = (spec.rotated(tap.read(now[short_name(tap)]).double(), positions) for tap in (spec.q, spec.k))
         then = {**now, "hook_attn_scores": before} if before is not None else now
-        if misfit(spec, q, k, then, visible) > 1:
+        if not _explains(spec, (spec.q, spec.k), positions, then, visible):
             spec = replace(spec, cos=None, sin=None)
     if spec.scores and visible is not None and "hook_pattern" in now:
         editable = is_softmax(now["hook_pattern"], now["hook_attn_scores"], visible)
