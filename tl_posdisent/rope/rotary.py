@@ -269,8 +269,9 @@ def rotary_from_table(
     return Rotary(theta, pairing, factor, angle_dtype=torch.float32, frequency_dtype=dtype)
 
 
-def _one_column_each(table: Float64[Tensor, "pos columns"]) -> Float64[Tensor, "pos subspace"]:
-    if table.shape[1] % 2 == 0:
+def _one_column_each(table: Float64[Tensor, "*pos columns"]) -> Float64[Tensor, "*pos subspace"]:
+    """Drop the second column of each subspace, if the table has two."""
+    if table.shape[-1] % 2 == 0:
         for one, other in (_planes(table, "half"), _planes(table, "adjacent")):
             if torch.equal(one, other):
                 return one
@@ -330,11 +331,6 @@ def rotated_by_table(
     """
     z, rest = to_complex(x.double(), rotary)
     n = len(rotary.frequencies)
-
-    def one_column_each(table: Tensor) -> Tensor:
-        if table.shape[-1] != 2 * n:
-            return table
-        return table[..., :n] if torch.equal(table[..., :n], table[..., n:]) else table[..., ::2]
-
-    turns = torch.complex(*(one_column_each(table.double()) for table in (cos, sin)))
+    tables = (x if x.shape[-1] == n else _one_column_each(x) for x in (cos.double(), sin.double()))
+    turns = torch.complex(*tables)
     return from_complex(z * turns[..., None, :], rest, rotary)

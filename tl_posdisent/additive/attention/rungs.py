@@ -53,7 +53,7 @@ _NEVER = -1e4  # logit of keys other than the first; finite, so that queries tha
 def check_rung_options(bands: Any, rank: Any) -> None:
     """Validate the bands of distances and the rank."""
     if not check_bands(bands):
-        raise ArgumentError("bands", "must be at least one distance, got none")
+        raise ArgumentError("bands", "must be distances in ascending order, at least one, got none")
     check_integer("rank", rank, 1)
 
 
