@@ -225,7 +225,7 @@ def distance_sources(
         with applied(model, held.hooks(names)):
             for_each_layer(model, group.tokens, [spec], found.append, scores=False)
         (seen,) = found
-        batches.append(Batch(group.tokens, torch.cat([query.weights(held, seen.q), key.weights(held, seen.k)], -1)))
+        batches.append(Batch(group.tokens, torch.cat([query.add(held, seen.q), key.add(held, seen.k)], -1)))
         rotations.append(seen.spec.require_rotary("distance_sources"))
     first = rotations[0]
     for other in rotations:
@@ -244,14 +244,14 @@ def distance_sources(
 
 
 class _Mean:
-    """The mean query (or key) of some heads over ``count`` tokens: the tokens' weights, and the parts by source."""
+    """The mean query (or key) of some heads over ``count`` tokens, summed text by text: ``own``, and its parts."""
 
     def __init__(self, spec: AttentionSpec, readout: Readout, heads: list[int], sinks: int, count: int) -> None:
         self.spec, self.readout, self.heads, self.sinks, self.count = spec, readout, heads, sinks, count
-        self.norm: FrozenNorm | None = None
+        self.norm: FrozenNorm | None = None  # of queries and keys, fitted to the first texts
         self.bias = self.own = torch.zeros((), dtype=torch.float64, device="cpu")
 
-    def weights(
+    def add(
         self, held: dict[str, Tensor], vectors: Float[Tensor, "batch pos head d_head"]
     ) -> Float64[Tensor, "batch pos weight"]:
         """Add texts to the mean; return their tokens' weights, one per token or, with a QK-norm, one per head."""
@@ -346,7 +346,7 @@ class _Layer:
         return weight, weight[0, 0] * 0 if bias is None else bias.detach().double()
 
     def hooks(self, weights: Float64[Tensor, "batch pos weight"]) -> list[Hook]:
-        """Return hooks that add the sums of some texts."""
+        """Return hooks that add the sums of some texts to ``z``, ``mlp`` and ``scale`` within a pass."""
         seen = Recorded()
 
         def reduce(after: Tensor, hook: Any) -> None:
