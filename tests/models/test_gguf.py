@@ -112,12 +112,33 @@ def test_the_tokenizer_of_the_file_comes_along(backend: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "options", "metadata", "message"),
     [
-        ("llama", {}, {"block_count": 3}, r"llama.block_count must be 2, as there are blocks of tensors, and is 3;"),
-        ("llama", {}, {"attention.layer_norm_epsilon": 1e-3}, "it states llama.attention.layer_norm_epsilon, 0.001"),
-        ("llama", {}, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "llama.rope.scaling.type must be "),
-        ("llama", {}, {"rope.dimension_count": 4}, "llama.rope.dimension_count must be 8, the size of a head, "),
         (
-            "llama",
+            "llama-gqa",
+            {},
+            {"block_count": 3},
+            r"llama.block_count must be 2, as there are blocks of tensors, and is 3;",
+        ),
+        (
+            "llama-gqa",
+            {},
+            {"attention.layer_norm_epsilon": 1e-3},
+            "it states llama.attention.layer_norm_epsilon, 0.001",
+        ),
+        (
+            "llama-gqa",
+            {},
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            "llama.rope.scaling.type must be ",
+        ),
+        (
+            "llama-gqa",
+            {},
+            {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+            "llama.rope.scaling.factor must be 1 ",
+        ),
+        ("llama-gqa", {}, {"rope.dimension_count": 4}, "llama.rope.dimension_count must be 8, the size of a head, "),
+        (
+            "llama-gqa",
             {},
             {"attention.sliding_window": 5},
             "llama.attention.sliding_window must be 0, as a window ",
@@ -128,7 +149,7 @@ def test_the_tokenizer_of_the_file_comes_along(backend: Any, tmp_path: Path) -> 
 def test_what_the_model_would_not_compute_is_refused(
     name: str, options: dict[str, Any], metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    write_gguf(path := tmp_path / "model.gguf", files.model_of(name, **options), name, **metadata)
+    write_gguf(path := tmp_path / "model.gguf", files.model_of(name, **options), MODELS[name][0], **metadata)
     with pytest.raises(ValueError, match=message) as caught:
         load_model(path)
     assert "\n" not in str(caught.value)
@@ -156,9 +177,9 @@ def test_loads_at_once_each_have_their_own_model(tmp_path: Path) -> None:
     """Two files in eight threads: nothing of transformers or gguf is replaced meanwhile, and no model is another's."""
     before = (gguf.GGUFReader, gguf.get_tensor_name_map)
     tokens, expected = zoo.random_tokens(20), {}
-    for name in ("llama", "gemma3"):
+    for name in ("llama-gqa", "gemma3"):
         model = files.model_of(name)
-        write_gguf(tmp_path / f"{name}.gguf", model, name)
+        write_gguf(tmp_path / f"{name}.gguf", model, MODELS[name][0])
         expected[name] = logits(model, tokens)
     found: list[tuple[str, Tensor]] = []
 
@@ -166,7 +187,7 @@ def test_loads_at_once_each_have_their_own_model(tmp_path: Path) -> None:
         read, _ = read_gguf(tmp_path / f"{name}.gguf", dtype=torch.float32)
         found.append((name, logits(read, tokens)))
 
-    threads = [threading.Thread(target=load, args=(name,)) for name in ["llama", "gemma3"] * 4]
+    threads = [threading.Thread(target=load, args=(name,)) for name in ["llama-gqa", "gemma3"] * 4]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -273,5 +294,5 @@ def test_the_scale_of_initial_weights_is_published_or_said_to_be_assumed(
     general = {"general.basename": "SmolLM2", "general.size_label": size}
     write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama", general=general)
     copy = next(random_control(load_model(path, backend=backend)))
-    assert copy.blocks[0].attn.W_Q.std().item() == pytest.approx(scale or 0.02, rel=0.05)
+    assert copy.blocks[0].attn.W_Q.std().item() == pytest.approx(scale or 0.02, rel=0.03)
     assert any("does not state the standard deviation" in str(x.message) for x in recwarn) == (scale is None)

@@ -18,9 +18,9 @@ gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)
 files = pytest.importorskip("support.gguf_files")
 
 
-@pytest.fixture(params=["llama", "gemma3"])
+@pytest.fixture(params=["llama-gqa", "gemma3"])
 def pieces(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    files.write_gguf(path := tmp_path / "model.gguf", files.model_of(request.param), request.param)
+    files.write_gguf(path := tmp_path / "model.gguf", files.model_of(request.param), files.MODELS[request.param][0])
     return files.Pieces.of(path)
 
 
@@ -166,7 +166,7 @@ def test_other_orders_of_bytes_and_parts_of_files_are_refused(tmp_path: Path) ->
 
 def test_a_file_without_a_rotary_base_has_that_of_the_format(tmp_path: Path) -> None:
     """As files of Llama 2, with a warning; those of Gemma 3 always state one."""
-    model = files.model_of("llama")
+    model = files.model_of("llama-gqa")
     files.write_gguf(path := tmp_path / "model.gguf", model, "llama", **{"rope.freq_base": None})
     with pytest.warns(UserWarning, match="llama.rope.freq_base: 10000, the default of the format, is taken"):
         read, _ = files.read_gguf(path, dtype=torch.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
 files = pytest.importorskip("support.gguf_files")
 
-NAMES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "gemma3"))]
+NAMES = ["llama-gqa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "gemma3"))]
 WORDS = ["rope.scale_linear", "rope.unheard_of", "attention.unheard_of", "unheard_of", "attention.heads.unheard_of"]
 VALUES: tuple[Any, ...] = (0, 1, 3, 0.37, 1.0, True, False, "linear", [1, 0])
 HARMLESS = {"pooling_type", "rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
@@ -102,6 +102,9 @@ def cases(given: dict[str, Any], n_layers: int) -> list[tuple[str, Any]]:
         found += [(key, value) for value in values if given.get(key) != value]
     found += [("attention.sliding_window_pattern", [n % 2 for n in range(n_layers)])]
     found += [("attention.sliding_window_pattern", 6)]
+    found += [("attention.head_count_kv", [given["attention.head_count_kv"]] * n_layers)]
+    found += [("attention.head_count_kv", [*range(1, n_layers + 1)])]
+    found += [] if "rope.scaling.type" in given else [("rope.scaling.type", "none")]
     found += [("rope.dimension_count", 4), ("rope.freq_base", 300.0), ("rope.freq_base_swa", 300.0)]
     found += [("attention.sliding_window", 7), ("context_length", 64), ("block_count", 2**31), ("vocab_size", 2**40)]
     found += [(key, 2**31) for key in ("embedding_length", "attention.head_count", "feed_forward_length")]
@@ -119,17 +122,19 @@ def judged(name: str, folder: Path) -> tuple[Counter[str], list[str]]:
     for key, value in cases(given, model.config.num_hidden_layers):
         path.write_bytes(pieces.joined({f"{architecture}.{key}": value}))
         case = f"{architecture}.{key} = {value}"
+        same = default(key, value, given, model.config)
+        changes = {} if same else meant(architecture, key, value, given, model.config)
         try:
             with warnings.catch_warnings(record=True):
                 warnings.simplefilter("always")
                 read, _ = files.read_gguf(path, dtype=torch.float32)
         except ValueError as error:
             counted["refused"] += 1
+            if changes == {}:
+                wrong.append(f"{case} changes nothing, but is refused: {error}")
             if f"{architecture}.{key}" not in str(error) or "\n" in str(error):
                 wrong.append(f"{case} is refused, but not by its name: {error}")
             continue
-        same = default(key, value, given, model.config)
-        changes = {} if same else meant(architecture, key, value, given, model.config)
         if changes is None:
             wrong.append(f"{case} is not refused")
             continue
@@ -156,8 +161,10 @@ def default(key: str, value: Any, given: dict[str, Any], config: Any) -> bool:
     if value is None:
         return key in implied and given[key] == implied[key]
     stated = {"vocab_size": 1024, "attention.value_length": head, "attention.scale": head**-0.5} | given
-    if hasattr(config, "layer_types"):
+    if "sliding_attention" in getattr(config, "layer_types", ()):
         stated["attention.sliding_window_pattern"] = 6
+    if isinstance(value, list) and value == value[:1] * config.num_hidden_layers:
+        value = value[0]  # one number per layer
     return bool(stated.get(key) == value)
 
 

@@ -38,7 +38,7 @@ _GEMMA3 = {
 }
 # By name: the architecture that the file states, the model of the zoo, and changes of its configuration.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "llama-gqa", {"rms_norm_eps": 1e-2}),
+    "llama-gqa": ("llama", "llama-gqa", {"rms_norm_eps": 1e-2}),
     "llama tied": ("llama", "llama", {"tie_word_embeddings": True}),
     "llama linear": ("llama", "llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0} | _THETA}),
     "llama 3": ("llama", "llama-gqa", {"rope_parameters": _LLAMA3}),
