@@ -44,7 +44,8 @@ def test_estimates_are_those_of_head_effects(kind: str, name: str, shared_model:
         assert row.kl == pytest.approx(expected.loc[(row.layer, row.head, row.rung), "curvature"], rel=1e-6)
         assert row.error_kl == pytest.approx(expected.loc[(row.layer, row.head, row.rung), "curvature_se"], rel=1e-6)
     assert table.groupby(["layer", "head"]).size().tolist() == [5] * 16
-    assert (table["kl"][table["rung"] == "untouched"] == 0).all()
+    untouched = table[table["rung"] == "untouched"][["kl", "error_kl", "recovered_kl", "se_kl"]]
+    assert (untouched == torch.tensor([0.0, 0.0, 1.0, 0.0]).numpy()).all(axis=None)
 
 
 @FEW
@@ -70,7 +71,7 @@ def test_runs_are_those_of_the_whole_ladder(kind: str, name: str, shared_model: 
 @FEW
 def test_no_other_head_diverges_more_with_its_mean_output(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    few, means = ladder(model, exact=6), ladder(model, rungs=["uniform"])
+    few, means = ladder(model, exact=4), ladder(model, rungs=["uniform"])
     means = means[means["rung"] == MEAN].set_index(["layer", "head"])["kl"]
     run = few[few["exact"]].set_index(["layer", "head"]).index.unique()
     search = few.attrs["search"]

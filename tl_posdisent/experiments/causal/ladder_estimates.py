@@ -93,7 +93,7 @@ def _rows(
     blocks = Blocks(torch.arange(len(texts.lengths), device="cpu").repeat_interleave(predicted))
     shared = {"control": "none", "blocks": blocks.count, "df": blocks.df, "exact": False}
     rows: list[Row] = []
-    for spec, some in chosen:
+    for spec, _ in chosen:
         inside = spec.mask(longest)
         sizes = {str(x): n_parameters(x, inside, spec.d_head, bands=BANDS, rank=1) for x in (*WITHOUT_FIT, *PER_HEAD)}
         sizes[MEAN] = spec.d_head
@@ -109,6 +109,6 @@ def _rows(
                 row: Row = {**place, "rung": rung}
                 row["kl"], row["error_kl"] = blocks.mean(kl)
                 row["recovered_kl"], row["se_kl"] = share_of_kl(kl, by_rung["uniform"], blocks)
-                rows.append(row | {"parameters": sizes[rung] * (1 if head is not None else len(some))})
+                rows.append(row | {"parameters": sizes[rung]})
             rows.append({**place, "rung": "untouched", "kl": 0.0, "error_kl": 0.0, "recovered_kl": 1.0, "se_kl": 0.0})
     return rows

@@ -211,7 +211,7 @@ class LadderRuns:
             row |= {"value": run.values.mean().item(), "loss": run.losses.mean().item()}
             for names, end in ((("recovered", "se"), uniform), (("recovered_mean", "se_mean"), mean)):
                 row |= zip(names, share_between(run.values, end.values, untouched.values, blocks, dtype), strict=True)
-            row["kl"], row["error_kl"] = of_tokens.mean(run.divergences - untouched.divergences)
+            row["kl"], row["error_kl"] = of_tokens.mean(run.divergences)
             row["recovered_kl"], row["se_kl"] = share_of_kl(
                 run.divergences, uniform.divergences, of_tokens, unmodified_loss, dtype
             )
