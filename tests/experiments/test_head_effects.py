@@ -295,6 +295,26 @@ def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str,
     assert tables[0]["curvature"].median() > 1e-4
 
 
+@pytest.mark.parametrize("shift", [0.3, -0.3])
+def test_hooks_that_change_results_in_one_direction(shift: float, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    own = [("blocks.1.attn.hook_z", lambda z, hook: z + shift)]
+    found = effects(model, {"x": own}, layers=1, exact=1).set_index("head")["exact"].dropna()
+    for head, effect in found.items():
+
+        def moved(z: Tensor, hook: Any, head: Any = head) -> Tensor:
+            z[:, :, head] += shift
+            return z
+
+        with torch.no_grad():
+            clean, changed = (
+                losses(model.run_with_hooks(TOKENS, fwd_hooks=x), TOKENS).mean()
+                for x in ([], [("blocks.1.attn.hook_z", moved)])
+            )
+        assert effect == pytest.approx((changed - clean).item(), abs=2e-6)
+    assert len(found) > 0
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_interventions_by_name(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
@@ -656,6 +676,14 @@ def test_refusals(shared_model: Any) -> None:
     for metric, message in metrics:
         with pytest.raises(ValueError, match=message):
             effects(model, zero, metric)
+    with torch.no_grad():
+        clean = model(TOKENS)
+
+    def of_small_changes(logits: Tensor, tokens: Tensor) -> Tensor:
+        return (1e-8 - (logits - clean).square().mean((1, 2))).sqrt()
+
+    with pytest.raises(ValueError, match="interventions must leave outputs that can be measured; 'zero' in layer 0: "):
+        effects(model, {"zero": zero}, of_small_changes)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -101,9 +101,12 @@ def test_outputs_are_those_of_full_passes(
     model = shared_model(kind, name)
     monkeypatch.setattr(module, "texts_at_once", lambda cfg, length: at_once * len(TOKENS))
     monkeypatch.setattr(module, "_BYTES_AT_ONCE", unembedded * 4 * TOKENS.numel() * model.cfg.d_vocab_out)
-    changes = changes_of(SHARED[shared])
+    changes, sizes = changes_of(SHARED[shared]), list[int]()
+    unembedding = model.unembed.register_forward_pre_hook(lambda part, args: sizes.append(len(args[0])))
     with running(model):
         found = outputs(model, changes)
+    unembedding.remove()
+    assert max(sizes) <= unembedded * len(TOKENS)
     check_outputs(model, changes, found)
 
 
