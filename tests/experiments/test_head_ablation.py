@@ -117,6 +117,20 @@ def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model:
     assert first == {"attn 0": [3, 3, 25, 3], "mlp 0": [3, 25, 3], "attn 1": [3, 25, 3], "mlp 1": [3, 25, 3]}
 
 
+@zoo.needs_bridge
+def test_what_is_known_is_not_computed_again_in_deeper_models() -> None:
+    model = zoo.bridge("llama-gqa", num_hidden_layers=4)
+    parts = {str(i): model.blocks[i].mlp for i in range(4)}
+    # The clean run; in the last block alone, eight heads and an unmodified text; and one head by a full pass.
+    last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[3], progress=False))
+    assert last == {"0": [3, 3], "1": [3, 3], "2": [3, 3], "3": [3, 25, 3]}
+    # Of two layers, one is compared: first, a text, another one, and each block alone show that blocks are separate.
+    both = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[2, 3], progress=False))
+    separate = [1, 1, 1]
+    assert both["0"] == both["1"] == [3, *separate, 3]
+    assert (both["2"], both["3"]) == ([3, 25, *separate, 3], [3, 25, *separate, 3, 25])
+
+
 @FEW
 def test_hooks_of_the_user_stay_in_force(kind: str, name: str) -> None:
     """Also those that no shortcut could bear, since they mix the texts of a batch."""
@@ -126,12 +140,15 @@ def test_hooks_of_the_user_stay_in_force(kind: str, name: str) -> None:
     def third_text_halved(x: Tensor, hook: Any) -> Tensor:
         return torch.cat([x[:2], 0.5 * x[2:3], x[3:]])
 
+    def of_large_batches(x: Tensor, hook: Any) -> Tensor:
+        return torch.cat([x[:12], 1.01 * x[12:13], x[13:]])
+
     point = model.hook_dict["blocks.0.hook_resid_post"]
-    for hook in (lambda x, hook: 0.7 * x + 0.3 * x.flip(0), third_text_halved):
+    for hook in (lambda x, hook: 0.7 * x + 0.3 * x.flip(0), third_text_halved, of_large_batches):
         point.add_hook(hook)
         table = head_ablation(model, TOKENS, progress=False)
         agree(table, loop(model))
-        assert (torch.tensor(table["value"].to_numpy()) - plain).abs().max() > 1e-3
+        assert ((torch.tensor(table["value"].to_numpy()) - plain).abs().max() > 1e-3) == (hook is not of_large_batches)
         model.reset_hooks()
 
 

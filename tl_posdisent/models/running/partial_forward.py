@@ -32,9 +32,9 @@ class Clean:
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
-    """Run the model with its present hooks; store the inputs of these layers and the input and output of the last."""
+    """Run the model with its present hooks; store the inputs of these layers and the output of the last."""
     n = len(model.blocks)
-    numbers = {x - 1 for x in (*layers, n - 1, n) if x > 0}
+    numbers = {x - 1 for x in (*layers, n) if x > 0}
     with running(model) as p, p.keeping([model.blocks[x] for x in numbers]) as kept:
         output = p.run(tokens)
     after = {x: kept[model.blocks[x]] for x in numbers if model.blocks[x] in kept}
@@ -57,7 +57,7 @@ def are_separate(model: Any, text: Int[Tensor, "1 pos"]) -> bool:
     blocks, other = list(model.blocks), text.flip(1)
     if torch.equal(other, text):
         return False
-    clean = run_clean(model, text, range(len(blocks) + 1))
+    clean = run_clean(model, text, range(len(blocks)))
     with running(model) as p:
         p.run(other)
     for layer in reversed(range(len(blocks))):  # so that no earlier block has run since
