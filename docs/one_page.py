@@ -1,6 +1,6 @@
 """The API on one page, ``api_sheet.md``, and ``llms.txt``: made of the API pages, the stubs and the docstrings.
 
-``python docs/one_page.py`` writes both; ``tests/docs/test_one_page.py`` checks that they are current.
+``python docs/one_page.py`` writes both; ``tests/docs/test_generated_pages.py`` checks that they are current.
 """
 
 from __future__ import annotations

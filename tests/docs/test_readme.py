@@ -38,13 +38,6 @@ def test_python_runs_as_printed(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_that_is_not_run_says_so(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for block in blocks(text, "py"):
-        assert re.match(r"# Not run by the tests: .+\.\n", block.text), block.text
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     lines = [line for block in blocks(text, "bash") for line in block.text.splitlines()]

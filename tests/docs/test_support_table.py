@@ -19,7 +19,6 @@ NEEDED = [
     Requirement(line)
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
 ]
-PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 
 
 def _lowest(requirement: Requirement) -> str:
@@ -36,27 +35,6 @@ def test_the_oldest_lane_takes_what_pyproject_allows() -> None:
             continue
         lowest = _lowest(requirement)
         assert re.fullmatch(re.escape(lowest) + r"(\.0)*", pinned[requirement.name]), requirement.name
-
-
-def test_every_upper_bound_has_its_reason() -> None:
-    upper = {r.name: str(s) for r in NEEDED for s in r.specifier if s.operator != ">="}
-    assert upper == {"transformer-lens": "<5", "transformers": "<5.24"}
-    for name, bound in upper.items():
-        assert f"`{name}{bound}`" in PAGE
-
-
-def test_the_page_names_the_lowest_versions() -> None:
-    rows = dict(re.findall(r"^\| ([a-z0-9_-]+) \| ([0-9.]+) \|", PAGE, re.MULTILINE))
-    assert rows == {requirement.name: _lowest(requirement) for requirement in NEEDED}
-
-
-def test_pages_name_the_versions_of_python_that_are_classified() -> None:
-    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    versions = re.findall(r'Python :: (3\.\d+)"', lines)
-    assert versions[0] == re.findall(r'requires-python = ">=(.+)"', lines)[0]
-    section = PAGE.split("### Python\n")[1].split("\n### ")[0]
-    assert all(version in section for version in versions)
-    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_auto_takes_the_class_that_is_there() -> None:
