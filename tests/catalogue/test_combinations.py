@@ -41,7 +41,7 @@ from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 X = numbers(3, 6, 6)
 NOTHING = torch.zeros(6, 6, dtype=torch.bool)
 ONE_CELL = NOTHING.index_put((torch.tensor(4), torch.tensor(2)), torch.tensor(True))
@@ -135,6 +135,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("ablate_heads", {"mode": "mean"}, "reference"),
     ("ablate_heads", {"reference": TOKENS}, "reference"),
     ("ablate_heads", {"mode": "mean", "reference": "a text"}, "reference"),
+    ("substitute_attention", {"by": "banded", "bands": (1, 2**63)}, "bands"),
     ("limit_frequencies", {"low": 2.0, "high": 1.0}, "low"),
     (
         "limit_frequencies",

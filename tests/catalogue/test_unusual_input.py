@@ -9,8 +9,7 @@ import torch
 from support.public_calls import FIT, GOOD, SAMPLES, TOKENS, WORDS, numbers, synthetic
 
 import tl_posdisent as tp
-from tl_posdisent import additivity, dummy_distance, fit_additive, swap_positions
-from tl_posdisent.hooks import applied
+from tl_posdisent import additivity, fit_additive
 from tl_posdisent.rope import decompose
 from tl_posdisent.sweeps import Job, Text
 from tl_posdisent.sweeps.runner import failure_of, part_of
@@ -18,7 +17,6 @@ from tl_posdisent.sweeps.runner import failure_of, part_of
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 X = numbers(3, 6, 6)
-AT = torch.arange(12)
 EVIL = "</script><script>alert(1)</script>"
 
 
@@ -34,30 +32,10 @@ def test_scores_whose_squares_overflow_float32() -> None:
     torch.testing.assert_close(fit_additive(X * 1e28).r2, fit_additive(X).r2, rtol=1e-5, atol=0)
 
 
-# --- positions --------------------------------------------------------------------------------------------------
-
-
 def test_one_distance_explains_nothing_by_distance() -> None:
     shares = decompose(GOOD["moments"], [3], scale=1.0).variances
     assert (shares[0].abs() < 1e-12).all()
     assert torch.isfinite(shares).all()
-
-
-def logits(model: Any, hooks: list[Any]) -> torch.Tensor:
-    with torch.no_grad(), applied(model, hooks):
-        return model(TOKENS)
-
-
-@pytest.mark.parametrize("shift", [-40.0, 0.25, 4096.0])
-def test_shifted_positions_are_the_same(shift: float, model: Any) -> None:
-    """Negative, broken or huge: RoPE sees differences only."""
-    got, expected = (logits(model, swap_positions(model, positions)) for positions in (AT + shift, AT))
-    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
-
-
-def test_one_position_for_all_is_distance_0(model: Any) -> None:
-    got = logits(model, swap_positions(model, torch.full((12,), 7)))
-    torch.testing.assert_close(got, logits(model, dummy_distance(model, 0)), atol=1e-4, rtol=0)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------
@@ -94,13 +72,6 @@ def test_one_text_without_a_batch_axis_and_ids_of_32_bits(model: Any) -> None:
         assert additivity(model, tokens, layers=[0], progress=False).equals(expected)
     small = synthetic()
     assert torch.equal(small(SAMPLES[0]), small(SAMPLES[:1]))
-
-
-def test_one_token_again_and_again(model: Any) -> None:
-    """Keys all alike: finite where there is something to explain, and NaN elsewhere, never an error."""
-    (seen,) = tp.capture(model, torch.full((1, 10), 7), layers=[0])
-    r2 = fit_additive(seen.scores).r2
-    assert (r2.isnan() | (r2 <= 1)).all()
 
 
 def test_two_positions(model: Any) -> None:
