@@ -1,28 +1,22 @@
-"""Ctrl-C anywhere in a long public function: the model is as it was to the last bit, and no file is half.
-
-It comes where it does most harm, inside a forward pass, and where users mostly press it, while a bar moves on.
-"""
+"""Ctrl-C in a long public function: the model is as it was to the last bit, and no file is half."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
-import tqdm
 from support import zoo
 from support.interrupts import Interrupt
-from support.public_calls import GOOD, LABELS, SAMPLES, TASK, TOKENS, call, functions, synthetic
+from support.public_calls import GOOD, TOKENS, call, functions
 from support.untouched import state, state_of_model
 
 import tl_posdisent as tp
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.running.model_parts import modules
-from tl_posdisent.synthetic import evaluate, head_drops, positional_gradients
 from tl_posdisent.utils.restoring import without_gradients
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
@@ -84,69 +78,17 @@ def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkey
         assert torch.equal(model(TOKENS), plain)
 
 
-@pytest.mark.parametrize("function", functions("progress"), ids=lambda function: function.__name__)
-def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GOOD, "path", tmp_path / "report.html")
-    before = state(model)
-    presser, update = Presser(1), tqdm.std.tqdm.update
-
-    def pressed(self: Any, n: float | None = 1) -> Any:
-        presser()
-        return update(self, n)
-
-    def iterated(self: Any) -> Iterator[Any]:
-        for x in self.iterable:
-            presser()
-            yield x
-
-    monkeypatch.setattr(tqdm.std.tqdm, "update", pressed)
-    monkeypatch.setattr(tqdm.std.tqdm, "__iter__", iterated)
-    with pytest.raises(KeyboardInterrupt) as pressed_keys:
-        call(function, model, progress=True)
-    monkeypatch.undo()
-    if ".experiments." in function.__module__:
-        assert "tl_posdisent.sweeps.sweep" in "".join(pressed_keys.value.__notes__)
-    assert state(model) == before
-    assert not list(tmp_path.iterdir())
-
-
-SYNTHETIC: dict[str, Callable[[Any], Any]] = {
-    "evaluate": lambda model: evaluate(model, SAMPLES, LABELS, batch_size=4),
-    "head_drops": lambda model: head_drops(model, SAMPLES, LABELS, progress=False),
-    "positional_gradients": lambda model: positional_gradients(model, TASK, batches=3, batch_size=4, progress=False),
-}
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_synthetic_models(name: str, training: bool) -> None:
-    model = synthetic(n_layers=2, dropout=0.2)
-    model.train(training)
-    model.blocks[0].eval()  # a mode of one part alone is kept too
-    point, before, numbers = model.blocks[1].attn.hook_z, state(model), weights(model)
-    counter = Presser()
-    point.add_hook(counter, is_permanent=True)
-    expected = SYNTHETIC[name](model)
-    for at in sorted({1, (counter.calls + 1) // 2, counter.calls}):
-        point.remove_hooks("fwd", including_permanent=True)
-        point.add_hook(Presser(at), is_permanent=True)
-        with pytest.raises(KeyboardInterrupt):
-            SYNTHETIC[name](model)
-        point.remove_hooks("fwd", including_permanent=True)
-        assert state(model) == before
-        assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(weights(model), numbers, strict=True))
-    again = SYNTHETIC[name](model)
-    assert again.equals(expected) if isinstance(expected, pd.DataFrame) else again == expected
+def test_an_interrupted_experiment_says_how_to_keep_results(model: Any) -> None:
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", Presser(1))]), pytest.raises(KeyboardInterrupt) as pressed:
+        tp.additivity(model, TOKENS)
+    assert "tl_posdisent.sweeps.sweep" in "".join(pressed.value.__notes__)
 
 
 ANYWHERE: dict[str, Callable[[Any], Any]] = {
     "additivity": lambda model: tp.additivity(model, TOKENS, layers=0, progress=False),
-    "capture": lambda model: [layer.layer for layer in tp.capture(model, TOKENS)],
-    "head_ablation": lambda model: tp.head_ablation(model, TOKENS, heads=[(0, 1)], progress=False),
     "hooks": lambda model: run_hooked(model),
 }
-PLACES = {"additivity": 30, "capture": 30, "head_ablation": 30, "hooks": 150}  # which run in 10 to 30 ms
+PLACES = {"additivity": 30, "hooks": 150}  # which run in 10 to 30 ms
 
 
 def run_hooked(model: Any) -> None:
