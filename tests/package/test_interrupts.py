@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.interrupts import Interrupt
 from support.public_calls import GOOD, TOKENS, call, functions
-from support.untouched import state, state_of_model
+from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.hooks import applied
-from tl_posdisent.models.running.model_parts import modules
-from tl_posdisent.utils.restoring import without_gradients
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
 # These run no model of yours: copies of it, none but in your block, none to change the order of words.
@@ -82,42 +76,3 @@ def test_an_interrupted_experiment_says_how_to_keep_results(model: Any) -> None:
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", Presser(1))]), pytest.raises(KeyboardInterrupt) as pressed:
         tp.additivity(model, TOKENS)
     assert "tl_posdisent.sweeps.sweep" in "".join(pressed.value.__notes__)
-
-
-ANYWHERE: dict[str, Callable[[Any], Any]] = {
-    "additivity": lambda model: tp.additivity(model, TOKENS, layers=0, progress=False),
-    "hooks": lambda model: run_hooked(model),
-}
-PLACES = {"additivity": 30, "hooks": 150}  # which run in 10 to 30 ms
-
-
-def run_hooked(model: Any) -> None:
-    # TransformerLens's norms enter torch.no_grad(), which leaves gradients off if it is interrupted there.
-    with without_gradients(), applied(model, tp.dummy_distance(model, 3)):
-        model(TOKENS)
-
-
-def everything(model: Any) -> tuple[Any, ...]:
-    """Hooks, modes, and what is kept in the place of a module's own methods."""
-    parts = modules(model)
-    own = [[name for name in ("forward", "_call_impl") if name in vars(part)] for part in parts]
-    return (*state_of_model(model), own, [len(part._forward_pre_hooks) for part in parts], torch.is_grad_enabled())
-
-
-@pytest.mark.parametrize("name", ANYWHERE)
-@pytest.mark.parametrize(("kind", "architecture"), zoo.cases("llama-gqa"))
-def test_wherever_python_looks_for_signals(kind: str, architecture: str, name: str) -> None:
-    """Random places between two instructions of the library, of contextlib, of torch's gradient modes and of hook
-    points, where a real signal can come."""
-    model = zoo.load(kind, architecture)
-    ANYWHERE[name](model)
-    whole = Interrupt()
-    assert not whole.run(lambda: ANYWHERE[name](model))
-    before, rng = everything(model), random.Random(0)
-    places = rng.sample(range(1, whole.count + 1), PLACES[name])
-    changed = []
-    for at in places:
-        assert Interrupt(at).run(lambda: ANYWHERE[name](model)) or whole.count - at < 100  # of garbage, which varies
-        if everything(model) != before:
-            changed.append(at)
-    assert changed == []
