@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from support.contrast import ENOUGH, contrast, turned
 
 import tl_posdisent as tp
-from tl_posdisent.page import measurements
 from tl_posdisent.page.measurements import SECTIONS
-from tl_posdisent.viz.palette import COLOURS, DIVERGING, SEQUENTIAL, VERDICTS, inverted, rgb
 
 pytestmark = pytest.mark.slow
 
@@ -205,32 +199,6 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
     assert page.page.evaluate(_OVERLAPS) == []
 
 
-def test_captions_count_heads_without_a_number(tmp_path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the map those without a colour, in the scatter plot also those without a place."""
-    measured = measurements._BY_HEAD["ablation"]
-
-    def gaps(*options: Any) -> Any:
-        table = measured(*options)
-        return table.assign(effect=table["effect"].where(table.index % 20 != 7))
-
-    monkeypatch.setitem(measurements._BY_HEAD, "ablation", gaps)
-    options: dict[str, Any] = {"sections": ["additivity", "ablation"], "control": 0, "progress": False}
-    page = opened(tp.report(tp.load_demo_model(), tp.demo_tokens(length=32), tmp_path / "r.html", **options))
-    page.page.wait_for_selector("#atlas .heatmap-label")
-    caption = page.page.locator("#atlas figcaption").first
-    assert caption.inner_text() == "What − where, by head"
-    added = "added loss (nats per token)"
-    alone, key = "distance alone (share of variance)", "key alone (share of variance)"
-    colour, across, up = (page.page.get_by_label(name) for name in ("Colour", "Horizontal axis", "Vertical axis"))
-    colour.select_option(label=added)
-    assert caption.inner_text() == f"{added}, by head; grey: 2 heads without a number"
-    across.select_option(label=alone)
-    up.select_option(label=key)
-    assert caption.inner_text() == f"{key} against {alone}; colour: {added}; grey: 2 heads without this number"
-    up.select_option(label=added)
-    assert caption.inner_text().endswith(f"colour: {added}; not shown: 2 heads without a number for an axis")
-
-
 def test_the_map_by_keyboard(path: Path, opened: Open) -> None:
     """Arrow keys choose a head, which is read out and framed, up to the edge of the map; Enter opens its panel."""
     page = opened(path)
@@ -341,84 +309,7 @@ def test_in_the_dark(path: Path, opened: Open) -> None:
 
 
 # Of each number or letter in a map: its colour, and a place of its cell that it leaves free, in pixels of the plot.
-_ON_CELLS = """(plot) => {
-  const edge = plot.getBoundingClientRect(), area = plot.querySelector(".nsewdrag").getBoundingClientRect();
-  const cell = [area.width / plot._fullData[0].x.length, area.height / plot._fullData[0].y.length];
-  return [...plot.querySelectorAll(".heatmap-label text")].filter((text) => text.textContent).map((text) => {
-    const box = text.getBoundingClientRect();
-    const [row, column] = [box.y + box.height / 2 - area.y, box.x + box.width / 2 - area.x]
-      .map((x, n) => Math.floor(x / cell[1 - n]));
-    const at = [area.x - edge.x + (column + 0.06) * cell[0], area.y - edge.y + (row + 0.08) * cell[1]];
-    return [text.textContent, getComputedStyle(text).fill, at];
-  });
-}"""
 # Colours of the other texts of figures, of what is written on canvases, and of coloured tokens with their backgrounds.
-_COLOURS = """async () => {
-  const found = new Set(), add = (front, back) => found.add(`${front} ${back}`);
-  for (const plot of document.querySelectorAll(".plot")) {
-    for (const n of plot._fullData.keys()) {
-      Plotly.Fx.hover(plot, [{ curveNumber: n, pointNumber: 1 }]);
-      await new Promise((done) => setTimeout(done, 30));
-      for (const text of plot.querySelectorAll("text"))
-        if (text.textContent.trim() && !text.closest(".heatmap-label"))
-          add(getComputedStyle(text).fill, "rgb(255, 255, 255)");
-    }
-    Plotly.Fx.unhover(plot);
-  }
-  const as_rgb = (color) => Object.assign(new Option().style, { color }).color;
-  for (const colour of window.inks) add(as_rgb(colour), "rgb(255, 255, 255)");
-  for (const token of document.querySelectorAll(".colored-tokens span > span"))
-    add(getComputedStyle(token).color, getComputedStyle(token).backgroundColor);
-  return [...found].map((both) => both.match(/rgb\\([^)]*\\)/g).map((x) => x.match(/\\d+/g).map(Number)));
-}"""
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_all_text_has_enough_contrast(dark: bool, path: Path, opened: Open) -> None:
-    """On the cells of each map, by the pixels of the screen; also after the page changes between light and dark."""
-    page = opened(path, dark=not dark)
-    page.settle(CANVASES)
-    page.page.emulate_media(color_scheme="dark" if dark else "light")
-    page.page.evaluate("() => new Promise((done) => setTimeout(done, 500))")
-    counted: Counter[str] = Counter()
-    for plot in page.page.locator(".plot", has=page.page.locator(".heatmap-label")).all():
-        name = plot.get_attribute("aria-label")
-        cells = plot.evaluate(_ON_CELLS)
-        for (text, fill, _), behind in zip(cells, page.on_screen(plot, [at for *_, at in cells]), strict=True):
-            ink = [int(part) for part in re.findall(r"\d+", fill)]
-            assert contrast(turned(ink) if dark else ink, behind) >= ENOUGH, (name, text, fill, behind)
-            counted[name] += 1
-    assert len(counted) == 6
-    assert set(counted.values()) == {40}
-    others = page.page.evaluate(_COLOURS)
-    assert len(others) > 20
-    for front, behind in others:
-        assert contrast(front, behind) >= ENOUGH, (front, behind)
-        if behind == [255, 255, 255]:
-            assert contrast(turned(front), turned(behind)) >= ENOUGH, front
-    card = page.page.locator("#heads .widget:has(.colored-tokens)")
-    assert card.evaluate("(card) => getComputedStyle(card).filter") == "none"
-
-
-def test_the_filter_is_that_of_the_palette(opened: Open, path: Path) -> None:
-    """What Chromium makes of colours in the dark."""
-    colours = [value for _, value in DIVERGING + SEQUENTIAL] + [*VERDICTS.values(), *COLOURS]
-    page = opened(path)
-    seen = page.page.evaluate(
-        """(colours) => {
-          const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d");
-          context.filter = "invert(1) hue-rotate(180deg)";
-          return colours.map((colour) => {
-            context.fillStyle = colour;
-            context.fillRect(0, 0, 1, 1);
-            return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
-          });
-        }""",
-        colours,
-    )
-    assert np.abs(np.array(seen) - np.array([rgb(inverted(colour)) for colour in colours])).max() <= 2
-
-
 def test_nothing_runs_that_somebody_adds(path: Path, opened: Open, tmp_path: Path) -> None:
     """The second line of defence, should the first ever fail."""
     target = tmp_path / "changed.html"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,29 +16,20 @@ from support.documents import Document, as_number
 
 import tl_posdisent as tp
 from tl_posdisent.page.every_head import LADDER
-from tl_posdisent.page.measurements import SECTIONS
 from tl_posdisent.page.subject import FRACTIONS
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
-BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
 HEAD = ["layer", "head"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Document]]:
-    """A model of each class and its full report, made once."""
-    kept: dict[str, tuple[Any, Document]] = {}
-
-    def make(backend: str) -> tuple[Any, Document]:
-        if backend not in kept:
-            model = tp.load_demo_model(backend=backend)
-            path = tmp_path_factory.mktemp("report") / "new" / "report.html"
-            assert tp.report(model, TOKENS, path, control=2, seed=5, progress=False) == path
-            assert path.stat().st_size < 4_000_000
-            kept[backend] = model, Document(path)
-        return kept[backend]
-
-    return make
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Document]:
+    """A model and its full report."""
+    model = tp.load_demo_model()
+    path = tmp_path_factory.mktemp("report") / "new" / "report.html"
+    assert tp.report(model, TOKENS, path, control=2, seed=5, progress=False) == path
+    assert path.stat().st_size < 4_000_000
+    return model, Document(path)
 
 
 def column(document: Document, table: str, title: str) -> list[float]:
@@ -66,9 +55,8 @@ def over_texts(model: Any, **options: Any) -> pd.DataFrame:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
-    model, document = made(backend)
+def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document]) -> None:
+    model, document = made
     copies, quiet = list(tp.random_control(model, [5, 6])), {"progress": False}
     r = over_texts(model)
     for name, column in {"random r": "r", "random held-out r": "r_held_out"}.items():
@@ -129,9 +117,8 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     assert "0.959" in document.rows("headline")[0]["the papers"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_distance_profiles_are_those_of_pooled_fits(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
-    model, document = made(backend)
+def test_distance_profiles_are_those_of_pooled_fits(made: tuple[Any, Document]) -> None:
+    model, document = made
     for n, layer in enumerate(tp.capture(model, TOKENS)):
         profiles = tp.fit_additive(layer.scores, pool=True).distance
         for line, profile in zip(document.drawn(f"the heads of layer {n}"), profiles, strict=True):
@@ -142,8 +129,8 @@ def test_distance_profiles_are_those_of_pooled_fits(backend: str, made: Callable
             assert 40 < line["customdata"][-1] < 48
 
 
-def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[Any, Document]]) -> None:
-    _, document = made(BACKENDS[0])
+def test_figures_draw_the_numbers_of_their_tables(made: tuple[Any, Document]) -> None:
+    _, document = made
     for caption, table, title in (
         ("held-out r of this model", "heads-r", "held-out r"),
         ("held-out r at random", "heads-r", "random held-out r"),
@@ -167,9 +154,9 @@ def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[An
     assert means == pytest.approx(column(document, "subspaces", "concentration of keys"), abs=6e-4)
 
 
-def test_labels_are_those_of_head_labels(made: Callable[[str], tuple[Any, Document]]) -> None:
-    """In the section, in the atlas, in the hover text and in the sentence that counts them."""
-    model, document = made(BACKENDS[0])
+def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
+    """In the section, in the atlas and in the hover text."""
+    model, document = made
     table = tp.head_labels(model, TOKENS, streaming=False, seed=5, seeds=[5, 6], progress=False)
     table["words"] = [label.replace("_", " ").replace("+", " + ") or "none" for label in table["label"]]
     labels = table["words"].tolist()
@@ -183,17 +170,10 @@ def test_labels_are_those_of_head_labels(made: Callable[[str], tuple[Any, Docume
         name.replace("_", " "): name for name in table.columns if name.startswith(("prev", "ind", "loc", "ent"))
     }
     agrees(document, "heads-labels", measures, ranked)
-    named = [name for label in labels if label != "none" for name in label.split(" + ")]
-    (counted,) = re.findall(
-        r"(\d+) of 40 heads have a label, by the keys that they attend to: (.*?) \(",
-        " ".join(document.text.split()),
-    )
-    assert int(counted[0]) == 40 - labels.count("none")
-    assert sorted(counted[1].split(", ")) == sorted(f"{n} {name}" for name, n in Counter(named).items())
 
 
-def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tuple[Any, Document]]) -> None:
-    model, document = made(BACKENDS[0])
+def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document]) -> None:
+    model, document = made
     atlas, r, drops = (document.rows(name) for name in ("atlas", "heads-r", "heads-ablation"))
     assert len(atlas) == 40
     for name in ("head", "distance alone", "key alone", "held-out r"):
@@ -217,13 +197,7 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tup
     expected = [share["key"] - share["distance"] for share in shares]
     assert sum(maps).ravel() == pytest.approx(expected, abs=1.1e-3)  # each of the two rounded
     assert column(document, "atlas", "what − where") == pytest.approx(expected, abs=1.6e-3)
-    hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
-    for text, row, share in zip(hover, atlas, shares, strict=True):
-        assert text.startswith(f"<b>{row['head']}</b> looks at: {row['looks at']}<br>what − where ")
-        assert f"{row['what − where']} ± {row['± standard error']}<br>distance alone {row['distance alone']}" in text
-        assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
-        assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {row['verdict']}<br>" in text
-        assert f"profile: {row['profile']} over {row['range']}" in text
+    for row, share in zip(atlas, shares, strict=True):
         other = {"where": "key", "what": "distance"}.get(row["looks at"])
         assert other is None or share[other] < max(share.values())
     profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
@@ -234,12 +208,10 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tup
         assert sorted(line) == [line[n] for n in profile.argsort()]  # higher where the profile is
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
-    _, document = made(backend)
+def test_the_file_is_valid_and_closed(made: tuple[Any, Document]) -> None:
+    _, document = made
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
-    assert len(document.figures) == 1 + 2 + 5 + 1 + 2 + 1 + 1 + 2
     assert "default-src 'none'" in document.policy
     assert "http" not in document.policy
     assert "unsafe" not in document.policy.split("script-src")[1].split(";")[0]
@@ -255,33 +227,30 @@ def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[
     assert len(set(ids)) == len(ids)
     links = [str(a["href"]) for tag, a in document.attributes if tag == "a" and "href" in a]
     targets = [link[1:] for link in links if link.startswith("#")]
-    menu = ["atlas", "verdict", "analysed", "headline", *SECTIONS, "reproduce"]
-    assert targets[: len(menu)] == menu
     assert set(targets) <= set(ids)
     figures = [attributes for _, attributes in document.attributes if attributes.get("class") == "plot"]
     assert all(a["role"] == "img" and a["aria-label"] for a in figures)
     assert all(a["scope"] in ("row", "col") for tag, a in document.attributes if tag == "th")
     assert ("html", {"lang": "en"}) in document.attributes
-    headings = [int(tag[1]) for tag, _ in document.attributes if re.fullmatch(r"h\d", tag)]
-    assert headings[0] == 1
-    assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
 
 
-def test_what_was_analysed_and_how_to_do_it_again(made: Callable[[str], tuple[Any, Document]]) -> None:
-    model, document = made(BACKENDS[0])
+def test_what_was_analysed_and_how_to_do_it_again(made: tuple[Any, Document]) -> None:
+    model, document = made
     assert f"tl_posdisent-demo ({type(model).__name__}" in document.text
     assert "2 texts of 48 tokens" in document.text
-    assert "tokens given" not in document.text
     assert "report(model, tokens, 'report.html', control=2, seed=5)" in document.text
     assert f"tl_posdisent {tp.__version__}" in document.text
-    assert f"torch {torch.__version__}" in document.text
-    assert re.search(r"transformer_lens \d+\.\d+", document.text)
-    assert "random weights, standard deviation 0.02, seeds 5, 6" in document.text
 
 
-def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:
+def test_the_same_again_byte_for_byte_and_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tp.load_demo_model()
-    options: dict[str, Any] = {"layers": [3], "heads": [5, 2], "progress": False, "command": "tl-posdisent <b>&"}
+    options: dict[str, Any] = {
+        "layers": [3],
+        "heads": [5, 2],
+        "progress": False,
+        "control": 1,
+        "command": "tl-posdisent <b>&",
+    }
     names = ["additivity", "heads", "perturbation"]
     pages = [tp.report(model, TOKENS, tmp_path / f"{n}.html", sections=names, **options) for n in range(2)]
     assert pages[0].read_bytes() == pages[1].read_bytes()
@@ -291,6 +260,7 @@ def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:
     assert [row["this model"] for row in document.rows("headline")].count("not requested") == 2
     assert not {"shares", "distance", "ablation"} & {a.get("id") for _, a in document.attributes}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.html", "1.html"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -372,7 +342,7 @@ def test_what_has_no_answer_is_not_given_one(tmp_path: Path) -> None:
             if re.search(r"W_Q|\bq(_proj)?\b.*weight", name):
                 weights.zero_()
     names = ["additivity", "heads", "perturbation", "ablation"]
-    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "progress": False}
+    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "control": 1, "progress": False}
     document = Document(tp.report(model, TOKENS[:, :12], tmp_path / "report.html", **options))
     assert document.wrong == []
     assert document.rows("headline")[2]["this model"] == "undefined: no head’s scores vary"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +149,3 @@ def test_an_error_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
     assert path.read_text() == "an older report"
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     assert state(model) == before
-
-
-def test_the_bar_counts_sections_and_random_initialisations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says no rate or time ahead; sections that run heads have a bar of their own."""
-    options: dict[str, Any] = {"sections": ["additivity", "ablation"], "control": 2, "layers": [4]}
-    tp.report(tp.load_demo_model(), TOKENS, tmp_path / "report.html", **options)
-    bars = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    shown = [line.strip() for line in bars if line.startswith("report:")]
-    found = [re.fullmatch(r"report: .*\| (\d/4) \[\d\d:\d\d(?:, (.*))?\]", line) for line in shown]
-    states = [match.groups() for match in found if match]
-    assert len(states) == len(shown)
-    assert [*dict.fromkeys(name for _, name in states if name)] == ["additivity", "ablation", "random initialisation"]
-    assert states[-1][0] == "4/4"
-    assert any(re.search(r"heads: 100%.* 8/8", line) for line in bars)
-    tp.report(tp.load_demo_model(), TOKENS, tmp_path / "report.html", **options, progress=False)
-    assert capsys.readouterr().err == ""
