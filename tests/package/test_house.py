@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
 from support.imports import PACKAGE, ROOMS, circle, grouped, import_graph, imported, parsed, sources
 
 import tl_posdisent
@@ -61,15 +60,6 @@ def test_no_module_is_imported_by_a_string() -> None:
     assert {path: x for path, x in found.items() if x} == {"models/loading/load.py": ["resolve_name(place)"]}
     source = (PACKAGE / "models" / "loading" / "load.py").read_text(encoding="utf-8")
     assert not re.search(r"""["']tl_posdisent\.""", source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["importlib.import_module('a')", "__import__('a')", "pkgutil.resolve_name('a:b')", "sys.modules['a']",
-     "sys.modules.get('a')"],
-)  # fmt: skip
-def test_imports_by_strings_are_found(source: str) -> None:
-    assert imported_by_strings(ast.parse(source))
 
 
 def found_by_name(tree: ast.AST) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.pages import ROOT
 
@@ -34,12 +33,3 @@ def test_whatever_is_installed_has_the_version_that_is_written_down() -> None:
     found = {canonicalize_name(x.metadata["Name"]): x.version.split("+")[0] for x in distributions()}
     assert len(found) > 50
     assert {name: number for name, number in found.items() if name not in FREE and expected.get(name) != number} == {}
-
-
-@pytest.mark.parametrize("environment", PINS)
-def test_constraints_are_one_version_each(environment: str) -> None:
-    lines = (ROOT / "requirements" / f"{PINS[environment]}.txt").read_text(encoding="utf-8").splitlines()
-    needed = [Requirement(line.split("#")[0]) for line in lines if line.split("#")[0].strip()]
-    names = [canonicalize_name(x.name) for x in needed]
-    assert len(names) == len(set(names))
-    assert [str(x) for x in needed if not re.fullmatch(r"==[\w.]+", str(x.specifier))] == []

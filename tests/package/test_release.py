@@ -4,7 +4,6 @@ importing the package imports nothing that a user may never need. ``tests/suppor
 
 from __future__ import annotations
 
-import email
 import hashlib
 import re
 import sys
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-PAPERS = {"2503.13305": "Computation Mechanism Behind LLM", "2505.13027": "Deconstructing Positional Information"}
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +52,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert built[0].name.endswith("-py3-none-any.whl")
 
 
-def test_the_wheel_says_what_it_is(built: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(built[0]) as wheel:
-        folder = f"tl_posdisent-{tp.__version__}.dist-info"
-        said = email.message_from_bytes(wheel.read(f"{folder}/METADATA"))
-        commands = wheel.read(f"{folder}/entry_points.txt").decode()
-        assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert (said["Name"], said["Version"]) == ("tl-posdisent", tp.__version__)
-    assert said["License-Expression"] == "MIT"
-    assert said["Requires-Python"] == PROJECT["requires-python"]
-    assert set(said.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
-    assert "Typing :: Typed" in said.get_all("Classifier")
-    assert "tl-posdisent = tl_posdisent.cli:app" in commands
-    needed = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
-    assert len(needed) == len(PROJECT["dependencies"])
-
-
 def test_the_sdist_can_be_built_tested_and_documented(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
@@ -80,22 +62,10 @@ def test_the_sdist_can_be_built_tested_and_documented(built: tuple[Path, Path]) 
     assert extra <= {"PKG-INFO", ".gitignore", ".ci/run"}, "something is handed out that nobody needs"
 
 
-def test_every_page_agrees_on_version_licence_and_papers() -> None:
-    cited = dict(re.findall(r"^([a-z-]+): (\S+)$", CITATION, re.MULTILINE))
-    assert PROJECT["version"] == tp.__version__ == cited["version"]
-    assert PROJECT["license"] == cited["license"] == "MIT"
-    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
-    page = (ROOT / "docs" / "cite.md").read_text(encoding="utf-8")
-    for number, title in PAPERS.items():
-        assert f"arXiv:{number}" in CITATION
-        assert f"arXiv:{number}" in page
-        assert title in CITATION
-        assert title in page.replace("{LLM}", "LLM")
-    software = page[page.index("@software{") :]
-    assert f"version = {{{tp.__version__}}}" in software
-    assert f"license = {{{cited['license']}}}" in software
-    assert re.search(r"author  = \{\{tl\\_posdisent contributors\}\}", software)
-    assert "  - name: tl_posdisent contributors" in CITATION
+def test_every_page_agrees_on_the_version() -> None:
+    (cited,) = re.findall(r"^version: (\S+)$", CITATION, re.MULTILINE)
+    assert PROJECT["version"] == tp.__version__ == cited
+    assert f"version = {{{tp.__version__}}}" in (ROOT / "docs" / "cite.md").read_text(encoding="utf-8")
     assert tp.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
