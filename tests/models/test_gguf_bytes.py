@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,127 +17,54 @@ gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)
 files = pytest.importorskip("support.gguf_files")
 
 
-@pytest.fixture(params=["llama-gqa", "gemma3"])
-def pieces(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    files.write_gguf(path := tmp_path / "model.gguf", files.model_of(request.param), files.MODELS[request.param][0])
-    return files.Pieces.of(path)
-
-
-def refused(path: Path, content: bytes) -> str:
-    """The error of a file with this content, or nothing where it is read."""
-    path.write_bytes(content)
-    message: str = files.error_of(path)
-    assert message.isprintable()
-    assert not message or str(path) in message
-    return message
-
-
-def test_arrays_are_read_as_by_the_package_gguf(tmp_path: Path) -> None:
-    """Arrays of numbers, which are read at once instead of number by number."""
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A small model of Llama's architecture."""
     files.write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
-    given = {
-        "a.list": [1.5, 2.5],
-        "an.empty": [],
-        "a.nested": [[1, 2], [3, 4]],
-        "a.truth": [True, False],
-        "a.small": -3,
-    }
-    path.write_bytes(files.Pieces.of(path).joined(given))
-    expected = {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
-    assert files.read_gguf_file(path).metadata == expected
-    assert expected["a.list"] == [1.5, 2.5]
+    return path
 
 
-def test_a_length_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
-    """Of an array of numbers, of strings, and of one string; of the numbers of entries, tensors and dimensions."""
-    files.write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+def test_a_length_beyond_the_file_is_refused_at_once(path: Path) -> None:
+    """Of an array and its first string; of the numbers of entries, tensors and dimensions, and of an offset."""
     content, reader = path.read_bytes(), gguf.GGUFReader(path)
-    arrays = [f for f in reader.fields.values() if f.types[:1] == [gguf.GGUFValueType.ARRAY]]
-    strings = [f for f in arrays if f.types[1] == gguf.GGUFValueType.STRING]
-    assert {f.types[1] for f in arrays} > {gguf.GGUFValueType.STRING}
-    places = [f.offset + sum(part.nbytes for part in f.parts[:4]) for f in arrays]  # of the number of elements
-    places += [f.offset + sum(part.nbytes for part in f.parts[:5]) for f in strings]  # of the first string's bytes
-    places += [8, 16, reader.tensors[0].field.offset]
-    table = [tensor.field for tensor in reader.tensors[:3]]
-    places += [f.offset + sum(part.nbytes for part in f.parts[:3]) for f in table]  # of a dimension
-    places += [f.offset + sum(part.nbytes for part in f.parts[:5]) for f in table]  # of an offset
+    tokens, table = reader.fields["tokenizer.ggml.tokens"], reader.tensors[0].field
+    places = [8, 16, *(tokens.offset + sum(part.nbytes for part in tokens.parts[:n]) for n in (4, 5))]
+    places += [table.offset + sum(part.nbytes for part in table.parts[:n]) for n in (0, 3, 5)]
     for at in places:
-        for number in (2**31, 2**40, 2**63 - 1, 2**64 - 1):
-            damaged = content[:at] + number.to_bytes(8, "little") + content[at + 8 :]
-            message = refused(path, damaged)
-            assert "must be a whole GGUF file, and cannot be read: " in message, (at, number)
+        for number in (2**40, 2**64 - 1):
+            path.write_bytes(content[:at] + number.to_bytes(8, "little") + content[at + 8 :])
+            assert "must be a whole GGUF file, and cannot be read: " in files.error_of(path), (at, number)
 
 
-def test_sizes_are_compared_with_the_tensors_before_anything_is_built(pieces: Any, tmp_path: Path) -> None:
-    """Each number of the metadata, made as large as its type allows: refused, or of no cost."""
-    name = "llama" if "llama.block_count" in pieces.entries else "gemma3"
-    keys = [
-        key
-        for key in pieces.entries
-        if key.startswith(f"{name}.") and not key.endswith(("epsilon", "freq_base", "factor"))
-    ]
-    refused(tmp_path / "model.gguf", pieces.joined())  # so that all modules are imported
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for key in keys:
-        for value in (2**31 - 1, 2**31, 2**32 - 1, 2**63, 0, -1):
-            message = refused(tmp_path / "model.gguf", pieces.joined({key: value}))
-            free = key.endswith(("context_length", "sliding_window")) and value == 2**31 - 1
-            assert free or key in message, (key, value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB; one head of 2³¹ is 8 GB
-
-
-def test_files_cut_short_or_with_flipped_bits_give_the_package_s_own_error(pieces: Any, tmp_path: Path) -> None:
-    """Outside of the vocabulary, whose strings are most of the header; a flip that changes no meaning is read."""
-    drawn, path, whole = random.Random(0), tmp_path / "model.gguf", pieces.joined()
-    counted = 0
-    for _ in range(40):
-        message = refused(path, whole[: drawn.randrange(len(whole))])
-        assert "must be a whole GGUF file, and cannot be read: " in message
-    short = files.Pieces(
-        {key: x for key, x in pieces.entries.items() if len(x) < 200}, pieces.table, pieces.n_tensors, pieces.data
-    ).joined()
-    header = len(short) - len(pieces.data)
-    entries = b"".join(pieces.entries.values())
-    for _ in range(200):
-        at, bit = drawn.randrange(header), 1 << drawn.randrange(8)
-        damaged = bytearray(short)
-        damaged[at] ^= bit
-        counted += bool(refused(path, bytes(damaged)))
-    places = [*range(24, 24 + 300), *range(24 + len(entries), 24 + len(entries) + len(pieces.table))]
-    for at in drawn.sample(places, 120):
+def test_flipped_bits_give_the_package_s_own_error(path: Path) -> None:
+    """In the header without the vocabulary, whose strings are most of it; a flip that changes no meaning is read."""
+    drawn, pieces, counted = random.Random(0), files.Pieces.of(path), 0
+    entries = {key: x for key, x in pieces.entries.items() if len(x) < 200}
+    whole = files.Pieces(entries, pieces.table, pieces.n_tensors, pieces.data).joined()
+    for _ in range(100):
         damaged = bytearray(whole)
-        damaged[at] ^= 1 << drawn.randrange(8)
-        counted += bool(refused(path, bytes(damaged)))
-    assert counted > 250
+        damaged[drawn.randrange(len(whole) - len(pieces.data))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(damaged)
+        counted += bool(files.error_of(path))
+    assert counted > 50
 
 
 ESCAPE = "\x1b[2J\x07\n\u202e"
 
 
-def test_strings_of_a_file_reach_no_terminal(tmp_path: Path) -> None:
+def test_strings_of_a_file_reach_no_terminal(path: Path) -> None:
     """Control characters in keys, values, names of tensors and of the architecture are escaped in errors."""
-    files.write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
     pieces = files.Pieces.of(path)
-    name = "x" + ESCAPE
+    name = ("x" + ESCAPE).encode()
     changes: list[dict[str, Any]] = [
         {"general.architecture": ESCAPE},
-        {"general.type": ESCAPE},
         {f"llama.{ESCAPE}": ESCAPE},
-        {f"{ESCAPE}.rope.x": 1},
         {"llama.rope.scaling.type": ESCAPE},
-        {"llama.attention.head_count": ESCAPE},
-        {"tokenizer.ggml.model": ESCAPE},
         {"tokenizer.ggml.bos_token_id": ESCAPE},
-        {"tokenizer.ggml.merges": [ESCAPE]},
-        {"tokenizer.ggml.scores": [ESCAPE]},
-        {ESCAPE: b"\xff"},
     ]
-    contents = [pieces.joined(x) for x in changes]
-    extra = struct.pack("<Q", len(name.encode())) + name.encode()
-    for kind, n in ((0, 1), (0, 9), (12, 1), (77, 1), (27, 1)):
-        table = pieces.table + extra + struct.pack("<I", n) + struct.pack(f"<{n}Q", *[8] * n)
-        table += struct.pack("<IQ", kind, len(pieces.data))
-        contents.append(files.Pieces(pieces.entries, table, pieces.n_tensors + 1, pieces.data + bytes(64)).joined())
+    table = pieces.table + struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 8, 0, len(pieces.data))
+    more = files.Pieces(pieces.entries, table, pieces.n_tensors + 1, pieces.data + bytes(64))
+    contents = [*(pieces.joined(x) for x in changes), more.joined()]
     for content in contents:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot (load|be read)") as caught:
@@ -146,8 +72,7 @@ def test_strings_of_a_file_reach_no_terminal(tmp_path: Path) -> None:
         assert str(caught.value).isprintable()
 
 
-def test_other_orders_of_bytes_and_parts_of_files_are_refused(tmp_path: Path) -> None:
-    files.write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+def test_other_orders_of_bytes_and_parts_of_files_are_refused(path: Path) -> None:
     pieces = files.Pieces.of(path)
     whole = pieces.joined()
     for content, words in (
