@@ -15,16 +15,11 @@ import pytest
 import torch
 
 from tl_posdisent import (
-    demo_tokens,
     fit_additive,
-    head_ablation,
-    load_demo_model,
-    logit_difference,
     plot_distance,
     plot_heads,
     plot_shares,
 )
-from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.experiments.causal.replaceable_heads import ReplaceableHeads
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
@@ -195,19 +190,6 @@ def test_colours_are_symmetric_where_numbers_are_signed() -> None:
     assert zero.zmin < zero.zmax
 
 
-def test_colours_of_shares_leave_out_their_lowest_and_small_differences_are_small() -> None:
-    close = by_head(5, 8, r=lambda layer, head: 0.9 + head / 100)
-    close.loc[0, "r"] = 0.1  # one of forty
-    (heat,) = plot_heads(close, "r").data
-    assert np.allclose((heat.zmin, heat.zmax), (0.8, 1.0))
-    (wide,) = plot_heads(by_head(5, 8, r=lambda layer, head: (8 * layer + head) / 40), "r").data
-    assert np.allclose((wide.zmin, wide.zmax), (0.05, 0.975), atol=0.01)
-    for value in (0.0, 1.0, 0.02):
-        (heat,) = plot_heads(HEADS.assign(r=value), "r").data
-        assert 0 <= heat.zmin <= value <= heat.zmax <= 1
-        assert np.isclose(heat.zmax - heat.zmin, 0.2)
-
-
 def test_the_colour_bar_says_where_its_end_stands_for_values_beyond_it() -> None:
     close = by_head(5, 8, r=lambda layer, head: 0.9 + head / 100)
     close.loc[0, "r"] = 0.1  # below the limits, 0.8 and 1
@@ -264,15 +246,6 @@ def test_heads_by_position() -> None:
         plot_heads(pd.concat([places, places]), "effect", by="position")
 
 
-@pytest.mark.parametrize(("layers", "each"), [(6, True), (9, False)])
-def test_labels_of_many_heads_do_not_overlap(layers: int, each: bool) -> None:
-    """Of 48 heads, each has a label; of 72 only their layers have."""
-    shares = by_head(layers, 8, **dict.fromkeys(COMPONENTS, lambda layer, head: 1 / 7))
-    axis = plot_shares(shares).layout.xaxis
-    assert (axis.ticktext is None) == each
-    assert each or list(axis.ticktext) == [str(n) for n in range(9)]
-
-
 def test_by_layer_means_over_heads_and_their_range() -> None:
     low, high, line = plot_heads(pd.concat([HEADS.assign(batch=n) for n in (0, 1)]), "r", by="layer").data
     assert line.x.tolist() == [0, 1, 2]
@@ -302,14 +275,6 @@ def test_subspaces_has_wavelengths_on_y_and_heads_on_x() -> None:
     assert (signed.zmin, signed.zmax) == (-1.1, 1.1)
 
 
-def test_subspaces_are_numbered_where_layers_differ_in_frequencies() -> None:
-    faster = SUBSPACES.assign(frequency=SUBSPACES["frequency"] * (1 + SUBSPACES["layer"]))
-    axis = plot_subspaces(faster, "key_size").layout.yaxis
-    assert (list(axis.ticktext), axis.title.text) == (["0", "1", "2"], "subspace")
-    still = SUBSPACES.assign(frequency=SUBSPACES["frequency"].where(SUBSPACES["subspace"] < 2, 0.0))
-    assert list(plot_subspaces(still, "key_size").layout.yaxis.ticktext) == ["1", "10", "∞"]
-
-
 def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
     figure = plot_shares(SHARES)
     ordered = SHARES.sort_values(["layer", "head"])
@@ -322,30 +287,6 @@ def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
     assert sorted(names) == sorted(effect.replace(":", " × ") for effect in COMPONENTS)
     assert [name.startswith("distance ×") for name in names] == [False] * 4 + [True] * 3
     assert len({bar.marker.color for bar in figure.data}) == 7
-
-
-def accuracy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return (logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean(1)
-
-
-@pytest.mark.parametrize(
-    ("metric", "named"),
-    [
-        (next_token_loss, "loss (nats per token)"),
-        (accuracy, "accuracy (share)"),
-        (logit_difference(3), "logit difference"),
-        (lambda logits: logits[:, -1, 3], "metric"),
-    ],
-)
-def test_axes_of_effects_name_the_metric(metric: Any, named: str) -> None:
-    options: dict[str, Any] = {"layers": [4], "progress": False}
-    table = head_ablation(load_demo_model(), demo_tokens(length=16), metric, **options)
-    assert plot_deposit(table, better="lower").layout.yaxis.title.text.endswith(f"<br>{named}")
-    assert deposit(table).plot().layout.yaxis.title.text.endswith(f"<br>{named}")
-    titles = [plot_heads(table, column).data[0].colorbar.title.text for column in ("effect", "value")]
-    assert [title.replace("<br>", " ") for title in titles] == [f"change of {named}", named]
-    table.attrs.clear()  # as of a table that was written and read
-    assert plot_deposit(table, better="lower").layout.yaxis.title.text.endswith("<br>the metric")
 
 
 @pytest.mark.parametrize(("better", "sign", "most"), [("lower", 1, 5), ("higher", -1, 0)])
@@ -450,20 +391,6 @@ def test_the_most_positional_heads_of_several_layers_are_found_in_a_fit() -> Non
     assert plot_distance(fit, top=1).data[-1].name == "layer 7, head 0"
 
 
-def test_distance_of_many_heads_tells_all_apart_in_order() -> None:
-    figure = plot_distance(PROFILES)
-    assert [line.name for line in figure.data] == [f"layer {n}, head {m}" for n in (0, 1) for m in (0, 1)]
-    assert np.array_equal(figure.data[3].y, [110, 111, 112, 113])
-    assert np.array_equal(figure.data[3].x, [1, 2, 3, 4])
-    assert (figure.layout.xaxis.type, list(figure.layout.xaxis.ticktext)) == ("log", ["0", "1", "2"])
-    assert list(figure.layout.xaxis.tickvals) == [1, 2, 3]
-    plain = plot_distance(PROFILES, log=False)
-    assert np.array_equal(plain.data[3].x, [0, 1, 2, 3])
-    assert plain.layout.xaxis.type is None
-    many = plot_distance(by_head(5, 8, value=lambda layer, head: 0).assign(distance=1), top=40).data
-    assert len({(line.line.color, line.line.dash) for line in many}) == 40
-
-
 def test_distance_colours_the_most_positional_heads_and_says_which() -> None:
     steep = {(0, 1): 3.0, (2, 0): -7.0, (1, 1): 5.0}  # a falling profile is as positional as a rising one
     table = by_head(3, 2).merge(pd.DataFrame({"distance": range(20)}), how="cross")
@@ -494,18 +421,6 @@ def test_scales_of_any_number_of_verdicts_end_at_1() -> None:
         table = pd.DataFrame({"layer": 0, "head": range(n), "verdict": [f"{k}" for k in range(n)], "gap": 0.1})
         scale = plot_verdicts(table).data[0].colorscale
         assert (scale[0][0], scale[-1][0]) == (0.0, 1.0), n
-
-
-def test_many_layers_are_drawn_below_each_other_and_long_axes_skip_names() -> None:
-    rows = [(step, layer, head, 0.5) for step in (0, 300) for layer in range(30) for head in range(2)]
-    layout = plot_dynamics(pd.DataFrame(rows, columns=["step", "layer", "head", "r"]), "r").layout
-    domains = {(layout[f"xaxis{n or ''}"].domain, layout[f"yaxis{n or ''}"].domain) for n in (0, *range(2, 31))}
-    assert len(domains) == 30
-    assert len({x for x, _ in domains}) <= 6
-    bands = pd.DataFrame({"head": 0, "subspace": range(32), "frequency": 0.5 ** np.arange(32), "key_size": 1.0})
-    axis = plot_subspaces(bands, "key_size").layout.yaxis
-    assert len(axis.tickvals) == len(axis.ticktext) <= 16
-    assert dict(zip(axis.tickvals, axis.ticktext, strict=True))["4"] == f"{2 * np.pi * 16:.0f}"
 
 
 def test_shares_on_hovering_are_those_of_the_measure() -> None:
@@ -598,21 +513,6 @@ def test_replaced_heads_have_a_line_per_order_over_the_share_of_heads() -> None:
         plot_replaced_heads(pd.concat([REPLACED, REPLACED]))
 
 
-def test_curves_of_several_replacements_differ_in_colour_and_their_orders_in_dashes() -> None:
-    table = pd.concat([REPLACED.assign(replaced_by="static"), REPLACED.assign(replaced_by="window")])
-    figure = plot_replaced_heads(table)
-    lines = {line.name: line.line for line in figure.data}
-    assert list(lines) == [f"{x}, {y}" for x in ("static", "window") for y in ("by curvature", "random order")]
-    assert lines["static, by curvature"].color == lines["static, random order"].color
-    assert lines["static, by curvature"].color != lines["window, by curvature"].color
-    assert (
-        lines["static, by curvature"].dash == lines["window, by curvature"].dash != lines["window, random order"].dash
-    )
-    assert GREY not in {line.color for line in lines.values()}
-    one = plot_replaced_heads(table[table["replaced_by"] == "window"])
-    assert one.to_dict()["data"] == plot_replaced_heads(REPLACED).to_dict()["data"]
-
-
 def test_replaced_heads_of_a_result_have_its_number_of_heads_and_its_budget() -> None:
     order = pd.DataFrame({"layer": 0, "head": range(12)})
     found = ReplaceableHeads(order, REPLACED, budget=0.45, n=0)
@@ -636,13 +536,6 @@ def test_length_is_level_over_each_bucket() -> None:
     assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(100, 100)] * 2
     assert [a.title.text for a in figure.select_yaxes()] == ["loss (nats per token)", "entropy of attention (nats)"]
     assert not plot_length(LENGTH, ["loss"]).layout.shapes
-
-
-def test_small_changes_over_a_text_look_small() -> None:
-    for losses, least in (([5.0, 5.03], 1.006), ([5.0, 1.0], 4.0), ([0.0, 0.0], 1.0), ([NAN, NAN], 1.0)):
-        low, high = plot_length(LENGTH.assign(loss=losses), ["loss"]).layout.yaxis.range
-        assert 0.999 * least <= high - low <= 1.11 * least
-        assert all(np.isnan(x) or low <= x <= high for x in losses)
 
 
 def test_dynamics_has_a_panel_per_layer_and_a_line_per_head() -> None:
