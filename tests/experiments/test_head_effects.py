@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from tl_posdisent import (
     ablate_heads,
     dummy_distance,
-    head_ablation,
     head_effects,
     logit_difference,
     replaceable_heads,
@@ -27,6 +25,7 @@ from tl_posdisent import (
 from tl_posdisent.experiments import intervention_losses
 from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
 from tl_posdisent.hooks import applied, drop_component, substitute_attention
+from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 MECHANISMS = zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "opt")
@@ -91,14 +90,6 @@ def test_exact_effects_are_those_of_a_loop(kind: str, name: str, shared_model: A
         sizes.append(abs(row["exact"]))
     assert len(sizes) == 4 * table.index.get_level_values(0).nunique()
     assert np.median(sizes) > 1e-3
-
-
-@FEW
-def test_zero_ablation_is_head_ablation(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    table = effects(model, {"zero": ablate_heads(model, None)}, exact=16)
-    ablated = head_ablation(model, TOKENS, progress=False)
-    assert table["exact"].tolist() == pytest.approx(ablated["effect"].tolist(), abs=1e-6)
 
 
 # --- first order ----------------------------------------------------------------------------------------------
@@ -549,13 +540,6 @@ def zeroed(head: int, z: Tensor, hook: Any) -> Tensor:
     return z
 
 
-def test_the_bar_ends_where_the_passes_do(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        effects(model, some_interventions(model), progress=True)
-
-
 def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     zero = ablate_heads(model, None)
@@ -614,6 +598,7 @@ def test_the_model_is_as_it_was(kind: str, name: str) -> None:
 
 
 @FEW
+@pytest.mark.slow
 def test_half_precision(kind: str, name: str) -> None:
     model, half = zoo.load(kind, name), zoo.load(kind, name).to(torch.bfloat16)
     tables = [effects(m, {"zero": ablate_heads(m, None)}, exact=16, draws=8) for m in (model, half)]
@@ -629,52 +614,34 @@ def test_half_precision(kind: str, name: str) -> None:
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     zero = ablate_heads(model, None)
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        ({}, {}, r"interventions must be hooks by name, or hooks, got \{\}"),
-        ([], {}, r"interventions must be hooks by name, or hooks, got \[\]"),
-        ({"x": [("no hook", print)]}, {}, "interventions must be hooks by name; 'x': hooks names 'no hook'"),
-        ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}, "must act on the chosen heads, .* for 'y'"),
-        ({"x": []}, {}, "must have hooks, got \\[\\] for 'x'"),
-        (
-            {"x": ablate_heads(model, None, mode="resample")},
-            {},
-            "interventions must act on each text alone .* 'x'.*resample",
-        ),
-        ({"x": [("hook_embed", lambda x, hook: 0 * x)]}, {}, "attention alone, .* got a hook at hook_embed in 'x'"),
-        ({"x": [(lambda name: "resid" in name, print)]}, {}, "must change attention alone, .* got a hook at blocks.0"),
-        ({"x": scaled(1.0)}, {}, "interventions must change the results of heads, .* 'x'"),
-        ({"x": scaled(2.0, 1)}, {"layers": 1}, "interventions must act on the chosen heads"),
-        (
-            {"x": [*dummy_distance(model, 5), ("blocks.1.attn.hook_out", lambda z, hook: z * 0)]},
-            {},
-            "interventions must change what heads gather, .* got a hook at blocks.1.attn.hook_out in 'x'",
-        ),
-        (
-            {"x": [*zero, ("blocks.1.attn.hook_result", lambda z, hook: z * 0)]},
-            {},
-            "interventions must have hooks that fire, got one at blocks.1.attn.hook_result in 'x'",
-        ),
-        (
-            {"bad": [("blocks.1.attn.hook_z", lambda z, hook: z * float("nan"))]},
-            {},
-            "interventions must give finite results, but 'bad' gives NaN or infinity in layer 1",
-        ),
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        ({}, {}),
+        ({"x": []}, {}),
+        ({"x": [("no hook", print)]}, {}),
+        ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}),  # of layer 0 alone
+        ({"x": ablate_heads(model, None, mode="resample")}, {}),  # which needs all texts at once
+        ({"x": [("hook_embed", lambda x, hook: 0 * x)]}, {}),  # not in attention
+        ({"x": [(lambda name: "resid" in name, print)]}, {}),
+        ({"x": scaled(1.0)}, {}),  # changes nothing
+        ({"x": scaled(2.0, 1)}, {"layers": 1}),
+        ({"x": [*dummy_distance(model, 5), ("blocks.1.attn.hook_out", lambda z, hook: z * 0)]}, {}),  # behind z
+        ({"x": [*zero, ("blocks.1.attn.hook_result", lambda z, hook: z * 0)]}, {}),  # which never fires
+        ({"x": [("blocks.1.attn.hook_z", lambda z, hook: z * float("nan"))]}, {}),
     ]
-    for interventions, options, message in cases:
-        with pytest.raises(ValueError, match=message):
+    for interventions, options in cases:
+        with pytest.raises(ArgumentError) as caught:
             effects(model, interventions, **options)
+        assert caught.value.argument == "interventions"
     for wrong in (-1, 1.5, "some", None):
-        with pytest.raises(
-            ValueError, match=r"exact must be an integer of at least 0 \(a number of heads, or 'all'\), got"
-        ):
+        with pytest.raises(ArgumentError, match=f"exact must be .* got {wrong!r}"):
             effects(model, zero, exact=wrong)
-    metrics: list[tuple[Any, str]] = [
-        (lambda logits, tokens: logits.detach().mean(), "metric must be differentiable"),
-        (lambda logits, tokens: 3.0, "metric must return a tensor to be differentiated, got 3.0"),
-        (lambda logits, tokens: logits, "metric must return a number or one per text"),
+    metrics: list[Any] = [
+        lambda logits, tokens: logits.detach().mean(),
+        lambda logits, tokens: 3.0,
+        lambda logits, tokens: logits,
     ]
-    for metric, message in metrics:
-        with pytest.raises(ValueError, match=message):
+    for metric in metrics:
+        with pytest.raises(ValueError, match="metric must"):
             effects(model, zero, metric)
     with torch.no_grad():
         clean = model(TOKENS)
