@@ -124,7 +124,7 @@ def test_one_padded_text(name_of: str, kind: str, name: str, shared_reading: Any
         same(run(model, tokens, attention_mask=mask, progress=False), expected)
 
 
-OTHERS = zoo.cases("gptj", "gemma2", "mistral", "olmo2", "gpt_oss", "deepseek_v3", "bloom", "gpt2", "lfm2")
+OTHERS = zoo.cases("gptj", "gpt_oss", "bloom", "gpt2", "lfm2")
 
 
 @pytest.mark.parametrize(("kind", "name"), OTHERS)
@@ -158,7 +158,7 @@ def test_every_mechanism(kind: str, name: str, shared_reading: Any) -> None:
                 raise AssertionError(f"{tool}, {side}: {error}") from error
 
 
-@pytest.mark.parametrize("name_of", POOLED)
+@pytest.mark.parametrize("name_of", [x for x in POOLED if x != "trained_vs_random"])  # which calls two of these
 def test_padding_changes_no_pool(name_of: str, shared_reading: Any) -> None:
     """Texts of two lengths, padded on either side or grouped by hand in another order, give one table."""
     model, run = shared_reading("bridge", "llama-gqa"), POOLED[name_of]
