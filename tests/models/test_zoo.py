@@ -35,32 +35,6 @@ def test_logits_are_those_of_hugging_face(kind: str, name: str, shared_model: An
     assert_same_logits(got, zoo.hf_logits(name, TOKENS))
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.ROTARY_NAMES if name in zoo.BRIDGE_NAMES])
-def test_positions_reach_the_bridge_as_they_reach_hugging_face(name: str, shared_model: Any) -> None:
-    positions = torch.tensor([[0, 3, 4, 9, 10, 14, 15, 27, 28, 40, 41, 60]]).expand_as(TOKENS)
-    with torch.no_grad():
-        got = shared_model("bridge", name)(
-            TOKENS, return_type="logits", position_ids=positions, attention_mask=torch.ones_like(TOKENS)
-        )
-    expected = zoo.hf_logits(name, TOKENS, position_ids=positions)
-    assert_same_logits(got, expected)
-    default = zoo.hf_logits(name, TOKENS)
-    assert (expected - default).std() > 0.1 * default.std(), "stretched positions make no difference to this model"
-
-
-@pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
-def test_attention_is_neither_uniform_nor_a_single_key(name: str, shared_model: Any) -> None:
-    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(shared_model("bridge", name).cfg.n_layers)]
-    with torch.no_grad():
-        _, cache = shared_model("bridge", name).run_with_cache(TOKENS, names_filter=names)
-    for pattern in (cache[hook] for hook in names):
-        last = pattern[:, :, -1]
-        visible = (last > 0).sum(-1)
-        effective = torch.special.entr(last).sum(-1).exp()  # the number of keys that an even attention would have
-        assert (effective > 1.2).float().mean() > 0.5
-        assert (effective < 0.9 * visible).float().mean() > 0.5
-
-
 THEN_GLOBAL = {"layer_types": ["full_attention", "full_attention"]}
 
 
@@ -82,15 +56,3 @@ THEN_GLOBAL = {"layer_types": ["full_attention", "full_attention"]}
 )
 def test_every_peculiarity_bites(name: str, changes: dict[str, Any]) -> None:
     assert effect(name, **changes) > 0.02
-
-
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
-def test_both_bases_of_gemma3_bite(kind: str) -> None:
-    rope = zoo.hf_model("gemma3").config.rope_parameters
-    assert effect("gemma3", rope_parameters=rope | {kind: {"rope_type": "default", "rope_theta": 1e6}}) > 0.02
-
-
-@pytest.mark.parametrize("name", zoo.NAMES)
-def test_no_parameter_is_trivial(name: str) -> None:
-    constant = [key for key, value in zoo.hf_model(name).named_parameters() if not value.std() > 0.05]
-    assert not constant, "a model whose norms are all one and biases all zero hides mistakes"
