@@ -117,23 +117,6 @@ def kill_a_busy_worker(client: Any, pids: dict[str, int]) -> Callable[[], None]:
     return kill
 
 
-def test_dask_replaces_a_killed_worker_and_nothing_is_done_twice(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "_PIECES", 2)  # four jobs in a call
-    todo = jobs("demo", SLOW, TEXTS.split(8))
-    seen: dict[str, Any] = {}
-    with (
-        when_parts(tmp_path, 2, kill_a_busy_worker(client, client.run(os.getpid))),
-        when_parts(tmp_path, 2, lambda: seen.update(inodes(tmp_path))),
-    ):
-        table = sweep(todo, client.get_executor(), out=tmp_path, progress=False)
-    assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
-    assert failures(tmp_path).empty
-    assert len(seen) >= 2
-    assert seen.items() <= inodes(tmp_path).items()
-
-
 def test_a_job_that_its_worker_does_not_survive_is_a_failed_job(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
