@@ -326,6 +326,11 @@ def test_nothing_asks_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert page.count(offline.library()) == 1
 
 
+def test_a_title_that_is_a_script_is_text() -> None:
+    evil = "</script><script>alert(1)</script>"
+    assert evil not in str(tp.show_scores(tp.fit_additive(random_scores(2)), WORDS, title=evil))
+
+
 @given(st.text(st.characters(), max_size=12))
 @example("λόγος日本naïve🙂<|endoftext|>Ġcat")
 def test_tokens_are_visible_and_harmless(token: str) -> None:
