@@ -14,7 +14,7 @@ from support import zoo
 gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
 files = pytest.importorskip("support.gguf_files")
 
-NAMES = ["llama", pytest.param("gemma3", marks=pytest.mark.slow)]
+NAMES = ["llama-gqa", pytest.param("gemma3", marks=pytest.mark.slow)]
 HARMLESS = {"pooling_type", "rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
 NEUTRAL = {
     "attention.causal": True,
@@ -38,7 +38,7 @@ def rotary(config: Any, kind: str = "full_attention", **changes: Any) -> dict[st
 
 # Keys, a value that the file does not have, and the configuration of transformers that means the same.
 MEANT: dict[str, list[tuple[str, Any, Callable[[Any], dict[str, Any]]]]] = {
-    "llama": [
+    "llama-gqa": [
         ("attention.layer_norm_rms_epsilon", 0.375, lambda config: {"rms_norm_eps": 0.375}),
         ("context_length", 64, lambda config: {"max_position_embeddings": 64}),
         ("rope.freq_base", 300.0, lambda config: rotary(config, rope_theta=300.0)),
@@ -75,9 +75,9 @@ def written(tmp_path: Path) -> Callable[..., Path]:
     def write(name: str, changes: dict[str, Any]) -> Path:
         path = tmp_path / "model.gguf"
         if not path.exists():
-            files.write_gguf(path, files.model_of(name), name)
+            files.write_gguf(path, files.model_of(name), files.MODELS[name][0])
             whole.append(files.Pieces.of(path))
-        path.write_bytes(whole[0].joined({f"{name}.{key}": value for key, value in changes.items()}))
+        path.write_bytes(whole[0].joined({f"{files.MODELS[name][0]}.{key}": value for key, value in changes.items()}))
         return path
 
     whole: list[Any] = []
@@ -99,9 +99,9 @@ def test_keys_are_computed_with(name: str, written: Callable[..., Path]) -> None
 
 
 def test_keys_that_change_nothing(written: Callable[..., Path]) -> None:
-    path = written("llama", {**dict.fromkeys(HARMLESS, 3), **NEUTRAL})
+    path = written("llama-gqa", {**dict.fromkeys(HARMLESS, 3), **NEUTRAL})
     torch.testing.assert_close(
-        logits_of(files.read_gguf(path, dtype=torch.float32)[0]), logits_of(files.model_of("llama"))
+        logits_of(files.read_gguf(path, dtype=torch.float32)[0]), logits_of(files.model_of("llama-gqa"))
     )
 
 
@@ -110,7 +110,7 @@ def test_every_other_key_is_refused_by_its_name(name: str, written: Callable[...
     left = all_keys() - HARMLESS - COMPUTED - {key for key, *_ in MEANT[name]}
     assert len(left) > 100
     for key in sorted(left):
-        assert f"{name}.{key}" in files.error_of(written(name, {key: 0.375})), key
+        assert f"{files.MODELS[name][0]}.{key}" in files.error_of(written(name, {key: 0.375})), key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,6 +119,6 @@ def test_values_that_cannot_be_are_refused_by_their_key(name: str, written: Call
     for key in (*SIZES, *sorted(COMPUTED)):
         of_tensors: tuple[Any, ...] = (2**31, 2**30, 1) if key in SIZES else ()  # others than the tensors have
         for value in (*of_tensors, 0, -4, True, "linear", [1, 0]):
-            assert f"{name}.{key}" in files.error_of(written(name, {key: value})), (key, value)
+            assert f"{files.MODELS[name][0]}.{key}" in files.error_of(written(name, {key: value})), (key, value)
     for key in SIZES[:4]:
-        assert f"it does not state {name}.{key}" in files.error_of(written(name, {key: None}))
+        assert f"it does not state {files.MODELS[name][0]}.{key}" in files.error_of(written(name, {key: None}))

@@ -49,8 +49,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def model_of(name: str, **more: Any) -> Any:
-    """The model of a file, in transformers; one of the zoo if it is not among ``MODELS``."""
-    _, of, changes = MODELS.get(name, (name, name, {}))
+    """The model of a file, in transformers."""
+    _, of, changes = MODELS[name]
     return zoo.hf_model(of, **({"vocab_size": 1024} | changes | more))
 
 
