@@ -110,8 +110,8 @@ def estimated_effects(
             metric or draws that ``result_gradients`` refuses.
     """
     bar.reset(total=len(texts.tokens) * (2 + draws + len(items) / 2) + SLACK)
-    layers = sorted({layer for item in items for layer in item.rows})
     places = [(n, layer) for n, item in enumerate(items) for layer in item.rows]
+    by_layer = {x: [n for n, layer in places if layer == x] for x in sorted({layer for _, layer in places})}
     positions = [texts.longest] if by == "position" else []
     sizes = {(n, layer): (len(texts.tokens), len(items[n].rows[layer]), *positions) for n, layer in places}
     first, curvature = ({place: _nothing(*size) for place, size in sizes.items()} for _ in range(2))
@@ -120,24 +120,28 @@ def estimated_effects(
     separate, changed = dict[int, bool](), dict.fromkeys(range(len(items)), False)
     together: dict[tuple[int, int], bool | None] = dict.fromkeys(places, None if parts[0].separable else True)
     for part in parts:
-        runs = _differentiated(model, part, layers, draws, seed)
+        runs = _differentiated(model, part, [*by_layer], draws, seed)
         bar.update((2 + draws) * len(part.places))
         for group, run in zip(part.texts.groups, runs, strict=True):
             rows, length = part.places[group.rows.cpu()], group.tokens.shape[1]
             n_predictions[rows] = run.n_predictions
-            for n, layer in places:
-                received = _Received(layer, group.tokens, run.before.get(layer), run.z[layer])
+            at = (rows, slice(None), slice(length)) if by == "position" else (rows,)
+            for layer, acting in by_layer.items():
+                received, deltas = _Received(layer, group.tokens, run.before.get(layer), run.z[layer]), list[Tensor]()
                 if layer not in separate:
                     separate[layer] = _is_separate(model, received.text(0))
-                delta, together[n, layer] = _delta(model, items[n], received, together[n, layer], skip=separate[layer])
-                changed[n] |= bool((delta != 0).any())
-                products = _products(run, layer, delta, items[n].rows[layer], by)
-                at = (rows, slice(None), slice(length)) if by == "position" else (rows,)
-                first[n, layer][at] = len(part.places) * products[0]
-                if draws:
-                    curvature[n, layer][at] = products[1:].square().mean(0) / 2 / run.n_predictions
-                if by == "head":
-                    surprise[n, layer][:, rows] = products[1:]
+                for n in acting:
+                    known = together[n, layer]
+                    delta, together[n, layer] = _delta(model, items[n], received, known, skip=separate[layer])
+                    changed[n] |= bool((delta != 0).any())
+                    deltas.append(delta)
+                each = _products(run, layer, deltas, [items[n].rows[layer] for n in acting], by)
+                for n, products in zip(acting, each, strict=True):
+                    first[n, layer][at] = len(part.places) * products[0]
+                    if draws:
+                        curvature[n, layer][at] = products[1:].square().mean(0) / 2 / run.n_predictions
+                    if by == "head":
+                        surprise[n, layer][:, rows] = products[1:]
             bar.update(len(items) * len(rows) / 2)
     _check_changes([items[n] for n in changed if not changed[n]])
     return Estimates(items, metric, first, curvature, surprise, n_predictions, together)
@@ -249,15 +253,19 @@ def _changed(model: Any, item: NamedIntervention | None, received: _Received, *,
 
 @own_sums()
 def _products(
-    run: ResultGradients, layer: int, delta: Tensor, rows: Sequence[int | None], by: By
-) -> Float64[Tensor, "gradient text row *pos"]:
-    """Sum the products of each gradient and a change of z over components (and positions)."""
-    gradients = torch.stack([run.metric[layer], *(of_draw[layer] for of_draw in run.surprise)]).double()
-    if rows == [None]:  # the layer is one row, whatever the layout of its z
-        gradients, delta = gradients.flatten(3)[:, :, :, None], delta.flatten(2)[:, :, None]
-    summed = "gtprc,tprc->gtrp" if by == "position" else "gtprc,tprc->gtr"
-    products = torch.einsum(summed, gradients, delta.double())
-    return products[:, :, [0 if head is None else head for head in rows]].cpu()
+    run: ResultGradients, layer: int, deltas: Sequence[Tensor], rows: Sequence[Sequence[int | None]], by: By
+) -> list[Float64[Tensor, "gradient text row *pos"]]:
+    """Sum the products of each gradient and each change of z over components (and positions), for the rows of each."""
+    gradients = torch.stack([wide(x) for x in (run.metric[layer], *(of_draw[layer] for of_draw in run.surprise))])
+    changes = torch.stack([wide(x) for x in deltas])
+    if rows[0] == [None]:  # the layer is one row, whatever the layout of its z
+        gradients, changes = (x.flatten(3)[:, :, :, None] for x in (gradients, changes))
+    if by == "position":
+        products = [(gradients * change).sum(-1, dtype=torch.float64).transpose(2, 3) for change in changes]
+    else:
+        x, y = (x.double().transpose(2, 3).flatten(3).movedim(0, 2) for x in (gradients, changes))
+        products = [*(x @ y.mT).permute(3, 2, 0, 1)]
+    return [x[:, :, [head or 0 for head in some]].cpu() for x, some in zip(products, rows, strict=True)]
 
 
 def wide(x: Tensor) -> Tensor:
