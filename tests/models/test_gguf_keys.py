@@ -25,7 +25,8 @@ NEUTRAL = {
     **dict.fromkeys(("embedding_scale", "logit_scale", "residual_scale", "rope.scaling.attn_factor"), 1.0),
     **dict.fromkeys(("expert_count", "expert_used_count"), 0),
 }
-SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.key_length")
+SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+SIZES += ("attention.head_count_kv", "attention.key_length")
 COMPUTED = {"context_length", "rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon"}
 
 
@@ -70,18 +71,23 @@ def all_keys() -> set[str]:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[..., Path]:
-    """``written(name, key=value)``: a file with other values of keys; None drops one."""
+    """``written(name, changes)``: a file with other values of keys; None drops one."""
 
     def write(name: str, changes: dict[str, Any]) -> Path:
         path = tmp_path / "model.gguf"
         if not path.exists():
             files.write_gguf(path, files.model_of(name), files.MODELS[name][0])
             whole.append(files.Pieces.of(path))
-        path.write_bytes(whole[0].joined({f"{files.MODELS[name][0]}.{key}": value for key, value in changes.items()}))
+        path.write_bytes(whole[0].joined({named(name, key): value for key, value in changes.items()}))
         return path
 
     whole: list[Any] = []
     return write
+
+
+def named(name: str, key: str) -> str:
+    """A key as a file and errors name it."""
+    return f"{files.MODELS[name][0]}.{key}"
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -99,10 +105,14 @@ def test_keys_are_computed_with(name: str, written: Callable[..., Path]) -> None
 
 
 def test_keys_that_change_nothing(written: Callable[..., Path]) -> None:
-    path = written("llama-gqa", {**dict.fromkeys(HARMLESS, 3), **NEUTRAL})
-    torch.testing.assert_close(
-        logits_of(files.read_gguf(path, dtype=torch.float32)[0]), logits_of(files.model_of("llama-gqa"))
-    )
+    """Those that say what other keys or the tensors say, too."""
+    model = files.model_of("llama-gqa")
+    head, n_keys = model.config.head_dim, model.config.num_key_value_heads
+    same = {"vocab_size": 1024, "attention.value_length": head, "attention.scale": head**-0.5}
+    same |= {"attention.head_count_kv": [n_keys] * model.config.num_hidden_layers}
+    path = written("llama-gqa", {**dict.fromkeys(HARMLESS, 3), **NEUTRAL, **same})
+    read, _ = files.read_gguf(path, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(read), logits_of(model))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +120,7 @@ def test_every_other_key_is_refused_by_its_name(name: str, written: Callable[...
     left = all_keys() - HARMLESS - COMPUTED - {key for key, *_ in MEANT[name]}
     assert len(left) > 100
     for key in sorted(left):
-        assert f"{files.MODELS[name][0]}.{key}" in files.error_of(written(name, {key: 0.375})), key
+        assert named(name, key) in files.error_of(written(name, {key: 0.375})), key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,6 +129,6 @@ def test_values_that_cannot_be_are_refused_by_their_key(name: str, written: Call
     for key in (*SIZES, *sorted(COMPUTED)):
         of_tensors: tuple[Any, ...] = (2**31, 2**30, 1) if key in SIZES else ()  # others than the tensors have
         for value in (*of_tensors, 0, -4, True, "linear", [1, 0]):
-            assert f"{files.MODELS[name][0]}.{key}" in files.error_of(written(name, {key: value})), (key, value)
+            assert named(name, key) in files.error_of(written(name, {key: value})), (key, value)
     for key in SIZES[:4]:
-        assert f"it does not state {files.MODELS[name][0]}.{key}" in files.error_of(written(name, {key: None}))
+        assert f"it does not state {named(name, key)}" in files.error_of(written(name, {key: None}))
