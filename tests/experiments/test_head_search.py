@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_posdisent.experiments.causal.head_search import HeadSearch, Run
+from tl_posdisent.experiments.causal.head_search import HeadSearch, Target
 
 LAYERS, HEADS = 4, 5
 SIZES = st.lists(st.floats(1e-6, 1.0), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS)
@@ -22,7 +22,7 @@ def searched(sizes: list[float], ranks: list[float], largest: int, most: int, to
     """Search, where the heads of a layer that are changed together diverge by ``together`` of their divergences."""
     truth = dict(zip(places(), sizes, strict=True))
     search = HeadSearch(dict(zip(places(), ranks, strict=True)), lambda layer, heads: 1.0, largest, most, bounded=True)
-    runs: dict[Run, float] = {}
+    runs: dict[Target, float] = {}
     while new := search.next_runs():
         assert not [run for run in new if isinstance(run[1], int) and run in runs]  # no head twice
         runs = {
