@@ -179,7 +179,7 @@ def _solved(data: _Data, features: KeyFeatures | None, alone: PartialFits, pseud
 class _Data:
     """What a fit needs to know of a pattern: marginals, without and with the pseudo-count, and each query's entropy."""
 
-    pattern: Pattern
+    pattern: PatternBlocks
     layout: Layout
     own: Stacked
     marginals: Stacked
@@ -187,7 +187,7 @@ class _Data:
     uniform: AttentionSums
 
     @classmethod
-    def read(cls, pattern: Pattern, shape: Sequence[int], layout: Layout, pseudo_count: float) -> _Data:
+    def read(cls, pattern: PatternBlocks, shape: Sequence[int], layout: Layout, pseudo_count: float) -> _Data:
         """Read the data in one pass over the pattern."""
         own = torch.zeros(*shape, layout.counts.shape[-1], dtype=torch.float64, device=layout.queries.device)
         entropy = own.new_zeros(*shape, layout.n_query)
@@ -268,9 +268,9 @@ _BLOCK = 2**20  # number of cells that are read at a time
 _ROWS = 64  # fewest queries that are read together, if necessary from one system at a time
 _HUGE = 1e30  # larger than any score
 
-# Systems, queries, keys, and their part of the pattern. Each call of a Pattern is one pass over the data.
+# Systems, queries, keys, and their part of the pattern. One call of a ``PatternBlocks`` passes once over the data.
 Block = tuple[slice, slice, slice, Float64[Tensor, "system text row column"]]
-Pattern = Callable[[], Iterator[Block]]
+PatternBlocks = Callable[[], Iterator[Block]]
 
 
 def _blocks(layout: Layout, n_system: int, n_text: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
@@ -288,7 +288,7 @@ def _blocks(layout: Layout, n_system: int, n_text: int) -> Iterator[tuple[slice,
                 yield systems, some, columns, chosen.inside(some, columns)
 
 
-def pattern_of_scores(layout: Layout, scores: Tensor) -> Pattern:
+def pattern_of_scores(layout: Layout, scores: Tensor) -> PatternBlocks:
     """Return the softmax of scores that are arranged by system and text."""
     return lambda: (
         (systems, rows, columns, _softmax(scores[systems][..., rows, columns].to(torch.float64, copy=True), inside))
@@ -303,7 +303,7 @@ def _softmax(x: Tensor, inside: Tensor) -> Tensor:
     return x.div_(x.sum(-1, keepdim=True).clamp_min(1))
 
 
-def pattern_of_pattern(layout: Layout, pattern: Tensor) -> Pattern:
+def pattern_of_pattern(layout: Layout, pattern: Tensor) -> PatternBlocks:
     """Return a pattern that is arranged by system and text, with rows rescaled to sum to exactly 1.
 
     Reading raises ValueError if they do not sum to 1 within the precision of the dtype.

@@ -10,12 +10,13 @@ the fit is checked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from tl_posdisent.hooks.edits.rotation_edits import Side
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
@@ -23,7 +24,6 @@ from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 
-Side = Literal["q", "k"]
 NAMES: dict[Side, str] = {"q": "queries", "k": "keys"}
 _ROUNDS = 4
 

@@ -30,7 +30,7 @@ from tl_posdisent.utils.validation import shown
 
 Side = Literal["q", "k"]
 
-Positions = Tensor | Callable[[Tensor], Tensor] | float | int
+NewPositions = Tensor | Callable[[Tensor], Tensor] | float | int
 """One position for all tokens; one for each slot of the batch, ``(pos,)`` or ``(batch, pos)``; or a function of the
 tokens' own positions."""
 
@@ -57,8 +57,8 @@ class RotationEdit(Edit):
 class PositionMap(RotationEdit):
     """New positions: the distance of query i and key j becomes ``queries[i] - keys[j]``."""
 
-    queries: Positions
-    keys: Positions
+    queries: NewPositions
+    keys: NewPositions
     unscaled: int | None = None  # the model scales scores by the positions of queries from this one on
 
     @property
@@ -92,7 +92,7 @@ class PositionMap(RotationEdit):
             f"the query, which the hooks do not change; {advice}",
         )
 
-    def _places(self, given: Positions, own: Tensor, texts: int) -> Tensor:
+    def _places(self, given: NewPositions, own: Tensor, texts: int) -> Tensor:
         if isinstance(given, Tensor):
             if given.shape[-1] != own.shape[-1]:
                 raise ArgumentError(
