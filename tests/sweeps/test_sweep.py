@@ -247,6 +247,7 @@ def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.Mon
         models.append(weakref.ref(model))
         return model
 
+    worker.forget()  # what another test has left
     loads = worker.load
     monkeypatch.setattr(worker, "load", load)
     texts = Text.of("demo", length=16, count=2).split(2)
