@@ -160,22 +160,22 @@ def diagonal_sums(x: Float64[Tensor, "*batch row column"], low: int, high: int) 
     return sums[..., -torch.arange(low, high + 1, device=x.device) % (width + 1)]
 
 
-Span = tuple[Tensor, Tensor]  # half-open: first, and one past the last; equal if the run is empty
+Span = tuple[Tensor, Tensor]  # half-open: first, and one past the last; equal if the span is empty
 
 
 @dataclass(frozen=True, eq=False)
 class ConvexCells(Cells):
     """Cells whose rows, columns and diagonals have no gaps: causal, full, windowed and padded masks.
 
-    The sum of the model over a run is a difference of two cumulative sums, so a product takes O(length), without a
+    The sum of the model over a span is a difference of two cumulative sums, so a product takes O(length), without a
     matrix.
 
     Attributes:
-        first_key, stop_key: the run of keys of each query, half-open.
-        first_query, stop_query: the run of queries of each distance, half-open.
-        starts, stops: where the two runs of each coefficient begin and end in the cumulative sum of a stacked vector.
-            The cells of a distance form runs of queries and keys, those of a query runs of keys and distances, and
-            those of a key runs of queries and distances.
+        first_key, stop_key: the span of keys of each query, half-open.
+        first_query, stop_query: the span of queries of each distance, half-open.
+        starts, stops: where the two spans of each coefficient begin and end in the cumulative sum of a stacked vector.
+            The cells of a distance form spans of queries and keys, those of a query spans of keys and distances, and
+            those of a key spans of queries and distances.
     """
 
     first_key: Int64[Tensor, "*mask query"]
@@ -204,13 +204,13 @@ class ConvexCells(Cells):
         """Convert a boolean mask, or return None if some row, column or diagonal has a gap."""
         n_query, n_key = mask.shape[-2:]
         low, high = distance_range(mask)
-        runs = []
+        spans = []
         for view in (mask.mT, mask, by_distance(mask, low, high)):
-            run = _find_span(view)
-            if run is None:
+            span = _find_span(view)
+            if span is None:
                 return None
-            runs.append(run)
-        return cls._from_spans(n_query, n_key, low, *runs)
+            spans.append(span)
+        return cls._from_spans(n_query, n_key, low, *spans)
 
     @classmethod
     def _from_spans(
@@ -218,17 +218,17 @@ class ConvexCells(Cells):
     ) -> ConvexCells:
         n_distance, offset, device = queries_of_distance[0].shape[-1], n_key - n_query, keys_of_query[0].device
         i, j, d = (torch.arange(n, device=device) for n in (n_query, n_key, n_distance))
-        runs = (queries_of_distance, keys_of_query, queries_of_key)
+        spans = (queries_of_distance, keys_of_query, queries_of_key)
         queries, keys = n_distance, n_distance + n_query  # where these begin in a stacked vector; distances at 0
-        (d_start, d_stop), (q_start, q_stop), (k_start, k_stop) = runs
+        (d_start, d_stop), (q_start, q_stop), (k_start, k_stop) = spans
         # Distance d has the keys i - d of its queries i, query i has the distances i - j of its keys j, and so on.
         key, distance_up, distance_down = keys + offset - low - d, offset - low - j, offset - low + i + 1
         starts = [queries + d_start, keys + q_start, queries + k_start]
         stops = [queries + d_stop, keys + q_stop, queries + k_stop]
         starts += [key + d_start, distance_down - q_stop, distance_up + k_start]
         stops += [key + d_stop, distance_down - q_start, distance_up + k_stop]
-        counts = torch.cat([stop - start for start, stop in runs], -1).double()
-        last = counts.shape[-1]  # an empty run may be anywhere, as its two ends are equal
+        counts = torch.cat([stop - start for start, stop in spans], -1).double()
+        last = counts.shape[-1]  # an empty span may be anywhere, as its two ends are equal
         ends = (torch.cat(x, -1).clamp(0, last) for x in (starts, stops))
         return cls(n_query, n_key, low, low + n_distance - 1, counts, q_start, q_stop, d_start, d_stop, *ends)
 
@@ -243,15 +243,15 @@ class ConvexCells(Cells):
 
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
         if self.n_query < 16 * self.n_distance:
-            return torch.addcmul(self._run_sums(x), self.counts, x)
-        # The sum of a short run is a small difference of two large sums, so these must be exact. The leading bits of
+            return torch.addcmul(self._span_sums(x), self.counts, x)
+        # The sum of a short span is a small difference of two large sums, so these must be exact. The leading bits of
         # the numbers, as multiples of one unit, add up without rounding; the remainders are small.
         bits = torch.frexp(x.abs().amax(-1, keepdim=True) * x.shape[-1]).exponent
         unit = torch.exp2(bits - 52.0)
         leading = (x / unit).round_().mul_(unit)
-        return torch.addcmul(self._run_sums(leading) + self._run_sums(x - leading), self.counts, x)
+        return torch.addcmul(self._span_sums(leading) + self._span_sums(x - leading), self.counts, x)
 
-    def _run_sums(self, x: Tensor) -> Tensor:
+    def _span_sums(self, x: Tensor) -> Tensor:
         """Sum the other two components over the cells of each coefficient."""
         total = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
         n, shape = x.shape[-1], (*x.shape[:-1], self.starts.shape[-1])
@@ -266,7 +266,7 @@ def _clipped(start: Tensor, stop: Tensor, n: int) -> Span:
 
 
 def _find_span(mask: Bool[Tensor, "*mask n columns"]) -> Span | None:
-    """Find the run of True in every column, or return None if a column has a gap."""
+    """Find the span of True in every column, or return None if a column has a gap."""
     begins = mask.clone()
     begins[..., 1:, :] &= ~mask[..., :-1, :]
     if bool((begins.sum(-2) > 1).any()):

@@ -116,16 +116,16 @@ def _bilinear_sums(
     spectrum = torch.zeros(len(u), length // 2 + 1, dtype=torch.complex128, device=u.device)
     for column in range(0, u.shape[-1], _COLUMNS):
         x, y = (z[..., column : column + _COLUMNS].contiguous() for z in (u, v))
-        by_query += (x * _run_sums(y, i - cells.high, i - cells.low + 1)).sum(-1)
-        by_key += (y * _run_sums(x, j + cells.low, j + cells.high + 1)).sum(-1)
+        by_query += (x * _span_sums(y, i - cells.high, i - cells.low + 1)).sum(-1)
+        by_key += (y * _span_sums(x, j + cells.low, j + cells.high + 1)).sum(-1)
         # Σ_i u_i·v_{i + offset - d} for every d is a correlation: a product of Fourier transforms.
         spectrum += (torch.fft.rfft(x, length, dim=1) * torch.fft.rfft(y, length, dim=0).conj()).sum(-1)
     by_distance = torch.fft.irfft(spectrum, length)[:, (cells.distances - cells.offset) % length]
     return torch.cat([by_distance, by_query, by_key], -1)
 
 
-def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> Float64[Tensor, "*head run d"]:
-    """Sum ``x`` over the half-open runs ``start … stop``, clipped to the axis."""
+def _span_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> Float64[Tensor, "*head span d"]:
+    """Sum ``x`` over the half-open spans ``start … stop``, clipped to the axis."""
     n = x.shape[-2]
     total = torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0))
     start = start.clamp(0, n)

@@ -40,7 +40,7 @@ def check_pool(pool: Any, name: str, x: Tensor, axes: int) -> None:
     """Raise unless ``pool`` is a flag, and False for a tensor without an axis of texts before its last ``axes``."""
     check_flag("pool", pool)
     if pool and x.ndim <= axes:
-        raise ValueError(f"pool=True needs a leading axis of texts, got {name} of shape {tuple(x.shape)}")
+        raise ArgumentError("pool", f"must be False without a leading axis of texts, got {name} {tuple(x.shape)}")
 
 
 def check_queries_and_keys(**vectors: Any) -> None:

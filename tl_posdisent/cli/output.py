@@ -33,7 +33,7 @@ _TYPED = {"settings": "--set"}
 
 @contextlib.contextmanager
 def delivering() -> Iterator[None]:
-    """End the program with exit code 1 if stdout is closed or full (one line on stderr says so), or a broken pipe."""
+    """End the program with exit code 1 if stdout cannot be written; stderr says why, unless the pipe was closed."""
     try:
         if sys.stdout is None:  # Python's stdout, if it was closed before the program began
             raise OSError("it is closed")

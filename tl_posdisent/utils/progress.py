@@ -14,6 +14,10 @@ _KEEPING = (
 )
 
 
+SLACK = 1e-6
+"""What to add to the total of a bar that counts fractions, so that rounding does not take it beyond its end."""
+
+
 @contextmanager
 def progress_bar(items: Any = None, **options: Any) -> Iterator[Any]:
     """Show a tqdm bar; a KeyboardInterrupt in its block gets a message about how to keep partial results."""

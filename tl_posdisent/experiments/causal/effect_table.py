@@ -24,8 +24,8 @@ Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
 
 
 @dataclass(frozen=True, eq=False)
-class PatchSource:
-    """The run that heads are patched from, and how it differs from the run that is patched.
+class PatchRuns:
+    """The run that heads are patched from, and what patching needs of the run that is patched.
 
     Attributes:
         texts: its texts.
@@ -61,7 +61,7 @@ def effect_table(
     *,
     places: Sequence[int | None] = (None,),
     coupled: Callable[[AttentionSpec], bool] = lambda spec: False,
-    source: PatchSource | None = None,
+    source: PatchRuns | None = None,
     progress: bool,
 ) -> pd.DataFrame:
     """Measure a metric with some heads at a time changed in a run on ``texts``.
@@ -71,7 +71,7 @@ def effect_table(
         hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
             they are needed.
         coupled: whether changes in a layer are coupled (``Change``).
-        source: of patches.
+        source: the runs, of patches.
 
     Returns:
         One row per layer and head (and place): ``layer``, ``head``, (``position``;) ``source`` (of patches: the metric

@@ -21,14 +21,13 @@ from tl_posdisent.models.running.partial_forward import attempted, changed_resul
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
+from tl_posdisent.utils.progress import SLACK
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import shown
 
 By = Literal["head", "position"]
 ByPlace = dict[tuple[int, int], Tensor]
 """Tensors by the number of an intervention and layer."""
-
-SLACK = 1e-6  # passes: fractions of them are added, and a bar must not pass its end by rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,7 @@ def estimated_effects(
         bar: a progress bar, which counts forward passes of a text.
 
     Raises:
-        ValueError: hooks of the user's that had no effect on any chosen head; interventions that need several texts; a
+        ValueError: user hooks that had no effect on any chosen head; interventions that need several texts; a
             metric or draws that ``result_gradients`` refuses.
     """
     bar.reset(total=len(texts.tokens) * (2 + draws + len(items) / 2) + SLACK)
@@ -186,7 +185,7 @@ def _value(part: Part, outputs: list[Any]) -> Tensor:
 
 
 def _check_changes(unchanged: Sequence[NamedIntervention]) -> None:
-    """Raise if hooks of the user's had no effect on any chosen head."""
+    """Raise if user hooks had no effect on any chosen head."""
     for item in unchanged:
         if not item.divisible:
             raise ArgumentError(
@@ -210,7 +209,7 @@ def _delta(
 ) -> tuple[Tensor, bool | None]:
     """Compute the change of a layer's z under an intervention on each text alone, given what the layer receives.
 
-    An intervention that needs several texts, or takes only one, is noticed.
+    This detects interventions that act differently on a batch than on each text alone.
 
     Args:
         together: whether texts that are run together are changed as each alone; None if that is not known.

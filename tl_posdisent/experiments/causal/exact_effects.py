@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import SLACK
 from tl_posdisent.experiments.causal.head_search import HeadSearch
 from tl_posdisent.experiments.causal.metrics import as_numbers, is_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
@@ -22,6 +21,7 @@ from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import changed_results
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.progress import SLACK
 from tl_posdisent.utils.statistics import weighted_means
 
 Place = tuple[int, int, int | tuple[int, ...] | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -150,18 +151,29 @@ def attention_ladder(
     scales = [initial_scale(reading.model, "config")] if "random" in extra else []
     failures = Failures()
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
-        options = (fitted, texts, unit, bands, rank, seed, metric, failures, bar)
+        ladder = LadderRuns(
+            reading,
+            fitted,
+            texts,
+            unit=unit,
+            bands=bands,
+            rank=rank,
+            seed=seed,
+            metric=metric,
+            failures=failures,
+            bar=bar,
+        )
         if to_run:
             rungs_of: dict[str, list[AnyRung]] = {"none": rung_list}
             rungs_of |= {"shuffled": [*fitted_rungs]} if "shuffled" in extra else {}
-            rows += LadderRuns(reading, *options).rows(to_run, rungs_of)
+            rows += ladder.rows(to_run, rungs_of)
         if to_run and scales:
             copy = read_model(
                 next(random_control(reading.model, [seed], std=scales)), [spec.layer for spec, _ in to_run]
             )
             specs = {spec.layer: spec for spec in copy.specs()}
             copied = [(specs[spec.layer], some) for spec, some in to_run]
-            rows += LadderRuns(copy, *options).rows(copied, {"random": rung_list})
+            rows += replace(ladder, reading=copy).rows(copied, {"random": rung_list})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)

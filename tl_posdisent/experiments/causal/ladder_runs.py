@@ -96,7 +96,9 @@ class LadderRuns:
                         if x != "untouched"
                     }
                     for item, measured in self._measured(runs, together, hooks, clean, untouched):
-                        ends = baselines.setdefault((item.layer, item.head), measured)
+                        if "uniform" in measured:
+                            baselines[item.layer, item.head] = {x: measured[x] for x in ("uniform", MEAN)}
+                        ends = baselines[item.layer, item.head]
                         if "untouched" in some:
                             measured["untouched"] = untouched
                         rows += self._rows_of(item, measured, ends, untouched, clean.blocks, control)
@@ -235,7 +237,7 @@ def _in_layer(hooks_in: HooksIn, spec: AttentionSpec, group: int, heads: Sequenc
 
 
 def _mean_outputs(means: StandIn | ValueError, group: int, where: Chosen) -> Hooks:
-    """Put in the mean outputs, or raise the error by which these failed."""
+    """Put in the mean outputs, or raise the error that computing them raised."""
     if isinstance(means, ValueError):
         raise means
     return joined([replace_heads(spec, heads, means) for spec, heads in where])

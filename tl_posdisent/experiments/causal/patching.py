@@ -10,7 +10,7 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.effect_table import PatchSource, effect_table, units_of
+from tl_posdisent.experiments.causal.effect_table import PatchRuns, effect_table, units_of
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import HooksOf
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
@@ -111,7 +111,7 @@ def head_patching(
         places=places,
         # A norm over the queries or keys of all heads couples them; and all heads of a group read its key and value.
         coupled=lambda spec: activation in ("q", "k", "v"),
-        source=PatchSource(other, "source", target=other),
+        source=PatchRuns(other, "source", target=other),
         progress=progress,
     )
 
@@ -266,7 +266,7 @@ def position_patching(
     def coupled(spec: AttentionSpec) -> bool:  # patched queries of one head beside keys of its group
         return what == "head" and keys == "group" and spec.n_kv_heads < spec.n_heads
 
-    end = PatchSource(texts, "positions", hooks[source], under=hooks[patched])
+    end = PatchRuns(texts, "positions", hooks[source], under=hooks[patched])
     table = effect_table(reading, texts, units, hooks_in, metric, coupled=coupled, source=end, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
@@ -365,7 +365,7 @@ def component_patching(
         return [lambda group, some: score_hooks(spec, some, held[group][spec.layer]["scores"], components)]
 
     units = [units_of(spec, some) for spec, some in chosen]
-    end = PatchSource(other, "source_positions" if source is None else "source", hooks)
+    end = PatchRuns(other, "source_positions" if source is None else "source", hooks)
     return effect_table(reading, texts, units, hooks_in, metric, source=end, progress=progress)
 
 

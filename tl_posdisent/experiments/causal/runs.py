@@ -1,4 +1,4 @@
-"""Runs in which heads of one layer are changed. Only this file makes them.
+"""Runs of the whole model in which heads of one layer are changed. Only this file makes them.
 
 Later layers see changed heads only through ``z`` (``hook_z``). So a change can be run in two ways: by a full pass under
 its hooks; or from the layer on, several changes in a batch, with the ``z`` that a pass up to this layer computes under
@@ -66,7 +66,7 @@ class Change:
 
 
 Trusted = dict[Hashable, bool]
-"""What comparisons found, by length of text and what was compared."""
+"""Results of comparisons with full passes, by text length and change."""
 
 Run = Callable[[], list[Any]]
 """Returns what the model returns for each group of texts, or raises what the run raised."""

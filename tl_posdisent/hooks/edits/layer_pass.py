@@ -16,7 +16,7 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
 turned for the wrong positions. Then the pass *falls back*: it recomputes the scores of all heads with rotation edits.
-So it does if the mask shows padding before a text and the model's positions count it: an edit starts each text at 0.
+It also does if the model's positions count padding before a text, because edits start each text at 0.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _reads_mask(state: LayerState) -> bool:
 
 
 def _compared_with_slots(state: LayerState, x: Tensor) -> Positions:
-    """Find out whether the model's own positions are the slots of the batch, from its beginning."""
+    """Return the positions, with ``at_slots`` set if they are the slots of the batch."""
     own, cached = state.positions.own, x.shape[-1] > x.shape[-2]
     if own is None or own.ndim > 1 or (cached and not state.text.positions.at_slots):
         return state.positions
@@ -273,7 +273,7 @@ def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
     return TextSoFar(state.texts, n_key, positions, state.misplaced, keys, values)
 
 
-# --- 8, 9, 10: models that show no scores, and that do not use edited ones
+# --- 8, 9, 10: models that neither show scores nor use edited ones
 
 
 def _values(state: LayerState, x: Tensor) -> None:
