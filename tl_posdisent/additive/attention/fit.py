@@ -140,7 +140,7 @@ def check_bands(bands: Any) -> tuple[int, ...]:
     integers = not isinstance(bands, (str, bytes)) and isinstance(bands, Sequence) and all(map(is_integer, bands))
     if not integers or any(a >= b for a, b in pairwise(bands)):
         raise ArgumentError("bands", f"must be distances in ascending order, got {shown(bands)}")
-    return tuple(check_integer("bands", band, bands[0]) for band in bands)
+    return tuple(check_integer("bands", band, -(2**63)) for band in bands)
 
 
 def _solved(data: _Data, features: KeyFeatures | None, alone: PartialFits, pseudo_count: float) -> AttentionFit:
