@@ -139,7 +139,7 @@ def check_bands(bands: Any) -> tuple[int, ...]:
     """Return the distances at which bands begin, or raise unless they are integers that ascend."""
     integers = not isinstance(bands, (str, bytes)) and isinstance(bands, Sequence) and all(map(is_integer, bands))
     if not integers or any(a >= b for a, b in pairwise(bands)):
-        raise ArgumentError("bands", f"must be distances in ascending order, got {shown(bands)}")
+        raise ArgumentError("bands", f"must be distances, integers in ascending order, got {shown(bands)}")
     return tuple(check_integer("bands", band, -(2**63)) for band in bands)
 
 
