@@ -82,6 +82,14 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "section.html"
     path.write_text(page)
     document = Document(path)
+    letters = [
+        letter for trace in document.drawn("Verdict") for letter in np.where(np.isnan(trace["z"]), "", trace["text"])[0]
+    ]
+    assert sorted(letter[:1] for letter in letters if letter) == sorted("DSABQ??·")
+    assert sorted(letter[1:] for letter in letters if letter) == ["", "", "", "<br>95%", *["<br>99%"] * 4]
+    of_static = document.drawn("Verdict")[0]["customdata"][0][0]
+    low, high = ", ".join(f"{x} 50%" for x in rungs[:3]), ", ".join(f"{x} 99%" for x in rungs[3:])
+    assert of_static.endswith(f"<br>recovered: {low}, {high}")
     gaps = [trace["z"][0] for trace in document.drawn("Gap")]
     assert np.nansum(gaps) == pytest.approx(8.0)
     (banded,) = [row for row in document.rows("ladder") if row["verdict"] == "banded"]
@@ -106,6 +114,21 @@ def test_heads_are_counted_that_are_above_the_highest_random_head_of_their_layer
     assert f"r of the two-axis model is {r:.2f} on average, that of" in plain(verdict({"shares": found}))
 
 
+def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
+    """Two texts and two copies: errors over both, and the counts of *where* and *what* of the copies."""
+    rows = pd.concat([heads(r=0.9, batch=0), heads(r=0.7, batch=1)]).assign(
+        share_distance=0.7, share_key=0.1, share_query=0
+    )
+    chance = [rows.assign(r=r, share_distance=0.1, share_key=0.6, seed=n) for n, r in enumerate((0.2, 0.4))]
+    said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
+    assert "In 4 of 4 heads the scores depend mainly on where a key is" in said
+    assert "above (what) 0 and that of every head of its layer in 2 random copies (by a 95 % interval over" in said
+    rule = "By the same rule, 0 of 8 heads with random weights depend mainly on where a key is and 0 on what it is"
+    assert rule in said
+    assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
+    assert "Of 4 heads, the share of the distance alone is largest in" in said
+
+
 def test_nothing_is_claimed_without_data() -> None:
     assert verdict({}) == ""
     assert verdict({"ablation": Found(refused="no")}) == ""
@@ -113,6 +136,15 @@ def test_nothing_is_claimed_without_data() -> None:
     assert "No head has scores that vary" in verdict(additive(NAN, NAN, NAN))
     short_text = pd.DataFrame({"kind": ["index"], "fraction": 0.05, "moved": 0, "added_loss": 0.0})
     assert verdict({"perturbation": Found(short_text)}) == ""
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_that_labels_overlap_is_said_if_they_do(both: bool) -> None:
+    labels = ["induction+duplicate_token" if both else "induction", "", "first_token", "induction"]
+    said = plain(verdict({"labels": Found(heads(label=labels))}))
+    assert "3 of 4 heads have a label" in said
+    assert "2 induction" in said
+    assert ("1 duplicate token" in said) == ("; a head can have several (labels)" in said) == both
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -41,7 +41,7 @@ def design_rank(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit
 def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
     """Count connected components, where two cells are neighbours if they share a query or a key."""
     if isinstance(cells, ConvexCells):
-        # A component begins at the first key of a run that no earlier run reaches.
+        # A component begins at the first key of a span that no earlier span reaches.
         empty = cells.first_key == cells.stop_key
         first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
         reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values

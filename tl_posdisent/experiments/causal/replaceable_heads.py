@@ -215,7 +215,7 @@ def replaceable_heads(
 
 
 def _refuse_own(interventions: Iterable[Hooks]) -> None:
-    """Raise for hooks of the user's, which cannot be restricted to single heads."""
+    """Raise for user hooks, which cannot be restricted to single heads."""
     if own := [hooks for hooks in interventions if hooks.others]:
         raise ArgumentError(
             "interventions", f"must be hooks of this package alone, got functions of your own in {shown(own[0])}"

@@ -141,16 +141,14 @@ class LayerState:
 
 def refuse_part(spec: AttentionSpec, size: tuple[int, ...], tool: str = "") -> NoReturn:
     """Refuse a part of a text: ``size`` is its number of queries and of keys."""
-    raise ValueError(f"{tool}{': ' * bool(tool)}{_sees(spec, size)}: {WITHOUT_CACHE}")
+    raise ValueError(
+        f"{tool}{': ' * bool(tool)}layer {spec.layer} sees {size[0]} queries against {size[1]} keys: {WITHOUT_CACHE}"
+    )
 
 
 def refuse_cache(spec: AttentionSpec, size: tuple[int, ...]) -> NoReturn:
     """Refuse a KV cache that was not filled under the same interventions."""
     raise ValueError(
-        f"{_sees(spec, size)}, of which the KV cache was not filled under these hooks: fill it with use_cache=True and "
-        f"use it in one model.hooks block, or {WITHOUT_CACHE}"
+        f"layer {spec.layer} sees {size[0]} queries against {size[1]} keys, of which the KV cache was not filled under "
+        f"these hooks: fill it with use_cache=True and use it in one model.hooks block, or {WITHOUT_CACHE}"
     )
-
-
-def _sees(spec: AttentionSpec, size: tuple[int, ...]) -> str:
-    return f"layer {spec.layer} sees {size[0]} queries against {size[1]} keys"
