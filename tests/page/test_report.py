@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def test_figures_draw_the_numbers_of_their_tables(made: tuple[Any, Document]) ->
 
 
 def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
-    """In the section, in the atlas and in the hover text."""
+    """In the section, in the atlas, in the hover text and in the sentence that counts them."""
     model, document = made
     table = tp.head_labels(model, TOKENS, streaming=False, seed=5, seeds=[5, 6], progress=False)
     table["words"] = [label.replace("_", " ").replace("+", " + ") or "none" for label in table["label"]]
@@ -170,6 +171,13 @@ def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
         name.replace("_", " "): name for name in table.columns if name.startswith(("prev", "ind", "loc", "ent"))
     }
     agrees(document, "heads-labels", measures, ranked)
+    named = [name for label in labels if label != "none" for name in label.split(" + ")]
+    (counted,) = re.findall(
+        r"(\d+) of 40 heads have a label, by the keys that they attend to: (.*?) \(",
+        " ".join(document.text.split()),
+    )
+    assert int(counted[0]) == 40 - labels.count("none")
+    assert sorted(counted[1].split(", ")) == sorted(f"{n} {name}" for name, n in Counter(named).items())
 
 
 def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document]) -> None:
@@ -197,7 +205,13 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document
     expected = [share["key"] - share["distance"] for share in shares]
     assert sum(maps).ravel() == pytest.approx(expected, abs=1.1e-3)  # each of the two rounded
     assert column(document, "atlas", "what − where") == pytest.approx(expected, abs=1.6e-3)
-    for row, share in zip(atlas, shares, strict=True):
+    hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
+    for text, row, share in zip(hover, atlas, shares, strict=True):
+        assert text.startswith(f"<b>{row['head']}</b> looks at: {row['looks at']}<br>what − where ")
+        assert f"{row['what − where']} ± {row['± standard error']}<br>distance alone {row['distance alone']}" in text
+        assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
+        assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {row['verdict']}<br>" in text
+        assert f"profile: {row['profile']} over {row['range']}" in text
         other = {"where": "key", "what": "distance"}.get(row["looks at"])
         assert other is None or share[other] < max(share.values())
     profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
