@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from support.documents import Document, as_number
 
 import tl_posdisent as tp
 from tl_posdisent.models import read_model
+from tl_posdisent.page.atlas_map import map_caption
 from tl_posdisent.page.maps import UNKNOWN, complete, head_map
 from tl_posdisent.page.provenance import windows
 from tl_posdisent.page.sections import layers_by_frequencies
@@ -56,12 +59,30 @@ def test_tables_and_maps_name_the_attention_of_each_layer(gemma: tuple[Any, Any,
         }
 
 
-@pytest.mark.parametrize(("length", "missed"), [(24, False), (5, True)])
-def test_windows_that_no_text_reaches_are_named(length: int, missed: bool, gemma: tuple[Any, Any, Document]) -> None:
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(24, "the longest text reaches it"), (5, "the window was never reached: the longest text has 5 tokens")],
+)
+def test_whether_a_text_reaches_the_window_is_said(length: int, said: str, gemma: tuple[Any, Any, Document]) -> None:
     """A text as long as the window is not cut by it: the last query still sees the first key."""
     subject = read_subject(gemma[0], zoo.random_tokens(length=length), None, None, None)
-    assert all(bool(spec.mask(length)[-1, 0]) == (missed or spec.window is None) for spec in subject.specs)
-    assert ("never reached" in windows(subject)["Windows"]) == missed
+    assert all(bool(spec.mask(length)[-1, 0]) == (length == 5 or spec.window is None) for spec in subject.specs)
+    window = "2 local layers with a window of 5 tokens, the query’s own included, and 1 global layer (2)"
+    assert windows(subject) == {"Windows": f"{window}; {said}"}
+    wide = replace(subject.specs[0], window=20)
+    both = windows(replace(subject, specs=[wide, *subject.specs[1:]]))["Windows"]
+    assert "a window of 5 or 20 tokens" in both
+    missed = "5 or 20" if length == 5 else "20"
+    assert (f"the window of {missed} was never reached" in both) == (length == 5)
+    assert windows(replace(subject, specs=[subject.specs[2]])) == {}
+
+
+def test_a_model_without_windows_has_no_such_column(tmp_path: Path) -> None:
+    tokens = tp.demo_tokens(length=17)[:, 1:]
+    options: dict[str, Any] = {"sections": ["additivity"], "control": 0, "progress": False}
+    document = Document(tp.report(tp.load_demo_model(), tokens, tmp_path / "r.html", **options))
+    assert "attention" not in document.rows("atlas")[0]
+    assert "Windows" not in document.text
 
 
 def test_subspaces_are_averaged_over_layers_of_one_base(gemma: tuple[Any, Any, Document]) -> None:
@@ -114,6 +135,20 @@ def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None
     whole = pd.DataFrame([(i, j, 0.0) for i in range(5) for j in range(8)], columns=["layer", "head", "gap"])
     assert len(complete(plot_heads(whole, "gap"), subject).data) == 1
     assert captions(head_map(plot_heads(whole, "gap"), "Gap", subject)) == ["Gap"]
+
+
+def test_cells_of_heads_that_are_not_analysed_are_no_missing_numbers() -> None:
+    """Three chosen heads in two layers make a map of two rows and three columns."""
+    subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8), None, None, ["L1H2", "L1H5", "L3H7"])
+    table = pd.DataFrame({"layer": [1, 1, 3], "head": [2, 5, 7], "gap": [0.5, np.nan, 0.25]})
+    assert captions(head_map(plot_heads(table, "gap"), "Gap", subject)) == [
+        "Gap; grey: 1 head without a number (crossed) and 3 cells without an analysed head"
+    ]
+    assert complete(plot_heads(table.fillna(0), "gap"), subject).layout.plot_bgcolor == UNKNOWN
+    assert (
+        map_caption("Gap", table, 1)
+        == "Gap, by head; grey: 1 head without a number and 3 cells without an analysed head"
+    )
 
 
 def captions(html: str) -> list[str]:

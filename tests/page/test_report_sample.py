@@ -101,7 +101,25 @@ def test_divergences_and_verdicts_are_those_of_the_ladders(estimated: Document) 
     assert f"{table.attrs['search']['statement']}. The numbers of the others are estimated" in said(estimated)
 
 
-@pytest.mark.parametrize("n", [18, 40])
+def test_sentences_say_how_many_heads_were_run(estimated: Document) -> None:
+    verdict = estimated.source.split('<section id="verdict">')[1].split("</section>")[0]
+    sentences = [
+        x for x in re.findall(r"<li>(.*?)</li>", verdict) if re.search('#(ladder|ablation)"', x) or "tests" in x
+    ]
+    run = len(run_in(estimated, "ablation"))
+    assert "16 of 40 heads were run; no other head alone diverges by more than" in sentences[0]
+    assert "The model was run for 16 of these heads." in sentences[1]
+    assert any(f"{run} of 40 heads were run; no other head alone diverges by more than" in x for x in sentences[2:])
+    assert "The numbers of the others are estimated from gradients." in verdict
+    ladder = " ".join(estimated.text.split("Attention ladder")[-1].split())
+    assert "a head for which these do not suffice is more than static" in ladder
+    counted = re.findall(r"counted are: (.*?)\. The model", " ".join(verdict.split()))[0]
+    shown = [row["verdict"].removeprefix("≈\u00a0") for row in estimated.rows("atlas")]
+    if n := shown.count("more than static"):
+        assert f"{n} <em>more than static</em>" in counted
+
+
+@pytest.mark.parametrize("n", [16, 18, 39, 40])
 def test_the_budget_is_for_so_many_heads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer takes a run of its own; whatever the budget, eight heads are run, and of all heads none together."""
     subject = narrowed("ablation", read_subject(tp.load_demo_model(), TOKENS, None, None, None))
@@ -122,7 +140,7 @@ def test_the_budget_is_for_so_many_heads(n: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.filterwarnings("ignore:16 of the heads or layers could not be measured")
-@pytest.mark.parametrize(("name", "sections"), [("deepseek_v3", ["ablation", "ladder"])])
+@pytest.mark.parametrize(("name", "sections"), [("deepseek_v3", ["ablation", "ladder"]), ("bloom", ["ladder"])])
 def test_what_cannot_be_run_cannot_be_estimated(
     name: str, sections: Any, tmp_path: Path, shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +221,10 @@ def test_a_section_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pyt
     assert [set(row) & {"label", "looks at"} for row in document.rows("atlas")] == [{"looks at"}] * 8
     assert "label:" not in document.source.split("customdata")[1].split("</script>")[0]
     options |= {"sections": ["ablation"]}
-    with pytest.warns(UserWarning, match="RuntimeError"), pytest.raises(ValueError, match="RuntimeError: out of"):
+    with (
+        pytest.warns(UserWarning, match="RuntimeError"),
+        pytest.raises(ValueError, match=r"none of the requested .*: RuntimeError"),
+    ):
         tp.report(model, TOKENS, tmp_path / "none.html", **options)
 
     monkeypatch.undo()
