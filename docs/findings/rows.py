@@ -1,0 +1,51 @@
+"""A row of a table of findings, and how studies make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from texts import Source
+from torch import Tensor
+
+from tl_posdisent.hooks import applied
+
+
+class Row(NamedTuple):
+    """A number of one model and one source of texts.
+
+    Attributes:
+        name: what it is, the same for every model and source.
+        value, error: the number and its standard error; NaN where there is none.
+        over: what the error is taken over: ``8 texts``, ``5 draws``.
+        length: tokens of a text.
+        call: how the package gives it.
+    """
+
+    name: str
+    value: float
+    error: float
+    over: str
+    length: int
+    call: str
+
+
+Study = Callable[[Any, Source], Iterator[Row]]
+
+
+def row(name: str, values: Tensor, length: int, call: str, over: str = "texts") -> Row:
+    """The mean of one value for each text (or draw), with its standard error."""
+    n = len(values)
+    error = values.std().item() / n**0.5 if n > 1 else torch.nan
+    return Row(name, values.mean().item(), error, f"{n} {over}", length, call)
+
+
+def losses(model: Any, tokens: Tensor, hooks: Any = (), first: int = 1) -> Tensor:
+    """``[text]``: nats per token, of the tokens from position ``first`` on; one text after another."""
+    found = []
+    with torch.no_grad(), applied(model, hooks):
+        for text in tokens:
+            logits = model(text[None])[0, first - 1 : -1].float()
+            found.append(torch.nn.functional.cross_entropy(logits, text[first:]))
+    return torch.stack(found)

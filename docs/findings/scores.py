@@ -1,0 +1,65 @@
+"""Findings about attention scores: how additive they are, and beside which baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+from rows import Row, row
+from texts import Source, parts
+
+import tl_posdisent as tp
+
+TEXTS, LENGTH = 8, 256
+SHARES = ["distance", "query", "key", "query:key", "distance:query:key"]
+STUDIES = ("additive", "controlled")
+
+
+def by_text(table: pd.DataFrame, column: str) -> torch.Tensor:
+    """``[text]``: the mean of a column over heads."""
+    return torch.tensor(table.groupby("batch")[column].mean().to_numpy())
+
+
+def additive(model: Any, source: Source) -> Iterator[Row]:
+    """r of each text's own scores, of the trained model and of one copy with random weights of each kind."""
+    texts = parts(model, source, TEXTS, LENGTH)
+    models = {"trained": model}
+    for kind in ("random", "shuffled"):
+        models[kind] = next(tp.random_control(model, [0], weights=kind))  # type: ignore[arg-type]
+    tables = {name: tp.additivity(one, texts, progress=False) for name, one in models.items()}
+    for column in ("r_held_out", "r", "r_no_distance"):
+        for name, table in tables.items():
+            yield row(f"{column}, {name}", by_text(table, column), LENGTH, f'additivity(model, texts)["{column}"]')
+    layers = {name: table.groupby("layer")["r_held_out"].mean() for name, table in tables.items()}
+    above = sum((layers["trained"] > layers[name]).to_numpy() for name in ("random", "shuffled")) == 2
+    yield Row(
+        "share of layers above both copies", above.mean(), torch.nan, f"{len(above)} layers", LENGTH, "r_held_out"
+    )
+
+
+def controlled(model: Any, source: Source) -> Iterator[Row]:
+    """r and shares of the variance at controlled distances, trained and of one random copy; the lowest layers."""
+    texts = parts(model, source, TEXTS, LENGTH)
+    for name, one in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+        tables = [
+            tp.controlled_distance(one, text[None], progress=False).assign(batch=n) for n, text in enumerate(texts)
+        ]
+        table = pd.concat(tables)
+        for column in ("r_three_axis", "r_two_axis", *SHARES):
+            yield row(
+                f"{column}, {name}", by_text(table, column), LENGTH, f'controlled_distance(model, text)["{column}"]'
+            )
+        lowest = table.groupby(["layer", "batch"])["r_three_axis"].mean().unstack()
+        worst = lowest.loc[lowest.mean(axis=1).idxmin()]
+        yield row(f"r_three_axis, lowest layer, {name}", torch.tensor(worst.to_numpy()), LENGTH, f"layer {worst.name}")
+        heads = table.groupby(["layer", "head"])["r_three_axis"].mean()
+        yield Row(
+            f"share of heads with r_three_axis above .9, {name}",
+            float((heads > 0.9).mean()),
+            torch.nan,
+            f"{len(heads)} heads",
+            LENGTH,
+            'controlled_distance(model, text)["r_three_axis"]',
+        )
