@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import pandas as pd
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
 from tl_posdisent.additive.fit import explained_around, fit_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
+from tl_posdisent.experiments.attention_scores.score_controls import Control, for_each_control
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -21,7 +23,9 @@ from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_tex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.utils.validation import check_flag, check_integer, check_seed, check_subset
+
+_ROUNDING = 1e-9  # below, 1 - r² is rounding
 
 
 def additivity(
@@ -33,6 +37,8 @@ def additivity(
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     sinks: int = 0,
     pool: bool = False,
+    controls: Collection[Control] = (),
+    seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Fit the three-axis model to every head's scores, in one forward pass with one layer's scores in memory.
@@ -50,6 +56,17 @@ def additivity(
             ``[query, key]`` restricts it further.
         sinks: leave this many first keys of each text out of the fit (``fit_additive``).
         pool: fit one distance profile per head to all texts, each text with its own query and key component.
+        controls: scores that no head computes, fitted in the same way. Each answers what *r* of the heads is due to:
+
+            * ``"foreign keys"``: the head's queries with the keys of the layer's next key head, or of the next layer
+              where all heads share one. Is the head's own pairing of queries and keys needed, or does it suffice that
+              each are concentrated around a mean? One pass (two with a single key head).
+            * ``"turned"``: queries and keys multiplied, before RoPE, by a random orthogonal matrix for each head. Does
+              it matter where in the rotary subspaces they lie, and how they lie to each other? One pass.
+            * ``"random queries and keys"``: random projections of the residual stream of this model, unlike
+              ``random_control(weights="random_qk")``, whose stream changes too. Is the residual stream enough? Two
+              passes, and a copy of the model.
+        seed: seed of the random matrices and projections.
         progress: show a progress bar.
 
     Returns:
@@ -62,8 +79,14 @@ def additivity(
         these numbers ``r_held_out`` separates trained from random weights most clearly (docs/results.md): a deep random
         network is nearly additive on one text, too, but not with one profile for all texts.
 
+        With ``controls``, a column ``scores`` after ``head`` (``"own"`` or the control), and as many rows for each.
+        With ``"foreign keys"``, also ``pairing`` = (1 − r²) / (1 − r² of the foreign keys), for own scores: above 1 if
+        a head's scores depend on pairs of query and key more than those of its queries with other keys. It is large
+        in heads that match content, such as induction heads. NaN where the foreign keys give an exact sum.
+
     Raises:
-        ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys.
+        ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys; controls
+            for a layer whose scores cannot be recomputed, or foreign keys of a single layer with one key head.
         MemoryError: one layer's scores exceed free memory.
 
     Example:
@@ -72,8 +95,13 @@ def additivity(
         >>> by_layer = table.groupby("layer")["r"].mean()  # 5 layers of 8 heads
         >>> len(table), bool(by_layer[0] < 0.4), bool(by_layer[4] > 0.8)
         (40, True, True)
+        >>> beside = additivity(load_demo_model(), demo_tokens(length=128), controls=["turned"], progress=False)
+        >>> beside.groupby("scores")["r"].mean().round(2).to_dict()
+        {'own': 0.72, 'turned': 0.66}
     """
     check_flag("pool", pool)
+    wanted = check_subset("controls", controls, get_args(Control))
+    check_seed(seed)
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
@@ -88,15 +116,35 @@ def additivity(
     n_heads = max(spec.n_heads for spec in specs)
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
-    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
-        read = [_read_group(model, texts, group, specs, mask, sinks, bar) for group in texts.groups]
+    readings = {"own": for_each_scores} | {name: partial(for_each_control, name, seed) for name in wanted}
+    tables = {}
+    with progress_bar(total=len(readings) * len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+        for name, for_each in readings.items():
+            read = [_read_group(for_each, model, texts, group, specs, mask, sinks, bar) for group in texts.groups]
+            tables[name] = _table(read, pool)
+    return reading.note(_beside(tables) if wanted else tables["own"])
+
+
+def _table(read: list[dict[int, TextMarginals]], pool: bool) -> pd.DataFrame:
+    """Fit the marginal sums of each layer, of texts of each length."""
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
         columns = _of_all([fit_marginals(*_stacked(parts), pool=True)]) if pool else columns_of_texts(parts)
         (*texts_there, heads), values = columns["r"].shape, {name: x.flatten().tolist() for name, x in columns.items()}
         tables.append(pd.DataFrame(index_columns((*texts_there, 1, heads), pooled=pool, layers=[layer]) | values))
-    return reading.note(pd.concat(tables, ignore_index=True))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _beside(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Join the heads' own scores and the controls' in one table, with ``scores`` after ``head``; add ``pairing``."""
+    own, foreign = tables["own"], tables.get("foreign keys")
+    if foreign is not None:  # rows of both are in the same order
+        unexplained = 1 - foreign["r2"]
+        own["pairing"] = (1 - own["r2"]) / unexplained.where(unexplained > _ROUNDING)
+    for name, table in tables.items():
+        table.insert(list(table.columns).index("head") + 1, "scores", name)
+    return pd.concat(tables.values(), ignore_index=True)
 
 
 class TextMarginals(NamedTuple):
@@ -128,6 +176,7 @@ def text_marginals(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callabl
 
 
 def _read_group(
+    for_each: Callable[..., None],
     model: Any,
     texts: Texts,
     group: TextGroup,
@@ -147,7 +196,7 @@ def _read_group(
         parts[spec.layer] = text_marginals(texts, group.rows, scores, cells_at)
         bar.update()
 
-    for_each_scores(model, group.tokens, specs, read)
+    for_each(model, group.tokens, specs, read)
     return parts
 
 

@@ -1,0 +1,123 @@
+"""Scores that no head of the model computes: baselines for the additivity of the scores of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy.stats import ortho_group
+from torch import Tensor
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.capture import Captured, for_each_layer
+from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.utils.errors import ArgumentError
+
+Control = Literal["foreign keys", "turned", "random queries and keys"]
+"""Which scores are fitted beside those of the heads: see ``additivity``."""
+
+_Function = Callable[[AttentionSpec, Tensor], None]
+
+
+def for_each_control(
+    control: Control,
+    seed: int,
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: Sequence[AttentionSpec],
+    function: _Function,
+) -> None:
+    """Call ``function`` with each layer's spec and the control's scores ``[batch, head, query, key]``.
+
+    Raises:
+        ValueError: a layer whose scores cannot be computed from queries and keys; no other keys for a layer with one
+            key head; what ``random_control`` refuses.
+    """
+    if control == "foreign keys":
+        _foreign_keys(model, tokens, specs, function)
+    elif control == "turned":
+        for_each_layer(model, tokens, specs, partial(_turned, seed, function), scores=False)
+    else:
+        _random_projections(seed, model, tokens, specs, function)
+
+
+def _foreign_keys(
+    model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], function: _Function
+) -> None:
+    """Pair queries with the keys of the layer's next key head, or of the next layer where all heads share one."""
+    single = [spec for spec in specs if spec.n_kv_heads == 1]
+    keys: dict[int, Tensor] = {}
+    others = {spec.layer: _other_layer(spec, single) for spec in single}
+    if single:
+        for_each_layer(model, tokens, single, lambda layer: keys.update({layer.layer: layer.k.clone()}), scores=False)
+
+    def visit(layer: Captured) -> None:
+        if layer.layer in others:
+            at = torch.arange(tokens.shape[1], device=layer.k.device)
+            k_rot = layer.spec.rotated(keys[others[layer.layer]].to(at.device), at)
+        else:
+            k_rot = layer.k_rot.roll(-1, 2)
+        function(layer.spec, layer.spec.score(layer.q_rot, k_rot))
+
+    for_each_layer(model, tokens, specs, visit, scores=False)
+
+
+def _other_layer(spec: AttentionSpec, single: Sequence[AttentionSpec]) -> int:
+    """Return the next layer, in turn, whose keys have the size of this one's."""
+    alike = [each.layer for each in single if each.d_head == spec.d_head]
+    if len(alike) == 1:
+        raise ArgumentError(
+            "layers",
+            f'must have two layers with keys of {spec.d_head} coordinates for "foreign keys": all heads of layer '
+            f"{spec.layer} share one key head, so the keys must be those of another layer",
+        )
+    return alike[(alike.index(spec.layer) + 1) % len(alike)]
+
+
+def _turned(seed: int, function: _Function, layer: Captured) -> None:
+    """Multiply queries and keys, before their rotation by RoPE, by a random orthogonal matrix for each head."""
+    at = torch.arange(layer.q.shape[1], device=layer.q.device)
+    generator = np.random.default_rng((seed, layer.layer))
+    q_rot, k_rot = (layer.spec.rotated(_turn(x, generator), at) for x in (layer.q, layer.k))
+    function(layer.spec, layer.spec.score(q_rot, k_rot))
+
+
+def _turn(x: Float[Tensor, "batch pos head d_head"], generator: np.random.Generator) -> Tensor:
+    n, d = x.shape[2:]
+    turns = torch.from_numpy(ortho_group.rvs(d, size=n, random_state=generator)).view(n, d, d)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.einsum("bphd,hde->bphe", x.to(wide), turns.to(x.device, wide))
+
+
+def _random_projections(
+    seed: int, model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], function: _Function
+) -> None:
+    """Compute queries and keys by random projections from the residual stream of the model itself.
+
+    They are those of a copy (``random_qk``). Its heads are given the outputs of the model's at ``hook_z``, so the
+    residual stream of the copy is the model's.
+    """
+    until = max(spec.layer for spec in specs)
+    below = [spec for spec in read_model(model).specs() if spec.layer <= until]
+    if silent := [spec for spec in below if spec.z is None]:
+        raise ValueError(
+            f"layer {silent[0].layer} of {silent[0].architecture} has no hook_z, so its output is not known"
+        )
+    copy = next(random_control(model, [seed], weights="random_qk"))
+    with running(model) as p:
+        outputs = p.record(tokens, [spec.z for spec in below if spec.z], stop=until + 1)
+    hooks: list[Hook] = [(name, partial(_put, z)) for name, z in outputs.items()]
+    own = read_model(copy).specs([spec.layer for spec in specs])
+    with applied(copy, hooks):
+        for_each_layer(copy, tokens, own, lambda layer: function(layer.spec, layer.scores))
+
+
+def _put(z: Tensor, x: Tensor, hook: Any) -> Tensor:
+    return z
