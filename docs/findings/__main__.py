@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import pairing
 import pandas as pd
 import scores
 import torch
@@ -22,7 +23,7 @@ from texts import SOURCES
 import tl_posdisent as tp
 
 FOLDER = Path(__file__).with_name("tables")
-STUDIES: dict[str, Study] = {name: getattr(module, name) for module in (scores,) for name in module.STUDIES}
+STUDIES: dict[str, Study] = {name: getattr(module, name) for module in (scores, pairing) for name in module.STUDIES}
 
 
 def write(path: Path, study: str, rows: list[Row]) -> None:

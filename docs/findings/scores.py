@@ -15,6 +15,7 @@ import tl_posdisent as tp
 TEXTS, LENGTH = 8, 256
 SHARES = ["distance", "query", "key", "query:key", "distance:query:key"]
 STUDIES = ("additive", "controlled")
+CONTROLS = ("foreign keys", "turned", "random queries and keys")
 
 
 def by_text(table: pd.DataFrame, column: str) -> torch.Tensor:
@@ -23,15 +24,19 @@ def by_text(table: pd.DataFrame, column: str) -> torch.Tensor:
 
 
 def additive(model: Any, source: Source) -> Iterator[Row]:
-    """r of each text's own scores, of the trained model and of one copy with random weights of each kind."""
+    """r of each text's own scores, of the controls, and of one copy with random weights of each kind."""
     texts = parts(model, source, TEXTS, LENGTH)
-    models = {"trained": model}
+    beside = tp.additivity(model, texts, controls=CONTROLS, progress=False)
+    tables = {name.replace("own", "trained"): table for name, table in beside.groupby("scores", sort=False)}
     for kind in ("random", "shuffled"):
-        models[kind] = next(tp.random_control(model, [0], weights=kind))  # type: ignore[arg-type]
-    tables = {name: tp.additivity(one, texts, progress=False) for name, one in models.items()}
+        copy = next(tp.random_control(model, [0], weights=kind))  # type: ignore[arg-type]
+        tables[kind] = tp.additivity(copy, texts, progress=False)
     for column in ("r_held_out", "r", "r_no_distance"):
         for name, table in tables.items():
             yield row(f"{column}, {name}", by_text(table, column), LENGTH, f'additivity(model, texts)["{column}"]')
+    own, foreign = (tables[x].groupby(["layer", "head"])["r_held_out"].mean() for x in ("trained", "foreign keys"))
+    share = float((foreign > own).mean())
+    yield Row("share of heads below foreign keys", share, torch.nan, f"{len(own)} heads", LENGTH, "r_held_out")
     layers = {name: table.groupby("layer")["r_held_out"].mean() for name, table in tables.items()}
     above = sum((layers["trained"] > layers[name]).to_numpy() for name in ("random", "shuffled")) == 2
     yield Row(

@@ -1,0 +1,202 @@
+"""Does what is not additive find the heads that match content?
+
+Heads are known by three tests on made texts: *induction* and *duplicate token* on repeated random tokens
+(``head_labels``), *retrieval* by needles. Two statistics of ordinary text, ``pairing`` and 1 − r of ``additivity``, are
+compared with them and with what could explain them away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from rows import Row
+from scipy.stats import rankdata
+from texts import Source, parts
+from torch import Tensor
+
+import tl_posdisent as tp
+
+STUDIES = ("pairing",)
+HEAD = ["layer", "head"]
+TEXTS = {256: 8, 1024: 4}
+STATISTICS = ["pairing", "1 - r", "low entropy", "variance of scores", "small share of distance", "layer"]
+LEAST = {"induction": 0.2, "duplicate_token": 0.2, "retrieval": 0.1}  # attention from which a head has the label
+GIVEN = ["low entropy", "small share of distance", "layer"]
+DRAWS = 500
+
+CITIES = ["Rome", "Paris", "London", "Berlin", "Tokyo", "Madrid"]
+WORDS = [" apple", " river", " table", " horse", " music", " stone"]
+
+
+def pairing(model: Any, source: Source) -> Iterator[Row]:
+    """AUC of each statistic for each label, by length; on shuffled texts, with random weights, at equal entropy."""
+    labels = labels_of(model, source)
+    yield from _reliability(model, source)
+    for length in TEXTS:
+        texts = parts(model, source, TEXTS[length], length)
+        found = statistics(model, texts).merge(labels)
+        over = f"{len(texts)} texts"
+        for label in LEAST:
+            yield from _areas(found, label, length, over)
+        yield from _beyond_sharpness(found, length, over)
+    texts = parts(model, source, TEXTS[256], 256)
+    random = next(tp.random_control(model, [0]))
+    for name, one, some in (("shuffled texts", model, shuffled(texts)), ("random weights", random, texts)):
+        found = statistics(one, some).merge(labels)
+        for label in LEAST:
+            yield from _areas(found, label, 256, f"{len(texts)} texts", f", {name}", STATISTICS[:3])
+
+
+def statistics(model: Any, texts: Tensor) -> pd.DataFrame:
+    """One row per head: means over texts of the two statistics and of what could explain them."""
+    table = tp.additivity(model, texts, sinks=1, controls=["foreign keys"], progress=False)
+    table = table[table["scores"] == "own"].assign(**{"1 - r": 1 - table["r"]})
+    table["small share of distance"] = -table["share_distance"]
+    means = table.groupby(HEAD)[["pairing", "1 - r", "small share of distance"]].mean()
+    sharp = pd.concat([pd.concat(tp.capture(model, text[None], _sharpness)) for text in texts])
+    return means.join(sharp.groupby(HEAD).mean()).reset_index()
+
+
+def _sharpness(layer: tp.Captured) -> pd.DataFrame:
+    """Minus the entropy of the attention, and the variance of the scores, without the first key and eight queries."""
+    scores, mask = layer.scores[0].double(), layer.spec.mask(layer.scores.shape[-1])
+    pattern = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    entropy = torch.special.entr(pattern).sum(-1)[:, 8:].mean(-1)
+    inside = mask.clone()
+    inside[:, 0] = False
+    columns = {"low entropy": -entropy, "variance of scores": scores[:, inside].var(-1)}
+    frame = pd.DataFrame({name: x.tolist() for name, x in columns.items()})
+    return frame.assign(layer=layer.layer, head=range(len(frame)))
+
+
+def labels_of(model: Any, source: Source) -> pd.DataFrame:
+    """One row per head: attention to the token that each of the three tests names."""
+    texts = parts(model, source, 2, 256)
+    tables = [tp.head_labels(model, texts, streaming=False, seed=seed, progress=False) for seed in range(3)]
+    found = pd.concat(tables).groupby(HEAD)[["induction", "duplicate_token"]].mean()
+    return found.join(retrieval(model, source).groupby(HEAD)["retrieval"].mean()).reset_index()
+
+
+def retrieval(model: Any, source: Source, prompts: int = 24) -> pd.DataFrame:
+    """One row per prompt, layer and head: attention from the end of the question to the word that it asks for, minus
+    the mean of that to the words of five other needles; ``right``: whether the model prefers that word to the others.
+
+    Filler from the source, six needles "The secret word of Rome is apple." between its parts, and the beginning of one
+    of them again.
+    """
+
+    def ids(text: str) -> list[int]:
+        return model.to_tokens(text, prepend_bos=False)[0].tolist()  # type: ignore[no-any-return]
+
+    filler, generator, tables = parts(model, source, 1, 256)[0].tolist(), np.random.default_rng(0), []
+    words = [ids(word)[0] for word in WORDS]
+    for n in range(prompts):
+        order, said, text, places = generator.permutation(6), generator.permutation(6), filler[:40], {}
+        for part, needle in enumerate(order):
+            text += ids(f" The secret word of {CITIES[needle]} is")
+            places[int(said[needle])] = len(text)
+            text += [words[said[needle]], *ids("."), *filler[40 + 30 * part : 70 + 30 * part]]
+        asked = n % 6
+        tokens = torch.tensor([text + ids(f" The secret word of {CITIES[asked]} is")])
+        at = [places.pop(int(said[asked])), *places.values()]
+        with torch.no_grad():
+            logits = model(tokens)[0, -1, words]
+        right = bool(logits.argmax() == said[asked])
+        for layer, attention in tp.capture(model, tokens, _last_row):
+            values = attention[:, at[0]] - attention[:, at[1:]].mean(1)
+            rows = {"layer": layer, "head": range(len(values)), "retrieval": values.tolist(), "right": right}
+            tables.append(pd.DataFrame(rows))
+    return pd.concat(tables)
+
+
+def _last_row(layer: tp.Captured) -> tuple[int, Tensor]:
+    """The layer, and ``[head, key]``: attention of the last query."""
+    mask = layer.spec.mask(layer.scores.shape[-1])[-1]
+    return layer.layer, layer.scores[0, :, -1].double().masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+def shuffled(texts: Tensor) -> Tensor:
+    """The tokens of each text behind its BOS in a random order."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([torch.cat([x[:1], x[1:][torch.randperm(len(x) - 1, generator=generator)]]) for x in texts])
+
+
+def area(values: np.ndarray, has: np.ndarray) -> float:
+    """The probability that a head with the label has a larger value than one without it (area under the ROC curve)."""
+    n, ranks = has.sum(), rankdata(values)
+    return float((ranks[has].sum() - n * (n + 1) / 2) / (n * (len(has) - n)))
+
+
+def _areas(
+    found: pd.DataFrame, label: str, length: int, over: str, kind: str = "", names: list[str] = STATISTICS
+) -> Iterator[Row]:
+    """The area of each statistic, with the standard error of a bootstrap over heads with and without the label."""
+    has = (found[label] > LEAST[label]).to_numpy()
+    if has.sum() < 2:
+        return
+    generator = np.random.default_rng(0)
+    drawn = [
+        np.concatenate([generator.choice(np.flatnonzero(has == x), (has == x).sum()) for x in (True, False)])
+        for _ in range(DRAWS)
+    ]
+    for name in names:
+        values = found[name].to_numpy()
+        error = np.std([area(values[some], has[some]) for some in drawn])
+        said = f"{has.sum()} of {len(has)} heads, {over}"
+        yield Row(
+            f"AUC for {label}: {name}{kind}", area(values, has), float(error), said, length, "additivity(…, controls)"
+        )
+
+
+def _beyond_sharpness(found: pd.DataFrame, length: int, over: str) -> Iterator[Row]:
+    """Induction heads among heads that are as sharp as the least sharp of them; rank correlations at equal entropy,
+    share of distance and layer; how many of the heads that are largest by each statistic have one of the labels."""
+    has = found["induction"] > LEAST["induction"]
+    if has.sum() < 2:
+        return
+    sharp = found[found["low entropy"] >= found["low entropy"][has].min()]
+    yield from _areas(sharp, "induction", length, over, ", sharp heads alone", STATISTICS[:3])
+    said = f"{len(found)} heads, {over}"
+    for name in STATISTICS[:2]:
+        draws = [found, *(found.sample(len(found), replace=True, random_state=seed) for seed in range(200))]
+        value, *others = (partial_correlation(some, name, "induction", GIVEN) for some in draws)
+        yield Row(
+            f"rank correlation with induction, given {', '.join(GIVEN)}: {name}",
+            value,
+            float(np.std(others)),
+            said,
+            length,
+            "",
+        )
+    labelled = pd.concat([found[label] > least for label, least in LEAST.items()], axis=1).any(axis=1)
+    n = int(labelled.sum())
+    for name in STATISTICS:
+        share = labelled[found[name].nlargest(n).index].mean()
+        yield Row(f"share with a label among the {n} largest: {name}", float(share), float("nan"), said, length, "")
+
+
+def partial_correlation(table: pd.DataFrame, a: str, b: str, given: list[str]) -> float:
+    """The correlation of the ranks of two columns after a linear fit of the ranks of others."""
+    ranks = {name: rankdata(table[name]) for name in (a, b, *given)}
+    design = np.stack([np.ones(len(table)), *(ranks[name] for name in given)], 1)
+    left = [ranks[x] - design @ np.linalg.lstsq(design, ranks[x], rcond=None)[0] for x in (a, b)]
+    return float(np.corrcoef(*left)[0, 1])
+
+
+def _reliability(model: Any, source: Source) -> Iterator[Row]:
+    """Rank correlation of the heads' values between two halves of the texts, and between texts and shuffled texts."""
+    texts = parts(model, source, TEXTS[256], 256)
+    tables = {"a": texts[::2], "b": texts[1::2], "shuffled": shuffled(texts[::2])}
+    found = {name: statistics(model, some) for name, some in tables.items()}
+    for name in STATISTICS[:2]:
+        for other in ("b", "shuffled"):
+            ranks = (rankdata(found[x][name]) for x in ("a", other))
+            value = float(np.corrcoef(*ranks)[0, 1])
+            what = "other texts" if other == "b" else "shuffled texts"
+            yield Row(
+                f"rank correlation of heads with {what}: {name}", value, float("nan"), f"{len(texts)} texts", 256, ""
+            )
