@@ -19,6 +19,7 @@ from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_patterns
+from tl_posdisent.experiments.attention_scores.score_controls import Control
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
@@ -161,6 +162,8 @@ def _try(
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
         if name == "labels":
             table = _labels(part, seed, copies)
+        elif name == "additivity":
+            table = _additivity_and_controls(part, seed)
         elif name in _BY_HEAD:
             table = _BY_HEAD[name](part, seed, progress)
         else:
@@ -193,6 +196,24 @@ def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
     table = additivity(**_common(subject))
     without = additivity(**_common(subject), sinks=1)["r"] if min(subject.lengths) > _LEAST else np.nan
     return _chosen(subject, table.assign(r_without_first=without))
+
+
+def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
+    """Measure additivity, with the r of each control as a column, ``r, turned``, and ``pairing``."""
+    found, names = _additivity(subject, seed), get_args(Control)[:2]
+    try:
+        table = _chosen(subject, additivity(**_common(subject), controls=names, seed=seed))
+    except ValueError as error:  # scores that are not those of queries and keys alone, or a single layer
+        found.attrs["failures"] = {"controls": str(error)}
+        return found
+    rows = {name: part.reset_index(drop=True) for name, part in table.groupby("scores")}
+    found = found.assign(**{f"r, {name}": rows[name][told_apart(found)] for name in names})
+    return found.assign(pairing=rows["own"]["pairing"])
+
+
+def told_apart(table: pd.DataFrame) -> str:
+    """Return the column of ``additivity`` that best separates trained from random weights."""
+    return "r_held_out" if "r_held_out" in table else "r"
 
 
 def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: int) -> pd.DataFrame:

@@ -22,9 +22,9 @@ from tl_posdisent.page.measurements import (
     SectionName,
     by_head,
     profiled,
+    told_apart,
 )
 from tl_posdisent.page.subject import PERTURBATIONS, Subject
-from tl_posdisent.page.verdict import told_apart
 from tl_posdisent.page.words import NO_LABEL, exact_or_estimated, numbers
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
@@ -78,19 +78,22 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
     by_layer.columns = pd.Index(["layer", "mean r", "lowest", "highest"])
     by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
-    main, _ = told_apart(trained)
+    main = told_apart(trained)
     held_out, named = [main] if main != "r" else [], "r" if main == "r" else "held-out r"
     shown = pd.concat([trained, by_head(found.random)]) if found.random is not None else trained
     limits = bounded_limits(main, shown[main])  # the same colours in both maps
     drawn = plot_heads(trained, main, limits=limits)
     maps = [head_map(drawn, f"{named} of this model", subject, linked=len(trained) <= ROWS)]
-    columns = [*HEAD, "r", *held_out, "r_without_first", "r2_adjusted", *SHARES]
+    beside = [name for name in ("r, foreign keys", "r, turned", "pairing") if name in trained]
+    columns = [*HEAD, "r", *held_out, *beside, "r_without_first", "r2_adjusted", *SHARES]
     if found.random is not None:
         random = by_head(found.random)
         maps.append(head_map(plot_heads(random, main, limits=limits), f"{named} at random initialisation", subject))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
         trained = trained.merge(random[[*HEAD, "r", *held_out]], on=HEAD, suffixes=("", "_random"), how="left")
         columns += ["r_random", *(f"{name}_random" for name in held_out)]
+    for name in beside:
+        by_layer[name] = by_layer["layer"].map(trained.groupby("layer")[name].mean())
     for name, of in {"held-out": trained, "random held-out": found.random}.items():
         if held_out and of is not None:
             by_layer[name] = by_layer["layer"].map(of.groupby("layer")[main].mean())
