@@ -22,12 +22,14 @@ import tl_posdisent as tp
 
 STUDIES = ("pairing",)
 HEAD = ["layer", "head"]
-TEXTS = {256: 8, 1024: 4}
+LENGTH = 256
+TEXTS = {LENGTH: 8, 1024: 4}
 STATISTICS = ["pairing", "1 - r", "low entropy", "variance of scores", "small share of distance", "layer"]
 LEAST = {"induction": 0.2, "duplicate_token": 0.2, "retrieval": 0.1}  # attention from which a head has the label
 GIVEN = ["low entropy", "small share of distance", "layer"]
 DRAWS = 500
 
+FILLER = 256  # tokens
 CITIES = ["Rome", "Paris", "London", "Berlin", "Tokyo", "Madrid"]
 WORDS = [" apple", " river", " table", " horse", " music", " stone"]
 
@@ -43,12 +45,12 @@ def pairing(model: Any, source: Source) -> Iterator[Row]:
         for label in LEAST:
             yield from _areas(found, label, length, over)
         yield from _beyond_sharpness(found, length, over)
-    texts = parts(model, source, TEXTS[256], 256)
+    texts = parts(model, source, TEXTS[LENGTH], LENGTH)
     random = next(tp.random_control(model, [0]))
     for name, one, some in (("shuffled texts", model, shuffled(texts)), ("random weights", random, texts)):
         found = statistics(one, some).merge(labels)
         for label in LEAST:
-            yield from _areas(found, label, 256, f"{len(texts)} texts", f", {name}", STATISTICS[:3])
+            yield from _areas(found, label, LENGTH, f"{len(texts)} texts", f", {name}", STATISTICS[:3])
 
 
 def statistics(model: Any, texts: Tensor) -> pd.DataFrame:
@@ -75,7 +77,7 @@ def _sharpness(layer: tp.Captured) -> pd.DataFrame:
 
 def labels_of(model: Any, source: Source) -> pd.DataFrame:
     """One row per head: attention to the token that each of the three tests names."""
-    texts = parts(model, source, 2, 256)
+    texts = parts(model, source, 2, LENGTH)
     tables = [tp.head_labels(model, texts, streaming=False, seed=seed, progress=False) for seed in range(3)]
     found = pd.concat(tables).groupby(HEAD)[["induction", "duplicate_token"]].mean()
     return found.join(retrieval(model, source).groupby(HEAD)["retrieval"].mean()).reset_index()
@@ -84,33 +86,35 @@ def labels_of(model: Any, source: Source) -> pd.DataFrame:
 def retrieval(model: Any, source: Source, prompts: int = 24) -> pd.DataFrame:
     """One row per prompt, layer and head: attention from the end of the question to the word that it asks for, minus
     the mean of that to the words of five other needles; ``right``: whether the model prefers that word to the others.
-
-    Filler from the source, six needles "The secret word of Rome is apple." between its parts, and the beginning of one
-    of them again.
     """
+    filler, generator, tables = parts(model, source, 1, FILLER)[0], np.random.default_rng(0), []
+    for n in range(prompts):
+        tokens, places = needles(model, filler, generator, asked=n % len(CITIES))
+        with torch.no_grad():
+            right = int(model(tokens)[0, -1, tokens[0, places]].argmax()) == 0
+        for layer, attention in tp.capture(model, tokens, _last_row):
+            values = attention[:, places[0]] - attention[:, places[1:]].mean(1)
+            rows = {"layer": layer, "head": range(len(values)), "retrieval": values.tolist(), "right": right}
+            tables.append(pd.DataFrame(rows))
+    return pd.concat(tables)
+
+
+def needles(model: Any, filler: Tensor, generator: np.random.Generator, asked: int) -> tuple[Tensor, list[int]]:
+    """A text with six needles, "The secret word of Rome is apple.", between parts of the filler, and the beginning of
+    one of them at its end; and the places of the six words, that which is asked for first."""
 
     def ids(text: str) -> list[int]:
         return model.to_tokens(text, prepend_bos=False)[0].tolist()  # type: ignore[no-any-return]
 
-    filler, generator, tables = parts(model, source, 1, 256)[0].tolist(), np.random.default_rng(0), []
-    words = [ids(word)[0] for word in WORDS]
-    for n in range(prompts):
-        order, said, text, places = generator.permutation(6), generator.permutation(6), filler[:40], {}
-        for part, needle in enumerate(order):
-            text += ids(f" The secret word of {CITIES[needle]} is")
-            places[int(said[needle])] = len(text)
-            text += [words[said[needle]], *ids("."), *filler[40 + 30 * part : 70 + 30 * part]]
-        asked = n % 6
-        tokens = torch.tensor([text + ids(f" The secret word of {CITIES[asked]} is")])
-        at = [places.pop(int(said[asked])), *places.values()]
-        with torch.no_grad():
-            logits = model(tokens)[0, -1, words]
-        right = bool(logits.argmax() == said[asked])
-        for layer, attention in tp.capture(model, tokens, _last_row):
-            values = attention[:, at[0]] - attention[:, at[1:]].mean(1)
-            rows = {"layer": layer, "head": range(len(values)), "retrieval": values.tolist(), "right": right}
-            tables.append(pd.DataFrame(rows))
-    return pd.concat(tables)
+    *pieces, end = filler.tensor_split(len(CITIES) + 1)
+    text, places = list[int](), dict[int, int]()
+    words = generator.permutation(WORDS)
+    for piece, city in zip(pieces, generator.permutation(len(CITIES)), strict=True):
+        text += [*piece.tolist(), *ids(f" The secret word of {CITIES[city]} is")]
+        places[int(city)] = len(text)
+        text += [ids(words[city])[0], *ids(".")]
+    text += [*end.tolist(), *ids(f" The secret word of {CITIES[asked]} is")]
+    return torch.tensor([text]), [places.pop(asked), *places.values()]
 
 
 def _last_row(layer: tp.Captured) -> tuple[int, Tensor]:
@@ -189,7 +193,7 @@ def partial_correlation(table: pd.DataFrame, a: str, b: str, given: list[str]) -
 
 def _reliability(model: Any, source: Source) -> Iterator[Row]:
     """Rank correlation of the heads' values between two halves of the texts, and between texts and shuffled texts."""
-    texts = parts(model, source, TEXTS[256], 256)
+    texts = parts(model, source, TEXTS[LENGTH], LENGTH)
     tables = {"a": texts[::2], "b": texts[1::2], "shuffled": shuffled(texts[::2])}
     found = {name: statistics(model, some) for name, some in tables.items()}
     for name in STATISTICS[:2]:
@@ -198,5 +202,5 @@ def _reliability(model: Any, source: Source) -> Iterator[Row]:
             value = float(np.corrcoef(*ranks)[0, 1])
             what = "other texts" if other == "b" else "shuffled texts"
             yield Row(
-                f"rank correlation of heads with {what}: {name}", value, float("nan"), f"{len(texts)} texts", 256, ""
+                f"rank correlation of heads with {what}: {name}", value, float("nan"), f"{len(texts)} texts", LENGTH, ""
             )

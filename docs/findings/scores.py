@@ -11,10 +11,12 @@ from rows import Row, row
 from texts import Source, parts
 
 import tl_posdisent as tp
+from tl_posdisent.models import read_model
+from tl_posdisent.rope import rope_capacity
 
 TEXTS, LENGTH = 8, 256
 SHARES = ["distance", "query", "key", "query:key", "distance:query:key"]
-STUDIES = ("additive", "controlled")
+STUDIES = ("additive", "controlled", "subspaces", "capacity")
 CONTROLS = ("foreign keys", "turned", "random queries and keys")
 
 
@@ -67,4 +69,38 @@ def controlled(model: Any, source: Source) -> Iterator[Row]:
             f"{len(heads)} heads",
             LENGTH,
             'controlled_distance(model, text)["r_three_axis"]',
+        )
+
+
+def subspaces(model: Any, source: Source) -> Iterator[Row]:
+    """Observation 1 of [A]: concentration of keys, and shares of a head's variance, by band of wavelengths."""
+    texts = parts(model, source, 4, LENGTH)
+    for name, one in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+        tables = [_by_band(one, text) for text in texts]
+        for band in tables[0].index:
+            for column in ("key_concentration", "distance", "semantic"):
+                values = torch.tensor([table.loc[band, column] for table in tables])
+                yield row(f"{column}, wavelengths {band}, {name}", values, LENGTH, "subspace_patterns(model, text)")
+
+
+BANDS = {"below 16": 16.0, "16 to 256": 256.0, "256 to 4096": 4096.0, "above 4096": float("inf")}
+
+
+def _by_band(model: Any, text: torch.Tensor) -> pd.DataFrame:
+    """Means over heads: the concentration within a band, and the sums of shares over its subspaces."""
+    table = tp.subspace_patterns(model, text[None], sinks=8, progress=False)
+    table["band"] = pd.cut(table["wavelength"], [0.0, *BANDS.values()], labels=list(BANDS))
+    heads = table.groupby(["layer", "head", "band"], observed=True)
+    shares = heads[["distance", "semantic"]].sum().join(heads["key_concentration"].mean())
+    return shares.groupby("band", observed=True).mean()
+
+
+def capacity(model: Any, source: Source) -> Iterator[Row]:
+    """r² of the best function of 450 distances that the rotary frequencies of the first layer give, with a ridge."""
+    rotary = read_model(model).specs([0])[0].require_rotary("capacity")
+    d = torch.arange(450.0, dtype=torch.float64)
+    for name, target in {"-log(1 + d)": -torch.log1p(d), "d < 64": d < 64, "d < 8": d < 8, "d = 1": d == 1}.items():
+        fit = rope_capacity(rotary, d, target.double(), ridge=1e-3, intercept=True)
+        yield Row(
+            f"r2 of {name}", fit.r2, torch.nan, "450 distances", 450, "rope_capacity(rotary, d, target, ridge=1e-3)"
         )

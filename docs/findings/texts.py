@@ -23,16 +23,21 @@ Source = Literal["demo", "speeches", "wikitext"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 
 
-def documents(source: Source) -> list[str]:
-    """Read the documents of a source."""
+def whole(source: Source) -> str:
+    """Read a source."""
     if source == "demo":
-        return [tp.demo_text()]
+        return tp.demo_text()
     folder = Path(os.environ.get("POSDISENT_DATA") or Path(__file__).parents[3] / "shared" / "data")
     name = "speeches-heldout.txt.gz" if source == "speeches" else "wikitext2-test.txt.gz"
-    whole = gzip.decompress((folder / name).read_bytes()).decode()
-    if source == "speeches":
-        return whole.split("\f")
-    return [body.strip() for body in re.split(r"\n = [^=]+ = \n", f"\n{whole}")[1:]]
+    return gzip.decompress((folder / name).read_bytes()).decode()
+
+
+def documents(source: Source) -> list[str]:
+    """Read the documents of a source."""
+    text = whole(source)
+    if source == "wikitext":
+        return [body.strip() for body in re.split(r"\n = [^=]+ = \n", f"\n{text}")[1:]]
+    return text.split("\f")
 
 
 def parts(model: Any, source: Source, n: int, length: int, skip: int = 0) -> Tensor:

@@ -1,0 +1,159 @@
+"""Studies of ``docs/findings`` about scores and long texts: their statistics against brute force, and their rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.pages import ROOT
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tl_posdisent as tp
+from tl_posdisent.demo import demo_tokenizer
+
+FOLDER = ROOT / "docs" / "findings"
+SIZES: dict[str, dict[str, Any]] = {
+    "scores": {"TEXTS": 2, "LENGTH": 48},
+    "pairing": {
+        "TEXTS": {32: 4, 64: 2},
+        "LENGTH": 32,
+        "FILLER": 42,
+        "DRAWS": 20,
+        "LEAST": {"induction": 0.05, "retrieval": 0.05},
+    },
+    "length": {"TRAINED": 48, "LONGEST": 72, "BEYOND": 64, "PART": 8, "WATCHED": (0, 1), "EDGES": [40, 48, 56, 64]},
+}
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+
+
+@pytest.fixture(scope="module")
+def findings() -> Iterator[Any]:
+    """The scripts by name, for small texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import length
+        import pairing
+        import scores
+        import texts
+
+        for name, sizes in SIZES.items():
+            for size, value in sizes.items():
+                patch.setattr(sys.modules[name], size, value)
+        patch.setattr(length, "whole", lambda source: tp.demo_text())
+        yield SimpleNamespace(length=length, pairing=pairing, scores=scores, texts=texts)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Two layers of four heads, two key heads, with large random weights and the demo model's tokenizer."""
+    size = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    size |= {"num_key_value_heads": 2, "vocab_size": 1100, "max_position_embeddings": 48}
+    config = LlamaConfig(initializer_range=0.3, **size)
+    return tp.bridge_from_hf(LlamaForCausalLM(config), tokenizer=demo_tokenizer())
+
+
+def test_the_area_counts_pairs(findings: Any) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        values, has = generator.integers(0, 5, 30), generator.random(30) < 0.3
+        pairs = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in product(values[has], values[~has])]
+        assert findings.pairing.area(values, has) == pytest.approx(np.mean(pairs))
+
+
+def test_partial_correlation_by_the_formula_for_one_variable(findings: Any) -> None:
+    table = pd.DataFrame(np.random.default_rng(0).normal(size=(40, 3)), columns=["a", "b", "c"])
+    table["b"] += table["c"]
+    r = table.corr(method="spearman")
+    expected = (r.loc["a", "b"] - r.loc["a", "c"] * r.loc["b", "c"]) / np.sqrt(
+        (1 - r.loc["a", "c"] ** 2) * (1 - r.loc["b", "c"] ** 2)
+    )
+    assert findings.pairing.partial_correlation(table, "a", "b", ["c"]) == pytest.approx(expected)
+
+
+def test_statistics_of_a_head(findings: Any, model: Any) -> None:
+    texts = findings.texts.parts(model, "demo", 2, 32)
+    table = findings.pairing.statistics(model, texts).set_index(["layer", "head"])
+    beside = tp.additivity(model, texts, sinks=1, controls=["foreign keys"], progress=False)
+    r2 = beside.set_index(["scores", "batch", "layer", "head"])["r2"]
+    for head in (0, 3):
+        ratios = [(1 - r2["own", n, 1, head]) / (1 - r2["foreign keys", n, 1, head]) for n in (0, 1)]
+        assert table.loc[(1, head), "pairing"] == pytest.approx(np.mean(ratios))
+        entropy, variance = [], []
+        for text in texts:
+            with torch.no_grad():
+                _, cache = model.run_with_cache(text[None])
+            pattern, scores = (cache[f"blocks.1.attn.hook_{x}"][0, head].double() for x in ("pattern", "attn_scores"))
+            rows = [-sum(p * p.log() for p in row if p > 0) for row in pattern[8:]]
+            entropy.append(float(np.mean(rows)))
+            variance.append(float(torch.cat([scores[i, 1 : i + 1] for i in range(32)]).var()))
+        assert table.loc[(1, head), "low entropy"] == pytest.approx(-np.mean(entropy), rel=1e-4)
+        assert table.loc[(1, head), "variance of scores"] == pytest.approx(np.mean(variance), rel=1e-4)
+
+
+def test_needles_and_attention_to_them(findings: Any, model: Any) -> None:
+    filler = findings.texts.parts(model, "demo", 1, 42)[0]
+    tokens, places = findings.pairing.needles(model, filler, np.random.default_rng(0), asked=2)
+    words = {model.to_tokens(word, prepend_bos=False)[0, 0].item() for word in findings.pairing.WORDS}
+    assert {tokens[0, at].item() for at in places} == words
+    question = model.to_tokens(f" The secret word of {findings.pairing.CITIES[2]} is", prepend_bos=False)[0]
+    assert tokens[0, -len(question) :].tolist() == question.tolist()
+    assert tokens[0, places[0] - len(question) : places[0]].tolist() == question.tolist()
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens)
+    row = cache["blocks.1.attn.hook_pattern"][0, 3, -1].double()
+    expected = row[places[0]] - row[places[1:]].mean()
+    ((_, attention),) = [x for x in tp.capture(model, tokens, findings.pairing._last_row) if x[0] == 1]
+    assert (attention[3, places[0]] - attention[3, places[1:]].mean()).item() == pytest.approx(expected.item(), 1e-4)
+    first = findings.pairing.retrieval(model, "demo", prompts=1).query("layer == 1 and head == 3")["retrieval"].item()
+    tokens, places = findings.pairing.needles(model, filler, np.random.default_rng(0), asked=0)
+    ((_, attention),) = [x for x in tp.capture(model, tokens, findings.pairing._last_row) if x[0] == 1]
+    assert first == pytest.approx((attention[3, places[0]] - attention[3, places[1:]].mean()).item())
+
+
+def test_the_difference_is_that_of_two_runs(findings: Any, model: Any) -> None:
+    """Without a cache: 64 tokens, and the same without the 24 after the first."""
+    difference = findings.length.difference(model, 0)
+    ids = model.to_tokens(tp.demo_text(), truncate=False)[0]
+    whole = torch.cat([ids[:1], ids[1:64]])[None]
+    with tp.models.longer_context(model, 64), torch.no_grad():
+        found = [
+            model(x, return_type="loss", loss_per_token=True)[0]
+            for x in (whole, torch.cat([whole[:, :1], whole[:, 25:]], 1))
+        ]
+    torch.testing.assert_close(difference, found[0][24:] - found[1], rtol=1e-3, atol=1e-4)
+
+
+def test_outputs_outside_the_circle(findings: Any) -> None:
+    z = torch.randn(2, 4000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([9.0, 4.0, 1.0])
+    circle = findings.length.plane(z)
+    assert findings.length.outside(z, circle) == pytest.approx(0.01, abs=0.001)
+    assert findings.length.outside(z + 100, circle) == 1
+
+
+@pytest.fixture(scope="module")
+def given(findings: Any, model: Any) -> dict[str, set[str]]:
+    """The names of the rows of each study."""
+    found = {}
+    for module in (findings.scores, findings.pairing, findings.length):
+        for study in module.STUDIES:
+            source = "wikitext" if module is findings.length else "demo"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(findings.texts, "whole", lambda source: tp.demo_text())
+                found[study] = {row.name for row in getattr(module, study)(model, source)}
+    return found
+
+
+def test_studies_give_the_rows_of_the_committed_tables(given: dict[str, set[str]]) -> None:
+    sized = {"beyond", "pairing"}  # names with positions or counts
+    for path in sorted((FOLDER / "tables").glob("*.csv")):
+        for study, rows in pd.read_csv(path).groupby("study"):
+            if study in given and study not in sized:
+                assert set(rows["name"]) <= given[study], (path.name, study)
