@@ -13,8 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import heads
 import pairing
 import pandas as pd
+import positions
+import robustness
 import scores
 import torch
 from rows import Row, Study
@@ -23,7 +26,8 @@ from texts import SOURCES
 import tl_posdisent as tp
 
 FOLDER = Path(__file__).with_name("tables")
-STUDIES: dict[str, Study] = {name: getattr(module, name) for module in (scores, pairing) for name in module.STUDIES}
+MODULES = (scores, pairing, positions, heads, robustness)
+STUDIES: dict[str, Study] = {name: getattr(module, name) for module in MODULES for name in module.STUDIES}
 
 
 def write(path: Path, study: str, rows: list[Row]) -> None:

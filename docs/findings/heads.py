@@ -1,0 +1,120 @@
+"""Findings about heads: how few need their distances, and how little attention they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from rows import Row, losses, row
+from texts import Source, how_many, parts
+from torch import Tensor
+
+import tl_posdisent as tp
+
+CHOOSING, MEASURED, LENGTH = 2, 4, 256
+HEADS, SETS, CANDIDATES = 16, 5, 40
+FITTED, HELD_OUT = 8, 4
+WINDOWS = (8, 32)
+STUDIES = ("sets", "rungs")
+
+Head = tuple[int, int]
+
+
+def sets(model: Any, source: Source) -> Iterator[Row]:
+    """With every distance 5 in all heads, what the own distances of a few give back: those of the largest curvature and
+    those of a greedy search among the 40 of largest curvature (in the first halves of the texts), both chosen on two
+    texts and measured on others, and random ones. The control: what the same heads' mean outputs give back."""
+    texts = parts(model, source, CHOOSING + how_many(model, source, MEASURED), LENGTH)
+    chosen_on, measured = texts[:CHOOSING], texts[CHOOSING:]
+    ranked = by_curvature(model, chosen_on)
+    orders = [torch.randperm(len(ranked), generator=torch.Generator().manual_seed(seed)) for seed in range(SETS)]
+    drawn = [[ranked[n] for n in order[:HEADS].tolist()] for order in orders]
+    collapsed = losses(model, measured, tp.dummy_distance(model, 5))
+    yield row("added loss, all heads", collapsed - losses(model, measured), LENGTH, "dummy_distance(model, 5)")
+    chosen = {f"{HEADS} heads of largest curvature": ranked[:HEADS]}
+    if how_many(model, source, 2) == 2:
+        found = greedy(model, chosen_on[:, : LENGTH // 2], ranked[:CANDIDATES], HEADS)
+        chosen |= {f"{n} heads of a greedy search": found[:n] for n in (HEADS, HEADS // 2, HEADS // 4)}
+    for what, reference in (("", None), (", mean outputs instead", chosen_on)):
+        for name, some in chosen.items():
+            back = collapsed - losses(model, measured, kept(model, ranked, some, reference))
+            yield row(f"nats given back by {name}{what}", back, LENGTH, shown(some))
+        by_draw = [losses(model, measured, kept(model, ranked, some, reference)) for some in drawn]
+        back = (collapsed - torch.stack(by_draw)).mean(1)
+        name = f"nats given back by {HEADS} random heads{what}"
+        yield row(name, back, LENGTH, "torch.randperm", f"draws, {len(measured)} texts")
+        yield Row(
+            f"{name}, standard deviation", back.std().item(), torch.nan, f"{SETS} draws", LENGTH, "torch.randperm"
+        )
+
+
+def by_curvature(model: Any, texts: Tensor) -> list[Head]:
+    """All heads, those first whose distance 5 changes predictions most by the estimate of ``head_effects``."""
+    table = tp.head_effects(model, texts, {"5": tp.dummy_distance(model, 5)}, exact=0, draws=8, progress=False)
+    table = table.sort_values("curvature", ascending=False)
+    return [(int(layer), int(head)) for layer, head in table[["layer", "head"]].to_numpy()]
+
+
+def kept(model: Any, every: Sequence[Head], some: Sequence[Head], reference: Tensor | None = None) -> Any:
+    """Every distance 5 in all heads but some; these keep theirs or, with a reference, have their mean output."""
+    hooks = tp.dummy_distance(model, 5, heads=[head for head in every if head not in some])
+    return hooks if reference is None else hooks + tp.ablate_heads(model, some, mode="mean", reference=reference)
+
+
+def greedy(model: Any, texts: Tensor, candidates: Sequence[Head], n: int) -> list[Head]:
+    """Add the candidate whose distances lower the loss most, n times.
+
+    A gain is measured again only while it may be the largest, as gains mostly shrink with every head that is added.
+    """
+    every = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
+    found: list[Head] = []
+    gains = dict.fromkeys(candidates, torch.inf)
+    loss = losses(model, texts, tp.dummy_distance(model, 5)).mean().item()
+    while len(found) < min(n, len(candidates)):
+        measured: dict[Head, float] = {}
+        while (best := max(gains, key=lambda head: gains[head])) not in measured:
+            measured[best] = losses(model, texts, kept(model, every, [*found, best])).mean().item()
+            gains[best] = loss - measured[best]
+        found.append(best)
+        loss = measured[best]
+        del gains[best]
+    return found
+
+
+def shown(heads: Sequence[Head]) -> str:
+    return " ".join(f"L{layer}H{head}" for layer, head in heads)
+
+
+def rungs(model: Any, source: Source) -> Iterator[Row]:
+    """The share of attention that is kept where all heads are replaced at once, of the loss between mean outputs and
+    the model itself: static attention, predicted for other texts; banded, fitted to the predicted texts;
+    and the heads' own attention in a window of the last keys and the first token."""
+    n = how_many(model, source, HELD_OUT)
+    texts = parts(model, source, n + FITTED, LENGTH)
+    heldout, fitted = texts[:n], texts[n:]
+    base, mean = losses(model, heldout), losses(model, heldout, ablated(model, fitted))
+    yield row("loss, mean outputs", mean, LENGTH, 'ablate_heads(model, None, mode="mean", reference=fitted)')
+    for window in WINDOWS:
+        hooks = tp.lambda_mask(model, 1, window, LENGTH)
+        share = (mean - losses(model, heldout, hooks)) / (mean - base)
+        name = f"attention kept, own in a window of {window} and the first token"
+        yield row(name, share, LENGTH, f"lambda_mask(model, 1, {window}, {LENGTH})")
+    yield from ladder(model, fitted, heldout, ["static", "banded"])
+    if source != "demo":
+        yield from ladder(model, fitted[:2], heldout, ["static"])
+
+
+def ablated(model: Any, reference: Tensor) -> Any:
+    return tp.ablate_heads(model, None, mode="mean", reference=reference)
+
+
+def ladder(model: Any, fitted: Tensor, heldout: Tensor, names: list[str]) -> Iterator[Row]:
+    """Rungs of ``attention_ladder`` in all heads; the name says to which texts a rung is fitted."""
+    options: dict[str, Any] = {"unit": "all", "rungs": names, "controls": [], "progress": False}
+    table = tp.attention_ladder(model, fitted, heldout=heldout, **options).set_index("rung")
+    for name in names:
+        to = f"{len(fitted)} other texts" if name == "static" else "the predicted text"
+        value, error, blocks = table.loc[name, ["recovered_mean", "se_mean", "blocks"]]
+        call = 'attention_ladder(model, fitted, heldout=texts, unit="all")'
+        yield Row(f"attention kept, {name}, fitted to {to}", value, error, f"{int(blocks)} blocks", LENGTH, call)
