@@ -33,7 +33,7 @@ def sets(model: Any, source: Source) -> Iterator[Row]:
     collapsed = losses(model, measured, tp.dummy_distance(model, 5))
     yield row("added loss, all heads", collapsed - losses(model, measured), LENGTH, "dummy_distance(model, 5)")
     chosen = {f"{HEADS} heads of largest curvature": ranked[:HEADS]}
-    if how_many(model, source, 2) == 2:
+    if how_many(model, source, MEASURED) == MEASURED:
         found = greedy(model, chosen_on[:, : LENGTH // 2], ranked[:CANDIDATES], HEADS)
         chosen |= {f"{n} heads of a greedy search": found[:n] for n in (HEADS, HEADS // 2, HEADS // 4)}
     for what, reference in (("", None), (", mean outputs instead", chosen_on)):
@@ -100,21 +100,20 @@ def rungs(model: Any, source: Source) -> Iterator[Row]:
         share = (mean - losses(model, heldout, hooks)) / (mean - base)
         name = f"attention kept, own in a window of {window} and the first token"
         yield row(name, share, LENGTH, f"lambda_mask(model, 1, {window}, {LENGTH})")
-    yield from ladder(model, fitted, heldout, ["static", "banded"])
-    if source != "demo":
-        yield from ladder(model, fitted[:2], heldout, ["static"])
+    yield from ladder(model, fitted, heldout, {"static": "other texts", "banded": "the predicted text"})
+    if n == HELD_OUT:
+        yield from ladder(model, fitted[:2], heldout, {"static": "two other texts"})
 
 
 def ablated(model: Any, reference: Tensor) -> Any:
     return tp.ablate_heads(model, None, mode="mean", reference=reference)
 
 
-def ladder(model: Any, fitted: Tensor, heldout: Tensor, names: list[str]) -> Iterator[Row]:
-    """Rungs of ``attention_ladder`` in all heads; the name says to which texts a rung is fitted."""
-    options: dict[str, Any] = {"unit": "all", "rungs": names, "controls": [], "progress": False}
+def ladder(model: Any, fitted: Tensor, heldout: Tensor, names: dict[str, str]) -> Iterator[Row]:
+    """Rungs of ``attention_ladder`` in all heads, with the texts to which each is fitted."""
+    options: dict[str, Any] = {"unit": "all", "rungs": list(names), "controls": [], "progress": False}
     table = tp.attention_ladder(model, fitted, heldout=heldout, **options).set_index("rung")
-    for name in names:
-        to = f"{len(fitted)} other texts" if name == "static" else "the predicted text"
+    for name, to in names.items():
         value, error, blocks = table.loc[name, ["recovered_mean", "se_mean", "blocks"]]
-        call = 'attention_ladder(model, fitted, heldout=texts, unit="all")'
+        call = f'attention_ladder(model, fitted, heldout=texts, unit="all"), {len(fitted)} fitted'
         yield Row(f"attention kept, {name}, fitted to {to}", value, error, f"{int(blocks)} blocks", LENGTH, call)
