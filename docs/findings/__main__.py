@@ -2,6 +2,7 @@
 
     python docs/findings smollm2 demo                        # all studies; see ``make findings``
     python docs/findings gemma3-270m speeches ceilings       # some of them
+    python docs/findings demo speeches perturbation          # of the package's demo model
 
 Each study yields rows; ``tables/MODEL_SOURCE.csv`` has those of all studies, and a study that runs again replaces its
 own. Studies: see ``STUDIES``.
@@ -47,7 +48,7 @@ def main(name: str, source: str, *wanted: str) -> None:
     if source not in SOURCES or (unknown := set(wanted) - set(STUDIES)):
         sys.exit(f"texts must be one of {', '.join(SOURCES)}; studies of {', '.join(STUDIES)}; got {unknown or source}")
     FOLDER.mkdir(exist_ok=True)
-    model = tp.load_model(name)
+    model = tp.load_demo_model() if name == "demo" else tp.load_model(name)
     for study in wanted or STUDIES:
         start, rows = time.monotonic(), []
         for each in STUDIES[study](model, source):
