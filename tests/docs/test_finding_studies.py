@@ -165,7 +165,7 @@ def test_a_shift_by_the_distance_component_and_a_line_has_slope_one(findings: An
     component, d = torch.randn(3, 64), torch.arange(64)
     found = findings.positions.shifts(2.5 * component + 0.3 * d - 1, component)
     of = {name.partition(", ")[2]: values for name, values in found.items()}
-    for name in ("distances below 16", "distances from 16 on"):
+    for name in ("distances", "distances below 16", "distances from 16 on"):
         assert of[f"{name}, correlation"].tolist() == pytest.approx([1] * 3, abs=1e-4)
         assert of[f"{name}, slope"].tolist() == pytest.approx([2.5] * 3, abs=1e-4)
         assert of[f"{name}, correlation with another head's"].abs().max() < 0.9
