@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from rows import Row
 from scipy.stats import rankdata
-from texts import Source, parts
+from texts import Source, how_many, parts
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -25,6 +25,7 @@ HEAD = ["layer", "head"]
 LENGTH = 256
 TEXTS = {LENGTH: 8, 1024: 4}
 STATISTICS = ["pairing", "1 - r", "low entropy", "variance of scores", "small share of distance", "layer"]
+CLOSEST = ["pairing", "1 - r", "low entropy", "small share of distance"]
 LEAST = {"induction": 0.2, "duplicate_token": 0.2, "retrieval": 0.1}  # attention from which a head has the label
 GIVEN = ["low entropy", "small share of distance", "layer"]
 DRAWS = 500
@@ -37,30 +38,30 @@ WORDS = [" apple", " river", " table", " horse", " music", " stone"]
 def pairing(model: Any, source: Source) -> Iterator[Row]:
     """AUC of each statistic for each label, by length; on shuffled texts, with random weights, at equal entropy."""
     labels = labels_of(model, source)
-    yield from _reliability(model, source)
-    for length in TEXTS:
-        texts = parts(model, source, TEXTS[length], length)
-        found = statistics(model, texts).merge(labels)
-        over = f"{len(texts)} texts"
+    texts = {length: parts(model, source, how_many(model, source, TEXTS[length]), length) for length in TEXTS}
+    by_text = {str(length): statistics(model, some) for length, some in texts.items()}
+    by_text["shuffled texts"] = statistics(model, shuffled(texts[LENGTH]))
+    by_text["random weights"] = statistics(next(tp.random_control(model, [0])), texts[LENGTH])
+    yield from _reliability(by_text[str(LENGTH)], by_text["shuffled texts"])
+    for name, table in by_text.items():
+        found = table.groupby(HEAD).mean().reset_index().merge(labels)
+        over = f"{table['batch'].nunique()} texts"
+        of_length = name.isdigit()
+        length, kind = (int(name), "") if of_length else (LENGTH, f", {name}")
         for label in LEAST:
-            yield from _areas(found, label, length, over)
-        yield from _beyond_sharpness(found, length, over)
-    texts = parts(model, source, TEXTS[LENGTH], LENGTH)
-    random = next(tp.random_control(model, [0]))
-    for name, one, some in (("shuffled texts", model, shuffled(texts)), ("random weights", random, texts)):
-        found = statistics(one, some).merge(labels)
-        for label in LEAST:
-            yield from _areas(found, label, LENGTH, f"{len(texts)} texts", f", {name}", STATISTICS[:3])
+            yield from _areas(found, label, length, over, kind, STATISTICS if of_length else CLOSEST)
+        if of_length:
+            yield from _beyond_sharpness(found, length, over)
 
 
 def statistics(model: Any, texts: Tensor) -> pd.DataFrame:
-    """One row per head: means over texts of the two statistics and of what could explain them."""
+    """One row per text and head: the two statistics, and what could explain them."""
     table = tp.additivity(model, texts, sinks=1, controls=["foreign keys"], progress=False)
     table = table[table["scores"] == "own"].assign(**{"1 - r": 1 - table["r"]})
     table["small share of distance"] = -table["share_distance"]
-    means = table.groupby(HEAD)[["pairing", "1 - r", "small share of distance"]].mean()
-    sharp = pd.concat([pd.concat(tp.capture(model, text[None], _sharpness)) for text in texts])
-    return means.join(sharp.groupby(HEAD).mean()).reset_index()
+    sharp = [pd.concat(tp.capture(model, text[None], _sharpness)).assign(batch=n) for n, text in enumerate(texts)]
+    columns = ["batch", *HEAD, "pairing", "1 - r", "small share of distance"]
+    return table[columns].merge(pd.concat(sharp), on=["batch", *HEAD])
 
 
 def _sharpness(layer: tp.Captured) -> pd.DataFrame:
@@ -157,13 +158,15 @@ def _areas(
 
 
 def _beyond_sharpness(found: pd.DataFrame, length: int, over: str) -> Iterator[Row]:
-    """Induction heads among heads that are as sharp as the least sharp of them; rank correlations at equal entropy,
-    share of distance and layer; how many of the heads that are largest by each statistic have one of the labels."""
+    """Induction heads among heads as sharp, and of as small a share of distance, as they are; rank correlations given
+    both and the layer; how many of the heads that are largest by each statistic have one of the labels."""
     has = found["induction"] > LEAST["induction"]
     if has.sum() < 2:
         return
-    sharp = found[found["low entropy"] >= found["low entropy"][has].min()]
-    yield from _areas(sharp, "induction", length, over, ", sharp heads alone", STATISTICS[:3])
+    alike = found
+    for name in GIVEN[:2]:
+        alike = alike[alike[name] >= found[name][has].min()]
+    yield from _areas(alike, "induction", length, over, ", sharp heads of small share alone", CLOSEST)
     said = f"{len(found)} heads, {over}"
     for name in STATISTICS[:2]:
         draws = [found, *(found.sample(len(found), replace=True, random_state=seed) for seed in range(200))]
@@ -191,16 +194,13 @@ def partial_correlation(table: pd.DataFrame, a: str, b: str, given: list[str]) -
     return float(np.corrcoef(*left)[0, 1])
 
 
-def _reliability(model: Any, source: Source) -> Iterator[Row]:
+def _reliability(texts: pd.DataFrame, shuffled: pd.DataFrame) -> Iterator[Row]:
     """Rank correlation of the heads' values between two halves of the texts, and between texts and shuffled texts."""
-    texts = parts(model, source, TEXTS[LENGTH], LENGTH)
-    tables = {"a": texts[::2], "b": texts[1::2], "shuffled": shuffled(texts[::2])}
-    found = {name: statistics(model, some) for name, some in tables.items()}
+    halves = {"a": texts[texts["batch"] % 2 == 0], "other texts": texts[texts["batch"] % 2 == 1]}
+    halves["shuffled texts"] = shuffled[shuffled["batch"] % 2 == 1]
+    found = {name: table.groupby(HEAD).mean() for name, table in halves.items()}
+    over = f"{texts['batch'].nunique()} texts"
     for name in STATISTICS[:2]:
-        for other in ("b", "shuffled"):
-            ranks = (rankdata(found[x][name]) for x in ("a", other))
-            value = float(np.corrcoef(*ranks)[0, 1])
-            what = "other texts" if other == "b" else "shuffled texts"
-            yield Row(
-                f"rank correlation of heads with {what}: {name}", value, float("nan"), f"{len(texts)} texts", LENGTH, ""
-            )
+        for other in ("other texts", "shuffled texts"):
+            value = found["a"][name].corr(found[other][name], method="spearman")
+            yield Row(f"rank correlation of heads with {other}: {name}", value, float("nan"), over, LENGTH, "")

@@ -80,7 +80,7 @@ def test_partial_correlation_by_the_formula_for_one_variable(findings: Any) -> N
 
 def test_statistics_of_a_head(findings: Any, model: Any) -> None:
     texts = findings.texts.parts(model, "demo", 2, 32)
-    table = findings.pairing.statistics(model, texts).set_index(["layer", "head"])
+    table = findings.pairing.statistics(model, texts).groupby(["layer", "head"]).mean()
     beside = tp.additivity(model, texts, sinks=1, controls=["foreign keys"], progress=False)
     r2 = beside.set_index(["scores", "batch", "layer", "head"])["r2"]
     for head in (0, 3):
