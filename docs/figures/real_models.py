@@ -222,12 +222,6 @@ def copying(model: Any) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def perturbation(model: Any, fractions: Sequence[float] = (0.01, 0.05, 0.1, 0.25, 0.5)) -> pd.DataFrame:
-    """Added loss by kind and fraction of units that are exchanged with a neighbour, twelve draws of the pairs."""
-    kinds = ["order", "index", "feature"]
-    return tp.perturbation_curve(model, texts(model, 4), kinds, fractions, seeds=12, progress=False)
-
-
 def labels(model: Any) -> pd.DataFrame:
     """Labels of all heads, without the streaming ablation."""
     return tp.head_labels(model, texts(model, 2), streaming=False, progress=False)
@@ -613,13 +607,12 @@ def downstream_questions(model: Any, questions: int = 100) -> pd.DataFrame:
 
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [interventions, heads, layers, rotation, sufficiency, restored, copying]
-STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, measures]
+STUDIES += [labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, measures]
 STUDIES += [rounding, scales, head_effects.head_search, head_effects.every_verdict]
 STUDIES += [head_effects.replaced_heads, head_effects.remaining_heads]
 STUDIES += [text_needed.text_needed, subspaces, as_small, sources, lengths, beyond, downstream_questions]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
-        "perturbation": {"fractions": (0.05, 0.25)},
         "scales": {"lengths": (256, 512)},
         "sufficiency": {"drawn": (16,)},
         # Four tokens and more for each of the 256 features of a key.

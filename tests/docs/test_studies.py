@@ -25,7 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scales": {"lengths": (16, SHORT)},
     "sufficiency": {"drawn": (2,)},
     "static_texts": {"fitted": (2, 3)},
-    "perturbation": {"fractions": (0.05, 0.25)},
     "verdicts": {"heads": [(1, 0)], "of_demo": [(4, 2)]},
     "idle": {"heads": [(1, 0), (0, 1)]},
     "measures": {"heads": [(1, 0), (0, 1)]},
