@@ -1,7 +1,8 @@
-"""How much text is enough: how far two measurements of every head differ that read different texts, by their length."""
+"""How much text is enough, and how many draws of labels: how far two measurements of every head differ."""
 
 from __future__ import annotations
 
+from time import process_time
 from typing import Any
 
 import pandas as pd
@@ -12,18 +13,26 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 import tl_posdisent as tp
+from tl_posdisent.experiments.causal.estimated_effects import estimated_effects
+from tl_posdisent.experiments.causal.metrics import next_token_loss
+from tl_posdisent.experiments.causal.named_interventions import named_interventions, rows_by_layer
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts
+from tl_posdisent.hooks.hook_list import any_heads
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.utils.progress import progress_bar
 
-LENGTH, TEXTS = 128, 16
+LENGTH, TEXTS, DRAWS = 128, 16, 48
 ORDERS = {"r_held_out": 2}  # of the texts, drawn at random; else eight
 HEAD = ["layer", "head"]
 NAMES = {
     "r": "r of one text",
     "r_held_out": "r, profile of other texts",
     "what - where": "what − where",
-    "mean output": "KL, mean output",
-    "distance 5": "KL, every distance 5",
 }
+KL = {"mean output": "KL, mean output", "distance 5": "KL, every distance 5"}
 COLOURS = ("#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7")
+SHOWN = 16  # draws of labels in the figure
 
 
 def text_needed(model: Any, of: int = TEXTS) -> pd.DataFrame:
@@ -66,19 +75,73 @@ def compared(sets: Tensor) -> dict[str, float]:
 
 def by_text(model: Any, texts: Tensor) -> dict[str, list[Tensor]]:
     """For each text a number per head."""
-    found: dict[str, list[Tensor]] = {"r": [], "what - where": [], "mean output": [], "distance 5": []}
-    interventions = {
-        "mean output": tp.ablate_heads(model, None, mode="mean", reference=texts[:4]),
-        "distance 5": tp.dummy_distance(model, 5),
-    }
+    found: dict[str, list[Tensor]] = {"r": [], "what - where": []}
     for text in texts[:, None]:
         table = additivity(model, text)
         found["r"].append(column(table, "r"))
         found["what - where"].append(column(table, "share_key") - column(table, "share_distance"))
-        effects = tp.head_effects(model, text, interventions, exact=0, draws=4, progress=False)
-        for name, some in effects.groupby("intervention"):
-            found[str(name)].append(column(some, "curvature"))
     return found
+
+
+def draws_needed(model: Any, of: int = TEXTS, draws: int = DRAWS) -> pd.DataFrame:
+    """One row per intervention and number of draws and texts: how far two estimates of every head's divergence differ.
+
+    Texts and random orders are those of ``text_needed``. ``error``, ``spread`` and ``rank`` are of two sets of texts,
+    each with draws of its own; ``error_draws`` and ``rank_draws`` of other draws for the *same* texts, so the square
+    of ``error`` is the sum of that of ``error_draws`` and of the variance over texts. ``passes`` is the cost of both
+    interventions together for such a set, in forward passes of one text, by processor time.
+    """
+    texts = trained_and_random.texts(model)[:of, :LENGTH]
+    interventions = {
+        "mean output": tp.ablate_heads(model, None, mode="mean", reference=texts[:4]),
+        "distance 5": tp.dummy_distance(model, 5),
+    }
+    each = [curvatures(model, text, interventions, draws, seed) for seed, text in enumerate(texts[:, None])]
+    of_text, of_draw = costs(model, texts[:1], interventions)
+    generator, rows = torch.Generator().manual_seed(0), []
+    orders = [torch.randperm(of, generator=generator) for _ in range(8)]
+    for name in interventions:
+        found = torch.stack([of_one[name] for of_one in each])  # text, draw, head
+        for d in (4, 8, 16, 24):
+            one, other = found[:, :d].mean(1), found[:, draws // 2 :][:, :d].mean(1)
+            for n in (1, 2, 4, 8)[: of.bit_length() - 1]:
+                sets = torch.cat([means(one[order], n) for order in orders])
+                same = torch.stack([sets, torch.cat([means(other[order], n) for order in orders])], 1).flatten(0, 1)
+                again = {f"{key}_draws": value for key, value in compared(same).items() if key in ("error", "rank")}
+                size = {"measure": name, "draws": d, "texts": n, "tokens": n * texts.shape[1]}
+                rows.append(size | compared(sets) | again | {"passes": n * (of_text + d * of_draw)})
+                print(rows[-1], flush=True)
+    return pd.DataFrame(rows)
+
+
+def curvatures(model: Any, text: Tensor, interventions: Any, draws: int, seed: int) -> dict[str, Tensor]:
+    """``[draw, head]`` by intervention: what each draw of labels estimates of the divergence, nats per prediction."""
+    reading = read_model(model, None)
+    texts, parts = differentiable_texts(model, text, None, next_token_loss)
+    rows = rows_by_layer(reading, any_heads(reading, None, None), None)
+    items = named_interventions(reading.model, interventions, rows, texts)
+    with running(reading.model), progress_bar(desc="passes", disable=True) as bar:
+        found = estimated_effects(reading.model, items, texts, parts, draws=draws, seed=seed, bar=bar)
+    surprise = {x.name: torch.cat([found.surprise[n, layer][:, 0] for layer in x.rows], 1) for n, x in enumerate(items)}
+    return {name: each.square() / 2 / found.n_predictions for name, each in surprise.items()}
+
+
+def costs(model: Any, text: Tensor, interventions: Any, repeats: int = 5) -> tuple[float, float]:
+    """The cost of ``head_effects`` without runs: of a text, and of each draw, in forward passes by processor time."""
+
+    def seconds(action: Any) -> float:
+        begun = process_time()
+        action()
+        return process_time() - begun
+
+    effects = {"tokens": text, "interventions": interventions, "exact": 0, "progress": False}
+    with torch.no_grad():
+        forward = min(seconds(lambda: model(text)) for _ in range(repeats))
+    few, many = (
+        min(seconds(lambda d=d: tp.head_effects(model, draws=d, **effects)) for _ in range(repeats)) for d in (4, 16)
+    )
+    of_draw = (many - few) / 12
+    return (few - 4 * of_draw) / forward, of_draw / forward
 
 
 def additivity(model: Any, texts: Tensor) -> pd.DataFrame:
@@ -90,11 +153,12 @@ def column(table: pd.DataFrame, name: str) -> Tensor:
     return torch.tensor(table.sort_values(HEAD)[name].to_numpy())
 
 
-def picture(table: pd.DataFrame) -> go.Figure:
+def picture(scores: pd.DataFrame, divergences: pd.DataFrame) -> go.Figure:
     """Error in units of the spread over heads, and rank correlation, against tokens: a colour for each measure."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
+    table = pd.concat([scores, divergences[divergences["draws"] == SHOWN]])
     table = table.assign(relative=table["error"] / table["spread"])
-    for (name, title), colour in zip(NAMES.items(), COLOURS, strict=True):
+    for (name, title), colour in zip((NAMES | KL).items(), COLOURS, strict=True):
         rows = table[table["measure"] == name]
         style = {"mode": "lines+markers", "line": {"color": colour}, "name": title}
         for place, y in enumerate(("relative", "rank"), 1):

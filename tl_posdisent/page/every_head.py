@@ -35,8 +35,6 @@ BUDGET = 2.5e12
 a minute or two on a CPU; models of a few million parameters need less for all heads."""
 LEAST = 8
 """Minimum number of heads that are run."""
-DRAWS = 16
-"""Draws of labels for each text, for estimates: with fewer, these are most of the spread over texts."""
 TEXTS, SHORTEST = 8, 64
 """Estimates of the ladder need several held-out texts: texts are cut into so many parts, of at least so many tokens."""
 
@@ -67,7 +65,7 @@ def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
         return head_ablation(**options, layers=subject.asked).assign(exact=True)
     zero = {"zero": ablate_heads(subject.reading, subject.pairs)}
     most = max(LEAST, n - len(subject.layers))  # each layer takes a run of its own
-    effects = head_effects(**options, interventions=zero, draws=DRAWS, exact=LEAST // 2, most=most, seed=seed)
+    effects = head_effects(**options, interventions=zero, exact=LEAST // 2, most=most, seed=seed)
     known = effects["exact"].notna()
     table = (
         effects[HEAD]
@@ -100,7 +98,7 @@ def ladder(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
     if n == len(subject.pairs):
         return _of_all(subject, progress)
     texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 4)
-    table = _climbed(subject, subject.pairs, LADDER, texts, exact=n, draws=DRAWS, seed=seed, progress=progress)
+    table = _climbed(subject, subject.pairs, LADDER, texts, exact=n, seed=seed, progress=progress)
     return _complete([table])
 
 

@@ -48,7 +48,7 @@ def head_effects(
     attention_mask: Tensor | None = None,
     layers: Layers = None,
     heads: Heads = None,
-    draws: int = 4,
+    draws: int = 16,
     exact: int | Literal["all"] = 4,
     most: int | None = None,
     seed: int = 0,

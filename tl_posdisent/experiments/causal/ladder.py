@@ -48,7 +48,7 @@ def attention_ladder(
     bands: Sequence[int] = BANDS,
     rank: int = 1,
     exact: int | Literal["all"] = "all",
-    draws: int = 4,
+    draws: int = 16,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:

@@ -37,7 +37,7 @@ def position_effects(
     attention_mask: Tensor | None = None,
     layers: Layers = None,
     heads: Heads = None,
-    draws: int = 4,
+    draws: int = 16,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
