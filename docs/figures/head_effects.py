@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -28,8 +29,8 @@ def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
     }
     rows = []
     for name, hooks in interventions.items():  # one by one, so that passes are those of one
-        table = tp.head_effects(model, tokens, {name: hooks}, exact=4, progress=False)
-        whole = tp.head_effects(model, tokens, {name: hooks}, exact="all", progress=False)
+        options: dict[str, Any] = {"interventions": {name: hooks}, "draws": 4, "progress": False}
+        table, whole = (tp.head_effects(model, tokens, exact=exact, **options) for exact in (4, "all"))
         kl, run, search = whole["kl"], table["kl"].notna(), table.attrs["search"][name]
         found = {f"found_of_{n}": run[kl.nlargest(n).index].sum() for n in (4, 8)}
         row = whole.loc[kl.idxmax()]
@@ -54,7 +55,7 @@ def every_verdict(model: Any, texts: int = 8, exact: int = 24, sets: str = "ab")
     for name in sets:
         some = speech < 4 if name == "a" else (speech >= 4) & (speech < 8)
         rungs: list[Any] = ["first_token", "distance", "distance+sink", "static"]
-        options: dict[str, Any] = {"exact": exact, "rungs": rungs, "controls": [], "progress": False}
+        options: dict[str, Any] = {"exact": exact, "rungs": rungs, "controls": [], "draws": 4, "progress": False}
         table = tp.attention_ladder(model, halves[speech >= 8][:4], heldout=halves[some][:texts], **options)
         verdicts, search = tp.head_verdicts(table), table.attrs["search"]
         print(name, search["statement"], verdicts["verdict"].value_counts().to_dict(), flush=True)
@@ -70,10 +71,11 @@ def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:
     return texts[:, :n], torch.cat([texts[:, :1], texts[:, n : 2 * n - 1]], 1)
 
 
-SHARES = (0.5, 1, 2, 3, 4, 6, 9)  # of all heads, in ninths
+SHARES = (1, 2, 4, 6, 9)  # of all heads, in ninths
+REPLACEMENTS = ("static", "window", "cheapest of three")
 
 
-def replaced_heads(model: Any) -> pd.DataFrame:
+def replaced_heads(model: Any, shares: Sequence[float] = SHARES, by: Sequence[str] = REPLACEMENTS) -> pd.DataFrame:
     """The cost of the first n heads replaced together, in nats per token of the first parts of four speeches; attention
     is fitted to parts of four others, and heads are ordered by parts of two more. Also in a copy with random weights,
     in the order by curvature."""
@@ -81,26 +83,32 @@ def replaced_heads(model: Any) -> pd.DataFrame:
     texts = {"fitted": parts[14:18], "ordered": parts[[8, 9, 18, 19]], "heldout": parts[:4]}
     copy = next(tp.random_control(model))
     tables = [
-        curves(model, **texts).assign(weights="trained"),
-        curves(copy, **texts, alone=True).assign(weights="random"),
+        curves(model, **texts, shares=shares, by=by).assign(weights="trained"),
+        curves(copy, **texts, shares=shares, by=by[:2], beside=()).assign(weights="random"),
     ]
-    columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se"]
+    columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se", "sd", "kl"]
     return pd.concat(tables, ignore_index=True)[columns].round(5)
 
 
-def curves(model: Any, fitted: Tensor, ordered: Tensor, heldout: Tensor, *, alone: bool = False) -> pd.DataFrame:
-    """Cost by what replaces heads, order and number of heads; ``alone`` for the order by curvature alone, and one
-    replacement at a time."""
+def curves(
+    model: Any,
+    fitted: Tensor,
+    ordered: Tensor,
+    heldout: Tensor,
+    *,
+    shares: Sequence[float] = SHARES,
+    by: Sequence[str] = REPLACEMENTS,
+    beside: Sequence[Any] = ("first order", "random"),
+) -> pd.DataFrame:
+    """Cost by what replaces heads, order and number of heads."""
     n_heads = model.cfg.n_layers * model.cfg.n_heads
-    counts, tables = sorted({max(1, round(n_heads * share / 9)) for share in SHARES}), []
+    counts, tables = sorted({max(1, round(n_heads * share / 9)) for share in shares}), []
     for name, some in replacements(model, fitted).items():
-        if alone and name not in ("static", "window"):
-            continue
-        beside: list[Any] = ["random", "first order"] if name == "static" else ["random"]
-        options: dict[str, Any] = {"counts": counts, "beside": [] if alone else beside, "progress": False}
-        found = tp.replaceable_heads(model, ordered, some, heldout=heldout, **options)
-        print(name, found, found.order["intervention"].value_counts().to_dict(), flush=True)
-        tables.append(found.curve.assign(replaced_by=name))
+        if name in by:
+            options: dict[str, Any] = {"counts": counts, "beside": beside, "progress": False}
+            found = tp.replaceable_heads(model, ordered, some, heldout=heldout, **options)
+            print(name, found, found.order["intervention"].value_counts().to_dict(), flush=True)
+            tables.append(found.curve.assign(replaced_by=name))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -111,24 +119,3 @@ def replacements(model: Any, fitted: Tensor) -> dict[str, Any]:
     window = tp.lambda_mask(model, min(4, n // 8), min(32, n // 4), n)
     three = {"static": static, "window": window, "uniform": substitute_attention(model, "uniform")}
     return {"static": static, "window": window, "cheapest of three": three}
-
-
-def remaining_heads(model: Any, budget: float = 0.05) -> pd.DataFrame:
-    """By label: all heads, and those that remain when as many as the budget allows are replaced together. Texts as in
-    ``replaced_heads``; labels of the first two that are measured there."""
-    parts, tables = trained_and_random.texts(model), []
-    labels = tp.head_labels(model, parts[:2], streaming=False, progress=False)
-    labels["label"] = labels["label"].replace("", "none")
-    for name, hooks in list(replacements(model, parts[14:18]).items())[:2]:
-        found = tp.replaceable_heads(
-            model, parts[[8, 9, 18, 19]], hooks, heldout=parts[:4], budget=budget, beside=[], progress=False
-        )
-        left = found.order.iloc[found.n :].merge(labels[["layer", "head", "label"]])["label"].value_counts()
-        counted = pd.DataFrame({"heads": labels["label"].value_counts()}).rename_axis("label")
-        counted["remaining"] = left.reindex(counted.index, fill_value=0)
-        run = found.curve.set_index("heads").loc[found.n]
-        values = {"replaced_by": name, "replaced": found.n, "added_loss": run["added_loss"], "se": run["se"]}
-        tables.append(counted.reset_index().assign(**values))
-        print(tables[-1].to_string(), flush=True)
-    columns = ["replaced_by", "replaced", "added_loss", "se", "label", "heads", "remaining"]
-    return pd.concat(tables, ignore_index=True)[columns].round(5)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import head_effects
 import pandas as pd
 import plotly.graph_objects as go
 import sum_of_parts
@@ -213,31 +212,19 @@ def smollm2_sufficiency() -> go.Figure:
     return figure.update_yaxes(rangemode="tozero").update_yaxes(title="loss added (nats per token)", col=1)
 
 
-def replaced_heads() -> go.Figure:
-    """Heads of the demo model replaced together, and of a copy with random weights."""
-    parts = texts(24, 128)
-    named = {"fitted": parts[:8], "ordered": parts[8:16], "heldout": parts[16:]}
-    copy = next(tp.random_control(MODEL))
-    tables = head_effects.curves(MODEL, **named), head_effects.curves(copy, **named, alone=True)
-    return replaced(*tables, "The demo model")
-
-
 def smollm2_replaced_heads() -> go.Figure:
+    """Curves of static attention and of a window, which fit into one figure, also with random weights."""
     table = pd.read_csv(FOLDER / "smollm2" / "replaced_heads.csv")
-    trained, random = (table[table["weights"] == weights] for weights in ("trained", "random"))
-    return replaced(trained, random, "SmolLM2-135M")
+    table = table[table["replaced_by"].isin(["static", "window"])]
+    random = table["weights"] == "random"
+    table["replaced_by"] += random.map({True: ", random weights", False: ""})
+    figure = tp.viz.plot_replaced_heads(table, title="SmolLM2-135M: added loss by heads replaced")
+    return figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1})
 
 
 def how_much_text() -> go.Figure:
-    return text_needed.picture(pd.read_csv(FOLDER / "smollm2" / "text_needed.csv"))
-
-
-def replaced(trained: pd.DataFrame, random: pd.DataFrame, name: str) -> go.Figure:
-    """Curves of static attention and of a window, which fit into one figure."""
-    trained = trained[trained["replaced_by"].isin(["static", "window"])]
-    random = random.assign(replaced_by=random["replaced_by"] + ", random weights")
-    figure = tp.viz.plot_replaced_heads(pd.concat([trained, random]), title=f"{name}: added loss by heads replaced")
-    return figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1})
+    tables = (pd.read_csv(FOLDER / "smollm2" / f"{name}.csv") for name in ("text_needed", "draws_needed"))
+    return text_needed.picture(*tables)
 
 
 SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
@@ -259,7 +246,6 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     smollm2_sufficiency: (680, 340),
     smollm2_heads: (340, 620),
     smollm2_by_layer: (680, 300),
-    replaced_heads: (760, 380),
     smollm2_replaced_heads: (760, 380),
     how_much_text: (900, 420),
 }

@@ -609,8 +609,8 @@ def downstream_questions(model: Any, questions: int = 100) -> pd.DataFrame:
 STUDIES: list[Callable[..., pd.DataFrame]] = [interventions, heads, layers, rotation, sufficiency, restored, copying]
 STUDIES += [labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, measures]
 STUDIES += [rounding, scales, head_effects.head_search, head_effects.every_verdict]
-STUDIES += [head_effects.replaced_heads, head_effects.remaining_heads]
-STUDIES += [text_needed.text_needed, subspaces, as_small, sources, lengths, beyond, downstream_questions]
+STUDIES += [head_effects.replaced_heads, text_needed.text_needed, text_needed.draws_needed]
+STUDIES += [subspaces, as_small, sources, lengths, beyond, downstream_questions]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
         "scales": {"lengths": (256, 512)},
@@ -619,6 +619,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes 
         "verdicts": {"heads": GEMMA_USED, "fits": 4, "demo": False},
         "all_verdicts": {"fits": 8},
         "downstream_questions": {"questions": 50},
+        "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},
     }
 }
 

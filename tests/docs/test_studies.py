@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "downstream_questions": {"questions": 3},
     "head_search": {"length": SHORT},
     "text_needed": {"of": 4},
+    "draws_needed": {"of": 4},
     "every_verdict": {"texts": 8, "exact": 1},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")

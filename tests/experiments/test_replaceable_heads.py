@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support import zoo
@@ -35,13 +36,18 @@ def test_the_curve_is_that_of_a_loop(kind: str, name: str, shared_model: Any) ->
     assert found.order["rank"].tolist() == list(range(1, 17))
     assert found.curve["heads"].tolist() == [0, 1, 5, 16] * 3
     plain, curve = loss(model, []), found.curve.set_index(["order", "heads"])
-    for by, order in (("curvature", ordered), ("first order", effects.sort_values("first"))):
+    by_size = effects.sort_values("first", key=abs)
+    assert by_size.index.tolist() != effects.sort_values("first").index.tolist()  # signs differ
+    for by, order in (("curvature", ordered), ("first order", by_size)):
         for n in (1, 5, 16):
             pairs = [(int(layer), int(head)) for layer, head in order[["layer", "head"]].values[:n]]
             changed = loss(model, substitute_attention(model, "uniform", heads=pairs)) - plain
             assert curve.loc[(by, n), "added_loss"] == pytest.approx(changed.mean().item(), abs=2e-6)
     assert len({round(x, 6) for x in curve["added_loss"].xs(16, level=1)}) == 1  # all heads, in any order
     assert curve.loc[("random", 5), "added_loss"] != curve.loc[("curvature", 5), "added_loss"]
+    assert curve["sd"].isna().sum() == 8  # of random orders alone
+    assert curve.loc["random", "sd"][[1, 5]].min() > 1e-4
+    assert curve.loc[("random", 16), "sd"] == pytest.approx(0, abs=1e-9)
     assert (curve["added_loss"].xs(0, level=1) == 0).all()
     assert (curve["kl"].drop(0, level=1) > 0).all()
 
@@ -66,6 +72,49 @@ def test_the_set_within_the_budget_is_the_last_below_it(kind: str, name: str, sh
             found.hooks(hooks, 17)
 
 
+def test_heads_of_large_negative_first_order_come_last(shared_model: Any) -> None:
+    """Attribution patching orders heads by the size of their effects: a large gain in the loss is a large change."""
+    model = shared_model("bridge", "llama-gqa")
+    zero = ablate_heads(model, None)
+    effects = head_effects(model, TOKENS[:2], zero, exact=0, progress=False).set_index(["layer", "head"])["first"]
+    lowest, least = effects.idxmin(), effects.abs().idxmin()
+    assert effects[lowest] < -5 * abs(effects[least])
+    two = {"heads": [(int(layer), int(head)) for layer, head in (lowest, least)], "counts": [1], **QUIET}
+    found = replaceable_heads(model, TOKENS[:2], zero, beside=["first order"], **two)
+    curve = found.curve.set_index(["order", "heads"])["added_loss"]
+    alone = loss(model, ablate_heads(model, [two["heads"][1]])) - loss(model, [])
+    assert curve["first order", 1] == pytest.approx(alone.mean().item(), abs=2e-6)
+
+
+def test_random_orders_are_averaged_with_their_standard_deviation(shared_model: Any) -> None:
+    """Of two heads, each order begins with one: the mean and the deviation are those of k of n orders."""
+    model, n, pairs = shared_model("bridge", "llama-gqa"), 9, [(0, 1), (1, 4)]
+    zero = ablate_heads(model, None)
+    options: dict[str, Any] = {"heads": pairs, "counts": [1], "random_orders": n, **QUIET}
+    found = replaceable_heads(model, TOKENS[:2], zero, **options)
+    row = found.curve.set_index(["order", "heads"]).loc[("random", 1)]
+    plain = loss(model, [])
+    first, second = ((loss(model, ablate_heads(model, [pair])) - plain).double() for pair in pairs)
+    k = round(float((row["added_loss"] - second.mean()) / (first.mean() - second.mean())) * n)
+    assert 0 < k < n  # not all begin with the same head
+    assert row["added_loss"] == pytest.approx(((k * first + (n - k) * second) / n).mean().item(), abs=2e-6)
+    by_order = [first.mean().item()] * k + [second.mean().item()] * (n - k)
+    assert row["sd"] == pytest.approx(np.std(by_order, ddof=1), abs=2e-6)
+    again = replaceable_heads(model, TOKENS[:2], zero, **options)
+    pd.testing.assert_frame_equal(again.curve, found.curve)
+    one = replaceable_heads(model, TOKENS[:2], zero, **options | {"random_orders": 1}).curve
+    assert one["sd"].isna().all()
+    assert f"in random order {row['added_loss']:.3f} (standard deviation over orders {row['sd']:.3f})" in repr(found)
+
+
+def test_the_seed_gives_the_random_orders(shared_model: Any) -> None:
+    model, options = shared_model("bridge", "llama-gqa"), {"counts": [4], **QUIET}
+    zero = ablate_heads(model, None)
+    curves = [replaceable_heads(model, TOKENS[:2], zero, seed=seed, **options).curve for seed in (0, 0, 1)]
+    costs = [curve.set_index(["order", "heads"])["added_loss"]["random", 4] for curve in curves]
+    assert costs[0] == costs[1] != costs[2]
+
+
 def test_each_head_takes_its_cheapest_intervention(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     several = {
@@ -79,7 +128,7 @@ def test_each_head_takes_its_cheapest_intervention(shared_model: Any) -> None:
     for row in found.order.itertuples():
         assert cheapest.loc[(row.layer, row.head), "intervention"] == row.intervention
         assert cheapest.loc[(row.layer, row.head), "curvature"] == row.curvature
-    assert found.order["intervention"].nunique() > 1
+    assert len(set(found.order["intervention"])) > 1
     frame = found.hooks(several, 8).to_frame()
     assert sorted(map(tuple, frame[["layer", "head"]].drop_duplicates().values.tolist())) == sorted(
         map(tuple, found.order[["layer", "head"]].values[:8].tolist())
@@ -107,13 +156,15 @@ def test_hooks_need_the_interventions_of_the_order(shared_model: Any) -> None:
     assert len(found.hooks(fewer, 2).to_frame()) == 2
 
 
-def test_static_heads_of_the_demo_model_cost_least_in_this_order() -> None:
+def test_static_heads_of_the_demo_model_diverge_least_by_curvature_and_most_at_random() -> None:
     model, tokens = load_demo_model(), demo_tokens(length=12 * 64).view(12, 64)
     static = fitted_attention(model, tokens[:6])
     options: dict[str, Any] = {"heldout": tokens[9:], "progress": False, "counts": [10, 20, 30]}
+    options["beside"] = ["random", "first order"]
     found = replaceable_heads(model, tokens[6:9], static, **options)
-    curve = found.curve.pivot(index="heads", columns="order", values="added_loss")
-    assert (curve["curvature"] < curve["random"])[[10, 20, 30]].all()
+    kl = found.curve.pivot(index="heads", columns="order", values="kl").loc[[10, 20, 30]]
+    assert (kl["curvature"] < kl["first order"]).all()
+    assert (kl["first order"] < kl["random"]).all()
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -127,6 +178,7 @@ def test_refusals(shared_model: Any) -> None:
         (hooks, {"counts": []}, "counts must be numbers of heads"),
         (hooks, {"budget": 0}, "budget must be"),
         (hooks, {"draws": 0}, "draws must be"),
+        (hooks, {"random_orders": 0}, "random_orders must be an integer of at least 1, got 0"),
         (hooks, {"beside": ["best"]}, "beside must be"),
     ]
     for interventions, options, message in cases:

@@ -513,6 +513,13 @@ def test_replaced_heads_have_a_line_per_order_over_the_share_of_heads() -> None:
         plot_replaced_heads(pd.concat([REPLACED, REPLACED]))
 
 
+def test_several_random_orders_have_their_standard_deviation_as_error() -> None:
+    by, random = plot_replaced_heads(REPLACED.assign(sd=[NAN, NAN, 0.3, 0.2])).data
+    assert (by.name, random.name) == ("by curvature", "random order, ± sd over orders")
+    np.testing.assert_array_equal(by.error_y.array, [0, 0.1])
+    np.testing.assert_array_equal(random.error_y.array, [0.2, 0.3])
+
+
 def test_replaced_heads_of_a_result_have_its_number_of_heads_and_its_budget() -> None:
     order = pd.DataFrame({"layer": 0, "head": range(12)})
     found = ReplaceableHeads(order, REPLACED, budget=0.45, n=0)

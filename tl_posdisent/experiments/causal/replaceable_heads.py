@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from math import nan
 from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_effects import head_effects
@@ -20,7 +20,7 @@ from tl_posdisent.experiments.causal.named_interventions import (
     rows_by_layer,
 )
 from tl_posdisent.experiments.causal.runs import run_texts
-from tl_posdisent.experiments.causal.token_losses import Unmodified
+from tl_posdisent.experiments.causal.token_losses import ByToken, Unmodified
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, joined
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
@@ -43,8 +43,10 @@ class ReplaceableHeads(HasTable):
         order: one row per head, those that cost least first: ``rank`` (from 1), ``layer``, ``head``, ``intervention``
             (the one that replaces it), ``curvature``, ``curvature_se`` (estimated KL(unmodified ‖ replaced) of the
             head alone, nats per token).
-        curve: one row per order and number of ``heads``: ``loss``, ``added_loss`` and its standard error ``se``, and
-            ``kl``, in nats per predicted token of the held-out texts.
+        curve: one row per order and number of ``heads``: ``loss``, ``added_loss`` and its standard error ``se`` over
+            blocks of the held-out texts, and ``kl``, in nats per predicted token. Rows of random orders are means over
+            ``random_orders`` of them, and ``sd`` is the standard deviation of ``added_loss`` over these; it is NaN in
+            other rows and for a single one.
         budget: largest added loss, nats per predicted token.
         n: the largest measured number of heads, in the order by curvature, of which no smaller one exceeds the budget.
     """
@@ -96,10 +98,18 @@ class ReplaceableHeads(HasTable):
         cost = own.loc[self.n]
         spread = "" if np.isnan(cost["se"]) else f" ± {cost['se']:.3f}"
         most = f"{own.index.max()} replaced cost {own['added_loss'].iloc[-1]:.3f}"
-        return (
-            f"ReplaceableHeads: {self.n} of {len(self.order)} heads within {self.budget:g} nats per token\n"
-            f"  measured on held-out texts: {self.n} replaced cost {cost['added_loss']:.3f}{spread}, {most}"
-        )
+        lines = [
+            f"ReplaceableHeads: {self.n} of {len(self.order)} heads within {self.budget:g} nats per token",
+            f"  measured on held-out texts: {self.n} replaced cost {cost['added_loss']:.3f}{spread}, {most}",
+        ]
+        random = self.curve[self.curve["order"] == "random"].set_index("heads")
+        if len(random):
+            n = min(random.index, key=lambda heads: abs(heads - len(self.order) / 2))
+            sd = "" if np.isnan(random.loc[n, "sd"]) else f" (standard deviation over orders {random.loc[n, 'sd']:.3f})"
+            lines.append(
+                f"  {n} replaced: {own.loc[n, 'added_loss']:.3f}, in random order {random.loc[n, 'added_loss']:.3f}{sd}"
+            )
+        return "\n".join(lines)
 
 
 def replaceable_heads(
@@ -115,16 +125,21 @@ def replaceable_heads(
     budget: float = 0.05,
     counts: Collection[int] | None = None,
     beside: Collection[Order] = _BESIDE,
-    draws: int = 4,
+    random_orders: int = 5,
+    draws: int = 16,
     seed: int = 0,
     progress: bool = True,
 ) -> ReplaceableHeads:
     """Order heads by the estimated cost of replacing each, and measure the cost of replacing the first n together.
 
     Each head is replaced by the one of ``interventions`` with the smallest curvature for it (``head_effects``), and
-    heads with the smallest curvature come first. The first-order effect is left out of the order: its sign on few texts
-    is noise, and the smallest values are those with the most favourable noise. The sum of the curvatures does not
-    predict the cost of many heads together, so the cost is measured, on other texts.
+    heads with the smallest curvature come first. The sum of the curvatures does not predict the cost of many heads
+    together, so the cost is measured, on other texts.
+
+    The order by curvature answers which heads matter least to the predictions. ``"first order"`` is attribution
+    patching: heads by the *size* of the first-order effect on the loss, |g · δ|, each replaced by the intervention of
+    smallest size. Its sign, which says whether a small step raises or lowers the loss of these texts, is not a cost:
+    heads with the most negative effects matter most. Random orders are the baseline of both.
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``.
@@ -137,7 +152,8 @@ def replaceable_heads(
         counts: numbers of heads whose cost is measured; default every tenth of the heads, and further ones by bisection
             until the set within the budget is known to the head.
         beside: further orders whose cost is measured at ``counts``: ``"random"``, ``"first order"``.
-        draws, seed: as in ``head_effects``; the seed also gives the random order.
+        random_orders: number of random orders over which ``"random"`` is averaged.
+        draws, seed: as in ``head_effects``; the seed also gives the random orders.
 
     Raises:
         ValueError: hooks of your own among the interventions; counts beyond the number of heads; what ``head_effects``
@@ -152,11 +168,13 @@ def replaceable_heads(
         >>> found
         ReplaceableHeads: ... of 40 heads within 0.1 nats per token
           measured on held-out texts: ... replaced cost ... ± ..., 40 replaced cost ...
+          20 replaced: ..., in random order ... (standard deviation over orders ...)
         >>> model.run_with_hooks(tokens[9:], fwd_hooks=found.hooks(static)).shape
         torch.Size([3, 64, 1024])
     """
     budget = check_number("budget", budget, above=0)
     extra = check_subset("beside", beside, get_args(Order))
+    check_integer("random_orders", random_orders, 1)
     check_seed(seed)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
@@ -178,37 +196,38 @@ def replaceable_heads(
         seed=seed,
         progress=progress,
     )
-    orders = {"curvature": _ordered(effects, "curvature")}
+    by_curvature = _ordered(effects, effects["curvature"])
+    n_heads = len(by_curvature)
+    orders = {"curvature": [by_curvature]}
     if "first order" in extra:
-        orders["first order"] = _ordered(effects, "first")
+        orders["first order"] = [_ordered(effects, effects["first"].abs())]
     if "random" in extra:
-        drawn = np.random.default_rng(seed).permutation(len(orders["curvature"]))
-        orders["random"] = orders["curvature"].iloc[drawn]
-    n_heads = len(orders["curvature"])
+        generator = np.random.default_rng(seed)
+        orders["random"] = [by_curvature.iloc[generator.permutation(n_heads)] for _ in range(random_orders)]
     sizes = _counts(counts, n_heads)
-    runs: dict[tuple[str, int], tuple[float, float, float, float]] = {}
-    with running(model), progress_bar(total=len(orders) * len(sizes), desc="sets", disable=not progress) as bar:
+    runs: dict[frozenset[int], ByToken] = {}
+    sets = {frozenset(order.index[:n]) for some in orders.values() for order in some for n in sizes}
+    with running(model), progress_bar(total=len(sets), desc="sets", disable=not progress) as bar:
         unmodified = Unmodified.of(run_texts(model, measured), measured)
 
-        def cost(name: str, n: int) -> float:
-            """Return the added loss with the first n heads of an order replaced; each set is run once."""
-            if (name, n) not in runs:
-                hooks = _replacing(items, orders[name].iloc[:n])
-                run = unmodified.compare(run_texts(model, measured, [hooks] * len(measured.groups)))
-                added, error = unmodified.blocks.mean(run.losses - unmodified.losses)
-                runs[name, n] = run.losses.mean().item(), added, error, run.divergences.mean().item()
+        def run(rows: pd.DataFrame) -> ByToken:
+            """Run the held-out texts with these heads replaced; a set is run once, whatever its order."""
+            replaced = frozenset(rows.index)
+            if replaced not in runs:
+                hooks = _replacing(items, rows)
+                runs[replaced] = unmodified.compare(run_texts(model, measured, [hooks] * len(measured.groups)))
                 bar.total = max(bar.total, len(runs))  # bisection adds sets
                 bar.update()
-            return runs[name, n][1]
+            return runs[replaced]
 
-        for name, size in product(orders, sizes):
-            cost(name, size)
-        n = _within(partial(cost, "curvature"), sizes, budget, search=counts is None)
-    curve = pd.DataFrame(
-        [(*place, *runs[place]) for name in orders for place in sorted(runs) if place[0] == name],
-        columns=["order", "heads", "loss", "added_loss", "se", "kl"],
-    )
-    order = orders["curvature"].reset_index(drop=True)
+        def cost(order: str, n: int) -> dict[str, float]:
+            return _cost([run(rows.iloc[:n]) for rows in orders[order]], unmodified)
+
+        n, tried = _within(lambda n: cost("curvature", n)["added_loss"], sizes, budget, search=counts is None)
+        places = [("curvature", n) for n in tried]
+        places += [(name, n) for name in orders if name != "curvature" for n in sizes]
+        curve = pd.DataFrame([{"order": name, "heads": n, **cost(name, n)} for name, n in places])
+    order = by_curvature.reset_index(drop=True)
     columns = ["layer", "head", "intervention", "curvature", "curvature_se"]
     order = order[columns].assign(rank=range(1, n_heads + 1))[["rank", *columns]]
     return ReplaceableHeads(order, curve, budget, n)
@@ -222,9 +241,19 @@ def _refuse_own(interventions: Iterable[Hooks]) -> None:
         )
 
 
-def _ordered(effects: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Keep each head's cheapest intervention, and sort the heads."""
-    return effects.sort_values(by, kind="stable").drop_duplicates(["layer", "head"])
+def _ordered(effects: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
+    """Sort heads by the smallest of their sizes under any intervention, and keep the row of that intervention."""
+    return effects.loc[sizes.sort_values(kind="stable").index].drop_duplicates(["layer", "head"])
+
+
+def _cost(runs: Sequence[ByToken], unmodified: Unmodified) -> dict[str, float]:
+    """Average the runs of several orders: the loss, what is added to it, its errors, and the divergence."""
+    losses = torch.stack([run.losses for run in runs])
+    added = losses - unmodified.losses
+    mean, error = unmodified.blocks.mean(added.mean(0))
+    sd = added.mean(1).std().item() if len(runs) > 1 else nan
+    kl = torch.stack([run.divergences for run in runs]).mean().item()
+    return {"loss": losses.mean().item(), "added_loss": mean, "se": error, "sd": sd, "kl": kl}
 
 
 def _counts(counts: Any, n_heads: int) -> list[int]:
@@ -245,17 +274,24 @@ def _replacing(items: dict[str, NamedIntervention], rows: pd.DataFrame) -> Hooks
     return joined(items[name].of(layer, heads) for (name, layer), heads in chosen.items())
 
 
-def _within(cost: Callable[[int], float], sizes: Sequence[int], budget: float, *, search: bool) -> int:
-    """Return the largest measured number of heads below the first that exceeds the budget; bisect for it."""
+def _within(
+    cost: Callable[[int], float], sizes: Sequence[int], budget: float, *, search: bool
+) -> tuple[int, list[int]]:
+    """Find the largest measured number of heads below the first that exceeds the budget, by bisection if ``search``.
+
+    Returns:
+        That number, and all numbers that were measured.
+    """
     costs = {size: cost(size) for size in sizes}
     above = next((size for size in sizes if costs[size] > budget), None)
     if above is None:
-        return sizes[-1]
+        return sizes[-1], sorted(costs)
     below = max(size for size in sizes if size < above)
     while search and above - below > 1:
         middle = (below + above) // 2
-        if cost(middle) > budget:
+        costs[middle] = cost(middle)
+        if costs[middle] > budget:
             above = middle
         else:
             below = middle
-    return below
+    return below, sorted(costs)

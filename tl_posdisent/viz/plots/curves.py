@@ -225,7 +225,9 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
 def plot_replaced_heads(
     table: ReplaceableHeads | pd.DataFrame, *, n_heads: int | None = None, title: str | None = None
 ) -> go.Figure:
-    """Plot the added loss against the share of heads that are replaced, a line per order, with standard errors.
+    """Plot the added loss against the share of heads that are replaced, a line per order.
+
+    Error bars are standard errors over the texts; those of several random orders are standard deviations over these.
 
     Args:
         table: result of ``replaceable_heads``, whose budget is a dotted line; or its ``curve``. Several curves in one
@@ -245,7 +247,7 @@ def plot_replaced_heads(
         >>> found = replaceable_heads(model, tokens[:2], same, heldout=tokens[2:], counts=[10, 40], progress=False)
         >>> first, second = plot_replaced_heads(found).data
         >>> first.name, second.name, first.x.tolist(), first.y.tolist() == found.curve["added_loss"][:3].tolist()
-        ('by curvature', 'random order', [0.0, 0.25, 1.0], True)
+        ('by curvature', 'random order, ± sd over orders', [0.0, 0.25, 1.0], True)
     """
     found = table if isinstance(table, ReplaceableHeads) else None
     curve = check_table(found.curve if found else table, ["order"], ["heads", "added_loss", "se"], "replaceable_heads")
@@ -261,6 +263,8 @@ def plot_replaced_heads(
     groups: Any = curve.groupby([*named, "order"], sort=False)
     for which, rows in groups:
         name, rows = _ORDERS.get(which[-1], str(which[-1])), rows.sort_values("heads")
+        several = "sd" in rows and bool(rows["sd"].notna().any())
+        name, error = (f"{name}, ± sd over orders", rows["sd"]) if several else (name, rows["se"])
         colour, dash = _OF_ORDERS.get(which[-1], HUES[orders.index(which[-1]) % len(HUES)]), "solid"
         if len(replaced_by) > 1:
             colour = HUES[replaced_by.index(which[0]) % len(HUES)]
@@ -268,7 +272,7 @@ def plot_replaced_heads(
         figure.add_scatter(
             x=rows["heads"].to_numpy() / n_heads,
             y=rows["added_loss"].to_numpy(),
-            error_y={"array": rows["se"].to_numpy(), "thickness": 1, "width": 3},
+            error_y={"array": error.to_numpy(), "thickness": 1, "width": 3},
             customdata=rows["heads"].to_numpy(),
             name=name,
             mode="lines+markers",
