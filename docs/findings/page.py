@@ -33,17 +33,31 @@ class Number(NamedTuple):
         return f"{self.value:.2f} ± {self.error:.2f}"
 
 
-def tables() -> dict[str, dict[tuple[str, str, int], Number]]:
-    """The numbers of each table, by study, row and length of the texts."""
+def tables(instead: Path | None = None) -> dict[str, dict[tuple[str, str, int], Number]]:
+    """The numbers of each table, by study, row and length of the texts; those of a folder take the place of ours."""
     found: dict[str, dict[tuple[str, str, int], Number]] = {}
     for column, name in COLUMNS.items():
         path = HERE / "tables" / f"{name}.csv"
+        if instead is not None and (instead / path.name).exists():
+            path = instead / path.name
         rows = (
             pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["study", "name", "value", "error", "length"])
         )
         keys = zip(rows["study"], rows["name"], rows["length"], strict=True)
         found[column] = dict(zip(keys, map(Number, rows["value"], rows["error"]), strict=True))
+    for column, folder in {"SmolLM2, speeches": "smollm2", "Gemma 3, speeches": "gemma3"}.items():
+        found[column] |= replaced_heads(HERE.parent / "figures" / folder / "replaced_heads.csv")
     return found
+
+
+def replaced_heads(path: Path) -> dict[tuple[str, str, int], Number]:
+    """The loss added by heads that are replaced together; the error of random orders is their standard deviation."""
+    rows = pd.read_csv(path)
+    rows = rows[rows["weights"] == "trained"]
+    names = rows["replaced_by"] + ", " + rows["heads"].astype(str) + " heads, " + rows["order"]
+    errors = rows["se"].where(rows["sd"].isna(), rows["sd"])
+    numbers = map(Number, rows["added_loss"], errors)
+    return {("replaced", name, 256): number for name, number in zip(names, numbers, strict=True)}
 
 
 def cells(
@@ -73,9 +87,9 @@ def of_findings(findings: list[Finding], known: dict[str, dict[tuple[str, str, i
     return table(header, rows)
 
 
-def page() -> str:
-    """The whole page."""
-    known = tables()
+def page(instead: Path | None = None) -> str:
+    """The whole page; the tables of a folder take the place of ours."""
+    known = tables(instead)
     synthetic = table(
         ["claim", "paper", "here", "status"], [[x.claim, x.paper, x.here, f"**{x.status}.** {x.why}"] for x in CLAIMS_B]
     )
