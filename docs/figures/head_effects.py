@@ -75,17 +75,18 @@ SHARES = (1, 2, 4, 6, 9)  # of all heads, in ninths
 REPLACEMENTS = ("static", "window", "cheapest of three")
 
 
-def replaced_heads(model: Any, shares: Sequence[float] = SHARES, by: Sequence[str] = REPLACEMENTS) -> pd.DataFrame:
+def replaced_heads(
+    model: Any, shares: Sequence[float] = SHARES, by: Sequence[str] = REPLACEMENTS, *, control: bool = True
+) -> pd.DataFrame:
     """The cost of the first n heads replaced together, in nats per token of the first parts of four speeches; attention
-    is fitted to parts of four others, and heads are ordered by parts of two more. Also in a copy with random weights,
-    in the order by curvature."""
+    is fitted to parts of four others, and heads are ordered by parts of two more. With ``control`` also in a copy with
+    random weights, in the order by curvature."""
     parts = trained_and_random.texts(model)
     texts = {"fitted": parts[14:18], "ordered": parts[[8, 9, 18, 19]], "heldout": parts[:4]}
-    copy = next(tp.random_control(model))
-    tables = [
-        curves(model, **texts, shares=shares, by=by).assign(weights="trained"),
-        curves(copy, **texts, shares=shares, by=by[:2], beside=()).assign(weights="random"),
-    ]
+    tables = [curves(model, **texts, shares=shares, by=by).assign(weights="trained")]
+    if control:
+        copy = next(tp.random_control(model))
+        tables.append(curves(copy, **texts, shares=shares, by=by[:2], beside=()).assign(weights="random"))
     columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se", "sd", "kl"]
     return pd.concat(tables, ignore_index=True)[columns].round(5)
 

@@ -619,7 +619,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes 
         "verdicts": {"heads": GEMMA_USED, "fits": 4, "demo": False},
         "all_verdicts": {"fits": 8},
         "downstream_questions": {"questions": 50},
-        "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},
+        "replaced_heads": {"shares": (2, 4, 9), "by": ("static",), "control": False},
     }
 }
 
