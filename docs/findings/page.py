@@ -28,9 +28,9 @@ class Number(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        if pd.isna(self.error):
-            return f"{self.value:.2f}"
-        return f"{self.value:.2f} ± {self.error:.2f}"
+        digits = 3 if self.error < 0.005 or abs(self.value) < 0.05 else 2
+        spread = "" if pd.isna(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.value:.{digits}f}{spread}".replace("-", "−")
 
 
 def tables(instead: Path | None = None) -> dict[str, dict[tuple[str, str, int], Number]]:

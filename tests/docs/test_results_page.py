@@ -1,0 +1,50 @@
+"""The page of results is written from the tables of findings, and says nothing that they do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from support.pages import ROOT
+
+FOLDER = ROOT / "docs" / "findings"
+
+
+@pytest.fixture(scope="module")
+def findings() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import claims
+        import page
+
+        yield SimpleNamespace(claims=claims, page=page)
+
+
+def test_the_page_is_what_the_tables_give(findings: Any) -> None:
+    """Otherwise: python docs/findings/page.py"""
+    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == findings.page.page()
+
+
+def test_every_line_is_a_row_of_a_table(findings: Any) -> None:
+    known = set().union(*findings.page.tables().values())
+    for each in [*findings.claims.CLAIMS_A, *findings.claims.FINDINGS]:
+        for label, *key in each.lines:
+            assert tuple(key) in known, (each[0], label)
+
+
+def test_there_are_at_most_ten_findings_and_each_names_its_attack(findings: Any) -> None:
+    assert len(findings.claims.FINDINGS) <= 10
+    assert all(each.attack for each in findings.claims.FINDINGS)
+    assert all(each.why for each in [*findings.claims.CLAIMS_A, *findings.claims.CLAIMS_B])
+
+
+def test_tables_of_another_folder_take_the_place_of_ours(findings: Any, tmp_path: Path) -> None:
+    rows = pd.read_csv(FOLDER / "tables" / "smollm2_demo.csv")
+    rows.loc[rows["name"] == "r_two_axis, trained", ["value", "error"]] = 0.123, 0.04
+    rows.to_csv(tmp_path / "smollm2_demo.csv", index=False)
+    assert "0.12 ± 0.04" in findings.page.page(tmp_path)
+    assert "0.12 ± 0.04" not in findings.page.page()
