@@ -168,50 +168,6 @@ def smollm2_by_layer() -> go.Figure:
     return tp.plot_heads(table, "r_held_out", by="layer", title="SmolLM2-135M: held-out r by layer")
 
 
-MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
-
-
-def smollm2_layers() -> go.Figure:
-    """What position is worth in each layer of two models, with standard errors over texts."""
-    figure = make_subplots(1, 2, shared_yaxes=True, subplot_titles=list(MODELS.values()), horizontal_spacing=0.04)
-    for column, model in enumerate(MODELS, 1):
-        table = pd.read_csv(FOLDER / model / "layers.csv").query("intervention == 'every distance 5'")
-        for name, what in (("alone", "fixed in this layer alone"), ("restored", "restored in this layer alone")):
-            error = {"array": table[f"{name}_se"], "thickness": 1, "width": 1}
-            colour = "#4477aa" if name == "alone" else "#ee6677"
-            figure.add_bar(
-                **{"x": table["layer"], "y": table[name], "error_y": error, "name": what, "marker_color": colour},
-                **{"row": 1, "col": column, "showlegend": column == 1},
-            )
-    figure.update_layout(title="Every distance 5: loss added, and taken back", legend={"orientation": "h", "y": -0.25})
-    return figure.update_yaxes(title="nats per token", col=1).update_xaxes(title="layer", dtick=5)
-
-
-def smollm2_sufficiency() -> go.Figure:
-    """How few heads of two models can do with their distances alone; random heads with deviations over draws."""
-    figure = make_subplots(1, 2, shared_yaxes=True, subplot_titles=list(MODELS.values()), horizontal_spacing=0.04)
-    for column, model in enumerate(MODELS, 1):
-        table = pd.read_csv(FOLDER / model / "sufficiency.csv")
-        for name, rows in table.groupby("heads"):
-            kept = rows.groupby("k")["kept"].agg(["mean", "std"])
-            what = "random heads" if name == "random" else f"heads of {name}"
-            error = {"array": kept["std"], "thickness": 1, "width": 3}
-            colour = "#777777" if name == "random" else "#4477aa"
-            figure.add_scatter(
-                **{
-                    "x": kept.index.astype(str),
-                    "y": kept["mean"],
-                    "error_y": error,
-                    "name": what,
-                    "line_color": colour,
-                },
-                **{"mode": "lines+markers", "row": 1, "col": column, "showlegend": column == 1},
-            )
-    figure.update_layout(title="Every distance 5 in all heads but some", legend={"orientation": "h", "y": -0.25})
-    figure.update_xaxes(title="heads that keep their distances", type="category")
-    return figure.update_yaxes(rangemode="tozero").update_yaxes(title="loss added (nats per token)", col=1)
-
-
 def smollm2_replaced_heads() -> go.Figure:
     """Curves of static attention and of a window, which fit into one figure, also with random weights."""
     table = pd.read_csv(FOLDER / "smollm2" / "replaced_heads.csv")
@@ -242,8 +198,6 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     dynamics: (860, 360),
     language_dynamics: (960, 360),
     trained_and_random: (960, 330),
-    smollm2_layers: (720, 340),
-    smollm2_sufficiency: (680, 340),
     smollm2_heads: (340, 620),
     smollm2_by_layer: (680, 300),
     smollm2_replaced_heads: (760, 380),

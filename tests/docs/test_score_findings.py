@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.packaged_models import needs
 from support.pages import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,3 +158,19 @@ def test_studies_give_the_rows_of_the_committed_tables(given: dict[str, set[str]
         for study, rows in pd.read_csv(path).groupby("study"):
             if study in given and study not in sized:
                 assert set(rows["name"]) <= given[study], (path.name, study)
+
+
+def test_smollm2_has_the_committed_losses() -> None:
+    needs("smollm2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import rows
+        import texts
+
+        model = tp.load_model("smollm2")
+        some = texts.parts(model, "demo", 4, 256)
+        table = pd.read_csv(FOLDER / "tables" / "smollm2_demo.csv").set_index(["study", "name"])["value"]
+        base = rows.losses(model, some)
+        assert table["fixed_distance", "loss"] == pytest.approx(base.mean().item(), abs=1e-3)
+        added = rows.losses(model, some, tp.dummy_distance(model, 5)) - base
+        assert table["fixed_distance", "added loss, every distance 5"] == pytest.approx(added.mean().item(), abs=1e-3)

@@ -1,4 +1,4 @@
-"""The committed tables of real models are what their scripts write: columns, names and, for one head, numbers."""
+"""The committed tables of real models are what their scripts write: columns and names."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from support.packaged_models import needs
 from support.pages import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tl_posdisent import bridge_from_hf, load_model
+from tl_posdisent import bridge_from_hf
 from tl_posdisent.demo import demo_tokenizer
 
 FIGURES = ROOT / "docs" / "figures"
 pytestmark = pytest.mark.slow
 
 SHORT = 24
-SMALL: dict[str, Any] = {"LENGTH": SHORT, "TRAINED": 48, "BEYOND": 64, "PART": 8, "WATCHED": (0, 1)}
-SMALL |= {"EDGES": [8, 16, 32, 48, 64]}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scales": {"lengths": (16, SHORT)},
-    "sufficiency": {"drawn": (2,)},
-    "static_texts": {"fitted": (2, 3)},
-    "verdicts": {"heads": [(1, 0)], "of_demo": [(4, 2)]},
     "idle": {"heads": [(1, 0), (0, 1)]},
     "measures": {"heads": [(1, 0), (0, 1)]},
-    "downstream_questions": {"questions": 3},
     "head_search": {"length": SHORT},
     "text_needed": {"of": 4},
     "draws_needed": {"of": 4},
@@ -48,8 +40,7 @@ def script() -> Iterator[Any]:
 
         if not sys.modules["stories"].data_file("speeches-heldout.txt.gz").is_file():
             pytest.skip("needs speeches-heldout.txt.gz and others (POSDISENT_DATA names the folder)")
-        for name, value in SMALL.items():
-            patch.setattr(real_models, name, value)
+        patch.setattr(real_models, "LENGTH", SHORT)
         patch.setattr(sys.modules["trained_and_random"], "LENGTH", SHORT)
         yield real_models
 
@@ -60,10 +51,8 @@ def written(script: Any) -> dict[str, pd.DataFrame]:
     size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=1100, max_position_embeddings=256, **size)
     model, found = bridge_from_hf(LlamaForCausalLM(config), tokenizer=demo_tokenizer()), dict[str, pd.DataFrame]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "table_of", lambda model, study: found[study])
-        for study in script.STUDIES:
-            found[study.__name__] = study(model, **OPTIONS.get(study.__name__, {}))
+    for study in script.STUDIES:
+        found[study.__name__] = study(model, **OPTIONS.get(study.__name__, {}))
     return found
 
 
@@ -72,22 +61,11 @@ def test_committed_tables_have_the_columns_and_names_of_what_their_studies_give(
     written: dict[str, pd.DataFrame],
 ) -> None:
     by_model = [sorted((FIGURES / folder).glob("*.csv")) for folder in ("smollm2", "gemma3")]
-    assert min(map(len, by_model)) >= 10
+    assert min(map(len, by_model)) >= 2
     paths = [path for some in by_model for path in some if not path.stem.startswith("trained_and_random")]
     for path in paths:
         table, again = pd.read_csv(path), written[path.stem]
-        layers = {name for name in table if name.startswith("layer ")}  # those that are watched
-        assert [name for name in table if name not in layers] == [x for x in again if not x.startswith("layer ")], path
+        assert list(table) == list(again), path
         names = set(table.select_dtypes(["object", "string"])) - {*BY_SIZE, *VERDICTS}
         for name in names:
             assert set(table[name].dropna().map(str)) <= set(again[name].dropna().map(str)), (path, name)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_one_head_of_smollm2_has_the_committed_effect(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("smollm2")
-    model = load_model("smollm2")
-    monkeypatch.setattr(script, "LENGTH", 256)
-    (again,) = script.fixed(model, script.texts(model, 2, 256), [(1, 0)])
-    table = pd.read_csv(FIGURES / "smollm2" / "rotation.csv").set_index(["layer", "head"])
-    assert again == pytest.approx(table.loc[(1, 0), "fixed"], abs=2e-4)
