@@ -77,16 +77,16 @@ def test_stated_draws_and_intervals_are_those_of_the_tables(section: Section) ->
 
 @pytest.mark.parametrize(
     ("table", "old", "said"),
-    [("label_counts", "three", "has 3 draws"), ("idle", "standard error", "has an interval")],
+    [("trained_and_random", "five", "has 5 draws"), ("smollm2/idle", "standard error", "has an interval")],
 )
 def test_a_wrong_statement_is_found(table: str, old: str, said: str) -> None:
     page = f"""## Heads
 ```python
 # Read it.
-pd.read_csv("docs/figures/smollm2/{table}.csv")
+pd.read_csv("docs/figures/{table}.csv")
 ```
 
-**Evidence.** *models*: one; *texts*: six; *draws*: three orders; *interval*: standard error.
+**Evidence.** *models*: one; *texts*: six; *draws*: five copies; *interval*: standard error.
 """
     (right,), (wrong,) = sections(page), sections(page.replace(old, "none"))
     assert problems(right) == []
