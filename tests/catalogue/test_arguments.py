@@ -59,8 +59,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "count": (
         [0, 2.5, True, "3", NAN, 2**63, 10**400],
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
-        "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
-        "max_side min_length n n_ctx n_heads n_layers n_logits n_out "
+        "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length max_pairs "
+        "max_side min_length min_pairs n n_ctx n_heads n_layers n_logits n_out "
         "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
@@ -149,6 +149,7 @@ ELSEWHERE = {
     **{(f"show_{of}", "layer"): "" for of in ("change", "parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
     ("TriggerDistance", "repeats"): "flag",
+    ("Brackets", "question"): "choice",
     ("head_labels", "repeats"): "count",
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",

@@ -146,7 +146,7 @@ MADE: dict[str, Function] = {"Moments": Moments.from_qk, "Text": Text.of} | {
     made.__name__: made
     for made in (
         *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, TrainConfig, tp.viz.Widget),
-        *(TriggerCount, tp.synthetic.TriggerDistance),
+        *(TriggerCount, tp.synthetic.TriggerDistance, tp.synthetic.Reversal, tp.synthetic.Brackets),
     )
 }
 

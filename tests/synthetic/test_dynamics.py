@@ -18,7 +18,7 @@ from tl_posdisent.synthetic import (
     preset,
     train,
 )
-from tl_posdisent.synthetic.tasks import long_texts
+from tl_posdisent.synthetic.tasks.task import long_texts
 
 pytestmark = pytest.mark.tl4
 

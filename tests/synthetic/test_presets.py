@@ -83,9 +83,9 @@ def test_models_fit_their_tasks(name: str) -> None:
 
 def test_all_of_them_are_trained_each_in_its_folder(tmp_path: Path) -> None:
     runs = train_preset(brief(), encodings=["rope", "none"], seeds=[0, 1], folder=tmp_path, progress=False)
-    expected = [("rope", "distance", 0), ("none", "distance", 0), ("rope", "count", 0), ("none", "count", 0)]
-    assert list(runs)[:4] == expected
-    assert len(runs) == len(list(tmp_path.iterdir())) == 8
+    tasks = ("distance", "count", "reversal", "balanced", "depth")
+    assert list(runs) == [(name, task, seed) for seed in (0, 1) for task in tasks for name in ("rope", "none")]
+    assert len(runs) == len(list(tmp_path.iterdir())) == 20
     for (encoding, task, seed), run in runs.items():
         assert run.model.config == brief().config(encoding, task)
         assert (run.config.seed, run.task) == (seed, brief().tasks[task])

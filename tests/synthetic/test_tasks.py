@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from tl_posdisent.synthetic import Task, TriggerCount, TriggerDistance
+from tl_posdisent.synthetic import Brackets, Reversal, Task, TriggerCount, TriggerDistance
 
 SMALL: dict[str, Task] = {
     "distance": TriggerDistance(d_vocab=6, min_gap=0, max_gap=5, min_side=0, max_side=3, n_ctx=15),
     "distance-one": TriggerDistance(d_vocab=4, min_gap=2, max_gap=3, min_side=1, max_side=1, n_ctx=7),
     "count": TriggerCount(d_vocab=7, n_triggers=3, min_count=0, max_count=5, min_length=5, max_length=9, n_ctx=12),
     "count-full": TriggerCount(d_vocab=4, n_triggers=2, min_count=2, max_count=4, min_length=4, max_length=4, n_ctx=4),
+    "reversal": Reversal(d_vocab=5, min_length=5, max_length=8, n_ctx=9),
+    "balanced": Brackets(min_pairs=3, max_pairs=6, n_ctx=13),
+    "depth": Brackets(min_pairs=1, max_pairs=4, n_ctx=8, question="depth"),
 }
-PAPER: dict[str, Task] = {"distance": TriggerDistance(), "count": TriggerCount()}
+PAPER: dict[str, Task] = {
+    "distance": TriggerDistance(),
+    "count": TriggerCount(),
+    "reversal": Reversal(),
+    "balanced": Brackets(),
+    "depth": Brackets(question="depth"),
+}
 EVERY = [*SMALL.items(), *((f"default-{name}", task) for name, task in PAPER.items())]
 every_task = pytest.mark.parametrize("task", [t for _, t in EVERY], ids=[name for name, _ in EVERY])
 
@@ -41,9 +51,36 @@ def read(text: list[int], task: Any) -> int:
         assert task.min_side <= first <= task.max_side
         assert task.min_side <= after <= task.max_side
         return gap - task.min_gap
+    if isinstance(task, Reversal):
+        assert task.min_length <= len(text) <= task.max_length
+        assert text.count(1) == 1
+        return text[::-1][text.index(1)] - 2
+    if isinstance(task, Brackets):
+        assert task.min_pairs <= text.count(1) == text.count(2) <= task.max_pairs
+        balanced, depth = brackets(text)
+        if task.question == "depth":
+            assert balanced
+            return depth - 1
+        assert (text[0], text[-1]) == (1, 2)
+        return int(balanced)
     assert isinstance(task, TriggerCount)
     assert task.min_length <= len(text) <= task.max_length
     return sum(1 for t in text if t <= task.n_triggers) - task.min_count
+
+
+def brackets(text: Iterable[int]) -> tuple[bool, int]:
+    """Whether the brackets are balanced, and the greatest number of open ones, by a stack."""
+    stack: list[int] = []
+    depth = 0
+    for bracket in text:
+        if bracket == 1:
+            stack.append(bracket)
+            depth = max(depth, len(stack))
+        elif stack:
+            stack.pop()
+        else:
+            return False, depth
+    return not stack, depth
 
 
 @every_task
@@ -147,8 +184,9 @@ def assert_uniform(values: list[Any], kinds: int) -> None:
     assert abs(chi2 - (kinds - 1)) < 5 * (2 * (kinds - 1)) ** 0.5 + 5
 
 
-@every_task
-def test_labels_are_uniform(task: Task) -> None:
+@pytest.mark.parametrize("name", [name for name, _ in EVERY if not name.endswith("depth")])
+def test_labels_are_uniform(name: str) -> None:
+    task = dict(EVERY)[name]
     assert_uniform(task.batch(20_000, seed=5)[1].tolist(), task.n_out)
 
 
@@ -158,11 +196,15 @@ def test_lengths_take_their_whole_range(task: Any) -> None:
     least, most = {
         TriggerDistance: lambda: (task.min_gap + 2 * task.min_side + 2, task.max_gap + 2 * task.max_side + 2),
         TriggerCount: lambda: (task.min_length, task.max_length),
+        Reversal: lambda: (task.min_length, task.max_length),
+        Brackets: lambda: (2 * task.min_pairs, 2 * task.max_pairs),
     }[type(task)]()
     assert least <= lengths.min() <= least + 4  # the paper's very shortest text is one in 40 000
     assert most - 4 <= lengths.max() <= most
-    if not isinstance(task, TriggerDistance):
+    if isinstance(task, (TriggerCount, Reversal)):
         assert_uniform(lengths.tolist(), most - least + 1)
+    if isinstance(task, Brackets):
+        assert_uniform(lengths.tolist(), (most - least) // 2 + 1)
 
 
 def test_distance_places_are_uniform_and_independent() -> None:
@@ -190,6 +232,61 @@ def test_count_does_not_show_in_the_length() -> None:
     assert_uniform(list(zip((tokens != 0).sum(1).tolist(), labels.tolist(), strict=True)), 5 * 6)
 
 
+def test_reversal_places_are_uniform_except_the_middle() -> None:
+    task = Reversal(d_vocab=5, min_length=4, max_length=5, n_ctx=5)
+    tokens, labels = task.batch(20_000, seed=1)
+    length, place = (tokens != 0).sum(1), (tokens == 1).int().argmax(1)
+    assert_uniform(list(zip(*(x.tolist() for x in (length, place, labels)), strict=True)), 2 * 4 * 3)
+    assert not (place[length == 5] == 2).any()
+    assert_uniform(tokens[tokens > 1].tolist(), 3)
+
+
+def words(pairs: int) -> list[tuple[int, ...]]:
+    """All orders of so many opening brackets (1) and closing ones (2)."""
+    return [word for word in itertools.product((1, 2), repeat=2 * pairs) if word.count(1) == pairs]
+
+
+@pytest.mark.parametrize("pairs", [3, 4])
+def test_brackets_are_uniform_among_all_orders(pairs: int) -> None:
+    """Every balanced order equally often, and every other one that begins with ( and ends with )."""
+    tokens, labels = Brackets(pairs, pairs, 2 * pairs).batch(20_000, seed=pairs)
+    for label in (0, 1):
+        wanted = {word for word in words(pairs) if (word[0], word[-1], brackets(word)[0]) == (1, 2, bool(label))}
+        drawn = [tuple(text) for text in tokens[labels == label].tolist()]
+        assert set(drawn) == wanted
+        assert_uniform(drawn, len(wanted))
+
+
+def test_depths_are_those_of_all_balanced_orders() -> None:
+    """Constant guess and guess from the length, by enumeration; texts of every length are uniform."""
+    task = Brackets(2, 6, 12, "depth")
+    of_length = [Counter(brackets(word)[1] for word in words(n) if brackets(word)[0]) for n in range(2, 7)]
+    shares = [{depth: n / counts.total() for depth, n in counts.items()} for counts in of_length]
+    every = {depth: sum(share.get(depth, 0) for share in shares) / len(shares) for depth in range(1, 7)}
+    assert task.chance == pytest.approx(max(every.values()))
+    assert task.from_length == pytest.approx(sum(max(share.values()) for share in shares) / len(shares))
+    tokens, labels = task.batch(30_000, seed=1)
+    for n, counts in zip(range(2, 7), of_length, strict=True):
+        found = torch.bincount(labels[(tokens != 0).sum(1) == 2 * n], minlength=6)
+        for depth, number in counts.items():
+            share = number / counts.total()
+            spread = (share * (1 - share) / int(found.sum())) ** 0.5
+            assert abs(int(found[depth - 1]) / int(found.sum()) - share) <= 5 * spread
+
+
+def test_the_two_labels_of_brackets_have_the_same_lengths() -> None:
+    tokens, labels = Brackets(5, 9, 20).batch(20_000, seed=3)
+    assert_uniform(list(zip((tokens != 0).sum(1).tolist(), labels.tolist(), strict=True)), 5 * 2)
+
+
+def test_depth_of_the_longest_texts_is_finite() -> None:
+    """Shares of depths in texts of hundreds of brackets, where the numbers of texts exceed float64."""
+    task = Brackets(590, 600, 1200, "depth")
+    _, labels = task.batch(2000, seed=1)
+    found = torch.bincount(labels).max().item() / 2000
+    assert found == pytest.approx(task.chance, abs=0.02)
+
+
 @every_task
 def test_same_seed_same_samples(task: Task) -> None:
     state = torch.get_rng_state()
@@ -203,7 +300,7 @@ def test_same_seed_same_samples(task: Task) -> None:
     assert torch.equal(torch.get_rng_state(), state)  # and nobody else's numbers have
 
 
-@pytest.mark.parametrize("name", ["distance", "count", "default-distance"])
+@pytest.mark.parametrize("name", ["distance", "count", "default-distance", "reversal", "default-depth"])
 def test_no_sample_twice(name: str) -> None:
     task = dict(EVERY)[name]
     split = task.split(600, 300, seed=1)

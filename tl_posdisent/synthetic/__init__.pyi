@@ -8,10 +8,12 @@ from .analysis.positional_gradients import gradient_margins as gradient_margins
 from .analysis.positional_gradients import positional_gradients as positional_gradients
 from .model.config import SyntheticConfig as SyntheticConfig
 from .model.transformer import SyntheticModel as SyntheticModel
-from .tasks import Split as Split
-from .tasks import Task as Task
-from .tasks import TriggerCount as TriggerCount
-from .tasks import TriggerDistance as TriggerDistance
+from .tasks.brackets import Brackets as Brackets
+from .tasks.reversal import Reversal as Reversal
+from .tasks.task import Split as Split
+from .tasks.task import Task as Task
+from .tasks.trigger_count import TriggerCount as TriggerCount
+from .tasks.trigger_distance import TriggerDistance as TriggerDistance
 from .training.loop import load_checkpoint as load_checkpoint
 from .training.loop import save_checkpoint as save_checkpoint
 from .training.presets import Preset as Preset

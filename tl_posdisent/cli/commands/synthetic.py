@@ -23,7 +23,8 @@ def synthetic(
     ] = "small",
     encoding: Annotated[list[str] | None, Option(help="rope, alibi, …; may be repeated; default all.")] = None,
     task: Annotated[
-        list[str] | None, Option(help="distance, count (medium: gap8, gap16, …); may be repeated; default all.")
+        list[str] | None,
+        Option(help="distance, count, reversal, balanced, depth (medium: gap8, …); repeatable; default all."),
     ] = None,
     seeds: Annotated[int, Option(min=1, max=MOST, help="Number of training runs of each, from --seed on.")] = 1,
     rotary_heads: Annotated[

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.attention_scores.controlled_distance import disentanglement
 from tl_posdisent.synthetic.analysis.positional_gradients import positional_gradients
-from tl_posdisent.synthetic.tasks import long_texts
+from tl_posdisent.synthetic.tasks.task import long_texts
 from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.utils.errors import ArgumentError
 

@@ -20,7 +20,7 @@ from tl_posdisent.models.running.forward_pass import Recorded, running, with_gra
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks import Samples, Task
+from tl_posdisent.synthetic.tasks.task import Samples, Task
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import jackknife_error
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown

@@ -11,7 +11,11 @@ from typing import Any, Literal
 import pandas as pd
 
 from tl_posdisent.synthetic.model.transformer import SyntheticConfig, SyntheticModel
-from tl_posdisent.synthetic.tasks import Task, TriggerCount, TriggerDistance
+from tl_posdisent.synthetic.tasks.brackets import Brackets
+from tl_posdisent.synthetic.tasks.reversal import Reversal
+from tl_posdisent.synthetic.tasks.task import Task
+from tl_posdisent.synthetic.tasks.trigger_count import TriggerCount
+from tl_posdisent.synthetic.tasks.trigger_distance import TriggerDistance
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seeds, shown
 
@@ -42,7 +46,7 @@ class Preset:
         >>> from tl_posdisent.synthetic import preset
         >>> small = preset("small")
         >>> list(small.tasks), small.encodings
-        (['distance', 'count'], ('rope', 'alibi', 'none', 'learned', 'mla'))
+        (['distance', 'count', 'reversal', 'balanced', 'depth'], ('rope', 'alibi', 'none', 'learned', 'mla'))
         >>> small.model("rope", "distance", seed=1, rotary_heads=1).config.rotary_heads
         1
     """
@@ -86,6 +90,9 @@ SMALL = Preset(
     tasks={
         "distance": TriggerDistance(d_vocab=32, max_gap=16, max_side=8, n_ctx=34),
         "count": TriggerCount(d_vocab=32, n_triggers=4, max_count=16, min_length=24, max_length=32, n_ctx=32),
+        "reversal": Reversal(d_vocab=16, min_length=8, max_length=8, n_ctx=8),
+        "balanced": Brackets(min_pairs=10, max_pairs=12, n_ctx=24),
+        "depth": Brackets(min_pairs=10, max_pairs=12, n_ctx=24, question="depth"),
     },
     encodings=("rope", "alibi", "none", "learned", "mla"),
     # Wavelengths from 6 to 353 positions: with the usual base, half would exceed 600, for texts of 34 tokens.
@@ -157,8 +164,8 @@ PAPER = Preset(
 def preset(name: Literal["small", "medium", "paper"]) -> Preset:
     """Return the ``small``, ``medium`` or ``paper`` preset.
 
-    * ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
-      d_model 64, 4 heads. Ten training runs take some minutes on two cores.
+    * ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; the
+      mirrored token of 8; 10 to 12 pairs of brackets. 3 layers, d_model 64, 4 heads. A run takes some ten seconds.
     * ``"medium"``: the paper's architecture with 6 layers of 16 heads and d_model 128, on 8, 16, 32 or 70 distances
       (tasks ``"gap8"`` …), without dropout and with hidden padding. A run takes about a minute on one core.
     * ``"paper"``: the settings of arXiv 2505.13027, where keys and values read the embedded input without a norm, and

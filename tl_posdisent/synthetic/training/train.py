@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from tl_posdisent.models.running.forward_pass import running, with_gradients
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
+from tl_posdisent.synthetic.tasks.task import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import no_autocast

@@ -1,0 +1,1 @@
+"""Tasks for small models: one file for each."""
