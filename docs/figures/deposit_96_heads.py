@@ -1,12 +1,13 @@
 """Train and measure models of six layers of 16 heads, those of the ``medium`` preset and two of the paper's size:
 necessity and sufficiency of heads, cell by cell.
 
-``python docs/figures/deposit_96_heads.py FOLDER [minutes]`` trains and measures cells (size, encoding, number of gaps,
-seed) in one thread, the most informative ones first, until all are done or the time is up. It can be stopped at any
-moment and goes on where it was. Each finished cell is a row of ``deposit_96_heads.csv`` beside this script, the numbers
-of the page on the deposit; what has a row is not trained again. ``… FOLDER paper`` trains the models of the paper's
-size. ``… FOLDER finish`` draws ``deposit_96_heads.svg``, prints the page's table, and compares the positional subspaces
-of the models that were trained into the folder (``displaced_subspace.csv``).
+``python docs/figures/deposit_96_heads.py FOLDER [minutes]`` trains and measures cells (size, task, encoding, rotary
+heads in each layer, seed) in one thread, the most informative ones first, until all are done or the time is up. It can
+be stopped at any moment and goes on where it was. Each finished cell is a row of ``deposit_96_heads.csv`` beside this
+script, the numbers of the page on the deposit; what has a row is not trained again. ``… FOLDER few`` trains the models
+with one and two rotary heads in each layer, ``… FOLDER paper`` those of the paper's size. ``… FOLDER finish`` prints
+the page's table, and compares the positional subspaces of the models that were trained into the folder
+(``displaced_subspace.csv``).
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 
 from tl_posdisent.experiments import positional_subspace
 from tl_posdisent.rope import principal_angles
 from tl_posdisent.synthetic import (
     SyntheticModel,
+    TrainRun,
     deposit,
     head_drops,
     load_checkpoint,
@@ -36,14 +36,13 @@ from tl_posdisent.synthetic import (
     train_preset,
 )
 from tl_posdisent.utils.files import whole_file
-from tl_posdisent.viz.palette import HUES
 
 TABLE = Path(__file__).with_name("deposit_96_heads.csv")
 ANGLES = Path(__file__).with_name("displaced_subspace.csv")
 MEDIUM, PAPER = preset("medium"), preset("paper")
 # The published shape and task, in smaller batches with a larger learning rate.
 ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_test=1_000)
-STEPS = {"sinusoidal_rope": 1200, "rope": 2000}
+STEPS = {("distance", "sinusoidal_rope"): 1200, ("distance", "rope"): 2000, ("count", "sinusoidal_rope"): 900}
 HALFWAY = 200  # the weights after so many steps are kept too: less slack, the same model
 SAMPLES = 128  # not seen in training: of another seed
 NAMES = {
@@ -55,17 +54,32 @@ NAMES = {
     "alibi": "ALiBi",
 }
 FIRST = ("rope", "sinusoidal_rope", "sinusoidal")
-KEY = ["size", "encoding", "gaps", "seed"]
+ROTATING = ("rope", "sinusoidal_rope")
+HEADS = 16
+KEY = ["size", "task", "encoding", "rotary_heads", "seed"]
+Cell = tuple[str, str, str, int, int]
 
 
-def cells() -> list[tuple[str, str, int, int]]:
-    """Size, encoding, gaps, seed: every encoding on 16 gaps, then more seeds and other gaps of three, then the rest."""
+def cell(size: str, task: str, encoding: str, seed: int = 0) -> Cell:
+    """Name a model of which all heads rotate, if the encoding does."""
+    return size, task, encoding, HEADS * (encoding in ROTATING), seed
+
+
+def cells() -> list[Cell]:
+    """Every encoding on 16 gaps, then more seeds and other gaps of three, then the rest."""
     others = range(1, 5)
     parts: list[tuple[int, tuple[str, ...], Sequence[int]]] = [(16, MEDIUM.encodings, [0]), (16, FIRST, others)]
     parts += [(32, FIRST, [0]), (8, FIRST, others), (32, FIRST, others), (70, FIRST, [0])]
     parts += [(n, MEDIUM.encodings, range(5)) for n in (8, 16, 32, 70)]
-    every = [("medium", name, n, seed) for n, names, seeds in parts for seed in seeds for name in names]
+    every = [cell("medium", f"gap{n}", name, seed) for n, names, seeds in parts for seed in seeds for name in names]
     return list(dict.fromkeys(every))
+
+
+def few() -> list[Cell]:
+    """One and two rotary heads in each layer, on 16 gaps."""
+    return [
+        ("medium", "gap16", name, heads, seed) for seed in range(3) for name in reversed(ROTATING) for heads in (1, 2)
+    ]
 
 
 def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, *, attention: bool) -> dict[str, Any]:
@@ -86,21 +100,29 @@ def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, 
     return found
 
 
-def cell(size: str, encoding: str, gaps: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Train and measure one model."""
-    options: dict[str, Any] = {"encodings": [encoding], "seeds": [seed], "folder": folder / "trainings"}
+def trained(size: str, task: str, encoding: str, rotary_heads: int, seed: int, folder: Path) -> TrainRun:
+    """Train one model, or load it if it is in the folder."""
     if size == "medium":
         kept = replace(MEDIUM, training=replace(MEDIUM.training, checkpoints=(HALFWAY,)))
-        task, options["tasks"] = MEDIUM.tasks[f"gap{gaps}"], [f"gap{gaps}"]
     else:
-        how = replace(ON_A_CPU, n_train=ON_A_CPU.batch_size * STEPS[encoding])
-        checkpoints = tuple(range(0, how.steps, 250))
-        kept = replace(PAPER, training=replace(how, checkpoints=checkpoints, test_every=250, precision="bfloat16"))
-        task, options["tasks"] = PAPER.tasks["distance"], ["distance"]
-    (run,) = train_preset(kept, **options, progress=size == "paper").values()
-    row: dict[str, Any] = dict(zip(KEY, (size, encoding, gaps, seed), strict=True))
+        how = replace(ON_A_CPU, n_train=ON_A_CPU.batch_size * STEPS[task, encoding])
+        how = replace(how, checkpoints=tuple(range(0, how.steps, 250)), test_every=250, precision="bfloat16")
+        kept = replace(PAPER, training=how, per_task={})
+    changed, where = {}, folder / "trainings"
+    if 0 < rotary_heads < HEADS:
+        changed, where = {"rotary_heads": rotary_heads}, folder / f"trainings-{rotary_heads}-rotary"
+    options: dict[str, Any] = {"encodings": [encoding], "tasks": [task], "seeds": [seed], "folder": where}
+    (run,) = train_preset(kept, **options, **changed, progress=size == "paper").values()
+    return run
+
+
+def row_of(chosen: Cell, folder: Path) -> dict[str, Any]:
+    """Train and measure one model."""
+    run = trained(*chosen, folder)
+    row: dict[str, Any] = dict(zip(KEY, chosen, strict=True))
     row |= {"steps": run.steps, "accuracy": run.test_accuracy, "loss": run.test_loss}
-    return row | measured(run.model, *task.batch(SAMPLES, seed=99), attention=seed == 0 and size == "medium")
+    attention = row["size"] == "medium" and row["seed"] == 0 and row["rotary_heads"] in (0, HEADS)
+    return row | measured(run.model, *run.task.batch(SAMPLES, seed=99), attention=attention)
 
 
 def finished() -> pd.DataFrame:
@@ -115,10 +137,10 @@ def add(row: dict[str, Any]) -> None:
         file.write(table.round(4).to_csv(index=False).encode("utf-8"))
 
 
-def one_necessary(table: pd.DataFrame) -> pd.Series:
-    """The models with one necessary head: with its mean in its place accuracy falls by 0.1 or more, four times as far
-    as for any other head."""
-    largest, second = table["mean_accuracy_drop"], table["mean_accuracy_second"]
+def one_necessary(table: pd.DataFrame, mode: str) -> pd.Series:
+    """The models with one necessary head: without it (``"zero"``), or with its mean in its place (``"mean"``), accuracy
+    falls by 0.1 or more, four times as far as for any other head."""
+    largest, second = table[f"{mode}_accuracy_drop"], table[f"{mode}_accuracy_second"]
     return (largest >= 0.1) & (largest >= 4 * second)
 
 
@@ -136,27 +158,23 @@ def span(values: pd.Series) -> str:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """The page's table: one row per size, number of distances and encoding, over seeds."""
-    order = {name: number for number, name in enumerate(NAMES)}
+    """The page's table: one row per task, encoding of ``FIRST`` and number of rotary heads, over seeds."""
+    table = table[table["encoding"].isin(FIRST)]
+    table = table.assign(order=table["encoding"].map({name: number for number, name in enumerate(NAMES)}))
+    table["labels"] = table["task"].str.extract(r"gap(\d+)", expand=False).astype(float).fillna(1000).astype(int)
     rows = []
-    for (_, gaps, _), of in table.groupby(["size", "gaps", table["encoding"].map(order)]):
-        name = NAMES[of["encoding"].iloc[0]]
+    for (_, labels, _, heads), of in table.groupby(["size", "labels", "order", "rotary_heads"]):
+        necessary = [str(int(one_necessary(of, mode).sum())) for mode in ("zero", "mean")]
         rows.append(
             {
-                "distances": f"{gaps}, the paper's size" if of["size"].iloc[0] == "paper" else str(gaps),
-                "encoding": name,
+                "distances": str(labels) if labels < 1000 else "70, the paper's size",
+                "encoding": NAMES[of["encoding"].iloc[0]] + f", {heads} of {HEADS} heads" * (0 < heads < HEADS),
                 "seeds": str(len(of)),
                 "accuracy": spread(of["accuracy"]),
-                "loss": spread(of["loss"], 3),
-                "zeroed: largest drop": spread(of["zero_accuracy_drop"]),
-                "second": spread(of["zero_accuracy_second"]),
-                "mean: largest drop": spread(of["mean_accuracy_drop"]),
-                "second ": spread(of["mean_accuracy_second"]),
-                "effective heads (accuracy, zeroed)": span(of["zero_accuracy_effective_heads"].round()),
-                "(loss, mean)": span(of["mean_loss_effective_heads"].round()),
-                "one necessary head": f"{int(one_necessary(of).sum())} of {len(of)}",
+                "largest drop, zeroed": spread(of["zero_accuracy_drop"]),
+                "mean": spread(of["mean_accuracy_drop"]),
+                "one necessary head": " and ".join(necessary),
                 "rotating heads that suffice": span(of["rotation_heads"]),
-                "attending heads that suffice": span(of["attention_heads"]),
             }
         )
     return pd.DataFrame(rows)
@@ -165,26 +183,6 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 def markdown(table: pd.DataFrame) -> str:
     lines = [list(table.columns), ["---"] * table.shape[1], *table.to_numpy().tolist()]
     return "\n".join(f"| {' | '.join(str(x).strip() for x in line)} |" for line in lines).replace(" --- ", "---")
-
-
-def draw(table: pd.DataFrame) -> go.Figure:
-    """Effective heads, largest drop and sufficient heads of every training, against its loss."""
-    panels = {
-        "mean_loss_effective_heads": "effective heads (loss)",
-        "mean_accuracy_drop": "largest drop of accuracy",
-        "rotation_heads": "sufficient rotating heads",
-    }
-    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=list(panels.values()))
-    symbols = {8: "circle", 16: "square", 32: "diamond", 70: "cross"}
-    for column, measure in enumerate(panels, start=1):
-        for number, name in enumerate(FIRST):
-            rows = table[(table["encoding"] == name) & (table["size"] == "medium")]
-            marker = {"symbol": rows["gaps"].map(symbols), "color": HUES[number], "size": 9}
-            style = {"name": NAMES[name], "legendgroup": name, "showlegend": column == 1}
-            figure.add_scatter(
-                x=rows["loss"], y=rows[measure], mode="markers", marker=marker, row=1, col=column, **style
-            )
-    return figure.update_xaxes(type="log", title="loss after training (nats)")
 
 
 def displaced(folder: Path) -> pd.DataFrame:
@@ -211,7 +209,7 @@ def displaced(folder: Path) -> pd.DataFrame:
     return both.drop_duplicates(key).sort_values(key, ignore_index=True)
 
 
-def main(folder: Path, minutes: float, chosen: list[tuple[str, str, int, int]]) -> None:
+def main(folder: Path, minutes: float, chosen: list[Cell]) -> None:
     torch.set_num_threads(1)
     start = time.monotonic()
     for key in chosen:
@@ -219,20 +217,19 @@ def main(folder: Path, minutes: float, chosen: list[tuple[str, str, int, int]]) 
             continue
         if time.monotonic() - start > 60 * minutes:
             break
-        row = cell(*key, folder)
+        row = row_of(key, folder)
         add(row)
-        print("{encoding}, {gaps} gaps, seed {seed}: accuracy {accuracy:.3f}".format(**row), flush=True)
+        print("{task}, {encoding}, {rotary_heads} rotary heads, seed {seed}: {accuracy:.3f}".format(**row), flush=True)
 
 
 if __name__ == "__main__":
     where, words = Path(sys.argv[1]), sys.argv[2:]
     if words == ["finish"]:
-        from make import save
-
-        save(draw(finished()), "deposit_96_heads", 960, 360, None)
         displaced(where).to_csv(ANGLES, index=False)
         print(markdown(summary(finished())))
     elif words == ["paper"]:
-        main(where, math.inf, [("paper", name, 70, 0) for name in ("sinusoidal_rope", "rope")])
+        main(where, math.inf, [cell("paper", *key) for key in STEPS])
+    elif words == ["few"]:
+        main(where, math.inf, few())
     else:
         main(where, float(words[0]) if words else math.inf, cells())

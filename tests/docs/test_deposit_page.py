@@ -1,23 +1,28 @@
-"""The page on the deposit says what its measurements say."""
+"""The page on the deposit says what its measurements say, and its statistics are what they are called."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 from support.pages import ROOT
 
 pytestmark = pytest.mark.tl4
 
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-PAGE, README = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/deposit.md", "README.md"))
+PAGE, README = (
+    " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in ("docs/deposit.md", "README.md")
+)
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = ROOT / "docs" / "figures" / "deposit_96_heads.py"
+def loaded(name: str) -> ModuleType:
+    path = ROOT / "docs" / "figures" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -26,25 +31,126 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_table_is_of_the_measurements(script: ModuleType) -> None:
-    assert script.markdown(script.summary(script.finished())) in PAGE
+@pytest.fixture(scope="module")
+def heads() -> ModuleType:
+    return loaded("deposit_96_heads")
 
 
-def test_models_with_one_necessary_head(script: ModuleType) -> None:
-    """The sentences that count them, in words up to ten."""
-    table: pd.DataFrame = script.finished().query("size == 'medium'")
-    alone = {name: int(script.one_necessary(table.query("encoding == @name")).sum()) for name in script.FIRST}
-    models = table["encoding"].value_counts()
-    rotating = models["rope"] + models["sinusoidal_rope"]
-    one = NUMBERS[alone["rope"] + alone["sinusoidal_rope"]]
-    text = " ".join(README.split())
-    assert f"Of {rotating} rotary models with 96 heads, {one} have one head that matters" in text
-    text = " ".join(PAGE.split())
-    assert f"{NUMBERS[alone['rope']].capitalize()} of {models['rope']} models with rotation alone have one" in text
-    assert f"of the {models['sinusoidal_rope']} hybrids {NUMBERS[alone['sinusoidal_rope']]}" in text
+@pytest.fixture(scope="module")
+def lengths() -> ModuleType:
+    return loaded("deposit_and_length")
 
 
-def test_one_necessary_head_is_one(script: ModuleType) -> None:
+@pytest.fixture(scope="module")
+def small() -> ModuleType:
+    return loaded("deposit_small")
+
+
+def on_page(table: str) -> bool:
+    return " ".join(table.split()) in PAGE
+
+
+def test_the_tables_are_of_the_measurements(heads: ModuleType, lengths: ModuleType, small: ModuleType) -> None:
+    assert on_page(heads.markdown(heads.summary(heads.finished())))
+    assert on_page(heads.markdown(small.summary(small.finished())))
+    assert on_page(heads.markdown(lengths.by_encoding(lengths.finished())))
+    assert on_page(heads.markdown(lengths.correlations(lengths.finished())))
+
+
+def test_models_with_one_necessary_head(heads: ModuleType) -> None:
+    """The sentences that count them, in words up to ten, by both ablations."""
+    table: pd.DataFrame = heads.finished()
+    table = table[table["rotary_heads"] == heads.HEADS]
+    zero, mean = (NUMBERS[int(heads.one_necessary(table, mode).sum())] for mode in ("zero", "mean"))
+    stated = f"Of {len(table)} rotary models with 96 heads, {zero} have one head that matters if heads are zeroed"
+    assert f"{stated}, and {mean} if each is replaced by its mean" in README
+    assert f"{NUMBERS.index(zero)} of {len(table)} models with all heads rotary have one necessary head" in PAGE
+    assert f"by mean ablation {NUMBERS.index(mean)}" in PAGE
+
+
+def test_one_necessary_head_is_one(heads: ModuleType) -> None:
     """Large, and alone."""
     table = pd.DataFrame({"mean_accuracy_drop": [0.2, 0.2, 0.08, 0.0], "mean_accuracy_second": [0.05, 0.06, 0.0, 0.0]})
-    assert script.one_necessary(table).tolist() == [True, False, False, False]
+    assert heads.one_necessary(table, "mean").tolist() == [True, False, False, False]
+
+
+def test_partial_rank_correlation_by_its_formula(lengths: ModuleType) -> None:
+    """With one control, (r_xy - r_xz r_yz) / √((1 - r_xz²)(1 - r_yz²)) of Spearman's correlations; with none, r_xy."""
+    x, y, z = np.random.default_rng(0).normal(size=(3, 40))
+    y = y + x + z
+    (xy, _), (xz, _), (yz, _) = stats.spearmanr(x, y), stats.spearmanr(x, z), stats.spearmanr(y, z)
+    assert lengths.partial_rank(x, y, np.empty((40, 0))) == pytest.approx(xy)
+    expected = (xy - xz * yz) / ((1 - xz**2) * (1 - yz**2)) ** 0.5
+    assert lengths.partial_rank(x, y, stats.rankdata(z)[:, None]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("caused", [True, False])
+def test_a_common_cause_is_controlled_for(lengths: ModuleType, caused: bool) -> None:
+    """Concentration lowers accuracy on longer texts, or both come from the kind of model: only the first is found."""
+    chosen = np.random.default_rng(1)
+    kind = np.repeat([1, 2, 3, 4], 15)
+    share = kind + chosen.normal(size=60)
+    table = pd.DataFrame({"encoding": "rope", "rotary_heads": kind, "accuracy_1": 1.0, "loss_1": chosen.random(60)})
+    table["zero_accuracy_share"] = share
+    table["accuracy_2"] = -(share if caused else 3 * kind) + chosen.normal(size=60)
+    every, _, high = lengths.interval(table, "zero_accuracy_share", "accuracy_2", "all models", 200)
+    assert every < high < 0
+    within, _, high = lengths.interval(table, "zero_accuracy_share", "accuracy_2", "and same kind", 200)
+    assert (within < high < 0) == caused
+
+
+def test_longer_texts_ask_for_the_same_distances(lengths: ModuleType) -> None:
+    for more in lengths.MORE.values():
+        tokens, labels = lengths.longer(more).batch(500, seed=1)
+        places = [(row == 1).nonzero()[:, 0].tolist() for row in tokens]
+        assert [second - first - 2 for first, second in places] == labels.tolist()
+        assert int(labels.max()) == lengths.TASK.max_gap - 1
+        sides = [first for first, _ in places]
+        assert (min(sides), max(sides)) == (1 + more, 4 + more)
+
+
+def test_the_page_states_the_guesses(small: ModuleType) -> None:
+    guesses = small.guesses()
+    words = {task: f"{guess['chance']:.2f} and {guess['rule']:.2f}" for task, guess in guesses.items()}
+    for task, numbers in words.items():
+        assert f"{numbers} ({task}: " in PAGE
+
+
+def test_guesses_without_a_model(small: ModuleType) -> None:
+    """The most frequent token of a text, by counting; the area under brackets, by the best threshold."""
+    tokens, labels = small.SMALL.tasks["reversal"].batch(200, seed=1)
+    right = []
+    for text, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        counts = {token: text.count(token) for token in text if token > 1}
+        best = [token for token, n in counts.items() if n == max(counts.values())]
+        right.append((label + 2 in best) / len(best))
+    assert small.most_frequent(tokens, labels) == pytest.approx(np.mean(right))
+    tokens, labels = small.SMALL.tasks["balanced"].batch(200, seed=1)
+    areas = [sum(text[:n].count(1) - text[:n].count(2) for n in range(len(text))) for text in tokens.tolist()]
+    best = max(
+        np.mean([(area >= bound) == bool(label) for area, label in zip(areas, labels.tolist(), strict=True)])
+        for bound in {*areas, max(areas) + 1}
+    )
+    assert small.area(tokens, labels) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", ["deposit_and_length", "deposit_small"])
+def test_a_model_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The studies run: one short training gives a row with the table's columns."""
+    study = loaded(name)
+    preset = "STUDY" if name == "deposit_and_length" else "SMALL"
+    brief = getattr(study, preset)
+    monkeypatch.setattr(study, preset, replace(brief, training=replace(brief.training, n_train=256, n_test=100)))
+    row = study.row_of(study.models()[0], tmp_path)
+    assert list(row) == list(study.finished().columns)
+
+
+def test_permutations_stay_within_kinds(lengths: ModuleType) -> None:
+    """A relation within kinds is found; one between kinds alone is as in permuted tables."""
+    chosen = np.random.default_rng(2)
+    kind = np.tile([1, 2, 3, 4], 10)
+    table = pd.DataFrame({"encoding": "rope", "rotary_heads": kind, "accuracy_1": 1.0, "loss_1": chosen.random(40)})
+    table["x"] = kind + chosen.normal(size=40)
+    table["within"], table["between"] = -table["x"] + 0.5 * chosen.normal(size=40), kind + chosen.normal(size=40)
+    assert lengths.permuted(table, "x", "within") < 0.01
+    assert lengths.permuted(table, "x", "between") > 0.05
