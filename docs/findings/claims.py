@@ -227,7 +227,77 @@ CLAIMS_A = [
     ),
 ]
 
-CLAIMS_B: list[SyntheticClaim] = []
+CLAIMS_B = [
+    SyntheticClaim(
+        "RoPE learns the distance between two triggers (task 1); absolute positions come second; ALiBi and no "
+        "positions "
+        "fail",
+        "0.93; second; fail",
+        "1.00, 0.82, 0.18, 0.17 (12 heads, three seeds; length alone 0.18). Paper's size: rotation 0.92, with "
+        "sinusoidal "
+        "positions, as in the paper, 0.87 (one seed, fewer steps)",
+        "Reproduced",
+        "MLA is as good as RoPE.",
+    ),
+    SyntheticClaim(
+        "RoPE deposits this work in one early head: zeroing it costs 60 points, no other head matters",
+        "one head, layer 0",
+        "12 heads: the largest drop is 0.65 in layer 0, the second 0.48 (three seeds). 96 heads: 9 of 34 models have "
+        "one "
+        "necessary head zeroed, 5 by mean ablation; at the paper's size in the last layer (0.40, the next 0.04)",
+        "In part",
+        "One necessary head is the exception, and it is in layer 0 only where it costs at most 0.20.",
+    ),
+    SyntheticClaim(
+        "MLA shows no deposit",
+        "none",
+        "largest drop 0.61 ± 0.17, second 0.45 (RoPE 0.65 and 0.48; 12 heads, three seeds)",
+        "Not",
+        "As uneven as RoPE, where heads are removed instead of latent coordinates.",
+    ),
+    SyntheticClaim(
+        "One or two rotary heads nearly suffice",
+        "about 0.90; more than 0.90",
+        "Of 16 heads in each of six layers: with sinusoidal positions 0.94 and 0.97, rotation alone 0.64 and 0.73 "
+        "(one or "
+        "two seeds)",
+        "Reproduced",
+        "For the paper's RoPE, which has sinusoidal positions, too.",
+    ),
+    SyntheticClaim(
+        "Counting (task 2) shows no deposit; MLA is best, then no positions, RoPE, ALiBi",
+        "0.97; 0.78; 0.69; worst",
+        "MLA 0.71, none 0.53, RoPE 0.74, ALiBi 0.53 (12 heads, three seeds); 9 to 10 effective heads of 12",
+        "In part",
+        "No deposit, but another order: where texts differ in length, counting needs positions.",
+    ),
+    SyntheticClaim(
+        "The same at the paper's size",
+        "0.69",
+        "not trained here: a GPU is needed",
+        "Not tested",
+        "`tl-posdisent synthetic --preset paper` has the published settings.",
+    ),
+    SyntheticClaim(
+        "Other tasks with positions (a limitation that it names)",
+        "–",
+        "Reversal: only learned absolute positions learn it in 300 steps (1.00, RoPE 0.33). Brackets: RoPE 1.00 and "
+        "0.95 "
+        "with five to seven effective heads of 12 (two seeds)",
+        "Not",
+        "No single-head deposit with RoPE in either task.",
+    ),
+    SyntheticClaim(
+        "A deposit goes with worse length extrapolation (a hypothesis)",
+        "–",
+        "44 models: rank correlation of concentration and accuracy at 1.5 times the length, given accuracy and loss: "
+        "+0.41 (0.10 to 0.65) zeroed, −0.05 (−0.40 to 0.27) by mean ablation; within encodings −0.05 and −0.31, "
+        "intervals with 0",
+        "Not",
+        "The encoding decides: rotation 0.91, with sinusoidal positions 0.32.",
+    ),
+]
+
 
 FINDINGS = [
     Finding(
