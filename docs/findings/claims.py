@@ -327,8 +327,8 @@ FINDINGS = [
         "those of another layer.",
     ),
     Finding(
-        "**What is not additive finds the heads that match content**, in ordinary text. *Pairing*, (1 − r²) over that "
-        "with foreign keys, ranks induction and retrieval heads above others, on shuffled text, too",
+        "**Heads that match content stand out in ordinary text**: their scores have a small share of the distance and "
+        "are not additive. *Pairing* is (1 − r²) over that with foreign keys",
         [
             ("induction heads, AUC: pairing", "pairing", "AUC for induction: pairing", 256),
             ("1 − *r*", "pairing", "AUC for induction: 1 - r", 256),
@@ -343,6 +343,18 @@ FINDINGS = [
                 "AUC for induction: pairing, sharp heads of small share alone",
                 256,
             ),
+            (
+                "rank correlation, given entropy, share and layer: pairing",
+                "pairing",
+                "rank correlation with induction, given low entropy, small share of distance, layer: pairing",
+                256,
+            ),
+            (
+                "1 − *r*",
+                "pairing",
+                "rank correlation with induction, given low entropy, small share of distance, layer: 1 - r",
+                256,
+            ),
             ("shuffled text: pairing", "pairing", "AUC for induction: pairing, shuffled texts", 256),
             ("1 − *r*", "pairing", "AUC for induction: 1 - r, shuffled texts", 256),
             ("small share of distance", "pairing", "AUC for induction: small share of distance, shuffled texts", 256),
@@ -351,8 +363,10 @@ FINDINGS = [
             ("low entropy", "pairing", "AUC for retrieval: low entropy", 256),
             ("small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
         ],
-        "Labels from repeated random tokens (attention above 0.2) and from needles (above 0.1); ± from a bootstrap "
-        "over heads.",
+        "Sharpness is less good, and falls with length and in shuffled text. A small share of the distance is as good "
+        "for induction heads, less so for retrieval heads; beyond it, what is not additive adds little. Labels: "
+        "attention above 0.2 on repeated random tokens, above 0.1 to needles (in Gemma fewer than two heads); ± from a "
+        "bootstrap over heads. Five and three duplicate-token heads are too few.",
     ),
     Finding(
         "**With wrong distances, attention is worse than none**: the loss is above that of constant outputs in every "
