@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     ),
     "count or none": (
         [-1, 0.5, True, "a", NAN, 2**63],
-        "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most"
+        "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most random_orders"
         " n_sink pad_id rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),

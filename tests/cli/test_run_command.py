@@ -168,9 +168,12 @@ REFUSED = [
     ("head_patching", "experiment must be one of "),
     (
         "additivity --set layer=3",
-        "--set must be among attention_mask, layers, mask, sinks, pool for additivity, got ['",
+        "--set must be among attention_mask, layers, mask, sinks, pool, controls, seed for additivity, got ['",
     ),
-    ("additivity --set tokens=[3]", "--set must be among attention_mask, layers, mask, sinks, pool for additivity"),
+    (
+        "additivity --set tokens=[3]",
+        "--set must be among attention_mask, layers, mask, sinks, pool, controls, seed for additivity",
+    ),
     ("additivity --set progress=true", "--set must be among "),
     ("head_effects", "--set must include interventions for head_effects, got []"),
     *((f"additivity --set '{x}'", "--set must be NAME=VALUE, such as layers=0-3, got") for x in ("layers", "=3", "x=")),
