@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most random_orders"
         " n_sink pad_id rotary_heads sinks split_seed start until",
     ),
-    "seed": ([-1, 0.5, True, "a"], "seed"),
+    "seed": ([-1, 0.5, True, "a"], "control_seed seed"),
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (

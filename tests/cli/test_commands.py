@@ -340,10 +340,7 @@ REFUSED = [
         f"fit --heads L{'9' * 5000}H0",
         "--heads must be labels such as L4H2, or numbers or ranges such as 0-3",
     ),
-    (
-        "sweep --experiment controlled_distance --seeds 0-9999",
-        "--seeds must be left out, as none of controlled_distance takes one, got [0, 1, 2, 3",
-    ),
+    ("sweep --seeds 0-9999", "--seeds must be left out, as none of additivity takes one, got [0, 1, 2, 3"),
     ("sweep --texts 1000000 --split 1000000", "--split must be at most 100000, as each part is a job, got 1000000"),
     ("fit --model ./none --text short.txt", "--model ./none: no such directory"),
     ("fit --model ./model --text short.txt", "--model ./model has no tokenizer, so it cannot read text"),

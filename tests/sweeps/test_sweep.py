@@ -342,7 +342,7 @@ BAD = [
         lambda: Text.of("demo", length=8, count=10**12).split(10**12),
         "parts",
     ),
-    (lambda: jobs("demo", "controlled_distance", "demo", seeds=[1]), "seeds"),
+    (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds"),
     (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder"),

@@ -202,7 +202,7 @@ def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
     """Measure additivity, with the r of each control as a column, ``r, turned``, and ``pairing``."""
     found, names = _additivity(subject, seed), get_args(Control)[:2]
     try:
-        table = _chosen(subject, additivity(**_common(subject), controls=names, seed=seed))
+        table = _chosen(subject, additivity(**_common(subject), controls=names, control_seed=seed))
     except ValueError as error:  # scores that are not those of queries and keys alone, or a single layer
         found.attrs["failures"] = {"controls": str(error)}
         return found

@@ -23,7 +23,7 @@ from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_tex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_flag, check_integer, check_seed, check_subset
+from tl_posdisent.utils.validation import check_flag, check_integer, check_subset
 
 _ROUNDING = 1e-9  # below, 1 - r² is rounding
 
@@ -38,7 +38,7 @@ def additivity(
     sinks: int = 0,
     pool: bool = False,
     controls: Collection[Control] = (),
-    seed: int = 0,
+    control_seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Fit the three-axis model to every head's scores, in one forward pass with one layer's scores in memory.
@@ -66,7 +66,7 @@ def additivity(
             * ``"random queries and keys"``: random projections of the residual stream of this model, unlike
               ``random_control(weights="random_qk")``, whose stream changes too. Is the residual stream enough? Two
               passes, and a copy of the model.
-        seed: seed of the random matrices and projections.
+        control_seed: seed of the random matrices and projections of the controls.
         progress: show a progress bar.
 
     Returns:
@@ -101,7 +101,7 @@ def additivity(
     """
     check_flag("pool", pool)
     wanted = check_subset("controls", controls, get_args(Control))
-    check_seed(seed)
+    check_integer("control_seed", control_seed, 0)
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
@@ -116,7 +116,7 @@ def additivity(
     n_heads = max(spec.n_heads for spec in specs)
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
-    readings = {"own": for_each_scores} | {name: partial(for_each_control, name, seed) for name in wanted}
+    readings = {"own": for_each_scores} | {name: partial(for_each_control, name, control_seed) for name in wanted}
     tables = {}
     with progress_bar(total=len(readings) * len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for name, for_each in readings.items():
