@@ -71,7 +71,7 @@ def separable() -> Any:
 
     sizes = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_head": 4, "n_ctx": 24, "d_vocab": 64, "act_fn": "relu"}
     options = {"n_key_value_heads": 2, "normalization_type": None, "attention_dir": "bidirectional", "attn_only": True}
-    model = HookedTransformer(HookedTransformerConfig(**sizes, **options, seed=0)).double().eval()
+    model = HookedTransformer(HookedTransformerConfig(**sizes, **options, seed=0)).eval()
     attention, generator = model.blocks[0].attn, torch.Generator().manual_seed(1)
     with torch.no_grad():
         model.W_pos.zero_()
@@ -92,13 +92,13 @@ def test_foreign_keys_of_heads_that_are_sums_give_what_a_formula_says() -> None:
     assert table.loc["own", "r_no_distance"].to_numpy() == pytest.approx(1)
     (layer,) = capture(model, tokens)
     for head, other in ((0, 1), (1, 0)):
-        q, k = layer.q[0, :, head], layer.k[0, :, other]
+        q, k = layer.q[0, :, head].double(), layer.k[0, :, other].double()
         (of_q, of_k), (mean_q, mean_k) = (torch.cov(x.T, correction=0) for x in (q, k)), (q.mean(0), k.mean(0))
         pairs = (of_q @ of_k).trace()
         expected = 1 - pairs / (mean_q @ of_k @ mean_q + mean_k @ of_q @ mean_k + pairs)
         assert 0.1 < expected < 0.9
-        assert table.loc[("foreign keys", head), "r_no_distance"] ** 2 == pytest.approx(expected.item(), abs=1e-6)
-    assert table.loc["own", "pairing"].to_numpy() == pytest.approx(0, abs=1e-9)
+        assert table.loc[("foreign keys", head), "r_no_distance"] ** 2 == pytest.approx(expected.item(), abs=1e-5)
+    assert table.loc["own", "pairing"].to_numpy() == pytest.approx(0, abs=1e-6)
 
 
 # --- turned ---------------------------------------------------------------------------------------------------
