@@ -192,23 +192,28 @@ def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
-    """Measure additivity, with ``r_without_first`` for fits without the first key, which often is an attention sink."""
-    table = additivity(**_common(subject))
-    without = additivity(**_common(subject), sinks=1)["r"] if min(subject.lengths) > _LEAST else np.nan
-    return _chosen(subject, table.assign(r_without_first=without))
+    return _chosen(subject, _without_first(subject, additivity(**_common(subject))))
 
 
 def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
     """Measure additivity, with the r of each control as a column, ``r, turned``, and ``pairing``."""
-    found, names = _additivity(subject, seed), get_args(Control)[:2]
+    names = get_args(Control)[:2]
     try:
-        table = _chosen(subject, additivity(**_common(subject), controls=names, control_seed=seed))
+        table = additivity(**_common(subject), controls=names, control_seed=seed)
     except ValueError as error:  # scores that are not those of queries and keys alone, or a single layer
+        found = _additivity(subject, seed)
         found.attrs["failures"] = {"controls": str(error)}
         return found
     rows = {name: part.reset_index(drop=True) for name, part in table.groupby("scores")}
-    found = found.assign(**{f"r, {name}": rows[name][told_apart(found)] for name in names})
-    return found.assign(pairing=rows["own"]["pairing"])
+    own = rows["own"].drop(columns="scores")
+    own = own.assign(**{f"r, {name}": rows[name][told_apart(own)] for name in names})
+    return _chosen(subject, _without_first(subject, own))
+
+
+def _without_first(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
+    """Add ``r_without_first``, of fits without the first key, which often is an attention sink."""
+    without = additivity(**_common(subject), sinks=1)["r"] if min(subject.lengths) > _LEAST else np.nan
+    return table.assign(r_without_first=without)
 
 
 def told_apart(table: pd.DataFrame) -> str:
