@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import resumed
 import torch
 
 from tl_posdisent.experiments import positional_subspace
@@ -35,7 +35,6 @@ from tl_posdisent.synthetic import (
     sufficient_heads,
     train_preset,
 )
-from tl_posdisent.utils.files import whole_file
 
 TABLE = Path(__file__).with_name("deposit_96_heads.csv")
 ANGLES = Path(__file__).with_name("displaced_subspace.csv")
@@ -126,15 +125,8 @@ def row_of(chosen: Cell, folder: Path) -> dict[str, Any]:
 
 
 def finished() -> pd.DataFrame:
-    """All cells that were measured, one row each."""
-    return pd.read_csv(TABLE)
-
-
-def add(row: dict[str, Any]) -> None:
-    """Write the table with one more row."""
-    table = pd.concat([finished(), pd.DataFrame([row])]).sort_values(KEY, ignore_index=True)
-    with whole_file(TABLE) as file:
-        file.write(table.round(4).to_csv(index=False).encode("utf-8"))
+    """All models that were measured, one row each."""
+    return resumed.finished(TABLE, KEY)
 
 
 def one_necessary(table: pd.DataFrame, mode: str) -> pd.Series:
@@ -210,16 +202,7 @@ def displaced(folder: Path) -> pd.DataFrame:
 
 
 def main(folder: Path, minutes: float, chosen: list[Cell]) -> None:
-    torch.set_num_threads(1)
-    start = time.monotonic()
-    for key in chosen:
-        if (finished()[KEY] == list(key)).all(axis=1).any():
-            continue
-        if time.monotonic() - start > 60 * minutes:
-            break
-        row = row_of(key, folder)
-        add(row)
-        print("{task}, {encoding}, {rotary_heads} rotary heads, seed {seed}: {accuracy:.3f}".format(**row), flush=True)
+    resumed.fill(TABLE, KEY, chosen, lambda key: row_of(key, folder), minutes)
 
 
 if __name__ == "__main__":

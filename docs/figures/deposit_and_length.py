@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
+import resumed
 from scipy import stats
 
 from tl_posdisent.synthetic import TriggerDistance, deposit, evaluate, head_drops, preset, train_preset
-from tl_posdisent.utils.files import whole_file
 
 TABLE = Path(__file__).with_name("deposit_and_length.csv")
 SMALL = preset("small")
@@ -74,19 +73,11 @@ def row_of(key: Model, folder: Path) -> dict[str, Any]:
 
 def finished() -> pd.DataFrame:
     """All models that were measured, one row each."""
-    return pd.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=KEY)
+    return resumed.finished(TABLE, KEY)
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    for key in models():
-        if (finished()[KEY] == list(key)).all(axis=1).any():
-            continue
-        row = row_of(key, folder)
-        table = pd.concat([finished(), pd.DataFrame([row])]).sort_values(KEY, ignore_index=True)
-        with whole_file(TABLE) as file:
-            file.write(table.round(4).to_csv(index=False).encode("utf-8"))
-        print(*key, *(f"{row[f'accuracy_{name}']:.3f}" for name in MORE), flush=True)
+    resumed.fill(TABLE, KEY, models(), lambda key: row_of(key, folder))
 
 
 # More concentrated is larger in both: the share of the largest drop, and fewer effective heads.

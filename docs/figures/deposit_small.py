@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import resumed
 import torch
 
 from tl_posdisent.synthetic import deposit, head_drops, preset, train_preset
-from tl_posdisent.utils.files import whole_file
 
 TABLE = Path(__file__).with_name("deposit_small.csv")
 SMALL = preset("small")
@@ -50,19 +50,11 @@ def row_of(key: Model, folder: Path) -> dict[str, Any]:
 
 def finished() -> pd.DataFrame:
     """All models that were measured, one row each."""
-    return pd.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=KEY)
+    return resumed.finished(TABLE, KEY)
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    for key in models():
-        if (finished()[KEY] == list(key)).all(axis=1).any():
-            continue
-        row = row_of(key, folder)
-        table = pd.concat([finished(), pd.DataFrame([row])]).sort_values(KEY, ignore_index=True)
-        with whole_file(TABLE) as file:
-            file.write(table.round(4).to_csv(index=False).encode("utf-8"))
-        print(*key, f"{row['accuracy']:.3f} {row['zero_drop']:.2f} {row['zero_effective_heads']:.1f}", flush=True)
+    resumed.fill(TABLE, KEY, models(), lambda key: row_of(key, folder))
 
 
 def most_frequent(tokens: torch.Tensor, labels: torch.Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,13 +22,9 @@ PAGE, README = (
 
 
 def loaded(name: str) -> ModuleType:
-    path = ROOT / "docs" / "figures" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs" / "figures"))
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
