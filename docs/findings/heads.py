@@ -91,7 +91,7 @@ def rungs(model: Any, source: Source) -> Iterator[Row]:
     the model itself: static attention, predicted for other texts; banded, fitted to the predicted texts;
     and the heads' own attention in a window of the last keys and the first token."""
     n = how_many(model, source, HELD_OUT)
-    texts = parts(model, source, n + FITTED, LENGTH)
+    texts = parts(model, source, n + (FITTED // 2 if source == "demo" else FITTED), LENGTH)
     heldout, fitted = texts[:n], texts[n:]
     base, mean = losses(model, heldout), losses(model, heldout, ablated(model, fitted))
     yield row("loss, mean outputs", mean, LENGTH, 'ablate_heads(model, None, mode="mean", reference=fitted)')
