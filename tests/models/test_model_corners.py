@@ -67,8 +67,9 @@ def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
     spec = tp.read_model(llama).specs()[0]
     closed = replace(spec, scores_editable=False)
     hidden = replace(spec, scores=None, z=None)
-    for layer in (closed, hidden):
-        with pytest.raises(ValueError, match=r"discards edited scores: edit its results .* or load the model with the"):
+    hides = "shows no scores, and its hook_z is not the sum of the values at its hooks, weighted by its pattern"
+    for layer, why in ((closed, "discards edited scores"), (hidden, hides)):
+        with pytest.raises(ValueError, match=rf"{why}: edit its results .* or load the model with the"):
             replace_scores(layer, [0], lambda view: view.scores, "a test")
     unread = replace(spec, q=None, problem="hook_q does not fire")
     with pytest.raises(ValueError, match="hook_q does not fire"):

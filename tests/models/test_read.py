@@ -27,8 +27,16 @@ KV_HEADS = {"llama-mqa": 1, "falcon": 1} | dict.fromkeys(
     ("llama", "neox", "neox-half", "gptj", "codegen", "phi", "olmo2", "gpt2", "opt", "gpt_neo", "bloom", "mpt"), 8
 )  # 4 elsewhere
 WINDOWS = {"mistral": [6, 6], "gemma2": [5, None], "gemma3": [5, 5, None], "gpt_oss": [5, None], "gpt_neo": [None, 5]}
+WINDOWS["gemma4"] = [5, 5, 5, 5, 5, None]
 SOFT_CAPS = {"gemma2": 3.0}
-SCALES = {"neox": 16**-0.5, "qwen3": 16**-0.5, "gemma2": 24**-0.5, "gemma3": 24**-0.5, "gpt_neo": 1.0}  # 8 ** -0.5 else
+SCALES = {
+    "neox": 16**-0.5,
+    "qwen3": 16**-0.5,
+    "gemma2": 24**-0.5,
+    "gemma3": 24**-0.5,
+    "gpt_neo": 1.0,
+    "gemma4": 1.0,
+}  # 8 ** -0.5 else
 
 
 def own_frequencies(name: str) -> list[Tensor]:
@@ -37,7 +45,7 @@ def own_frequencies(name: str) -> list[Tensor]:
     if name in ("gptj", "codegen"):
         dim = model.config.rotary_dim
         return [1 / 10_000 ** (torch.arange(0, dim, 2).double() / dim)] * 2
-    if name == "gemma3":
+    if name in ("gemma3", "gemma4"):
         module = model.model.rotary_emb
         return [getattr(module, f"{kind}_inv_freq").double() for kind in model.config.layer_types]
     found = [buffer.double() for key, buffer in model.named_buffers() if key.endswith(".inv_freq")]
@@ -67,7 +75,8 @@ def test_facts_of_every_layer(kind: str, name: str, shared_model: Any) -> None:
     assert [s.window for s in specs] == WINDOWS.get(name, [None] * n)
     assert [s.soft_cap for s in specs] == [SOFT_CAPS.get(name)] * n
     assert [s.scale for s in specs] == [pytest.approx(SCALES.get(name, 8**-0.5), rel=1e-6)] * n
-    assert [(s.n_heads, s.n_kv_heads, s.causal) for s in specs] == [(N_HEADS, KV_HEADS.get(name, 4), True)] * n
+    keys = [2 if name == "gemma4" and s.window is None else KV_HEADS.get(name, 4) for s in specs]
+    assert [(s.n_heads, s.n_kv_heads, s.causal) for s in specs] == [(N_HEADS, kv, True) for kv in keys]
     assert [s.problem for s in specs] == [None] * n
     assert all(s.architecture == type(zoo.hf_model(name)).__name__ for s in specs)
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 import transformers
 from support import zoo
-from support.zoo_configs import _FULL, _GEMMA, _HYBRID, _SLIDING, _grouped
+from support.zoo_configs import _SLIDING, _grouped
 
 from tl_posdisent import (
     ablate_heads,
     additivity,
     check_model,
-    fit_additive,
     head_ablation,
     head_effects,
     read_model,
@@ -89,45 +88,6 @@ def test_a_block_that_runs_twice(loop: str, tool: str) -> None:
         add()
     with pytest.raises(ArgumentError, match=r"model must run each block once in a pass, .* runs block \d 2 times"):
         TOOLS[tool](model)
-
-
-# --- architectures of which TransformerLens shows no scores ---
-
-
-SHOW_PATTERNS: dict[str, tuple[dict[str, Any], str]] = {
-    "Llama4": (
-        _grouped(intermediate_size_mlp=96, num_local_experts=2, head_dim=8, no_rope_layers=[1, 0]),
-        "Llama4TextConfig",
-    ),
-    "NanoChat": (_grouped(head_dim=8), ""),
-    "Afmoe": (
-        _grouped(head_dim=8, num_experts=2, num_experts_per_tok=1, num_shared_experts=1, num_dense_layers=1)
-        | {"moe_intermediate_size": 32, "sliding_window": 8},
-        "",
-    ),
-    "OlmoHybrid": (_HYBRID | {"layer_types": ["linear_attention", _FULL] * 2}, ""),
-    "Gemma4": (
-        {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
-        | {"layer_types": [_SLIDING, _FULL], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-        | {"global_head_dim": 16},
-        "Gemma4TextConfig",
-    ),
-}
-
-
-@pytest.mark.parametrize("family", SHOW_PATTERNS)
-def test_a_pattern_in_place_of_scores_is_the_reason(family: str) -> None:
-    model = bridge(family, *SHOW_PATTERNS[family])
-    spec = read_model(model).specs()[0]
-    with torch.no_grad():
-        _, cache = model.run_with_cache(TOKENS)
-    assert torch.equal(cache["attn_scores", spec.layer], cache["pattern", spec.layer])
-    for tool in (lambda: additivity(model, TOKENS, progress=False), lambda: swap_positions(model, lambda p: p)):
-        with pytest.raises(ValueError, match="hook_attn_scores carries the attention pattern instead") as caught:
-            tool()
-        assert "ALiBi" not in str(caught.value)
-    with pytest.raises(ArgumentError, match=r"if that is what was passed, TransformerLens carries the pattern there"):
-        fit_additive(cache["attn_scores", spec.layer])
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])

@@ -83,6 +83,8 @@ _GEMMA = _modern(num_key_value_heads=4, head_dim=16, query_pre_attn_scalar=24, s
 # The cap of 3 bites: random scores here have a standard deviation of about 3.
 _CAPPED = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
 _BY_LAYER = {_SLIDING: _rope(100.0), _FULL: _rope(5000.0, rope_type="linear", factor=2.0)}
+_QUARTER = _rope(5000.0, rope_type="proportional", partial_rotary_factor=0.25)
+_PROPORTIONAL = {_SLIDING: _rope(100.0), _FULL: _QUARTER}
 _LATENT = {
     **{"num_key_value_heads": N_HEADS, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12},
     **{"qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4},
@@ -116,6 +118,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma3",
         _GEMMA | {"num_hidden_layers": 3, "layer_types": [_SLIDING, _SLIDING, _FULL], "rope_parameters": _BY_LAYER},
         "Gemma3TextConfig",
+        embedding=0.09,
+    ),
+    # As Gemma 4 31B: five windows to one full layer, which has larger heads, fewer keys, values that are its normalised
+    # keys, and rotates a quarter of each head by the frequencies of a whole one.
+    "gemma4": _of(
+        "Gemma4",
+        {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
+        | {"num_hidden_layers": 6, "layer_types": [*[_SLIDING] * 5, _FULL], "attention_k_eq_v": True}
+        | {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+        | {"final_logit_softcapping": 10.0, "rope_parameters": _PROPORTIONAL},
+        "Gemma4TextConfig",
         embedding=0.09,
     ),
     "falcon": _of(

@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits import running_positions as text
-from tl_posdisent.hooks.edits.layer_plan import Grouped, grouped
+from tl_posdisent.hooks.edits.layer_plan import Z_OF_VALUES, Grouped, grouped
 from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_cache
-from tl_posdisent.hooks.edits.recomputed_scores import of_heads
+from tl_posdisent.hooks.edits.recomputed_scores import gathered, of_heads
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
 from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.hooks.edits.scores_at_distances import rotated_vectors
@@ -97,15 +97,15 @@ def _as_turned(state: LayerState, queries: Tensor, keys: Tensor) -> tuple[Tensor
 def check_result(
     state: LayerState, own: Float[Tensor, "batch pos head d_head"], pattern: Float[Tensor, "batch head query key"]
 ) -> None:
-    """Raise unless ``hook_z`` is the pattern times ``hook_v``: only then can it be computed from edited scores."""
+    """Raise unless z is the pattern times values (and gate): only then can it be computed from edited scores."""
     spec = state.spec
-    z, pattern = own.detach().double(), pattern.detach().double()
-    rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(state.plan.heads)
-    v = state.values(pattern.shape[-1]).detach().double()
-    values, z = v[:, :, [spec.key_head(head) for head in heads]], z[:, rows][:, :, heads]
-    ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads][:, :, rows], values)
+    pattern, z, heads = pattern.detach(), own.detach().double(), sorted(state.plan.heads)
+    rows = spread_rows(z.shape[1], _ROWS_CHECKED, z.device)
+    ours = gathered(state, pattern[:, heads][:, :, rows].double(), heads, rows)
+    z = z[:, rows][:, :, heads]
+    ours = ours.detach()
     if ours.shape != z.shape or mismatch(z, ours, own.dtype) > 1:
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture} shows no scores that could be edited, and its hook_z is not "
-            "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
+            f"{Z_OF_VALUES}: its scores cannot be changed"
         )

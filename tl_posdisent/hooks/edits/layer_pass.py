@@ -10,9 +10,10 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 6. *keys are turned*.
 7. *scores*: the mask is read; the model's scores are compared with what was read from the model, and edited.
 8. *values* are stored, if the model shows no scores,
-9. and the result of edited scores is *put in* at ``hook_z``.
-10. *pattern*: checked, since it alone shows the mask of such a model; in some models it comes before the result.
-11. *result*: the output of heads is replaced at ``hook_z``, regardless of their attention.
+9. and so is the *gate* that multiplies their sum in some models,
+10. and the result of edited scores is *put in* at ``hook_z``.
+11. *pattern*: checked, since it alone shows the mask of such a model; in some models it comes before the result.
+12. *result*: the output of heads is replaced at ``hook_z``, regardless of their attention.
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
 turned for the wrong positions. Then the pass *falls back*: it recomputes the scores of all heads with rotation edits.
@@ -273,12 +274,17 @@ def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
     return TextSoFar(state.texts, n_key, positions, state.misplaced, keys, values)
 
 
-# --- 8, 9, 10: models that neither show scores nor use edited ones
+# --- 8 to 11: models that neither show scores nor use edited ones
 
 
 def _values(state: LayerState, x: Tensor) -> None:
     assert state.spec.v is not None
     state.vectors = replace(state.vectors, v=state.spec.v.read(x))
+
+
+def _gate(state: LayerState, x: Tensor) -> None:
+    assert state.spec.gate is not None
+    state.vectors = replace(state.vectors, gate=state.spec.gate.read(x))
 
 
 def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
@@ -331,7 +337,7 @@ def _finish(state: LayerState) -> None:
     state.text = _extended_text(state, pattern)
 
 
-# --- 11: results
+# --- 12: results
 
 
 def _result(state: LayerState, x: Tensor) -> Tensor:
@@ -350,6 +356,7 @@ _TAKEN_AT = {
     Step.TURN_KEYS: _turn_keys,
     Step.SCORES: _scores,
     Step.VALUES: _values,
+    Step.GATE: _gate,
     Step.PUT_IN: _put_in,
     Step.PATTERN: _pattern,
     Step.RESULT: _result,

@@ -30,6 +30,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.utils.validation import head_label
 
+Z_OF_VALUES = "the sum of the values at its hooks, weighted by its pattern"
+
 Grouped = dict[HeadRotation, list[int]]
 """Heads, or key heads, grouped by the edits of their rotation."""
 
@@ -45,9 +47,10 @@ class Step(IntEnum):
     TURN_KEYS = 6
     SCORES = 7
     VALUES = 8
-    PUT_IN = 9
-    PATTERN = 10
-    RESULT = 11
+    GATE = 9
+    PUT_IN = 10
+    PATTERN = 11
+    RESULT = 12
 
 
 def at_head(layer: int, head: int) -> str:
@@ -145,28 +148,32 @@ class LayerPlan:
 
     @cached_property
     def steps(self) -> dict[str, list[Step]]:
-        """The steps at each hook, by its name."""
+        """The steps at each hook, by its name, in the order in which the hooks fire."""
         spec = self.spec
         places: list[tuple[Step, Tap | str | None]] = []
         if self.heads:
             places += [(Step.QUERIES, spec.q), (Step.KEYS, spec.k), (Step.COSINES, spec.cos), (Step.SINES, spec.sin)]
             places += [(Step.TURN_QUERIES, spec.turn_q), (Step.TURN_KEYS, spec.turn_k), (Step.SCORES, spec.scores)]
             if spec.scores is None:
-                places += [(Step.VALUES, spec.v), (Step.PUT_IN, spec.z), (Step.PATTERN, spec.pattern)]
+                places += [
+                    (Step.VALUES, spec.v),
+                    (Step.GATE, spec.gate),
+                    (Step.PUT_IN, spec.z),
+                    (Step.PATTERN, spec.pattern),
+                ]
         if self.result_edits:
             places.append((Step.RESULT, spec.z or hook_name(spec.layer, "hook_z")))
         steps: dict[str, list[Step]] = {}
         for step, where in places:
             if where is not None:
                 steps.setdefault(where.name if isinstance(where, Tap) else where, []).append(step)
-        return steps
+        fired = list(spec.points.values())
+        return dict(sorted(steps.items(), key=lambda at: fired.index(at[0]) if at[0] in fired else len(fired)))
 
 
 def can_rescore(spec: AttentionSpec) -> bool:
     """Say whether edited scores reach the output of a layer: at the hook of its scores, or by its result."""
-    if spec.scores is not None:
-        return spec.scores_editable
-    return spec.v is not None and spec.z is not None and spec.pattern is not None
+    return spec.puts_in_result if spec.scores is None else spec.scores_editable
 
 
 def plan_layer(spec: AttentionSpec, interventions: Sequence[Intervention]) -> LayerPlan:
@@ -234,8 +241,11 @@ def _check_hooks(plan: LayerPlan) -> None:
     if not (plan.rescored or plan.score_edits):
         return
     if not can_rescore(spec):
+        why = (
+            f"shows no scores, and its hook_z is not {Z_OF_VALUES}" if spec.scores is None else "discards edited scores"
+        )
         raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} discards edited scores: edit its results (ablate_heads) or the "
+            f"layer {spec.layer} of {spec.architecture} {spec.problem or why}: edit its results (ablate_heads) or the "
             "rotation of all heads that share keys, or load the model with the other backend"
         )
     if (plan.recomputes or plan.reads_vectors) and (spec.q is None or spec.k is None):

@@ -61,8 +61,19 @@ def result_of(
     pattern = masked_softmax(edited_scores(state, scores, inside), inside)
     # For other heads, whose vectors are turned, the model's own result is right, and scores may be unknown.
     heads = sorted({h for _, some in [*state.rescored.items(), *state.plan.score_edits] for h in some})
-    values = state.values(scores.shape[-1])[:, :, [state.spec.key_head(h) for h in heads]]
-    return heads, torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
+    return heads, gathered(state, pattern[:, heads], heads)
+
+
+def gathered(
+    state: LayerState,
+    pattern: Float[Tensor, "batch some row key"],
+    heads: Sequence[int],
+    rows: Tensor | slice = slice(None),
+) -> Float[Tensor, "batch row some d_head"]:
+    """Compute z of some heads, for some queries, from their patterns."""
+    values, gate = state.values(pattern.shape[-1]), state.vectors.gate
+    of_some = values[:, :, [state.spec.key_head(head) for head in heads]]
+    return state.spec.gathered(pattern, of_some, None if gate is None else gate[:, rows][:, :, list(heads)])
 
 
 def of_heads(inside: Bool[Tensor, "*lead query key"], heads: Sequence[int]) -> Bool[Tensor, "*_ query key"]:

@@ -18,13 +18,15 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.query_key_hooks import Layout, Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation, modules
-from tl_posdisent.rope.rotary import Rotary, rotary_from_table, table_like
+from tl_posdisent.rope.rotary import Pairing, Rotary, rotary_from_table, table_like
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.validation import is_number
+
+PAIRINGS: tuple[Pairing, ...] = ("half", "adjacent")
 
 Seen = dict[str, Tensor]
 """Tensors recorded in one layer during one pass, by short hook name."""
@@ -42,7 +44,6 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
     def named(short: str) -> str | None:
         return hook_name(layer, short) if short in seen else None
 
-    q, k = (query_or_key(model, layer, which, seen) for which in "qk")
     n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     spec = AttentionSpec(
         layer=layer,
@@ -71,39 +72,74 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
         )
     if not is_mask(visible, causal, window):
         return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
-    if q is None or k is None:
+    pairs = list(queries_and_keys(model, layer, seen))
+    if not pairs:
         return replace(spec, problem="hook_q and hook_k do not fire")
     rotations = [*rotaries(model, attn, seen, own), None]
-    factors = dict.fromkeys(scales(attn, spec.d_head))  # each once, in order
-    caps = dict.fromkeys(soft_caps(model, attn))
-    return _explain_scores(spec, q, k, seen, visible, itertools.product(rotations, factors, caps))
+    factors = dict.fromkeys(scales(attn, seen["hook_q"].shape[-1] if seen["hook_q"].ndim == 4 else cfg.d_head))
+    caps = dict.fromkeys(soft_caps(model, attn))  # each once, in order
+    spec = _explain_scores(spec, seen, visible, itertools.product(rotations, pairs, factors, caps))
+    return spec if shows_scores(seen) or spec.problem else _explain_result(spec, seen)
 
 
 def _explain_scores(
-    spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, explanations: Iterable[Any]
+    spec: AttentionSpec,
+    seen: Seen,
+    visible: Tensor,
+    explanations: Iterable[tuple[Rotary | None, Pair, float, float | None]],
 ) -> AttentionSpec:
-    """Find the rotation, scale and soft cap (the most specific first) under which queries and keys give the scores."""
-    fits = q.read(seen[short_name(q)]), k.read(seen[short_name(k)])
-    if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
-        return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
-    certain = all(bool(x.any()) for x in fits)
-    # Take the number of key heads from the hooks: TransformerLens may ungroup keys.
-    spec = replace(spec, n_kv_heads=fits[1].shape[2], certain=certain)
-    k = replace(k, n_heads=spec.n_kv_heads)
+    """Find the hooks, rotation, scale and soft cap (the most specific first) by which queries and keys give scores."""
     positions = torch.arange(len(visible), device=visible.device)
+    read: dict[Pair, tuple[Tensor, Tensor] | None] = {}
     tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
-    for rotary, scale, cap in explanations:
-        candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap)
-        turned = candidate.rotated(fits[0].double(), positions), candidate.rotated(fits[1].double(), positions)
+    for rotary, pair, scale, cap in explanations:
+        if pair not in read:
+            read[pair] = _per_head(spec, seen, len(visible), pair)
+        vectors = read[pair]
+        if vectors is None or (rotary is not None and rotary.dim > vectors[0].shape[-1]):
+            continue
+        candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap, q=pair[0], k=pair[1])
+        candidate = _with_sizes(candidate, *vectors)
+        turned = candidate.rotated(vectors[0], positions), candidate.rotated(vectors[1], positions)
         tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
         if tried[-1][0] < 0.02:  # 2 % of the rounding tolerance: no other candidate can be right
             break
+    if not tried:
+        return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
     best = min(error for error, *_ in tried)
     if best > 1:
-        return replace(spec, problem=_unexplained(seen))
+        return replace(spec, n_kv_heads=tried[0][1].n_kv_heads, problem=_unexplained(seen))
     # Among those that fit equally well (a high soft cap leaves no trace in 16 bits), the first is the most specific.
     _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
-    return _with_taps(chosen, q, k, turned, seen)
+    return _with_taps(chosen, turned, seen)
+
+
+def _per_head(spec: AttentionSpec, seen: Seen, length: int, pair: Pair) -> tuple[Tensor, Tensor] | None:
+    """Read queries and keys in float64, or return None if these hooks do not carry one vector for each head."""
+    q, k = (tap.read(seen[short_name(tap)]) for tap in pair)
+    per_head = all(x.ndim == 4 and x.shape[1] == length and spec.n_heads % x.shape[2] == 0 for x in (q, k))
+    return (q.double(), k.double()) if per_head and q.shape[3] == k.shape[3] else None
+
+
+def _with_sizes(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:
+    """Take sizes from the vectors: TransformerLens may ungroup keys, and layers may differ."""
+    assert spec.k is not None
+    n_kv, d_head = k.shape[2:]
+    certain = bool(q.any()) and bool(k.any())
+    return replace(spec, k=replace(spec.k, n_heads=n_kv), n_kv_heads=n_kv, d_head=d_head, certain=certain)
+
+
+def _explain_result(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
+    """Find the values of which z is the weighted sum, and the gate that multiplies it, if there is one."""
+    if "hook_z" in seen and "hook_pattern" in seen:
+        for v, gate in itertools.product(value_taps(spec, seen), gate_taps(spec, seen)):
+            values, gates = (None if tap is None else tap.read(seen[short_name(tap)]) for tap in (v, gate))
+            found = replace(spec, v=v, gate=gate)
+            if values is not None and values.shape[2] == spec.n_kv_heads:
+                gathered = found.gathered(seen["hook_pattern"], values, gates)
+                if gathered.shape == seen["hook_z"].shape and mismatch(seen["hook_z"], gathered) <= 1:
+                    return found
+    return replace(spec, v=None)
 
 
 def _unexplained(seen: Seen) -> str:
@@ -124,32 +160,44 @@ _ROTATED_EARLIER = (
 )
 
 
-def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
-    """Add the hooks of queries, keys and tables; turned vectors are set after the rotation if hooks fire there."""
+def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
+    """Add the hooks of turned vectors and tables; vectors are set after the rotation if a hook fires there."""
     layer = spec.layer
-
-    def fires(name: str, x: Tensor) -> bool:
-        return name in seen and seen[name].shape == x.shape and mismatch(seen[name], x) <= 1
-
-    rotated = dict(zip(("hook_rot_q", "hook_rot_k"), turned, strict=True))
     if spec.rotary is None:
-        if any(name in seen and not fires(name, x) for name, x in rotated.items()):
-            return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
-        return replace(spec, q=q, k=k)
-    turn_q, turn_k = (
-        Tap(hook_name(layer, name), "pos head", tap.n_heads) if fires(name, x) else tap
-        for (name, x), tap in zip(rotated.items(), (q, k), strict=True)
-    )
+        for name, x in zip(("hook_rot_q", "hook_rot_k"), turned, strict=True):
+            if name in seen and not _carries(seen[name], x):
+                return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+        return spec
+
+    def turning(which: str, tap: Tap | None, x: Tensor) -> Tap | None:
+        assert tap is not None
+        for name in (f"hook_rot_{which}", f"{which}_norm.hook_out"):
+            for layout in _layouts(seen, name):
+                behind = Tap(hook_name(layer, name), layout, tap.n_heads)
+                if _carries(behind.read(seen[name]), x):
+                    return behind
+        return tap if tap.norm is None else None  # a norm would have to be undone
+
     tables = "hook_cos" in seen and "hook_sin" in seen
     return replace(
         spec,
-        q=q,
-        k=k,
-        turn_q=None if turn_q.norm is not None else turn_q,  # a norm would have to be undone
-        turn_k=None if turn_k.norm is not None else turn_k,
+        turn_q=turning("q", spec.q, turned[0]),
+        turn_k=turning("k", spec.k, turned[1]),
         cos=hook_name(layer, "hook_cos") if tables else None,
         sin=hook_name(layer, "hook_sin") if tables else None,
     )
+
+
+def _layouts(seen: Seen, *names: str) -> list[Layout]:
+    """Return the layouts that tensors at these hooks may have; none if one of the hooks did not fire."""
+    if any(name not in seen for name in names):
+        return []
+    return ["flat"] if seen[names[0]].ndim == 3 else ["pos head", "head pos"]
+
+
+def _carries(seen: Tensor, x: Tensor) -> bool:
+    """Say whether a hook carried these vectors."""
+    return seen.shape == x.shape and mismatch(seen, x) <= 1
 
 
 # --- what a pass showed, and how well a candidate fits it
@@ -212,8 +260,8 @@ def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visibl
 
 
 def short_name(tap: Tap) -> str:
-    """Return the hook's name without the layer: ``"hook_q"``."""
-    return tap.name.rsplit(".", 1)[-1]
+    """Return the hook's name within the attention of a layer: ``"hook_q"``, ``"q_norm.hook_out"``."""
+    return tap.name.split(".attn.", 1)[-1]
 
 
 # --- candidates, from the attributes of model classes
@@ -236,8 +284,38 @@ def lengths_of_note(model: Any) -> tuple[list[int], int]:
     return noted, min(filter(None, ends), default=0)
 
 
-def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) -> Tap | None:
-    """Return the last hook that carries queries or keys before rotation, or None."""
+Pair = tuple[Tap, Tap]
+"""The hooks of queries and of keys."""
+
+
+def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
+    """Yield candidates for the hooks that carry queries and keys before rotation, the last in the pass first.
+
+    Where Hugging Face's code computes the attention, a norm may come before the rotation or after it.
+    """
+    pair = [_query_or_key(model, layer, which, seen) for which in "qk"]
+    if pair[0] is None or pair[1] is None:
+        return
+    own, plain = getattr(model.blocks[layer].attn, "original_component", None), (pair[0], pair[1])
+    if own is not None and not shows_scores(seen):
+        names = [f"{which}_norm.hook_out" for which in "qk"]
+        for layout in _layouts(seen, *names):
+            taps = [
+                replace(tap, name=hook_name(layer, name), layout=layout) for tap, name in zip(plain, names, strict=True)
+            ]
+            before = [tap.read(seen[name.replace("out", "in")]) for tap, name in zip(taps, names, strict=True)]
+            if all(torch.equal(x, seen[short_name(tap)]) for x, tap in zip(before, plain, strict=True)):
+                yield taps[0], taps[1]
+        # One without weights after the rotation is the same before it, and need not have a hook.
+        norms = [getattr(own, f"{which}_norm", getattr(own, "qk_norm", None)) for which in "qk"]
+        if all(norm is not None and not any(True for _ in norm.parameters()) for norm in norms):
+            q_norm, k_norm = (getattr(norm, "original_component", norm) for norm in norms)  # without its hooks
+            yield replace(plain[0], norm=q_norm), replace(plain[1], norm=k_norm)
+    yield plain
+
+
+def _query_or_key(model: Any, layer: int, which: str, seen: Seen) -> Tap | None:
+    """Return the last hook of TransformerLens's own that carries queries or keys before rotation, or None."""
     attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
     if which == "k":
         n_heads = getattr(model.cfg, "n_key_value_heads", None) or n_heads
@@ -254,6 +332,20 @@ def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) ->
         else:  # OLMo 2 normalises all heads together
             norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
     return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
+
+
+def value_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap]:
+    """Yield candidates for the hook of the values that are weighted, the last in the pass first."""
+    for name in ("v_norm.hook_out", "hook_v"):
+        if name in seen:
+            yield Tap(hook_name(spec.layer, name), "pos head", spec.n_kv_heads)
+
+
+def gate_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap | None]:
+    """Yield candidates for the hook of what multiplies z before the output projection; None for nothing."""
+    yield None
+    if "gate.hook_out" in seen:
+        yield Tap(hook_name(spec.layer, "gate.hook_out"), "flat", spec.n_heads, torch.sigmoid)
 
 
 def scales(attn: Any, d_head: int) -> Iterator[float]:
@@ -301,19 +393,25 @@ class OwnNumbers(NamedTuple):
 
     frequencies: list[Tensor]
     factors: list[float]
+    pairs: list[tuple[Tensor, float]]  # frequencies with the factor that the same module stores for them
 
 
 def own_numbers(model: Any) -> OwnNumbers:
     """Collect the model's own frequencies and attention factors."""
     parts = modules(model)
-    found = {id(x): x for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
-    buffers = [x.detach() for x in found.values() if x is not None and x.is_floating_point()]
+    found = {id(x): (x, part, name) for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
+    stored = [(x.detach(), part, name) for x, part, name in found.values() if x is not None and x.is_floating_point()]
     values = [x for part in parts for name, x in vars(part).items() if name.endswith("attention_scaling")]
-    return OwnNumbers(buffers, [number for x in values if (number := _number(x)) is not None])
+    factors = [number for x in values if (number := _number(x)) is not None]
+    pairs = []
+    for x, part, name in stored:
+        named = _number(vars(part).get(name.removesuffix("inv_freq") + "attention_scaling"))
+        pairs.append((x, 1.0 if named is None else named))
+    return OwnNumbers([x for x, *_ in stored], factors, pairs)
 
 
 def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) -> Iterator[Rotary]:
-    """Yield a rotation from every table that the layer may be using, in both pairings."""
+    """Yield a rotation from every table, or stored frequencies, that the layer may be using, in both pairings."""
     for cos, sin in _tables(model, attn, seen):
         if cos.shape[-1] == 0 or cos.shape[0] < 2:
             continue
@@ -321,8 +419,12 @@ def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) ->
             rotary = _exact(rotary_from_table(cos, sin), cos.dtype, own)
         except ValueError:
             continue
-        for pairing in ("half", "adjacent"):
+        for pairing in PAIRINGS:
             yield replace(rotary, pairing=pairing)
+    if not shows_scores(seen):  # the tables of Hugging Face's code may pass no hook
+        for x, factor in own.pairs:
+            for sign, pairing in itertools.product((1.0, -1.0), PAIRINGS):  # nanochat rotates the other way
+                yield Rotary(sign * x.double(), pairing, factor, torch.float32, x.dtype)
 
 
 def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:

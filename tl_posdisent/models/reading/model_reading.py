@@ -74,7 +74,7 @@ class ModelReading(HasTable):
                     "heads": spec.n_heads,
                     "key_heads": spec.n_kv_heads,
                     "d_head": spec.d_head,
-                    "rotated": 0 if rotary is None else rotary.dim,
+                    "rotated": 0 if rotary is None else 2 * int((rotary.frequencies != 0).sum()),
                     "base": nan if rotary is None else rotary.base,
                     "scale": spec.scale,
                     "soft_cap": spec.soft_cap,

@@ -24,7 +24,7 @@ from tl_posdisent.models.reading.explanation import (
     lengths_of_note,
     misfit,
     own_numbers,
-    query_or_key,
+    queries_and_keys,
     short_name,
     shows_scores,
     visible_cells,
@@ -58,16 +58,17 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         own = own_numbers(model)  # after the pass, which may overwrite them
         specs = [explain(p, layer, seen[layer], own) for layer in layers]
 
-        # A pattern alone says little about scores that are very large or almost equal.
-        def to_unit_size(x: Tensor, hook: Any) -> Tensor:
-            return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
+        # A pattern alone says little about scores that are very large or almost equal: give them an ordinary size.
+        def resize(size: float, x: Tensor, hook: Any) -> Tensor:
+            return (size * x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
 
-        edits: list[Hook] = [
-            (tap.name, to_unit_size)
-            for layer in layers
-            for which in "qk"
-            if not shows_scores(seen[layer]) and (tap := query_or_key(model, layer, which, seen[layer]))
-        ]
+        edits: list[Hook] = []
+        for spec in specs:
+            if not shows_scores(seen[spec.layer]):
+                own_taps = next(queries_and_keys(model, spec.layer, seen[spec.layer]), ())
+                size = (spec.d_head**0.5 * (spec.scale or spec.d_head**-0.5)) ** -0.5  # so that scores have variance 1
+                taps = (spec.q, spec.k) if spec.q and spec.k else own_taps
+                edits += [(tap.name, partial(resize, size)) for tap in taps if tap.norm is None]
         if edits:
             seen = listen(p, tokens, layers, edits)
             again = [explain(p, layer, seen[layer], own) for layer in layers]
@@ -99,6 +100,8 @@ def _running_each_block_once(p: Pass) -> Iterator[None]:
 _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
     *("hook_cos", "hook_sin", "hook_attn_scores", "hook_pattern", "hook_z"),
+    *("q_norm.hook_out", "k_norm.hook_out", "v_norm.hook_out", "gate.hook_out"),
+    *("q_norm.hook_in", "k_norm.hook_in"),
 )
 
 
@@ -193,8 +196,9 @@ def _explains(
     spec: AttentionSpec, taps: tuple[Tap, Tap], positions: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]
 ) -> bool:
     """Say whether the layer's scores are those of the queries and keys at two hooks, before or after the rotation."""
-    vectors = [(short_name(tap), tap.read(seen[short_name(tap)]).double()) for tap in taps]
-    q, k = (x if name.startswith("hook_rot") else spec.rotated(x, positions) for name, x in vectors)
+    vectors = [(tap.name, tap.read(seen[short_name(tap)]).double()) for tap in taps]
+    plain = [tap.name for tap in (spec.q, spec.k) if tap]
+    q, k = (spec.rotated(x, positions) if name in plain else x for name, x in vectors)
     return misfit(spec, q, k, seen, visible) <= 1
 
 
@@ -223,12 +227,16 @@ def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
     if spec.rotary is None:
         return spec
     if not (spec.turn_q and spec.turn_k):
+        if spec.puts_in_result:  # scores at other positions can be computed, and act by the result
+            return spec
         return replace(spec, no_rotation="has no hook at which turned queries and keys can be set")
     visible = visible_cells(now)
     if visible is not None:
         positions = torch.arange(len(visible), device=visible.device)
         if _explains(spec, (spec.turn_q, spec.turn_k), positions, now, visible):
             return spec
+    if spec.puts_in_result:
+        return replace(spec, turn_q=None, turn_k=None)
     reason = f"discards edits at {spec.turn_q.name} and {spec.turn_k.name}"
     return replace(spec, turn_q=None, turn_k=None, no_rotation=reason)
 

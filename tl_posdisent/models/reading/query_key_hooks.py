@@ -15,13 +15,13 @@ Layout = Literal["pos head", "head pos", "flat"]
 
 @dataclass(frozen=True)
 class Tap:
-    """A hook at which queries, keys or values can be read, and the layout of its tensor.
+    """A hook at which queries, keys, values or gates can be read, and the layout of its tensor.
 
     Attributes:
         name: the hook's full name.
         layout: ``[batch, pos, head, d_head]``, ``[batch, head, pos, d_head]`` or ``[batch, pos, head * d_head]``.
         n_heads: number of heads at this hook (key heads for keys).
-        norm: the QK-norm that the model applies between this hook and the rotation, if any.
+        norm: what the model applies between this hook and its use, if anything: a QK-norm, or the sigmoid of a gate.
     """
 
     name: str

@@ -41,7 +41,10 @@ class AttentionSpec:
         cos, sin: hooks of the rotation tables at which an edit takes effect; None if there are none.
         scores: the hook of the scores; None if it does not fire or does not carry scores.
         scores_editable: whether an edit at ``scores`` reaches the output.
-        pattern, z, v: the hooks of pattern, output and values; None if they do not fire.
+        pattern, z, v: the hooks of pattern, output and values; None if they do not fire, and ``v`` if z is not the sum
+            of its values in a layer that shows no scores.
+        gate: the hook of what multiplies z before the output projection, in a layer that shows no scores; None for
+            nothing.
         holds_to: ``rotary`` and ``scale`` hold for texts of up to this many tokens (None for any); longer texts are
             rotated by other tables (longrope, dynamic NTK) or scaled by position.
         scaled: whether scores at positions from ``holds_to`` on are scaled by position, whatever the tables.
@@ -75,6 +78,7 @@ class AttentionSpec:
     pattern: str | None = None
     z: str | None = None
     v: Tap | None = None
+    gate: Tap | None = None
     holds_to: int | None = None
     scaled: bool = False
     masked_below: float = -1e30
@@ -98,6 +102,11 @@ class AttentionSpec:
     def kind(self) -> str:
         """``"local"`` with a sliding window, else ``"global"``."""
         return "global" if self.window is None else "local"
+
+    @property
+    def puts_in_result(self) -> bool:
+        """Whether the layer shows no scores, and the result of edited ones can be put in at ``hook_z``."""
+        return self.scores is None and None not in (self.v, self.z, self.pattern)
 
     def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Say whether the layer's mask lets a query see a key at this distance."""
@@ -155,6 +164,22 @@ class AttentionSpec:
         grouped = rearrange(q_rot, "batch query (kv group) d -> batch query kv group d", kv=k_rot.shape[2])
         scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).flatten(1, 2)
         return self.capped(scores * self.require_scale())
+
+    @no_autocast()
+    def gathered(
+        self,
+        pattern: Float[Tensor, "batch head query key"],
+        v: Float[Tensor, "batch key kv d_value"],
+        gate: Float[Tensor, "batch query head d_value"] | None = None,
+    ) -> Float[Tensor, "batch query head d_value"]:
+        """Compute z from a pattern, values and the gate, in the wider of their dtypes.
+
+        Also accepts some heads only, with one value head each.
+        """
+        wide = torch.promote_types(pattern.dtype, v.dtype)
+        grouped = rearrange(pattern.to(wide), "batch (kv group) query key -> batch kv group query key", kv=v.shape[2])
+        z = torch.einsum("bkgqj,bjkd->bqkgd", grouped, v.to(wide)).flatten(2, 3)
+        return z if gate is None else z * gate
 
     def capped(self, scores: Tensor) -> Tensor:
         """Apply the soft cap, if the layer has one."""

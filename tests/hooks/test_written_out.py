@@ -1,0 +1,203 @@
+"""Models whose attention Hugging Face's code computes, which show no scores: every tool against attention in float64.
+
+The oracle, `support/plain_attention.py`, is written from the projections and the configuration of each class.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.plain_attention import NONE, Change, scores_of, written_out
+from torch import Tensor
+
+from tl_posdisent import (
+    ablate_heads,
+    additivity,
+    capture,
+    controlled_distance,
+    dummy_distance,
+    fit_additive,
+    head_effects,
+    limit_frequencies,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import substitute_additive
+from tl_posdisent.hooks.applied import applied
+
+pytestmark = [zoo.needs_bridge, pytest.mark.tl4]
+
+L = 12
+TOKENS = zoo.random_tokens(L)
+FAMILIES = [name for name in ("gemma4",) if name in (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)]
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@functools.cache
+def oracle(name: str) -> Any:
+    return zoo.hf_model(name).double()
+
+
+def plain(name: str, change: Change = Change()) -> Tensor:  # noqa: B008
+    with written_out(oracle(name), change):
+        return oracle(name)(TOKENS, use_cache=False).logits
+
+
+def agree(model: Any, name: str, hooks: Any, change: Change) -> None:
+    """The logits under hooks are those of the oracle, and differ from the unmodified ones."""
+    expected, before = plain(name, change), plain(name)
+    scale = before.abs().max()
+    assert (expected - before).abs().max() > 1e-2 * scale
+    with torch.no_grad(), applied(model, hooks):
+        torch.testing.assert_close(model(TOKENS).double(), expected, rtol=0, atol=float(2e-5 * scale))
+
+
+def only(heads: dict[int, int], new: Tensor, old: Tensor, layer: int) -> Tensor:
+    """The new distances for one head of some layers."""
+    picked = old.clone()
+    if layer in heads:
+        picked[heads[layer]] = new[heads[layer]]
+    return picked
+
+
+def rotating(model: Any) -> list[int]:
+    return [spec.layer for spec in read_model(model).specs() if spec.rotary is not None]
+
+
+@every_family
+def test_the_oracle_is_the_model(name: str) -> None:
+    expected = oracle(name)(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(plain(name), expected, rtol=0, atol=float(1e-5 * expected.abs().max()))
+
+
+@every_family
+def test_queries_keys_and_scores(name: str, shared_model: Any) -> None:
+    with written_out(oracle(name)) as seen:
+        oracle(name)(TOKENS, use_cache=False)
+    for layer in capture(shared_model("bridge", name), TOKENS):
+        parts, scores = seen[layer.layer]
+        inside = layer.spec.mask(L)
+        scale = scores[..., inside].abs().max()
+        torch.testing.assert_close(
+            layer.scores[..., inside].double(), scores[..., inside], rtol=0, atol=float(1e-5 * scale)
+        )
+        theta = parts.theta[parts.theta != 0]
+        own = NONE if layer.spec.rotary is None else layer.spec.rotary.frequencies
+        torch.testing.assert_close(own[own != 0], theta, rtol=1e-6, atol=0)
+
+
+@every_family
+def test_positions(name: str, shared_model: Any) -> None:
+    model, order = shared_model("bridge", name), torch.arange(L).flip(0).double() ** 1.5
+    pairs = (order[:, None] - order).expand(8, -1, -1)
+    agree(model, name, swap_positions(model, order), Change(lambda layer, d: pairs))
+    agree(model, name, dummy_distance(model, 3), Change(lambda layer, d: 0 * d + 3))
+    agree(model, name, remap_distance(model, lambda d: d.clamp(max=2)), Change(lambda layer, d: d.clamp(max=2)))
+    one, last = dict.fromkeys(rotating(model), 1), max(rotating(model))  # a head that shares its keys with others
+
+    def without(layer: int, z: Tensor) -> Tensor:
+        return z.index_fill(2, torch.tensor([2]), 0) if layer == last else z
+
+    hooks = swap_positions(model, order, heads=[*one.items()]) + ablate_heads(model, [(last, 2)])
+    agree(model, name, hooks, Change(lambda layer, d: only(one, pairs, d, layer), z=without))
+
+
+@every_family
+@pytest.mark.parametrize("mode", ["drop", "freeze"])
+def test_frequencies(name: str, mode: Any, shared_model: Any) -> None:
+    model = shared_model("bridge", name)
+
+    def low(layer: int, theta: Tensor) -> Tensor:
+        return (theta.abs() < 0.2) & (theta != 0)
+
+    hooks = limit_frequencies(model, 0.2, mode=mode)
+    if mode == "drop":
+        agree(model, name, hooks, Change(dropped=low))
+    else:
+        agree(model, name, hooks, Change(theta=lambda layer, x: x.masked_fill(low(layer, x), 0)))
+
+
+def least_squares(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit ``[batch, head, query, key]`` by a column for each distance, query and key; return columns and parameters."""
+    i, j = mask.nonzero(as_tuple=True)
+    ones = torch.eye(scores.shape[-1], dtype=torch.float64)
+    columns = torch.cat([ones[i - j], ones[i], ones[j]], 1)
+    return columns, torch.linalg.lstsq(columns, scores[..., i, j].flatten(0, 1).T, driver="gelsd").solution
+
+
+@every_family
+def test_fits(name: str, shared_model: Any) -> None:
+    """The share that each fit explains, and the logits with fitted scores in place of the model's own."""
+    model = shared_model("bridge", name)
+    table = additivity(model, TOKENS, progress=False)
+    with written_out(oracle(name)) as seen:
+        oracle(name)(TOKENS, use_cache=False)
+    for layer, (_, scores) in seen.items():
+        mask = read_model(model).specs([layer])[0].mask(L)
+        y = scores[..., mask].flatten(0, 1).T
+        columns, found = least_squares(scores, mask)
+        left = y - columns @ found
+        rows = table.query(f"layer == {layer}").sort_values(["batch", "head"])
+        expected = 1 - left.square().sum(0) / (y - y.mean(0)).square().sum(0)
+        torch.testing.assert_close(torch.tensor(rows["r2"].to_numpy()), expected, rtol=0, atol=1e-5)
+
+    def fitted(layer: int, scores: Tensor, mask: Tensor) -> Tensor:
+        columns, found = least_squares(scores, mask)
+        new = scores.clone()
+        new[..., mask] = (columns @ found).T.reshape(*scores.shape[:2], -1)
+        return new
+
+    agree(model, name, substitute_additive(model), Change(scores=fitted))
+
+
+@every_family
+def test_controlled_distance(name: str, shared_model: Any) -> None:
+    model = shared_model("bridge", name)
+    table = controlled_distance(model, TOKENS[:1], progress=False)
+    with written_out(oracle(name)) as seen:
+        oracle(name)(TOKENS[:1], use_cache=False)
+    for layer in rotating(model):
+        parts, _ = seen[layer]
+        none = torch.zeros_like(parts.theta, dtype=torch.bool)
+        at = [torch.full((8, L, L), d, dtype=torch.float64) for d in range(L)]
+        every = [scores_of(parts, d, parts.theta[None], none) for d in at]
+        variance = torch.stack(every)[:, 0].movedim(1, 0).flatten(1).var(1, correction=0)
+        rows = table.query(f"layer == {layer}").sort_values("head")
+        torch.testing.assert_close(torch.tensor(rows["total"].to_numpy()), variance, rtol=1e-4, atol=0)
+
+
+@every_family
+def test_effects_of_single_heads(name: str, shared_model: Any) -> None:
+    model, layers = shared_model("bridge", name), rotating(shared_model("bridge", name))[-1:]
+    table = head_effects(
+        model,
+        TOKENS,
+        {"3": dummy_distance(model, 3)},
+        layers=layers,
+        heads=[0, 3],
+        draws=0,
+        exact="all",
+        progress=False,
+    )
+
+    def loss(logits: Tensor) -> float:
+        return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()))
+
+    for head in (0, 3):
+        change = Change(lambda layer, d, h=head: only(dict.fromkeys(layers, h), 0 * d + 3, d, layer))
+        row = table.query(f"head == {head}").iloc[0]
+        assert row["exact"] == pytest.approx(loss(plain(name, change)) - loss(plain(name)), abs=2e-5)
+
+
+@every_family
+def test_a_pattern_at_the_hook_of_scores_is_refused_by_the_fit(name: str, shared_model: Any) -> None:
+    layer = read_model(shared_model("bridge", name)).specs()[0].layer
+    with torch.no_grad():
+        _, cache = shared_model("bridge", name).run_with_cache(TOKENS)
+    with pytest.raises(ValueError, match=r"if that is what was passed, TransformerLens carries the pattern there"):
+        fit_additive(cache["attn_scores", layer])
