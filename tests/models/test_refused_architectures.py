@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from support import zoo
 from support.zoo_configs import _SLIDING, _grouped

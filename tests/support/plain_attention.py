@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -83,7 +84,49 @@ def _gemma4(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
     return Parts(q, k, v, theta, 1.0, window=config.sliding_window if local else None)
 
 
-_PARTS = {"Gemma4TextAttention": _gemma4}
+def _llama4(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
+    config, size = attn.config, attn.head_dim
+    q, k, v = (_heads(project(x), size) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+    if config.no_rope_layers[attn.layer_idx]:
+        after = partial(rms, eps=config.rms_norm_eps) if config.use_qk_norm else same
+        theta = powers(config.rope_parameters["rope_theta"], size)
+        return Parts(q, k, v, theta, size**-0.5, adjacent=True, chunk=config.attention_chunk_size, after=after)
+    steps = (torch.arange(1, x.shape[1] + 1).double() / config.floor_scale).floor()
+    tuned = config.attn_scale * steps.log1p() + 1 if config.attn_temperature_tuning else None
+    return Parts(q, k, v, NONE, size**-0.5, temperature=tuned)
+
+
+def _olmo_hybrid(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
+    size, rope = attn.head_dim, attn.config.rope_parameters or {}
+    q, k = (rms(project(x), norm) for project, norm in ((attn.q_proj, attn.q_norm), (attn.k_proj, attn.k_norm)))
+    theta = powers(rope["rope_theta"], size) if rope.get("rope_theta") else NONE
+    return Parts(_heads(q, size), _heads(k, size), _heads(attn.v_proj(x), size), theta, size**-0.5)
+
+
+def _afmoe(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
+    config, size = attn.config, attn.head_dim
+    local = config.layer_types[attn.layer_idx] == "sliding_attention"
+    q, k, v, gate = (_heads(project(x), size) for project in (attn.q_proj, attn.k_proj, attn.v_proj, attn.gate_proj))
+    theta = powers(config.rope_parameters["rope_theta"], size) if local else NONE
+    window = config.sliding_window if local else None
+    q, k = rms(q, attn.q_norm), rms(k, attn.k_norm)
+    return Parts(q, k, v, theta, size**-0.5, window=window, gate=1 / (1 + (-gate).exp()))
+
+
+def _nanochat(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
+    size = attn.head_dim
+    q, k, v = (_heads(project(x), size) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+    theta = -powers(attn.config.rope_parameters["rope_theta"], size)  # it rotates the other way
+    return Parts(q, k, v, theta, size**-0.5, after=partial(rms, eps=attn.config.rms_norm_eps))
+
+
+_PARTS = {
+    "Gemma4TextAttention": _gemma4,
+    "Llama4TextAttention": _llama4,
+    "OlmoHybridAttention": _olmo_hybrid,
+    "AfmoeAttention": _afmoe,
+    "NanoChatAttention": _nanochat,
+}
 
 
 def scores_of(parts: Parts, distances: Tensor, theta: Tensor, dropped: Tensor) -> Tensor:

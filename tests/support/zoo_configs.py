@@ -163,9 +163,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         rotary=False,
         scale=0.12,  # it does not divide its scores by sqrt(d_head)
     ),
+    # As Llama 4 Scout: three layers in chunks with rotation to one without, which scales its queries by their position.
+    "llama4": _of(
+        "Llama4",
+        _grouped(num_hidden_layers=4, head_dim=8, no_rope_layers=[1, 1, 1, 0], attention_chunk_size=16, floor_scale=4)
+        | {"attn_temperature_tuning": True, "attn_scale": 0.5, "use_qk_norm": True}
+        | {"intermediate_size_mlp": 96, "num_local_experts": 2},
+        "Llama4TextConfig",
+    ),
+    "afmoe": _of(
+        "Afmoe",
+        _grouped(num_hidden_layers=4, head_dim=8, layer_types=[*[_SLIDING] * 3, _FULL], sliding_window=5)
+        | {"num_experts": 2, "num_experts_per_tok": 1, "num_shared_experts": 1, "num_dense_layers": 1}
+        | {"moe_intermediate_size": 32},
+    ),
+    "nanochat": _of("NanoChat", _grouped(head_dim=8)),
     "lfm2": _of("Lfm2", _HYBRID | {"layer_types": ["conv", _FULL] * 2, "block_multiple_of": 8}, hybrid=True),
     "qwen3-next": _of("Qwen3Next", _DELTA | _EXPERTS, hybrid=True),
     "qwen3.5": _of("Qwen3_5", _DELTA | {"rope_parameters": _BY_AXES}, "Qwen3_5TextConfig", hybrid=True),
+    "olmo-hybrid": _of(
+        "OlmoHybrid",
+        _HYBRID | {"layer_types": ["linear_attention", _FULL] * 2, "rope_parameters": _rope()},
+        hybrid=True,
+    ),
     "jamba": _of(
         "Jamba",
         _HYBRID

@@ -57,9 +57,9 @@ def check_scores(
         slack = turned * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * spec.require_scale()
         if mismatch(theirs[seen], ours[seen], state.dtype, slack) <= 1:
             continue
+        spec.check_length(n_key, "interventions that recompute scores")
         if cached:
             refuse_cache(spec, (n_query, n_key))
-        spec.check_length(n_key, "interventions that recompute scores")
         raise ValueError(
             f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and "
             "rotation give: padding, positions or tables that hooks cannot see here, or other hooks act on its "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -71,7 +71,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
             ),
         )
     if not is_mask(visible, causal, window):
-        return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
+        return replace(spec, problem=_other_mask(visible, chunk_size(attn, layer)))
     pairs = list(queries_and_keys(model, layer, seen))
     if not pairs:
         return replace(spec, problem="hook_q and hook_k do not fire")
@@ -79,7 +79,28 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
     factors = dict.fromkeys(scales(attn, seen["hook_q"].shape[-1] if seen["hook_q"].ndim == 4 else cfg.d_head))
     caps = dict.fromkeys(soft_caps(model, attn))  # each once, in order
     spec = _explain_scores(spec, seen, visible, itertools.product(rotations, pairs, factors, caps))
-    return spec if shows_scores(seen) or spec.problem else _explain_result(spec, seen)
+    return spec if shows_scores(seen) or spec.problem else _explain_result(_with_limit(spec, attn), seen)
+
+
+def _other_mask(visible: Tensor, chunk: int | None) -> str:
+    """Return the reason given for a mask that is not described."""
+    at = torch.arange(len(visible), device=visible.device)
+    if chunk is None or not torch.equal(visible, (at[:, None] >= at) & (at[:, None] // chunk == at // chunk)):
+        return "its mask is neither causal nor full nor a sliding window"
+    return (
+        f"its mask hides the keys of earlier chunks of {chunk} tokens (chunked attention), and the {len(visible)} "
+        "tokens on which a model is read must be within one chunk"
+    )
+
+
+def _with_limit(spec: AttentionSpec, attn: Any) -> AttentionSpec:
+    """Set the length up to which the layer's mask and the scale of its queries are those of a short text."""
+    chunk, norm = chunk_size(attn, spec.layer), None if spec.q is None else spec.q.norm
+    if chunk is not None:
+        return replace(spec, holds_to=chunk, beyond="hides the keys of earlier chunks of a text")
+    if isinstance(norm, Temperature):
+        return replace(spec, holds_to=norm.floor - 1, beyond="scales queries by their position")
+    return spec
 
 
 def _explain_scores(
@@ -311,6 +332,8 @@ def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
         if all(norm is not None and not any(True for _ in norm.parameters()) for norm in norms):
             q_norm, k_norm = (getattr(norm, "original_component", norm) for norm in norms)  # without its hooks
             yield replace(plain[0], norm=q_norm), replace(plain[1], norm=k_norm)
+        if (tempered := temperature(own)) is not None:
+            yield replace(plain[0], norm=tempered), plain[1]
     yield plain
 
 
@@ -369,6 +392,38 @@ def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
         if number is not None and number > 0:
             yield number
     yield None
+
+
+def chunk_size(attn: Any, layer: int) -> int | None:
+    """Return the number of tokens in a chunk, before which keys are hidden (Llama 4); None without chunks."""
+    config: Any = getattr(getattr(attn, "original_component", None), "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The factor of queries by their position in a whole text, in layers of Llama 4 without rotation.
+
+    It is 1 up to position ``floor - 2``.
+    """
+
+    floor: int
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        at = torch.arange(1, x.shape[1] + 1, device=x.device).float()
+        factor = torch.log1p(torch.floor(at / self.floor)) * self.scale + 1
+        return (x * factor[:, None, None]).to(x.dtype)
+
+
+def temperature(own: Any) -> Temperature | None:
+    """Return how the code of a Hugging Face layer scales its queries by their position, or None."""
+    names = ("attn_temperature_tuning", "floor_scale", "attn_scale", "use_rope")
+    tuned, floor, scale, rotates = (getattr(own, name, None) for name in names)
+    return Temperature(int(floor), float(scale)) if tuned and floor and scale and not rotates else None
 
 
 def windows(model: Any, attn: Any) -> Iterator[int | None]:

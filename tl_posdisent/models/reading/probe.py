@@ -140,7 +140,13 @@ def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Se
     changed = [spec.layer for spec in explained if not at(farthest)[spec.layer][0]]
     found = {layer: _longest(at, layer, n, farthest, likely) for layer in changed}
     scaled = {layer for layer in changed if not at(farthest)[layer][1]}
-    return [replace(spec, holds_to=found.get(spec.layer), scaled=spec.layer in scaled) for spec in specs]
+    nearer = {spec.layer: found[spec.layer] < (spec.holds_to or farthest) for spec in specs if spec.layer in found}
+    return [
+        replace(spec, holds_to=found[spec.layer], beyond=AttentionSpec.beyond, scaled=spec.layer in scaled)
+        if nearer.get(spec.layer)
+        else spec
+        for spec in specs
+    ]
 
 
 def _longest(

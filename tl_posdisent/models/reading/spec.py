@@ -46,7 +46,8 @@ class AttentionSpec:
         gate: the hook of what multiplies z before the output projection, in a layer that shows no scores; None for
             nothing.
         holds_to: ``rotary`` and ``scale`` hold for texts of up to this many tokens (None for any); longer texts are
-            rotated by other tables (longrope, dynamic NTK) or scaled by position.
+            rotated by other tables (longrope, dynamic NTK) or scaled by position, or mask the keys of earlier chunks.
+        beyond: what the layer does with longer texts, for messages.
         scaled: whether scores at positions from ``holds_to`` on are scaled by position, whatever the tables.
         masked_below: cells at or below this value are masked (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
@@ -80,6 +81,7 @@ class AttentionSpec:
     v: Tap | None = None
     gate: Tap | None = None
     holds_to: int | None = None
+    beyond: str = "rotates by other frequencies or scales scores by position"
     scaled: bool = False
     masked_below: float = -1e30
     problem: str | None = None
@@ -192,12 +194,12 @@ class AttentionSpec:
         return self.scale
 
     def check_length(self, length: int, tool: str) -> None:
-        """Refuse a running text so long that rotation or scale differ from those that were read."""
+        """Refuse a running text so long that mask, rotation or scale differ from those that were read."""
         if self.holds_to is not None and length > self.holds_to:
             raise ArgumentError(
                 "tokens",
                 f"must be at most {self.holds_to} long for {tool}, got {length}: beyond, layer {self.layer} of "
-                f"{self.architecture} rotates by other frequencies or scales scores by position",
+                f"{self.architecture} {self.beyond}",
             )
 
     def require_rotary(self, tool: str) -> Rotary:
