@@ -20,14 +20,14 @@ TOKENS = zoo.random_tokens()
 N_HEADS = 8
 
 # Written by hand from the papers and the sources of transformers, not from what the package finds.
-ADJACENT = {"gptj", "codegen", "glm", "cohere"}
+ADJACENT = {"gptj", "codegen", "glm", "cohere", "llama4"}
 UNROTATED = {"gpt2", "opt", "gpt_neo", "bloom", "mpt"}
 BIASED = {"bloom", "mpt"}  # ALiBi
 KV_HEADS = {"llama-mqa": 1, "falcon": 1} | dict.fromkeys(
     ("llama", "neox", "neox-half", "gptj", "codegen", "phi", "olmo2", "gpt2", "opt", "gpt_neo", "bloom", "mpt"), 8
 )  # 4 elsewhere
 WINDOWS = {"mistral": [6, 6], "gemma2": [5, None], "gemma3": [5, 5, None], "gpt_oss": [5, None], "gpt_neo": [None, 5]}
-WINDOWS["gemma4"] = [5, 5, 5, 5, 5, None]
+WINDOWS |= {"gemma4": [5, 5, 5, 5, 5, None], "afmoe": [5, 5, 5, None]}
 SOFT_CAPS = {"gemma2": 3.0}
 SCALES = {
     "neox": 16**-0.5,
@@ -50,6 +50,10 @@ def own_frequencies(name: str) -> list[Tensor]:
         return [getattr(module, f"{kind}_inv_freq").double() for kind in model.config.layer_types]
     found = [buffer.double() for key, buffer in model.named_buffers() if key.endswith(".inv_freq")]
     own = found[0] if found else torch.empty(0).double()
+    if name in ("llama4", "afmoe"):
+        return [own, own, own, own[:0]]
+    if name == "nanochat":
+        own = -own
     return [own, own[:0]] if name == "smollm3" else [own] * 2
 
 

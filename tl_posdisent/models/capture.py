@@ -300,7 +300,7 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
     """
     plain = {"q": spec.q, "k": spec.k}
     rotary = None if spec.rotary is None and spec.q and spec.k else spec.require_rotary("patching")
-    turned = plain if rotary is None else {"q": spec.turn_q, "k": spec.turn_k}
+    turned = plain if rotary is None else {"q": spec.turn_q or spec.q, "k": spec.turn_k or spec.k}
     taps = {which: tap for which, tap in turned.items() if tap is not None}
     behind = {which: (other := plain[which]) is not None and other.name != tap.name for which, tap in taps.items()}
     names = {which: tap.name for which, tap in taps.items()}

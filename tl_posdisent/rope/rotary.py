@@ -34,7 +34,8 @@ class Rotary:
     """Rotary geometry of one layer: frequencies, pairing of coordinates, attention factor.
 
     Attributes:
-        frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them.
+        frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them; negative in a
+            model that rotates the other way (nanochat).
         pairing: ``"half"`` pairs coordinate c with c + n (Llama, GPT-NeoX), ``"adjacent"`` 2c with 2c + 1 (GPT-J).
         attention_factor: factor of queries and keys when they are rotated (YaRN); scores get its square.
         angle_dtype: dtype to which angles are rounded, as models round ``position · θ`` (float32); float64 is exact.
@@ -77,8 +78,8 @@ class Rotary:
 
     @property
     def wavelengths(self) -> Float64[Tensor, " subspace"]:
-        """Positions per full turn, 2π/θ; infinite for frequency 0."""
-        return 2 * torch.pi / self.frequencies
+        """Positions per full turn, 2π/|θ|; infinite for frequency 0."""
+        return 2 * torch.pi / self.frequencies.abs()
 
     @property
     def base(self) -> float:
