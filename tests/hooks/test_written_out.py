@@ -29,12 +29,13 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import substitute_additive
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.running.kv_cache import empty_cache
 
 pytestmark = [zoo.needs_bridge, pytest.mark.tl4]
 
 L = 12
 TOKENS = zoo.random_tokens(L)
-NAMES = ("gemma4", "llama4", "olmo-hybrid", "afmoe", "nanochat")
+NAMES = ("gemma4", "gemma4-shared", "llama4", "olmo-hybrid", "afmoe", "nanochat")
 FAMILIES = [name for name in NAMES if name in (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)]
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -108,6 +109,33 @@ def test_positions(name: str, shared_model: Any) -> None:
 
     hooks = swap_positions(model, order, heads=[*one.items()]) + ablate_heads(model, [(last, 2)])
     agree(model, name, hooks, Change(lambda layer, d: only(one, pairs, d, layer), z=without))
+
+
+@pytest.mark.parametrize("layer", [2, 5])
+def test_layers_that_share_keys_are_changed_apart(layer: int, shared_model: Any) -> None:
+    """Layer 5 attends to the keys of layer 2."""
+    model, name = shared_model("bridge", "gemma4-shared"), "gemma4-shared"
+    assert [spec.keys_of for spec in read_model(model).specs()] == [None, None, None, 1, 1, 2]
+    order = torch.arange(L).flip(0).double() ** 1.5
+    pairs = (order[:, None] - order).expand(8, -1, -1)
+    hooks = swap_positions(model, order, layers=[layer])
+    agree(model, name, hooks, Change(lambda at, d: pairs if at == layer else d))
+    hooks = remap_distance(model, lambda d: d.clamp(max=2), layers=[layer], heads=[3])
+    agree(model, name, hooks, Change(lambda at, d: only({layer: 3}, d.clamp(max=2), d, at)))
+    with torch.no_grad(), model.hooks(fwd_hooks=swap_positions(model, lambda at: at**2 / L, layers=[layer])):
+        whole, cache = model(TOKENS), empty_cache(model, TOKENS)
+        parts = [model(part, **cache) for part in (TOKENS[:, :7], *TOKENS[:, 7:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=float(1e-5 * whole.abs().max()))
+
+
+def test_a_pass_that_does_not_begin_with_the_keys_that_a_layer_shares(shared_model: Any) -> None:
+    model = shared_model("bridge", "gemma4-shared")
+    hooks = swap_positions(model, lambda at: at / 2, layers=[5])
+    (function,) = {function for _, function in hooks}
+    point = model.hook_dict["blocks.5.attn.q_norm.hook_out"]
+    function.accepts(point.name)
+    with pytest.raises(ValueError, match="attends to the keys of layer 2, and do not see these: run the model from"):
+        function(torch.zeros(1, L, 8, 16), hook=point)
 
 
 @every_family

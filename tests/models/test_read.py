@@ -23,11 +23,11 @@ N_HEADS = 8
 ADJACENT = {"gptj", "codegen", "glm", "cohere", "llama4"}
 UNROTATED = {"gpt2", "opt", "gpt_neo", "bloom", "mpt"}
 BIASED = {"bloom", "mpt"}  # ALiBi
-KV_HEADS = {"llama-mqa": 1, "falcon": 1} | dict.fromkeys(
+KV_HEADS = {"llama-mqa": 1, "falcon": 1, "gemma4-shared": 1} | dict.fromkeys(
     ("llama", "neox", "neox-half", "gptj", "codegen", "phi", "olmo2", "gpt2", "opt", "gpt_neo", "bloom", "mpt"), 8
 )  # 4 elsewhere
 WINDOWS = {"mistral": [6, 6], "gemma2": [5, None], "gemma3": [5, 5, None], "gpt_oss": [5, None], "gpt_neo": [None, 5]}
-WINDOWS |= {"gemma4": [5, 5, 5, 5, 5, None], "afmoe": [5, 5, 5, None]}
+WINDOWS |= {"gemma4": [5, 5, 5, 5, 5, None], "gemma4-shared": [5, 5, None] * 2, "afmoe": [5, 5, 5, None]}
 SOFT_CAPS = {"gemma2": 3.0}
 SCALES = {
     "neox": 16**-0.5,
@@ -36,6 +36,7 @@ SCALES = {
     "gemma3": 24**-0.5,
     "gpt_neo": 1.0,
     "gemma4": 1.0,
+    "gemma4-shared": 1.0,
 }  # 8 ** -0.5 else
 
 
@@ -45,7 +46,7 @@ def own_frequencies(name: str) -> list[Tensor]:
     if name in ("gptj", "codegen"):
         dim = model.config.rotary_dim
         return [1 / 10_000 ** (torch.arange(0, dim, 2).double() / dim)] * 2
-    if name in ("gemma3", "gemma4"):
+    if name in ("gemma3", "gemma4", "gemma4-shared"):
         module = model.model.rotary_emb
         return [getattr(module, f"{kind}_inv_freq").double() for kind in model.config.layer_types]
     found = [buffer.double() for key, buffer in model.named_buffers() if key.endswith(".inv_freq")]

@@ -131,6 +131,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma4TextConfig",
         embedding=0.09,
     ),
+    # As Gemma 4 E2B: the last layers attend to keys and values of the last layer of their kind before them, and each
+    # layer also gets an embedding of its own of each token.
+    "gemma4-shared": _of(
+        "Gemma4",
+        {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
+        | {"num_hidden_layers": 6, "layer_types": [_SLIDING, _SLIDING, _FULL] * 2, "num_kv_shared_layers": 3}
+        | {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 1, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "rope_parameters": _PROPORTIONAL},
+        "Gemma4TextConfig",
+        embedding=0.09,
+    ),
     "falcon": _of(
         "Falcon",
         _WITHOUT_MLP

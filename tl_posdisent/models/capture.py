@@ -220,16 +220,17 @@ def _called_back(
 
 def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> list[Hook]:
     """Make hooks that collect a layer's tensors and, when its last hook fires, pass the result to ``hand_over``."""
-    held: dict[str, Tensor] = {}
 
-    def listen(w: _Wanted, name: str, x: Tensor, hook: Any) -> None:
+    def listen(w: _Wanted, held: dict[str, Tensor], name: str, x: Tensor, hook: Any) -> None:
         held[name] = x.detach()
         if name == w.names[-1]:
             item = w.make(held)
             held.clear()
             hand_over(item)
 
-    return [(name, partial(listen, w, name)) for w in wanted for name in w.names]
+    # Each layer holds its own: one that attends to the keys of an earlier layer waits for them.
+    each = [(w, dict[str, Tensor]()) for w in wanted]
+    return [(name, partial(listen, w, held, name)) for w, held in each for name in w.names]
 
 
 def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captured:

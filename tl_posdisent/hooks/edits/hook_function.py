@@ -40,12 +40,14 @@ class ActivePass:
         start: number of tokens of its text in the KV cache that it was given, or 0.
         continues: whether another pass may continue its text, with a KV cache.
         layers: the layers that are running.
+        lent: for layers that are to run, by hook, keys and values of earlier layers to which they attend.
         last: the layer that began last.
     """
 
     start: int
     continues: bool
     layers: dict[int, LayerState] = field(default_factory=dict)
+    lent: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     last: int = -1
 
 
@@ -68,9 +70,12 @@ class HookFunction:
             layer: plan_layer(spec, [x for x in interventions if x.spec is spec])
             for layer, spec in sorted(specs.items())
         }
-        self.places: WeakKeyDictionary[Any, tuple[int, str] | None] = WeakKeyDictionary(dict.fromkeys(firsts))
+        # A hook point may serve several layers, which share keys; the first of a pass serves none.
+        self.places: WeakKeyDictionary[Any, list[tuple[int, str]]] = WeakKeyDictionary({first: [] for first in firsts})
         for layer, plan in self.layers.items():
-            self.places.update({point: (layer, x) for point, x in plan.spec.points.items() if x in plan.steps})
+            for point, name in plan.spec.points.items():
+                if name in plan.steps:
+                    self.places.setdefault(point, []).append((layer, name))
         self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # a bridge's differ from those in the plan
         self.names.update(name for plan in self.layers.values() for name in plan.steps)
         self.no_cache = next((spec.no_cache for spec in specs.values() if spec.no_cache), None)
@@ -109,18 +114,21 @@ class HookFunction:
                 "them for this model, and leave them where they are"
             )
         self._check_thread()
-        place = self.places[point]
-        if place is None:
+        if not self.places[point]:
             self._begin(x)
             return None
-        layer, name = place
-        self._meet_others(point, layer)
-        try:
-            return self._see(layer, name, x)
-        except BaseException:
-            self._active = None
-            self._texts.pop(layer, None)
-            raise
+        new: Tensor | None = None
+        for layer, name in self.places[point]:
+            if name not in self.layers[layer].lent:
+                self._meet_others(point, layer)
+            try:
+                changed = self._see(layer, name, x)
+            except BaseException:
+                self._active = None
+                self._texts.pop(layer, None)
+                raise
+            new = changed if new is None else new  # only the layer to which the hook belongs changes the tensor
+        return new
 
     def _check_thread(self) -> None:
         """Refuse passes of other threads, in which TransformerLens's hooks act too."""
@@ -150,17 +158,22 @@ class HookFunction:
             )
         if found.continues and self.no_cache is not None:
             raise ValueError(self.no_cache)
-        return ActivePass(found.start(layer), found.continues)
+        keys_of = self.layers[layer].spec.keys_of
+        return ActivePass(found.start(layer if keys_of is None else keys_of), found.continues)
 
     def _see(self, layer: int, name: str, x: Tensor) -> Tensor | None:
         """Handle one hook of one layer."""
         self._first = None
-        first = next(iter(self.layers[layer].steps))
+        lent = self.layers[layer].lent
+        first = next(each for each in self.layers[layer].steps if each not in lent)
         # A pass may have no first hook: from a later layer on, of given embeddings (as HookedTransformer generates), or
         # of blocks that run again for gradients. Then it begins where a layer is not behind the last one.
         active = self._active
         if active is None or (name == first and layer <= active.last):
             active = self._active = self._open(layer)
+        if name in lent:
+            active.lent.setdefault(layer, {})[name] = x
+            return None
         running = active.layers.get(layer)
         if name != first and (running is None or name in running.fired):
             raise ValueError(
@@ -171,6 +184,14 @@ class HookFunction:
             plan, text = self.layers[layer], self._texts.get(layer, TextSoFar())
             running = active.layers[layer] = LayerState(plan, active.start, active.continues, text, plan.spec)
             active.last = layer
+            given = active.lent.pop(layer, {})
+            if lent & plan.steps.keys() != given.keys():
+                raise ValueError(
+                    f"hooks of {' + '.join(self.tools)} act on layer {layer}, which attends to the keys of layer "
+                    f"{plan.spec.keys_of}, and do not see these: run the model from its first layer on"
+                )
+            for each, tensor in given.items():
+                take_steps(running, each, tensor)
         new = take_steps(running, name, x)
         self._texts[layer] = running.text
         if running.fired.keys() == running.plan.steps.keys():

@@ -100,6 +100,12 @@ class LayerPlan:
         return frozenset(head for _, heads in self.result_edits for head in heads)
 
     @property
+    def lent(self) -> frozenset[str]:
+        """The hooks of an earlier layer, whose keys and values this layer attends to."""
+        taps = (self.spec.k, self.spec.v) if self.spec.keys_of is not None else ()
+        return frozenset(tap.name for tap in taps if tap is not None)
+
+    @property
     def writes_result(self) -> bool:
         """Whether an edit of the attention is put in at ``hook_z``."""
         return self.spec.scores is None and bool(self.heads)

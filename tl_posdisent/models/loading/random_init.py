@@ -266,11 +266,18 @@ def _projections(model: Any, layer: int) -> list[tuple[str, Tensor]]:
     if attention is None:  # a layer without attention has none
         return []
     own = [(name, x) for name, x in attention.named_parameters(recurse=False) if name.lstrip("_") in _OF_QK]
-    parts = [part for part in (getattr(attention, side, None) for side in "qk") if isinstance(part, torch.nn.Module)]
-    found = own + [each for part in parts for each in part.named_parameters()]
-    if not own and len(parts) < 2:
+    parts = _parts(model, layer)
+    found = own + [each for part in parts.values() for each in part.named_parameters()]
+    has_keys = "k" in parts or any("k" in _parts(model, earlier) for earlier in range(layer))  # some layers share keys
+    if not own and not ("q" in parts and has_keys):
         raise ValueError(
             f'weights="random_qk" needs a projection to queries and one to keys, which layer {layer} of '
             f'{type(model).__name__} does not have: use weights="random" or "shuffled"'
         )
     return found
+
+
+def _parts(model: Any, layer: int) -> dict[str, torch.nn.Module]:
+    """Return a layer's projections to queries ("q") and keys ("k") that are modules of their own."""
+    sides = ((side, getattr(getattr(model.blocks[layer], "attn", None), side, None)) for side in "qk")
+    return {side: part for side, part in sides if isinstance(part, torch.nn.Module)}

@@ -7,7 +7,7 @@ file. A candidate is accepted only if it reproduces what the model computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,8 +32,11 @@ Seen = dict[str, Tensor]
 """Tensors recorded in one layer during one pass, by short hook name."""
 
 
-def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
-    """Describe a layer from one pass: the rotation, scale and cap that reproduce its scores, or why none do."""
+def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
+    """Describe a layer from one pass: the rotation, scale and cap that reproduce its scores, or why none do.
+
+    ``keys_of`` is the layer to which the keys and values in ``seen`` belong, if not to this one.
+    """
     model = p.model
     attn, cfg = model.blocks[layer].attn, model.cfg
     visible = visible_cells(seen)
@@ -79,7 +82,12 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers) -> AttentionSpec:
     factors = dict.fromkeys(scales(attn, seen["hook_q"].shape[-1] if seen["hook_q"].ndim == 4 else cfg.d_head))
     caps = dict.fromkeys(soft_caps(model, attn))  # each once, in order
     spec = _explain_scores(spec, seen, visible, itertools.product(rotations, pairs, factors, caps))
-    return spec if shows_scores(seen) or spec.problem else _explain_result(_with_limit(spec, attn), seen)
+    if shows_scores(seen) or spec.problem:
+        return spec
+    spec = _explain_result(_with_limit(spec, attn), seen)
+    if keys_of is not None:
+        spec = _at_lender(spec, p, keys_of)
+    return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
 
 
 def _other_mask(visible: Tensor, chunk: int | None) -> str:
@@ -219,6 +227,46 @@ def _layouts(seen: Seen, *names: str) -> list[Layout]:
 def _carries(seen: Tensor, x: Tensor) -> bool:
     """Say whether a hook carried these vectors."""
     return seen.shape == x.shape and mismatch(seen, x) <= 1
+
+
+# --- layers that attend to the keys and values of another layer
+#
+# An edit of keys would act in all these layers, so scores are edited instead, in each by its result.
+
+_LENT = ("hook_k", "k_norm.hook_in", "k_norm.hook_out", "hook_v", "v_norm.hook_out")
+
+
+def lenders(p: Pass, layer: int) -> list[int]:
+    """Return the layers whose keys a layer may attend to if it has none of its own, the nearest first."""
+    if _has_keys(p.points, layer) or hook_name(layer, "q.hook_out") not in p.points:
+        return []
+    return [earlier for earlier in reversed(range(layer)) if _has_keys(p.points, earlier)]
+
+
+def lends(p: Pass, layer: int) -> bool:
+    """Say whether later layers may attend to this layer's keys."""
+    own = getattr(p.model.blocks[layer].attn, "original_component", None)
+    borrowers = [later for later in range(layer + 1, len(p.model.blocks)) if lenders(p, later)]
+    return bool(borrowers) and getattr(own, "store_full_length_kv", True)
+
+
+def _has_keys(points: Mapping[str, Any], layer: int) -> bool:
+    return hook_name(layer, "k.hook_out") in points
+
+
+def with_lent(seen: Seen, lender: Seen) -> Seen:
+    """Return what a layer showed, with the keys and values of another layer, which fired before."""
+    return {name: lender[name] for name in _LENT if name in lender} | seen
+
+
+def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
+    """Return the spec with the hooks of keys and values in the layer to which they belong."""
+    k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap))) for tap in (spec.k, spec.v))
+    names = [FIRST_HOOK, *(tap.name for tap in (k, v) if tap)]
+    points = WeakKeyDictionary({p.points[name]: name for name in names if name in p.points})
+    for point, name in spec.points.items():
+        points.setdefault(point, name)
+    return replace(spec, k=k, v=v, keys_of=lender, points=points)
 
 
 # --- what a pass showed, and how well a candidate fits it

@@ -18,9 +18,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.reading.explanation import (
+    OwnNumbers,
     Seen,
     explain,
     is_softmax,
+    lenders,
     lengths_of_note,
     misfit,
     own_numbers,
@@ -28,6 +30,7 @@ from tl_posdisent.models.reading.explanation import (
     short_name,
     shows_scores,
     visible_cells,
+    with_lent,
 )
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -47,7 +50,8 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         # HookedTransformer, and a bridge in compatibility mode, replace NaN in the pattern by 0.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
         with _running_each_block_once(p):
-            seen = listen(p, tokens, range(n_layers(model)) if hides_nan else layers, whole=True)
+            every = hides_nan or any(lenders(p, layer) for layer in layers)
+            seen = listen(p, tokens, range(n_layers(model)) if every else layers, whole=True)
         for layer, tensors in seen.items():
             ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
             if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
@@ -56,7 +60,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
                     "weights, and whether numbers of this size fit its dtype"
                 )
         own = own_numbers(model)  # after the pass, which may overwrite them
-        specs = [explain(p, layer, seen[layer], own) for layer in layers]
+        specs = [_explained(p, layer, seen, own) for layer in layers]
 
         # A pattern alone says little about scores that are very large or almost equal: give them an ordinary size.
         def resize(size: float, x: Tensor, hook: Any) -> Tensor:
@@ -70,13 +74,24 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
                 taps = (spec.q, spec.k) if spec.q and spec.k else own_taps
                 edits += [(tap.name, partial(resize, size)) for tap in taps if tap.norm is None]
         if edits:
-            seen = listen(p, tokens, layers, edits)
-            again = [explain(p, layer, seen[layer], own) for layer in layers]
+            seen = listen(p, tokens, specs, edits)
+            again = [explain(p, s.layer, seen[s.layer], own, s.keys_of) for s in specs]
             specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
         specs = check_lengths(p, tokens, specs, edits)
         specs = check_turns(p, tokens, specs, edits)
         no_cache = lost_cache(p, tokens)
         return [replace(s, no_cache=no_cache) for s in check_tables_and_scores(p, tokens, specs, edits)]
+
+
+def _explained(p: Pass, layer: int, seen: dict[int, Seen], own: OwnNumbers) -> AttentionSpec:
+    """Explain a layer by its own keys or, if it has none, by those of an earlier layer, the nearest first."""
+    spec = explain(p, layer, seen[layer], own)
+    for lender in lenders(p, layer):
+        lent = explain(p, layer, with_lent(seen[layer], seen[lender]), own, lender)
+        if lent.problem is None:
+            return lent
+        spec = replace(spec, problem="it has no keys of its own, and those of no earlier layer explain its pattern")
+    return spec
 
 
 @contextlib.contextmanager
@@ -106,19 +121,28 @@ _LISTEN = (
 
 
 def listen(
-    p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), *, whole: bool = False, **more: Any
+    p: Pass,
+    tokens: Tensor,
+    read: Sequence[int | AttentionSpec],
+    edits: Sequence[Hook] = (),
+    *,
+    whole: bool = False,
+    **more: Any,
 ) -> dict[int, Seen]:
     """Run one pass under edits and return what fired in each layer, after the edits; ``more`` are its arguments.
 
-    The pass ends after the last of these layers, unless it is to be a ``whole`` one.
+    Specs tell which layers attend to the keys of another. The pass ends after the last layer, unless it is to be a
+    ``whole`` one.
     """
+    keys_of = {x.layer: x.keys_of for x in read if isinstance(x, AttentionSpec) and x.keys_of is not None}
+    layers = sorted({*(x if isinstance(x, int) else x.layer for x in read), *keys_of.values()})
     places = {hook_name(layer, short): (layer, short) for layer in layers for short in _LISTEN}
     there = [name for name in places if name in p.points]
     seen: dict[int, Seen] = {layer: {} for layer in layers}
     for name, x in p.record(tokens, there, edits, stop=None if whole else max(layers) + 1, **more).items():
         layer, short = places[name]
         seen[layer][short] = x
-    return seen
+    return seen | {layer: with_lent(seen[layer], seen[lender]) for layer, lender in keys_of.items()}
 
 
 # --- the length of text up to which rotation and scale hold
@@ -172,7 +196,7 @@ def _at_length(
             "position_ids": positions[None].expand(len(tokens), -1),
             "attention_mask": torch.ones_like(tokens),
         }
-        seen = listen(p, tokens, [spec.layer for spec in specs], first, **more)
+        seen = listen(p, tokens, specs, first, **more)
     except (TypeError, IndexError):  # the model takes no positions, or its table of them is shorter
         return {spec.layer: (True, True) for spec in specs}
     return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in specs}
@@ -225,7 +249,7 @@ def check_turns(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequ
 
     turning = [s for s in specs if s.turn_q and s.turn_k]
     edits = [*first] + [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
-    seen = listen(p, tokens, [s.layer for s in turning], edits) if turning else {}
+    seen = listen(p, tokens, turning, edits) if turning else {}
     return [judge_turns(spec, seen.get(spec.layer, {})) for spec in specs]
 
 
@@ -269,7 +293,7 @@ def check_tables_and_scores(
             edits += [(name, partial(exchange, spec.rotary, which)) for which, name in tables]
         if spec.scores:
             edits.append((spec.scores, partial(disturb, spec)))
-    seen = listen(p, tokens, [s.layer for s in specs], edits) if len(edits) > len(first) else {}
+    seen = listen(p, tokens, specs, edits) if len(edits) > len(first) else {}
     return [_judge(s, seen.get(s.layer, {}), before.get(s.layer), positions) for s in specs]
 
 

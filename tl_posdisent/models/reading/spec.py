@@ -43,6 +43,7 @@ class AttentionSpec:
         scores_editable: whether an edit at ``scores`` reaches the output.
         pattern, z, v: the hooks of pattern, output and values; None if they do not fire, and ``v`` if z is not the sum
             of its values in a layer that shows no scores.
+        keys_of: the layer whose keys and values it attends to, if it has none of its own (at ``k`` and ``v``).
         gate: the hook of what multiplies z before the output projection, in a layer that shows no scores; None for
             nothing.
         holds_to: ``rotary`` and ``scale`` hold for texts of up to this many tokens (None for any); longer texts are
@@ -80,6 +81,7 @@ class AttentionSpec:
     z: str | None = None
     v: Tap | None = None
     gate: Tap | None = None
+    keys_of: int | None = None
     holds_to: int | None = None
     beyond: str = "rotates by other frequencies or scales scores by position"
     scaled: bool = False
