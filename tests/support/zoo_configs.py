@@ -225,6 +225,7 @@ MECHANISMS = {
     "bloom": "additive bias",
     "gpt2": "learned positions",
     "lfm2": "layers without attention",
+    "gemma4": "scores and values that have no hook of TransformerLens, layers of two shapes",
 }
 """The architectures on which `make test` and `make test-slow` try every law, and `check_model` every tool with every
 version of TransformerLens; on all of them every law is tried by `make test-release`."""
