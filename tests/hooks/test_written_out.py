@@ -41,6 +41,7 @@ FAMILIES = {  # by titles, since every law of this file runs on all of them at e
     "Llama 4": "llama4",
     "OLMo Hybrid": "olmo-hybrid",
     "AFMoE": "afmoe",
+    "Laguna": "laguna",
     "NanoChat": "nanochat",
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)

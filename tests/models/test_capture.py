@@ -19,7 +19,14 @@ pytestmark = pytest.mark.tl4
 TOKENS = zoo.random_tokens()
 NOT_BY_QUERIES_AND_KEYS = ("bloom", "mpt", "deepseek_v3")
 PLAIN = [case for case in zoo.cases() if case.values[1] not in NOT_BY_QUERIES_AND_KEYS]
-NORMED = ("gemma4", "gemma4-shared", "llama4", "afmoe", "nanochat")  # whose norm has a hook of its own, or none
+NORMED = (
+    "gemma4",
+    "gemma4-shared",
+    "llama4",
+    "afmoe",
+    "laguna",
+    "nanochat",
+)  # whose norm has a hook of its own, or none
 SOME = ("llama-gqa", "neox", "gptj", "gemma2")
 
 

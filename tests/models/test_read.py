@@ -27,7 +27,12 @@ KV_HEADS = {"llama-mqa": 1, "falcon": 1, "gemma4-shared": 1} | dict.fromkeys(
     ("llama", "neox", "neox-half", "gptj", "codegen", "phi", "olmo2", "gpt2", "opt", "gpt_neo", "bloom", "mpt"), 8
 )  # 4 elsewhere
 WINDOWS = {"mistral": [6, 6], "gemma2": [5, None], "gemma3": [5, 5, None], "gpt_oss": [5, None], "gpt_neo": [None, 5]}
-WINDOWS |= {"gemma4": [5, 5, 5, 5, 5, None], "gemma4-shared": [5, 5, None] * 2, "afmoe": [5, 5, 5, None]}
+WINDOWS |= {
+    "gemma4": [5, 5, 5, 5, 5, None],
+    "gemma4-shared": [5, 5, None] * 2,
+    "afmoe": [5, 5, 5, None],
+    "laguna": [5, None],
+}
 SOFT_CAPS = {"gemma2": 3.0}
 SCALES = {
     "neox": 16**-0.5,
@@ -46,7 +51,7 @@ def own_frequencies(name: str) -> list[Tensor]:
     if name in ("gptj", "codegen"):
         dim = model.config.rotary_dim
         return [1 / 10_000 ** (torch.arange(0, dim, 2).double() / dim)] * 2
-    if name in ("gemma3", "gemma4", "gemma4-shared"):
+    if name in ("gemma3", "gemma4", "gemma4-shared", "laguna"):
         module = model.model.rotary_emb
         return [getattr(module, f"{kind}_inv_freq").double() for kind in model.config.layer_types]
     found = [buffer.double() for key, buffer in model.named_buffers() if key.endswith(".inv_freq")]

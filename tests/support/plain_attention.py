@@ -113,6 +113,17 @@ def _afmoe(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
     return Parts(q, k, v, theta, size**-0.5, window=window, gate=1 / (1 + (-gate).exp()))
 
 
+def _laguna(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
+    config, size = attn.config, attn.head_dim
+    kind = config.layer_types[attn.layer_idx]
+    q, k, v = (_heads(project(x), size) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+    rope = config.rope_parameters[kind]
+    theta = powers(rope["rope_theta"], int(size * rope.get("partial_rotary_factor", 1.0)))
+    window = config.sliding_window if kind == "sliding_attention" else None
+    gate = (1 + attn.g_proj(x).exp()).log()[..., None]  # one for each head
+    return Parts(rms(q, attn.q_norm), rms(k, attn.k_norm), v, theta, size**-0.5, window=window, gate=gate)
+
+
 def _nanochat(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
     size = attn.head_dim
     q, k, v = (_heads(project(x), size) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
@@ -125,6 +136,7 @@ _PARTS = {
     "Llama4TextAttention": _llama4,
     "OlmoHybridAttention": _olmo_hybrid,
     "AfmoeAttention": _afmoe,
+    "LagunaAttention": _laguna,
     "NanoChatAttention": _nanochat,
 }
 

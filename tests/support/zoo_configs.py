@@ -188,6 +188,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"num_experts": 2, "num_experts_per_tok": 1, "num_shared_experts": 1, "num_dense_layers": 1}
         | {"moe_intermediate_size": 32},
     ),
+    "laguna": _of(
+        "Laguna",
+        _grouped(head_dim=8, layer_types=[_SLIDING, _FULL], sliding_window=5, num_experts=2, num_experts_per_tok=1)
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        | {"rope_parameters": {_SLIDING: _rope(100.0), _FULL: _rope(5000.0, partial_rotary_factor=0.5)}},
+    ),
     "nanochat": _of("NanoChat", _grouped(head_dim=8)),
     "lfm2": _of("Lfm2", _HYBRID | {"layer_types": ["conv", _FULL] * 2, "block_multiple_of": 8}, hybrid=True),
     "qwen3-next": _of("Qwen3Next", _DELTA | _EXPERTS, hybrid=True),

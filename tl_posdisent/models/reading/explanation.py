@@ -415,8 +415,10 @@ def value_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap]:
 def gate_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap | None]:
     """Yield candidates for the hook of what multiplies z before the output projection; None for nothing."""
     yield None
-    if "gate.hook_out" in seen:
-        yield Tap(hook_name(spec.layer, "gate.hook_out"), "flat", spec.n_heads, torch.sigmoid)
+    gate = seen.get("gate.hook_out")
+    if gate is not None and gate.ndim == 3 and gate.shape[-1] % spec.n_heads == 0:  # of each head or coordinate
+        for function in (torch.sigmoid, torch.nn.functional.softplus):
+            yield Tap(hook_name(spec.layer, "gate.hook_out"), "flat", spec.n_heads, function)
 
 
 def scales(attn: Any, d_head: int) -> Iterator[float]:

@@ -76,7 +76,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         if edits:
             seen = listen(p, tokens, specs, edits)
             again = [explain(p, s.layer, seen[s.layer], own, s.keys_of) for s in specs]
-            specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
+            specs = again
         specs = check_lengths(p, tokens, specs, edits)
         specs = check_turns(p, tokens, specs, edits)
         no_cache = lost_cache(p, tokens)

@@ -21,7 +21,7 @@ class Tap:
         name: the hook's full name.
         layout: ``[batch, pos, head, d_head]``, ``[batch, head, pos, d_head]`` or ``[batch, pos, head * d_head]``.
         n_heads: number of heads at this hook (key heads for keys).
-        norm: what the model applies between this hook and its use, if anything: a QK-norm, or the sigmoid of a gate.
+        norm: what the model applies between this hook and its use, if anything: a QK-norm, or the function of a gate.
     """
 
     name: str
