@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import zoo
 from support.plain_attention import NONE, Change, scores_of, written_out
 from torch import Tensor
@@ -141,10 +142,62 @@ def test_layers_that_share_keys_are_changed_apart(layer: int, shared_model: Any)
     agree(model, name, hooks, Change(lambda at, d: pairs if at == layer else d))
     hooks = remap_distance(model, lambda d: d.clamp(max=2), layers=[layer], heads=[3])
     agree(model, name, hooks, Change(lambda at, d: only({layer: 3}, d.clamp(max=2), d, at)))
-    with torch.no_grad(), model.hooks(fwd_hooks=swap_positions(model, lambda at: at**2 / L, layers=[layer])):
-        whole, cache = model(TOKENS), empty_cache(model, TOKENS)
-        parts = [model(part, **cache) for part in (TOKENS[:, :7], *TOKENS[:, 7:].split(1, 1))]
+
+
+@every_family
+@pytest.mark.parametrize("keeps", ["all keys", "keys in the window"])
+def test_a_text_in_parts_is_the_whole_text(name: str, keeps: str, model: Any) -> None:
+    given = empty_cache(model, TOKENS)
+    if keeps == "keys in the window":
+        given = {"use_cache": True, "past_key_values": transformers.DynamicCache(config=model.original_model.config)}
+    hooks = swap_positions(model, lambda at: at**2 / L, heads=[1, 2]) + remap_distance(model, lambda d: d / 2, heads=3)
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        whole = model(TOKENS)
+        parts = [model(part, **given) for part in (TOKENS[:, :7], *TOKENS[:, 7:].split(1, 1))]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=float(1e-5 * whole.abs().max()))
+
+
+def test_the_text_part_of_a_multimodal_model(shared_model: Any) -> None:
+    """Released checkpoints of Gemma 4 also read images: on text, they do what the model of text alone does."""
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
+
+    alone, text = shared_model("bridge", "gemma4"), zoo.hf_model("gemma4")
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    of_images = Gemma4VisionConfig(**small, num_key_value_heads=2)
+    parts = {"text_config": text.config, "vision_config": of_images, "audio_config": None}
+    config = transformers.Gemma4Config(**parts, tie_word_embeddings=False)
+    config._attn_implementation = config.text_config._attn_implementation = "eager"
+    model = transformers.Gemma4ForConditionalGeneration(config).float().eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    both = zoo.as_bridge(model)
+    for make in (lambda m: swap_positions(m, lambda at: at / 2), lambda m: dummy_distance(m, 3)):
+        with torch.no_grad(), both.hooks(fwd_hooks=make(both)), alone.hooks(fwd_hooks=make(alone)):
+            torch.testing.assert_close(both(TOKENS), alone(TOKENS), rtol=0, atol=1e-5)
+
+
+def test_chunks_are_the_reason() -> None:
+    """Llama 4 as released has chunks of 8192 tokens; a text of several is refused, by name."""
+    model, text = zoo.bridge("llama4"), zoo.random_tokens(20)
+    for tool in (
+        lambda: capture(model, text),
+        lambda: additivity(model, text, progress=False),
+        lambda: model.run_with_hooks(text, fwd_hooks=dummy_distance(model, 3)),
+    ):
+        with pytest.raises(ValueError, match=r"at most 16 long .* layer 0 of .* hides the keys of earlier chunks"):
+            tool()
+    inside = capture(model, text, layers=[3])[0]  # has no chunks, and scales its queries
+    assert inside.spec.holds_to == 3
+    short = zoo.bridge("llama4", attention_chunk_size=6)
+    assert all("hides the keys of earlier chunks of 6 tokens" in str(s.problem) for s in read_model(short).specs()[:3])
+    with pytest.raises(ValueError, match=r"dummy_distance needs .* hides the keys of earlier chunks of 6 tokens"):
+        dummy_distance(short, 3)
 
 
 def test_a_pass_that_does_not_begin_with_the_keys_that_a_layer_shares(shared_model: Any) -> None:

@@ -292,8 +292,8 @@ def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
     if not state.edits_scores:
         return None
     state.vectors = replace(state.vectors, z=x)
-    at = torch.arange(state.start + x.shape[1], device=x.device)
-    counted = at[state.start :]
+    at = torch.arange(state.start + x.shape[1], device=x.device)[state.start - state.cached :]
+    counted = at[state.cached :]
     own = counted if state.positions.own is None else state.own
     state.positions = replace(state.positions, own=own, counted=counted)
     inside = state.spec.sees(counted[:, None] - at)
@@ -313,17 +313,14 @@ def _pattern(state: LayerState, x: Tensor) -> None:
     """
     state.pattern = x
     n_query, n_key = x.shape[-2:]
-    at = torch.arange(n_key, device=x.device)
-    places = at[n_key - n_query :]
-    if state.positions.own is None:
-        state.positions = Positions(places)
-        if state.plan.turned_before and n_key > 1 and not torch.equal(places, state.expected):
-            refuse_part(state.spec, (n_query, n_key))
-    if state.edits_scores and state.start + n_query != n_key:
+    if n_key - n_query not in (state.start, state.cached) and (state.edits_scores or state.plan.turned_before):
         refuse_part(state.spec, (n_query, n_key))
+    if state.positions.own is None:
+        state.positions = Positions(state.expected)
     _check_cache(state, x)
     if state.edits_scores or state.plan.rotated:
-        check_scores(state, x, state.spec.sees(places[:, None] - at), pattern=True)
+        at = torch.arange(n_key, device=x.device)
+        check_scores(state, x, state.spec.sees(at[n_key - n_query :, None] - at), pattern=True)
     _finish(state)
 
 

@@ -83,6 +83,11 @@ class LayerState:
         """Default positions of the queries: 0, 1, 2 …, or those that continue a cached text."""
         return torch.arange(self.start, self.start + self.queries.shape[1], device=self.queries.device)
 
+    @property
+    def cached(self) -> int:
+        """Number of keys in the cache that these queries may see: those before a sliding window may be dropped."""
+        return self.start if self.spec.window is None else min(self.start, self.spec.window - 1)
+
     # --- vectors and positions of the last ``n_key`` keys, those in a KV cache included
 
     def keys(self, n_key: int) -> Tensor:
