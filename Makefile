@@ -55,6 +55,7 @@ test-release: .venv/dev.stamp .venv-tl4/dev.stamp .venv-oldest/dev.stamp ## test
 	$(call tests,.venv,release)
 	$(call tests,.venv-oldest,"oldest and release") $(call marked,oldest)
 	$(call tests,.venv-tl4,"not slow and not tl4") tests/experiments
+	$(call tests,.venv-tl4,"tl4 and release") tests/docs/test_docs.py
 
 test-all: test test-slow test-tl4 test-oldest test-release ## all of these
 

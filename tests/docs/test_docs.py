@@ -24,17 +24,17 @@ pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
 WRITTEN = support_table.from_markdown(support_table.TABLE.read_text(encoding="utf-8"))
 
 
-NEWER = {"H2": "H3", "B3": "B4"}
-"""The class code of the same class with a newer TransformerLens."""
+TWIN = {"H2": "H3", "H3": "B3", "B3": "B4", "B4": "B3"}
+"""The class of the same kind with another TransformerLens, or the bridge with the same one."""
 
 
 def _row(name: str, code: str) -> Any:
-    """A row of TransformerLens 4 is tried by ``make test-tl4``. Rows of older versions are slow; one that is like the
-    next version's is left for a release, unless it stands for a mechanism."""
-    marks = [] if code == "B4" else [pytest.mark.slow]
-    if name not in MECHANISMS and WRITTEN.get((name, code)) == WRITTEN.get((name, NEWER.get(code, "")), {}):
-        marks.append(pytest.mark.release)
-    return pytest.param((name, code), marks=marks, id=f"{name}-{code}")
+    """A row that is like its twin is left for a release, unless it stands for a mechanism; of the others, those of
+    TransformerLens 4 are tried by ``make test-tl4``, and those of older versions are slow."""
+    alike = WRITTEN.get((name, code)) == WRITTEN.get((name, TWIN[code]), {})
+    later = name not in MECHANISMS and alike
+    marks = [pytest.mark.slow] if later or code != "B4" else []
+    return pytest.param((name, code), marks=[*marks, *[pytest.mark.release] * later], id=f"{name}-{code}")
 
 
 @pytest.mark.parametrize("row", [_row(*case) for case in support_table.cases()])
