@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 BRIDGE = re.compile(r'(model = load_\w+\((?:folder, |"smollm2", )?backend=)"bridge"')
-MEASURE_SMOLLM2 = ("06_smollm2", "07_indirect_object")  # a minute or two each: before a release
+LONG = ("03_positional_deposit", "06_smollm2", "07_indirect_object")  # train, or measure SmolLM2: before a release
 IN_BOTH = ("01_fit_additive", "04_your_own_model")  # other tests try every tool on both classes
 
 
@@ -100,10 +100,7 @@ def printed(cell: Any) -> str:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[pytest.mark.release] if path.stem in MEASURE_SMOLLM2 else [], id=path.stem)
-        for path in NOTEBOOKS
-    ],
+    [pytest.param(path, marks=[pytest.mark.release] if path.stem in LONG else [], id=path.stem) for path in NOTEBOOKS],
 )
 def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
     fresh = run(read(path))
