@@ -139,7 +139,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """By the function, where another value is needed, or one in the place of a default."""
 
-CHEAP = {"progress": False, "rungs": ["distance"], "controls": []}
+CHEAP = {"progress": False, "rungs": ["distance"], "controls": [], "fractions": [0.5], "seeds": 1}
 """In the place of defaults that take long."""
 # Classes that users make, by what makes them.
 MADE: dict[str, Function] = {"Moments": Moments.from_qk, "Text": Text.of} | {
