@@ -16,7 +16,9 @@ from torch import Tensor
 from tl_posdisent import head_effects, remap_distance
 from tl_posdisent.demo.demo_model import demo_text
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+# Half a minute and more: before a release. Always, test_head_search.py has the search on numbers, and
+# test_head_effects.py on small models.
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.usefixtures("unchecked")]
 LAYERS = [*range(14, 19)]
 
 
@@ -66,7 +68,6 @@ def test_a_head_far_beyond_its_estimate_is_found(model: Any, tokens: Tensor) -> 
     assert search["bound"] < expected / 5
 
 
-@pytest.mark.release
 def test_the_largest_of_all_heads_are_found(model: Any, tokens: Tensor) -> None:
     table, whole = (
         head_effects(model, tokens, {"halved": halved(model)}, progress=False, **options)
