@@ -25,6 +25,7 @@ def test_layers_are_held_one_at_a_time(kind: str, name: str, tool: str) -> None:
     """Four more layers of the same width add less than the scores of one."""
     tokens, most = zoo.random_tokens(256, 1), []
     options: dict[str, Any] = {"seeds": 1} if tool == "trained_vs_random" else {}
+    options |= {"distances": [1, 9]} if tool in ("trained_vs_random", "dummy_distance_check") else {}
     for layers in (2, 6):
         model = {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](
             name, num_hidden_layers=layers, max_position_embeddings=1024
