@@ -303,12 +303,17 @@ def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:
-    """Hooks that replace the result of one head by that of another tensor, or by zeros."""
+    """Hooks that replace the result of one head by that of another tensor, or by zeros.
+
+    The results of all heads lie side by side: a hook may show them split by another head size.
+    """
 
     def replace_head(z: Tensor, hook: Any) -> Tensor:
-        z = z.clone()
-        z[:, :, trial.head] = 0 if new is None else new[:, :, trial.head]
-        return z
+        beside = z.flatten(2).clone()
+        size = beside.shape[2] // trial.spec.n_heads
+        own = slice(trial.head * size, (trial.head + 1) * size)
+        beside[:, :, own] = 0 if new is None else new.flatten(2)[:, :, own]
+        return beside.reshape(z.shape)
 
     return [(hook_name(layer, "hook_z"), replace_head)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Texts, Tokens, check_tokens, probe_tokens, read_texts, refuse_padding
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seed
@@ -122,10 +124,10 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
             texts = reference if isinstance(reference, Texts) else read_texts(model, reference)
             n_tokens = sum(group.tokens.numel() for group in texts.groups)
 
-            def add(layer: int, z: Tensor, hook: Any) -> None:  # in float64
+            def add(layer: int, z: Tensor) -> None:  # in float64
                 means[layer] = means.get(layer, 0.0) + z.double().sum((0, 1)) / n_tokens
 
-            listeners = [(hook_name(layer, "hook_z"), partial(add, layer)) for layer in layers]
+            listeners = [at_results(layer, model.cfg.n_heads, partial(add, layer)) for layer in layers]
             for group in texts.groups:
                 with running(model) as p:
                     p.run(group.tokens, listeners, stop=max(layers) + 1)
@@ -166,27 +168,13 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
-    """Raise if an edit of z in one of the layers has no effect on the output, or if its z is not laid out by heads."""
-    by_heads(model, layers, required=True)
-
-
-def by_heads(model: Any, layers: Sequence[int], *, required: bool) -> dict[int, bool]:
-    """Say for each layer whether its z is laid out by heads.
-
-    Raises:
-        ValueError: an edit of z in one of the layers has no effect on the output; ``required``, and z is not.
-    """
+    """Raise if an edit of z in one of the layers has no effect on the output, or if its z has no axis of heads."""
     reading = read_model(model, layers)
     if missing := [layer for layer in layers if layer not in reading.no_results]:
         reading.no_results.update(_without_results(reading.model, missing))
-    problems = {layer: reading.no_results[layer] for layer in layers}
-    for layer, problem in problems.items():
-        if problem and (required or not problem.startswith(_OTHER_LAYOUT)):
+    for layer in layers:
+        if problem := reading.no_results[layer]:
             raise ValueError(f"layer {layer}: {problem}")
-    return {layer: not problem for layer, problem in problems.items()}
-
-
-_OTHER_LAYOUT = "hook_z must carry"
 
 
 def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
@@ -216,9 +204,9 @@ def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
             found[layer] = "hook_z does not fire, so no head can be ablated"
         elif change <= 4 * float(changes[0]):  # as much as copies differ that are the same
             found[layer] = "another z at hook_z does not change the output, so no head can be ablated"
-        elif shape[:3] != (*tokens.shape, n_heads) or len(shape) != 4:
+        elif shape[:2] != tokens.shape or prod(shape[2:]) % n_heads:
             layout = ", ".join(("batch", "pos", *map(str, shape[2:])) if shape[:2] == tokens.shape else map(str, shape))
             found[layer] = (
-                f"{_OTHER_LAYOUT} (batch, pos, {n_heads} heads, d_head) for heads to be ablated, got ({layout})"
+                f"hook_z must carry (batch, pos, {n_heads} heads, d_head) for heads to be ablated, got ({layout})"
             )
     return found

@@ -175,7 +175,7 @@ class _Wanted:
 
 def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
-    vectors = [tap.name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap]
+    vectors = [name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap for name in tap.names]
     tables = [spec.cos, spec.sin] if spec.holds_to is not None else []
     names = [name for name in dict.fromkeys([*vectors, *tables, spec.scores or spec.pattern]) if name]
     return _Wanted(spec.layer, names, partial(_gather, spec, scores))
@@ -237,7 +237,7 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
     assert spec.q
     assert spec.k
     q_tap, k_tap = spec.q, spec.k
-    q, k = (tap.read(held[tap.name]) for tap in (q_tap, k_tap))
+    q, k = (tap.read(*(held[name] for name in tap.names)) for tap in (q_tap, k_tap))
     cos, sin = (held.get(name or "") for name in (spec.cos, spec.sin))
     if spec.rotary is not None and cos is not None and sin is not None:
         spec = replace(spec, rotary=running_rotary(cos, sin, spec.rotary))

@@ -252,19 +252,17 @@ def _changed(model: Any, item: NamedIntervention | None, received: _Received, *,
 
 @own_sums()
 def _products(
-    run: ResultGradients, layer: int, deltas: Sequence[Tensor], rows: Sequence[Sequence[int | None]], by: By
+    run: ResultGradients, layer: int, deltas: Sequence[Tensor], rows: Sequence[Sequence[int]], by: By
 ) -> list[Float64[Tensor, "gradient text row *pos"]]:
     """Sum the products of each gradient and each change of z over components (and positions), for the rows of each."""
     gradients = torch.stack([wide(x) for x in (run.metric[layer], *(of_draw[layer] for of_draw in run.surprise))])
     changes = torch.stack([wide(x) for x in deltas])
-    if rows[0] == [None]:  # the layer is one row, whatever the layout of its z
-        gradients, changes = (x.flatten(3)[:, :, :, None] for x in (gradients, changes))
     if by == "position":
         products = [(gradients * change).sum(-1, dtype=torch.float64).transpose(2, 3) for change in changes]
     else:
         x, y = (x.double().transpose(2, 3).flatten(3).movedim(0, 2) for x in (gradients, changes))
         products = [*(x @ y.mT).permute(3, 2, 0, 1)]
-    return [x[:, :, [head or 0 for head in some]].cpu() for x, some in zip(products, rows, strict=True)]
+    return [x[:, :, list(some)].cpu() for x, some in zip(products, rows, strict=True)]
 
 
 def wide(x: Tensor) -> Tensor:

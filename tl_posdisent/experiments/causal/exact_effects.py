@@ -18,14 +18,14 @@ from tl_posdisent.experiments.causal.runs import Change, HooksOf, Runs, Trusted
 from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.experiments.causal.token_losses import divergences, losses_and_divergences
 from tl_posdisent.models.running.forward_pass import Hook
-from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import changed_results
+from tl_posdisent.models.running.results import at_results
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import SLACK
 from tl_posdisent.utils.statistics import weighted_means
 
-Place = tuple[int, int, int | tuple[int, ...] | None]
-"""Number of an intervention, layer, and the head or heads that are changed: None for all of the layer."""
+Place = tuple[int, int, int | tuple[int, ...]]
+"""Number of an intervention, layer, and the head or heads that are changed."""
 
 
 class Outcome(NamedTuple):
@@ -65,7 +65,7 @@ def exact_effects(
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
         for layer, some in sorted(by_layer.items()):
             hooks = {n: _hooks(part, runs, model, items[n], layer) for n in dict.fromkeys(n for n, _, _ in some)}
-            changes = [Change(items[n].name, _heads(model, at), hooks[n], coupled=at is None) for n, _, at in some]
+            changes = [Change(items[n].name, _heads(at), hooks[n]) for n, _, at in some]
             each = runs.each(layer, changes)
             for place, run in zip(some, each, strict=True):
                 try:
@@ -112,9 +112,7 @@ def _share(model: Any, layer: int) -> float:
     return 1 - layer / len(model.blocks)
 
 
-def _heads(model: Any, some: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    if some is None:
-        return tuple(range(model.cfg.n_heads))
+def _heads(some: int | tuple[int, ...]) -> tuple[int, ...]:
     return (some,) if isinstance(some, int) else some
 
 
@@ -122,21 +120,19 @@ def _hooks(part: Part, runs: Runs, model: Any, item: NamedIntervention, layer: i
     """Return the hooks of an intervention; if it has none of one head, hooks that write the changed z of heads."""
     if item.divisible:
         return partial(_of_item, item, layer)
-    hooks, by_head = item.in_layer(layer), item.rows[layer] != [None]
+    hooks = item.in_layer(layer)
     changed = [
         changed_results(model, group.tokens, layer, before, hooks)
         for group, before in zip(part.texts.groups, runs.before(layer), strict=True)
     ]
 
-    def write(group: int, heads: Sequence[int], z: Tensor, hook: Any) -> Tensor:
+    def write(group: int, heads: Sequence[int], z: Tensor) -> Tensor:
         new = changed[group]
         assert new is not None
-        if not by_head:
-            return new.to(z)
         at = torch.tensor(heads, device=z.device)
         return z.index_copy(2, at, new[:, :, at].to(z))
 
-    return lambda group, heads: [(hook_name(layer, "hook_z"), partial(write, group, list(heads)))]
+    return lambda group, heads: [at_results(layer, model.cfg.n_heads, partial(write, group, list(heads)))]
 
 
 def _of_item(item: NamedIntervention, layer: int, group: int, heads: Sequence[int]) -> list[Hook]:

@@ -127,7 +127,7 @@ def head_effects(
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
-    items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
+    items = named_interventions(model, interventions, rows_by_layer(reading, among), texts)
     with (
         running(model) as p,
         p.counting_tokens() as counts,

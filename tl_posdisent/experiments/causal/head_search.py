@@ -16,9 +16,9 @@ import numpy as np
 
 from tl_posdisent.utils.words import plural
 
-Head = tuple[int, int | None]
-"""Layer and head; None for a layer whose results are not laid out by heads."""
-Target = tuple[int, int | tuple[int, ...] | None]
+Head = tuple[int, int]
+"""Layer and head."""
+Target = tuple[int, int | tuple[int, ...]]
 """Layer, and the head or heads that are changed."""
 
 _NOTHING = 1e-7  # nats: divergences of float32 predictions below this are rounding
@@ -60,7 +60,7 @@ class HeadSearch:
         runs: list[Target] = [*some]
         for layer in layers if self.bounded else []:
             rest = [head for head in self._remaining(layer) if head not in some]
-            runs += [(layer, tuple(int(head) for _, head in rest if head is not None))] if len(rest) > 1 else rest
+            runs += [(layer, tuple(head for _, head in rest))] if len(rest) > 1 else rest
         return runs
 
     def note(self, divergences: Mapping[Target, float]) -> None:
@@ -142,7 +142,7 @@ class HeadSearch:
         if len(remaining) < 2:
             return False
         largest = self.ranks[remaining[0]]
-        return largest > _NOTHING and self.joint(layer, [int(x) for _, x in remaining if x is not None]) < largest / 2
+        return largest > _NOTHING and self.joint(layer, [head for _, head in remaining]) < largest / 2
 
 
 def _rounded_up(x: float) -> float:

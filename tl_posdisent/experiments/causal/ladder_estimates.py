@@ -61,7 +61,7 @@ def screen_heads(
     model, heads = reading.model, [(spec.layer, head) for spec, some in chosen for head in some]
     estimated = [rung for rung in rungs if rung == MEAN or rung in PER_HEAD or rung in WITHOUT_FIT]
     named = {rung: _hooks(model, fitted, rung, heads) for rung in estimated if rung != "untouched"}
-    items = named_interventions(model, named, rows_by_layer(reading, chosen, heads), texts)
+    items = named_interventions(model, named, rows_by_layer(reading, chosen), texts)
     with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
         estimates = estimated_effects(model, items, texts, parts, draws=draws, seed=seed, bar=bar)
         mean = next(n for n, item in enumerate(items) if item.name == MEAN)

@@ -9,10 +9,10 @@ from inspect import signature
 from typing import Any
 
 from tl_posdisent import hooks as tools
-from tl_posdisent.hooks.ablate import by_heads
+from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.hooks.edits.hook_function import HookFunction
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks
+from tl_posdisent.hooks.hook_list import Chosen, Hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
@@ -27,8 +27,8 @@ Call = str | tuple[str, Mapping[str, Any]] | list[Any]
 Interventions = Mapping[str, Sequence[Hook] | Call] | Hooks
 """Interventions by name, or hooks of one intervention."""
 
-Rows = dict[int, list[int | None]]
-"""By layer, the heads that have a row each; None for all heads together."""
+Rows = dict[int, list[int]]
+"""By layer, the heads that have a row each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class NamedIntervention:
         return sum(map(len, self.rows.values()))
 
     @property
-    def places(self) -> list[tuple[int, int | None]]:
+    def places(self) -> list[tuple[int, int]]:
         """Layer and head of each row."""
         return [(layer, head) for layer, heads in self.rows.items() for head in heads]
 
@@ -75,14 +75,10 @@ class NamedIntervention:
         return self.of(layer) + self.own
 
 
-def rows_by_layer(reading: ModelReading, chosen: Chosen, heads: Heads) -> Rows:
-    """Return the chosen heads of each layer; None for a layer whose results are not laid out by heads.
-
-    Raises:
-        ValueError: an edit of a layer's results has no effect; heads were named in a layer that does not show them.
-    """
-    laid_out = by_heads(reading, [spec.layer for spec, _ in chosen], required=heads is not None)
-    return {spec.layer: [*some] if laid_out[spec.layer] else [None] for spec, some in chosen}
+def rows_by_layer(reading: ModelReading, chosen: Chosen) -> Rows:
+    """Return the chosen heads of each layer; raise if an edit of a layer's results has no effect."""
+    check_reach(reading, [spec.layer for spec, _ in chosen])
+    return {spec.layer: [*some] for spec, some in chosen}
 
 
 def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Sequence[Hook]]:
@@ -159,7 +155,7 @@ def _rows_changed(item: NamedIntervention, layers: set[int]) -> Rows:
     found: Rows = {}
     for layer, heads in item.rows.items():
         acting = {head for x in item.of(layer).interventions for head in x.heads}
-        some = [head for head in heads if layer in layers or head in acting or (head is None and acting)]
+        some = [head for head in heads if layer in layers or head in acting]
         if some:
             found[layer] = some
     return found

@@ -22,6 +22,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.results import at_results, by_heads
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, real_tensor
@@ -145,12 +146,14 @@ def _hooks(
         return hooks_for([(spec, heads)], ScoreEdit("head_patching", put_log, Order.REPLACE, scores=True))
     at_place = slice(None) if place is None else place
 
-    def put(x: Tensor, hook: Any) -> Tensor:
+    def put(x: Tensor, hook: Any = None) -> Tensor:
         x = x.clone()
         at = (slice(None), some, at_place) if activation == "pattern" else (slice(None), at_place, some)
         x[at] = held[at].to(x.device)
         return x
 
+    if activation == "z":
+        return [at_results(spec.layer, spec.n_heads, put)]
     return [(hook_name(spec.layer, f"hook_{activation}"), put)]
 
 
@@ -167,21 +170,23 @@ def _held(
         with running(model) as p:
             held = p.record(some, [name for name in names.values() if name in p.points], stop=max(names) + 1)
         for spec in specs:
+            name = names[spec.layer]
+            if activation == "z" and name in held:
+                held[name] = by_heads(held[name], spec.n_heads)
             if some.shape[1] != heads[spec.layer]:
-                name = names[spec.layer]
                 _check_layout(spec, name, held.get(name), some.shape[1], heads[spec.layer])
     return {layer: held[name] for layer, name in names.items()}
 
 
 def _check_layout(spec: AttentionSpec, name: str, held: Tensor | None, length: int, n: int) -> None:
-    """Raise if a hook's tensor has no axis of heads."""
+    """Raise if the heads of a hook's tensor are not at the axis where TransformerLens has them."""
     shape = () if held is None else tuple(held.shape)
     if shape[1:] != (n, length, length) if name.endswith("pattern") else shape[1:3] != (length, n):
         missing = f"carries a tensor of shape {shape} on {length} tokens" if shape else "does not fire"
         raise ArgumentError(
             "activation",
-            f"must have a hook with an axis of heads, but {name} of {spec.architecture} {missing}, and "
-            f"there are {n} heads",
+            f"must have a hook with {n} heads at its {'second' if name.endswith('pattern') else 'third'} axis, but "
+            f"{name} of {spec.architecture} {missing}",
         )
 
 

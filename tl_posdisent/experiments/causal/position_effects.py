@@ -78,7 +78,7 @@ def position_effects(
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
-    items = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
+    items = named_interventions(model, interventions, rows_by_layer(reading, among), texts)
     with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
         estimates = estimated_effects(
             model, items, texts, parts, metric, draws=draws, seed=seed, bar=bar, by="position"

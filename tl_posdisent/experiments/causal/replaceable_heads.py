@@ -179,7 +179,7 @@ def replaceable_heads(
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    found = named_interventions(model, interventions, rows_by_layer(reading, among, heads), texts)
+    found = named_interventions(model, interventions, rows_by_layer(reading, among), texts)
     _refuse_own(item.hooks for item in found)
     items = {item.name: item for item in found}
     with naming(tokens="heldout", attention_mask="heldout_mask"):

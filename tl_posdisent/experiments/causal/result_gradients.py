@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from tl_posdisent.experiments.causal.token_losses import as_log_probabilities
 from tl_posdisent.models.running.forward_pass import Pass, running, with_gradients
-from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import has_hooks
+from tl_posdisent.models.running.results import at_results
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 
@@ -110,11 +110,11 @@ def _recorded(p: Pass, tokens: Tensor, layers: Sequence[int]) -> _Run:
     """Run the model once, with a graph that begins at the first z."""
     found: ByLayer = {}
 
-    def keep(layer: int, z: Tensor, hook: Any) -> Tensor:
+    def keep(layer: int, z: Tensor) -> Tensor:
         found[layer] = z if found and z.requires_grad else z.detach().requires_grad_()
         return found[layer]
 
-    hooks = [(hook_name(layer, "hook_z"), partial(keep, layer)) for layer in layers]
+    hooks = [at_results(layer, p.model.cfg.n_heads, partial(keep, layer)) for layer in layers]
     blocks = {layer: p.model.blocks[layer - 1] for layer in layers if layer}
     unembed = getattr(p.model, "unembed", None)
     with p.keeping(list(blocks.values())) as kept, p.receiving([unembed] if unembed else []) as received:

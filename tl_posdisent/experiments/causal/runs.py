@@ -23,7 +23,6 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.running.forward_pass import Hook, output_of, running
-from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.partial_forward import (
     are_separate,
     attempted,
@@ -35,6 +34,7 @@ from tl_posdisent.models.running.partial_forward import (
     run_clean,
     run_to,
 )
+from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
@@ -172,7 +172,7 @@ class _Group:
         """Return the last block's output for all changes, or None if it changes that of an unmodified text."""
         n = len(self.tokens)
 
-        def edit(z: Tensor, hook: Any) -> Tensor:
+        def edit(z: Tensor) -> Tensor:
             z = z.clone()
             for i, (change, new) in enumerate(zip(changes, changed, strict=True)):
                 rows = z[i * n : (i + 1) * n]
@@ -185,7 +185,7 @@ class _Group:
         def run() -> Any:
             rows = torch.tensor([*range(n)] * len(changes) + [0], device=self.tokens.device)
             before = of_texts(self.clean.after[layer - 1], rows) if layer else None
-            hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
+            hooks = [*self.under, at_results(layer, self.model.cfg.n_heads, edit)]
             return run_to(self.model.blocks[-1], self.model, self.tokens[rows], layer, before, hooks)
 
         last = attempted(run)

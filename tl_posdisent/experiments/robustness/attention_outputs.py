@@ -12,6 +12,7 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.results import at_results
 
 
 def for_each_output(
@@ -28,13 +29,13 @@ def for_each_output(
     """
 
     def listener(spec: AttentionSpec) -> Hook:
-        def listen(z: Tensor, hook: Any) -> None:
+        def listen(z: Tensor) -> None:
             require_finite(z, spec.layer)
             function(spec.layer, z.detach())
 
         if spec.z is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z")
-        return spec.z, listen
+        return at_results(spec.layer, spec.n_heads, listen)
 
     last = max(spec.layer for spec in specs) + 1
     with applied(model, list(hooks)), running(model) as p:

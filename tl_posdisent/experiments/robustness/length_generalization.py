@@ -18,6 +18,7 @@ from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
@@ -218,7 +219,7 @@ def _observers(
         entropy = entropy_by_query(x)
         note("entropy", lambda a, b: entropy[..., a:b].mean((0, 2)))
 
-    def at_z(x: Tensor, hook: Any) -> None:
+    def at_z(x: Tensor) -> None:
         require_finite(x, spec.layer)
         distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), reference, edges[0])
         outside = (distance > limit[:, None, None]).double()
@@ -227,9 +228,8 @@ def _observers(
         note("outside", lambda a, b: outside[..., a:b].mean((1, 2)))
         bar.update()
 
-    assert spec.z
     assert spec.pattern
-    hooks: list[Hook] = [(spec.z, at_z)]
+    hooks: list[Hook] = [at_results(spec.layer, spec.n_heads, at_z)]
     if spec.scores_editable or not edited:  # else scores and patterns at the hooks are not those that the layer uses
         hooks += [(spec.pattern, at_pattern), *([(spec.scores, at_scores)] if spec.scores else [])]
     return hooks

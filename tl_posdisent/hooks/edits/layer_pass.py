@@ -3,7 +3,7 @@
 The steps, each at its own hook (``Step``), in the order in which most models compute:
 
 1. *queries* before rotation are stored; from here on, the number of texts and tokens is known.
-2. *keys* before rotation are stored.
+2. *keys* before rotation are stored; with latent attention, the slice that all heads share has been, at its own hook.
 3. *cosines*: the positions of the running text are read from its rotation table, and the table is replaced.
 4. *sines*: the table is replaced. If its frequencies differ from those that were read, they are measured.
 5. *queries are turned*. If the model shows no tables, positions are read from what the rotation does to the queries.
@@ -39,6 +39,7 @@ from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
+from tl_posdisent.models.running.results import by_heads
 from tl_posdisent.utils.precision import no_autocast
 
 
@@ -56,6 +57,10 @@ def take_steps(state: LayerState, name: str, x: Tensor) -> Tensor | None:
 # --- 1, 2: queries and keys before the rotation
 
 
+def _shared_keys(state: LayerState, x: Tensor) -> None:
+    state.vectors = replace(state.vectors, shared=x)
+
+
 def _queries(state: LayerState, x: Tensor) -> None:
     state.vectors = replace(state.vectors, q=_read(state, state.spec.q, x, state.spec.n_heads))
 
@@ -66,7 +71,7 @@ def _keys(state: LayerState, x: Tensor) -> None:
 
 def _read(state: LayerState, tap: Tap | None, x: Tensor, n: int) -> Tensor:
     assert tap is not None
-    vectors = tap.read(x)
+    vectors = tap.read(x, state.vectors.shared)
     if vectors.shape[2:] != (n, state.spec.d_head):
         heads, size = vectors.shape[2:]
         raise ValueError(
@@ -338,13 +343,15 @@ def _finish(state: LayerState) -> None:
 
 
 def _result(state: LayerState, x: Tensor) -> Tensor:
+    z = by_heads(x, state.spec.n_heads)
     for edit, heads in state.plan.result_edits:
-        at = torch.tensor(heads, device=x.device)
-        x = x.index_copy(2, at, edit.replace(state.spec.layer, heads, x[:, :, at]).to(x.dtype))
-    return x
+        at = torch.tensor(heads, device=z.device)
+        z = z.index_copy(2, at, edit.replace(state.spec.layer, heads, z[:, :, at]).to(z.dtype))
+    return z.reshape(x.shape)
 
 
 _TAKEN_AT = {
+    Step.SHARED_KEYS: _shared_keys,
     Step.QUERIES: _queries,
     Step.KEYS: _keys,
     Step.COSINES: _cosines,

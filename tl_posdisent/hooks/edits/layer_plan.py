@@ -40,17 +40,18 @@ class Step(IntEnum):
     """Steps at the hooks of a layer, in the order of the computation (carried out in ``layer_pass.py``)."""
 
     QUERIES = 1
-    KEYS = 2
-    COSINES = 3
-    SINES = 4
-    TURN_QUERIES = 5
-    TURN_KEYS = 6
-    SCORES = 7
-    VALUES = 8
-    GATE = 9
-    PUT_IN = 10
-    PATTERN = 11
-    RESULT = 12
+    SHARED_KEYS = 2
+    KEYS = 3
+    COSINES = 4
+    SINES = 5
+    TURN_QUERIES = 6
+    TURN_KEYS = 7
+    SCORES = 8
+    VALUES = 9
+    GATE = 10
+    PUT_IN = 11
+    PATTERN = 12
+    RESULT = 13
 
 
 def at_head(layer: int, head: int) -> str:
@@ -158,7 +159,8 @@ class LayerPlan:
         spec = self.spec
         places: list[tuple[Step, Tap | str | None]] = []
         if self.heads:
-            places += [(Step.QUERIES, spec.q), (Step.KEYS, spec.k), (Step.COSINES, spec.cos), (Step.SINES, spec.sin)]
+            places += [(Step.QUERIES, spec.q), (Step.SHARED_KEYS, spec.k and spec.k.shared), (Step.KEYS, spec.k)]
+            places += [(Step.COSINES, spec.cos), (Step.SINES, spec.sin)]
             places += [(Step.TURN_QUERIES, spec.turn_q), (Step.TURN_KEYS, spec.turn_k), (Step.SCORES, spec.scores)]
             if spec.scores is None:
                 places += [

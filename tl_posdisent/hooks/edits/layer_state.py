@@ -18,13 +18,14 @@ from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
 @dataclass(frozen=True)
 class Vectors:
     """Vectors ``[batch, pos, head, d_head]`` of a pass: queries and keys before rotation and after any QK-norm, values,
-    gates, and results before any edit; None until seen."""
+    gates, and results before any edit; ``shared`` holds the keys' rotary slice of latent attention. None until seen."""
 
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
     gate: Tensor | None = None
     z: Tensor | None = None
+    shared: Tensor | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.models.reading.query_key_hooks import Layout, Tap
+from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Layout, Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation, modules
@@ -119,17 +119,19 @@ def _explain_scores(
 ) -> AttentionSpec:
     """Find the hooks, rotation, scale and soft cap (the most specific first) by which queries and keys give scores."""
     positions = torch.arange(len(visible), device=visible.device)
-    read: dict[Pair, tuple[Tensor, Tensor] | None] = {}
+    known: dict[Pair, tuple[Tensor, Tensor] | None] = {}
     tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
     for rotary, pair, scale, cap in explanations:
-        if pair not in read:
-            read[pair] = _per_head(spec, seen, len(visible), pair)
-        vectors = read[pair]
+        if pair not in known:
+            known[pair] = _per_head(spec, seen, len(visible), pair)
+        vectors = known[pair]
         if vectors is None or (rotary is not None and rotary.dim > vectors[0].shape[-1]):
             continue
         candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap, q=pair[0], k=pair[1])
         candidate = _with_sizes(candidate, *vectors)
         turned = candidate.rotated(vectors[0], positions), candidate.rotated(vectors[1], positions)
+        if pair[0].latent is not None and not _gives_rotated(candidate, turned, seen):
+            continue
         tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
         if tried[-1][0] < 0.02:  # 2 % of the rounding tolerance: no other candidate can be right
             break
@@ -145,7 +147,7 @@ def _explain_scores(
 
 def _per_head(spec: AttentionSpec, seen: Seen, length: int, pair: Pair) -> tuple[Tensor, Tensor] | None:
     """Read queries and keys in float64, or return None if these hooks do not carry one vector for each head."""
-    q, k = (tap.read(seen[short_name(tap)]) for tap in pair)
+    q, k = (read(tap, seen) for tap in pair)
     per_head = all(x.ndim == 4 and x.shape[1] == length and spec.n_heads % x.shape[2] == 0 for x in (q, k))
     return (q.double(), k.double()) if per_head and q.shape[3] == k.shape[3] else None
 
@@ -162,7 +164,7 @@ def _explain_result(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
     """Find the values of which z is the weighted sum, and the gate that multiplies it, if there is one."""
     if "hook_z" in seen and "hook_pattern" in seen:
         for v, gate in itertools.product(value_taps(spec, seen), gate_taps(spec, seen)):
-            values, gates = (None if tap is None else tap.read(seen[short_name(tap)]) for tap in (v, gate))
+            values, gates = (None if tap is None else read(tap, seen) for tap in (v, gate))
             found = replace(spec, v=v, gate=gate)
             if values is not None and values.shape[2] == spec.n_kv_heads:
                 gathered = found.gathered(seen["hook_pattern"], values, gates)
@@ -200,6 +202,8 @@ def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> Att
 
     def turning(which: str, tap: Tap | None, x: Tensor) -> Tap | None:
         assert tap is not None
+        if tap.latent is not None:
+            return _rotated_latent(layer, which, tap)
         for name in (f"hook_rot_{which}", f"{which}_norm.hook_out"):
             for layout in _layouts(seen, name):
                 behind = Tap(hook_name(layer, name), layout, tap.n_heads)
@@ -215,6 +219,25 @@ def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> Att
         cos=hook_name(layer, "hook_cos") if tables else None,
         sin=hook_name(layer, "hook_sin") if tables else None,
     )
+
+
+def _rotated_latent(layer: int, which: str, tap: Tap) -> Tap:
+    """Return the hook of latent attention's vectors after rotation, where each head has its own keys."""
+    assert tap.latent is not None
+    after = LatentLayout(tap.latent.content, tap.latent.rotated)
+    return Tap(hook_name(layer, f"hook_{which}"), "head pos", tap.n_heads, latent=after)
+
+
+def _gives_rotated(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> bool:
+    """Say whether these are the vectors of latent attention after rotation.
+
+    Scores do not show the order of coordinates: some rotations read pairs of neighbours and write the first of all
+    pairs before the second (DeepSeek V3).
+    """
+    assert spec.q is not None
+    assert spec.k is not None
+    taps = (_rotated_latent(spec.layer, which, tap) for which, tap in (("q", spec.q), ("k", spec.k)))
+    return all(_carries(read(tap, seen), x) for tap, x in zip(taps, turned, strict=True))
 
 
 def _layouts(seen: Seen, *names: str) -> list[Layout]:
@@ -328,9 +351,14 @@ def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visibl
     return float("inf")
 
 
-def short_name(tap: Tap) -> str:
-    """Return the hook's name within the attention of a layer: ``"hook_q"``, ``"q_norm.hook_out"``."""
-    return tap.name.split(".attn.", 1)[-1]
+def read(tap: Tap, seen: Seen) -> Tensor:
+    """Return the vectors at a hook, from what a pass showed."""
+    return tap.read(*(seen[short_name(name)] for name in tap.names))
+
+
+def short_name(name: str) -> str:
+    """Return a hook's name within the attention of a layer: ``"hook_q"``, ``"q_norm.hook_out"``."""
+    return name.split(".attn.", 1)[-1]
 
 
 # --- candidates, from the attributes of model classes
@@ -362,6 +390,9 @@ def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
 
     Where Hugging Face's code computes the attention, a norm may come before the rotation or after it.
     """
+    if is_latent(seen):
+        yield from _latent_pairs(layer, seen)
+        return
     pair = [_query_or_key(model, layer, which, seen) for which in "qk"]
     if pair[0] is None or pair[1] is None:
         return
@@ -373,7 +404,7 @@ def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
                 replace(tap, name=hook_name(layer, name), layout=layout) for tap, name in zip(plain, names, strict=True)
             ]
             before = [tap.read(seen[name.replace("out", "in")]) for tap, name in zip(taps, names, strict=True)]
-            if all(torch.equal(x, seen[short_name(tap)]) for x, tap in zip(before, plain, strict=True)):
+            if all(torch.equal(x, seen[short_name(tap.name)]) for x, tap in zip(before, plain, strict=True)):
                 yield taps[0], taps[1]
         # One without weights after the rotation is the same before it, and need not have a hook.
         norms = [getattr(own, f"{which}_norm", getattr(own, "qk_norm", None)) for which in "qk"]
@@ -383,6 +414,30 @@ def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
         if (tempered := temperature(own)) is not None:
             yield replace(plain[0], norm=tempered), plain[1]
     yield plain
+
+
+# Multi-head latent attention: the projections to queries, and those to their latent, if they have one; the projection to
+# the latent of the keys and to their rotary slice, which all heads share, and that to the content of keys and values.
+LATENT_QUERIES = {"q_b_proj.hook_out": "q_a_proj.hook_out", "q_proj.hook_out": None}
+LATENT_KEYS = ("kv_a_proj_with_mqa.hook_out", "kv_b_proj.hook_out")
+
+
+def is_latent(seen: Seen) -> bool:
+    """Say whether a layer has multi-head latent attention, whose hook_q and hook_k carry rotated vectors."""
+    return all(name in seen for name in ("hook_q", "hook_k", "hook_rot_q", *LATENT_KEYS))
+
+
+def _latent_pairs(layer: int, seen: Seen) -> Iterator[Pair]:
+    """Yield the projections that give queries and keys of latent attention before rotation, in both orders."""
+    rotated, n_heads = seen["hook_rot_q"].shape[-1], seen["hook_q"].shape[1]
+    content = seen["hook_q"].shape[-1] - rotated
+    shared, keys = (hook_name(layer, name) for name in LATENT_KEYS)
+    for name, latent in LATENT_QUERIES.items():
+        for interleaved in (False, True) if name in seen else ():
+            of_q = LatentLayout(content, rotated, None, latent and hook_name(layer, latent), interleaved)
+            of_k = LatentLayout(content, rotated, shared, shared, interleaved)
+            q = Tap(hook_name(layer, name), "flat", n_heads, latent=of_q)
+            yield q, Tap(keys, "flat", n_heads, latent=of_k)
 
 
 def _query_or_key(model: Any, layer: int, which: str, seen: Seen) -> Tap | None:

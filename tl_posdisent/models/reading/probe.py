@@ -18,6 +18,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.reading.explanation import (
+    LATENT_KEYS,
+    LATENT_QUERIES,
     OwnNumbers,
     Seen,
     explain,
@@ -27,7 +29,7 @@ from tl_posdisent.models.reading.explanation import (
     misfit,
     own_numbers,
     queries_and_keys,
-    short_name,
+    read,
     shows_scores,
     visible_cells,
     with_lent,
@@ -117,6 +119,8 @@ _LISTEN = (
     *("hook_cos", "hook_sin", "hook_attn_scores", "hook_pattern", "hook_z"),
     *("q_norm.hook_out", "k_norm.hook_out", "v_norm.hook_out", "gate.hook_out"),
     *("q_norm.hook_in", "k_norm.hook_in"),
+    *LATENT_QUERIES,
+    *LATENT_KEYS,
 )
 
 
@@ -217,7 +221,7 @@ def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bo
             return True, True
     if spec.rotary is None or "hook_cos" not in seen or "hook_sin" not in seen:
         return False, False
-    q, k = (tap.read(seen[short_name(tap)]) for tap in (spec.q, spec.k))
+    q, k = (read(tap, seen) for tap in (spec.q, spec.k))
     q, k = (rotated_by_table(x, seen["hook_cos"], seen["hook_sin"], spec.rotary) for x in (q, k))
     return False, misfit(spec, q, k, seen, visible) <= 1
 
@@ -226,7 +230,7 @@ def _explains(
     spec: AttentionSpec, taps: tuple[Tap, Tap], positions: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]
 ) -> bool:
     """Say whether the layer's scores are those of the queries and keys at two hooks, before or after the rotation."""
-    vectors = [(tap.name, tap.read(seen[short_name(tap)]).double()) for tap in taps]
+    vectors = [(tap.name, read(tap, seen).double()) for tap in taps]
     plain = [tap.name for tap in (spec.q, spec.k) if tap]
     q, k = (spec.rotated(x, positions) if name in plain else x for name, x in vectors)
     return misfit(spec, q, k, seen, visible) <= 1

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.results import by_heads
 from tl_posdisent.utils.precision import mismatch
 
 _Result = TypeVar("_Result")
@@ -69,14 +70,15 @@ def are_separate(model: Any, text: Int[Tensor, "1 pos"]) -> bool:
 
 def changed_results(
     model: Any, tokens: Int[Tensor, "text pos"], layer: int, before: Any, hooks: Sequence[Hook], *, skip: bool = True
-) -> Tensor | None:
+) -> Float[Tensor, "text pos head size"] | None:
     """Return a layer's z (``hook_z``) under hooks; None if it does not fire.
 
     The blocks before return ``before``, the stored output of the last of them; without ``skip`` they run.
     """
     name = hook_name(layer, "hook_z")
     with running(model) as p, p.skipping(model.blocks[: layer if skip else 0], lambda: before):
-        return p.record(tokens, [name], hooks, stop=model.blocks[layer].attn).get(name)
+        z = p.record(tokens, [name], hooks, stop=model.blocks[layer].attn).get(name)
+    return None if z is None else by_heads(z, model.cfg.n_heads)
 
 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
