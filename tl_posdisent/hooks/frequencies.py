@@ -16,6 +16,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, is_number, shown
 
 Mode = Literal["drop", "freeze"]
+Unrotated = Literal["keep", "drop"]
 
 
 def limit_frequencies(
@@ -24,13 +25,14 @@ def limit_frequencies(
     high: float | None = None,
     *,
     mode: Mode = "drop",
+    unrotated: Unrotated = "keep",
     layers: Layers = None,
     heads: Heads = None,
 ) -> Hooks:
     """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
     The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` plus the part that RoPE
-    does not rotate, which is always kept. ``"drop"`` removes the terms outside the band, also from vectors that
+    does not rotate. ``"drop"`` removes the terms outside the band, also from vectors that
     ``patch_vectors`` puts in; ``"freeze"`` sets their exponential to 1, which keeps content and removes position.
 
     Frequencies are in radians per position: ``θ = 2π / wavelength``. Those of a model are
@@ -43,13 +45,15 @@ def limit_frequencies(
             float16). ``high=0`` is the empty band: with ``"freeze"``, the model receives no positions at all, as under
             ``dummy_distance(model, 0)``.
         mode: how subspaces outside the band are removed.
+        unrotated: ``"drop"`` removes the part that RoPE does not rotate: the content slice of latent attention, and of
+            layers with partial rotation. ``high=0`` removes the other part, the rotary slice.
         layers, heads: as in ``swap_positions``.
 
     Raises:
         ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that contains no
-            frequency of any of the layers; an unknown mode; or what ``swap_positions`` refuses. While running: a long
-            text that the model rotates by other frequencies (longrope, dynamic NTK), if this changes which subspaces
-            lie in the band.
+            frequency of any of the layers; an unknown mode; ``unrotated="drop"`` where all coordinates rotate; or what
+            ``swap_positions`` refuses. While running: a long text that the model rotates by other frequencies
+            (longrope, dynamic NTK), if this changes which subspaces lie in the band.
 
     Example:
         >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model
@@ -70,17 +74,36 @@ def limit_frequencies(
         raise ArgumentError("low", f"must be at most high, got {low!r} and {high!r}")
     low, high = low or 0.0, float("inf") if high is None else high
     check_choice("mode", mode, get_args(Mode))
+    check_choice("unrotated", unrotated, get_args(Unrotated))
     chosen = any_heads(model, layers, heads, "limit_frequencies")
     _refuse_no_frequency([spec for spec, _ in chosen], low, high)
     given = [f"low={low:g}"] * bool(low) + [f"high={high:g}"] * (high < float("inf"))
     given += ["mode='freeze'"] * (mode == "freeze")
-    edit = FrequencyLimit(f"limit_frequencies({', '.join(given)})", low, high, mode)
+    without_rest = unrotated == "drop"
+    given += ["unrotated='drop'"] * without_rest
+    if without_rest:
+        _require_rest([spec for spec, _ in chosen])
+    edit = FrequencyLimit(f"limit_frequencies({', '.join(given)})", low, high, mode, without_rest)
     acting = [
         (spec, some)
         for spec, some in chosen
-        if spec.holds_to is not None or bool(edit.outside(spec.require_rotary("limit_frequencies")).any())
+        if without_rest
+        or spec.holds_to is not None
+        or bool(edit.outside(spec.require_rotary("limit_frequencies")).any())
     ]
     return hooks_for(acting, edit)
+
+
+def _require_rest(specs: Sequence[AttentionSpec]) -> None:
+    """Refuse layers that rotate every coordinate."""
+    for spec in specs:
+        rotary = spec.require_rotary("limit_frequencies")
+        if rotary.dim == spec.d_head and bool((rotary.frequencies != 0).all()):
+            raise ArgumentError(
+                "unrotated",
+                f'must be "keep" for layer {spec.layer} of {spec.architecture}, which rotates all {spec.d_head} '
+                'coordinates, got "drop"',
+            )
 
 
 def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:

@@ -140,7 +140,7 @@ def content_position_terms(
 
     Raises:
         ValueError: invalid arguments; positions that only one text reaches; queries or keys that are not an affine
-            function of the stream (QK-norm, latent attention, post-norm); soft-capped scores; a bias of the scores that
+            function of the stream (QK-norm, post-norm); soft-capped scores; a bias of the scores that
             depends on the text.
 
     Example:
@@ -169,7 +169,7 @@ def content_position_terms(
         raise ValueError(f"layer {layer} of {spec.architecture} soft-caps its scores, so they are not sums of products")
     taps = taps_of(spec, before_norm=False)
     readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "content and position need").values()
-    names = [name for readout in readouts for name in (readout.source, readout.tap.name)]
+    names = [name for readout in readouts for name in (readout.source, *readout.tap.names)]
     tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
     names += [name for name in tables if name]
     seen: list[dict[str, Tensor]] = []
@@ -217,7 +217,7 @@ def _parts(
     content, position, mean, _ = split_stream(streams)
     found = []
     for held, stream, own in zip(seen, streams, content, strict=True):
-        scale = readout.scales(spec, stream, readout.tap.read(held[readout.tap.name]))
+        scale = readout.scales(spec, stream, readout.tap.read(*(held[name] for name in readout.tap.names)))
         parts = [scale * readout.linear(x) for x in (own, position[: stream.shape[1]].expand_as(stream))]
         constant = scale * readout.linear(mean)
         bias = readout.bias.expand_as(constant)

@@ -9,6 +9,7 @@ the fit is checked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from tl_posdisent.hooks.edits.rotation_edits import Side
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.forward_pass import Recorded, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
@@ -102,22 +103,36 @@ class Readout:
         """``M x``."""
         return torch.einsum("...m,hdm->...hd", x, self.matrix)
 
+    @property
+    def slices(self) -> list[slice]:
+        """Coordinates that have a scale of their own: with a shared slice, only the others are behind a second norm."""
+        layout = self.tap.latent
+        if layout is None or layout.shared is None:
+            return [slice(None)]
+        return [slice(layout.rotated), slice(layout.rotated, None)]
+
     def scales(
         self,
         spec: AttentionSpec,
         x: Float64[Tensor, "batch pos d_model"],
         seen: Float[Tensor, "batch pos head d_head"],
-    ) -> Float64[Tensor, "batch pos 1 1"]:
+    ) -> Float64[Tensor, "batch pos 1 one_or_d_head"]:
         """Fit the pre-norm's factor s for every vector of the stream to the queries (or keys) ``seen``, or raise."""
         linear, wanted = self.linear(x), seen.double() - self.bias
-        scale = _factor(linear.flatten(-2), wanted.flatten(-2), -1)[..., None, None]
+        scale = torch.ones_like(linear[..., :1, :]) if len(self.slices) > 1 else linear.new_ones(())
+        for some in self.slices:
+            factor = _factor(linear[..., some].flatten(-2), wanted[..., some].flatten(-2), -1)[..., None, None]
+            if len(self.slices) == 1:
+                scale = factor
+            else:
+                scale[..., some] = factor
         error, largest = (scale * linear - wanted).abs().amax(), seen.double().abs().amax()
         if not bool(error <= score_tolerance(seen.dtype) * largest):
             raise ValueError(
                 f"{self.needed} {NAMES[self.side]} that are an affine function of the residual stream at the norm's "
                 f"actual scale, but in layer {spec.layer} of {spec.architecture} such a function differs from them by "
-                f"{error.item():.1e} of {largest.item():.1e} (QK-norm, latent attention, no pre-norm, or hooks of "
-                "your own between them)"
+                f"{error.item():.1e} of {largest.item():.1e} (QK-norm, a norm of latents, no pre-norm, or hooks of your "
+                "own between them)"
             )
         return scale
 
@@ -134,24 +149,20 @@ def measure_readouts(
             f"{needed} queries and keys of each head before rotation, but layer {spec.layer} of {spec.architecture} "
             f"{spec.no_rotation}"
         )
-    d_model, length = int(model.cfg.d_model), tokens.shape[1]
-    size, texts = d_model**0.5, -(-d_model // length)  # vectors of unit variance, as after a norm
+    d_model = int(model.cfg.d_model)
+    size = d_model**0.5  # vectors of unit variance, as after a norm
+    expansions = [_expansion(model, spec, tokens, tap) for tap in taps.values()]
     found: dict[Side, Readout] = {}
     for source in dict.fromkeys((residual_hook(spec.layer), residual_hook(0))):  # some read keys from the input
-        for name in (source, *(tap.name for tap in taps.values())):
+        names = [*dict.fromkeys(name for tap in taps.values() for name in (*tap.names, _latent_of(tap)) if name)]
+        for name in (source, *names):
             if name not in model.hook_dict:
                 raise ArgumentError("model", f"must have the hook {name}, which {spec.architecture} does not have")
         answers = []
         for sign in (size, -size):
-
-            def put(x: Tensor, hook: Any, sign: float = sign) -> Tensor:
-                rows = sign * torch.eye(d_model, dtype=x.dtype, device=x.device)
-                return rows[torch.arange(texts * length, device=x.device) % d_model].view(texts, length, d_model)
-
-            with running(model, bare=True) as p:
-                names = [tap.name for tap in taps.values()]
-                seen = p.record(tokens[:1].expand(texts, -1), names, [(source, put)], stop=spec.layer + 1)
-            answers.append([tap.read(seen[tap.name]).double().flatten(0, 1)[:d_model] for tap in taps.values()])
+            seen = _of_unit_vectors(model, spec, tokens, source, d_model, sign, names)
+            pairs = zip(taps.values(), expansions, strict=True)
+            answers.append([_vectors(tap, expansion, seen).flatten(0, 1)[:d_model] for tap, expansion in pairs])
         for (side, tap), plus, minus in zip(taps.items(), *answers, strict=True):
             if side not in found and not torch.equal(plus, minus):
                 matrix = ((plus - minus) / (2 * size)).permute(1, 2, 0)
@@ -162,6 +173,56 @@ def measure_readouts(
         f"{needed} queries and keys that read the residual stream, but those of layer {spec.layer} "
         f"of {spec.architecture} do not change with {residual_hook(spec.layer)}"
     )
+
+
+def _of_unit_vectors(
+    model: Any, spec: AttentionSpec, tokens: Tensor, source: str, n: int, size: float, names: Sequence[str]
+) -> Recorded:
+    """Record hooks in a pass with the first n coordinates of the vectors at ``source`` set to unit vectors by size."""
+    length = tokens.shape[1]
+    texts = -(-n // length)
+
+    def put(x: Tensor, hook: Any) -> Tensor:
+        rows = size * torch.eye(n, x.shape[-1], dtype=x.dtype, device=x.device)
+        return rows[torch.arange(texts * length, device=x.device) % n].view(texts, length, -1)
+
+    with running(model, bare=True) as p:
+        return p.record(tokens[:1].expand(texts, -1), names, [(source, put)], stop=spec.layer + 1)
+
+
+def _latent_of(tap: Tap) -> str | None:
+    return tap.latent.latent if tap.latent else None
+
+
+def _expansion(
+    model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"], tap: Tap
+) -> Float64[Tensor, "latent output"] | None:
+    """Measure the map from a latent, through the gain of its norm, to what the tap reads; None without a latent.
+
+    The norm's scale differs between vectors, so that unit vectors of the stream do not show the whole map.
+    """
+    name = _latent_of(tap)
+    if name is None:
+        return None
+    assert tap.latent is not None
+    with running(model, bare=True) as p:
+        (width,) = p.record(tokens[:1], [name], stop=spec.layer + 1)[name].shape[2:]
+    n = width - (tap.latent.rotated if name == tap.shared else 0)
+    size = n**0.5
+    seen: Tensor = _of_unit_vectors(model, spec, tokens, name, n, size, [tap.name])[tap.name]
+    return seen.double().flatten(0, 1)[:n] / size
+
+
+def _vectors(
+    tap: Tap, expansion: Float64[Tensor, "latent output"] | None, seen: Recorded
+) -> Float64[Tensor, "batch pos head d_head"]:
+    """Read queries or keys, those behind a latent as if its norm had the scale 1 for each vector."""
+    shared = None if tap.shared is None else seen[tap.shared].double()
+    if expansion is None:
+        return tap.read(seen[tap.name].double(), shared)
+    latent = seen[_latent_of(tap) or ""].double()[..., : len(expansion)]
+    vectors: Tensor = tap.read(latent @ expansion, shared)
+    return vectors
 
 
 def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:

@@ -137,11 +137,15 @@ class PositionScale(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class FrequencyLimit(RotationEdit):
-    """A band of frequencies: subspaces outside it are removed (``"drop"``) or no longer rotated (``"freeze"``)."""
+    """A band of frequencies: subspaces outside it are removed (``"drop"``) or no longer rotated (``"freeze"``).
+
+    With ``without_rest``, what the layer does not rotate is removed, too.
+    """
 
     low: float
     high: float
     mode: Literal["drop", "freeze"]
+    without_rest: bool = False
 
     def outside(self, rotary: Rotary) -> Bool[Tensor, " subspace"]:
         """Find the subspaces that rotate at a frequency outside the band."""
@@ -249,7 +253,7 @@ class HeadRotation:
         """The edits that change keys, which heads may share."""
         return self._only(
             lambda e: (
-                not (isinstance(e, FrequencyLimit) and e.mode == "drop")
+                not (isinstance(e, FrequencyLimit) and (e.mode == "drop" or e.without_rest))
                 and not (isinstance(e, VectorPatch) and e.k_rot is None)
             )
         )
@@ -286,8 +290,14 @@ class HeadRotation:
 
     def kept(self, x: Float[Tensor, "batch pos head d_head"], rotary: Rotary, which: Side = "q") -> Tensor:
         """Zero the dropped subspaces of queries (a term vanishes when its query is 0); return keys unchanged."""
-        dropped = self.outside("drop", rotary) if which == "q" else None
-        return x if dropped is None else x.masked_fill(coordinates(rotary, dropped, x), 0)
+        if which == "k":
+            return x
+        dropped = self.outside("drop", rotary)
+        if dropped is not None:
+            x = x.masked_fill(coordinates(rotary, dropped, x), 0)
+        if any(isinstance(edit, FrequencyLimit) and edit.without_rest for edit in self.edits):
+            x = x.masked_fill(~coordinates(rotary, rotary.frequencies != 0, x), 0)
+        return x
 
     def turned_on(
         self, x: Tensor, which: Side, own: Tensor, rotary: Rotary, tables: bool

@@ -15,7 +15,7 @@ Layout = Literal["pos head", "head pos", "flat"]
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentLayout:
     """How multi-head latent attention lays out queries and keys, of which RoPE rotates a slice.
 
     Attributes:
@@ -24,6 +24,7 @@ class Latent:
         rotated: number of rotated coordinates.
         shared: the hook whose last coordinates are the rotated slice of the keys, which all heads share; None if the
             slice follows the content of each head.
+        latent: the hook of the latent before its norm, which begins with it; None if there is no such latent.
         interleaved: whether the rotation reads pairs of neighbours and writes the first of all pairs before the second
             (DeepSeek V3); ``Tap.read`` then arranges vectors before rotation as those after it.
     """
@@ -31,6 +32,7 @@ class Latent:
     content: int
     rotated: int
     shared: str | None = None
+    latent: str | None = None
     interleaved: bool = False
 
     def read(self, x: Float[Tensor, "batch pos head size"], shared: Tensor | None) -> Tensor:
@@ -65,7 +67,7 @@ class Tap:
     layout: Layout
     n_heads: int
     norm: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
-    latent: Latent | None = None
+    latent: LatentLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle, without the norm, which belongs to the model."""
