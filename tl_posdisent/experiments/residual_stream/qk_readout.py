@@ -116,23 +116,24 @@ class Readout:
         spec: AttentionSpec,
         x: Float64[Tensor, "batch pos d_model"],
         seen: Float[Tensor, "batch pos head d_head"],
-    ) -> Float64[Tensor, "batch pos 1 one_or_d_head"]:
-        """Fit the pre-norm's factor s for every vector of the stream to the queries (or keys) ``seen``, or raise."""
+    ) -> Float64[Tensor, "batch pos 1 d_head"]:
+        """Fit the pre-norm's factor s for every vector of the stream to the queries (or keys) ``seen``, or raise.
+
+        It is that of each coordinate, because with a shared slice the other coordinates have a second norm.
+        """
         linear, wanted = self.linear(x), seen.double() - self.bias
-        scale = torch.ones_like(linear[..., :1, :]) if len(self.slices) > 1 else linear.new_ones(())
+        factors = []
         for some in self.slices:
-            factor = _factor(linear[..., some].flatten(-2), wanted[..., some].flatten(-2), -1)[..., None, None]
-            if len(self.slices) == 1:
-                scale = factor
-            else:
-                scale[..., some] = factor
+            a, b = linear[..., some], wanted[..., some]
+            factors.append(_factor(a.flatten(-2), b.flatten(-2), -1)[..., None, None].expand_as(a[..., :1, :]))
+        scale = torch.cat(factors, -1)
         error, largest = (scale * linear - wanted).abs().amax(), seen.double().abs().amax()
         if not bool(error <= score_tolerance(seen.dtype) * largest):
             raise ValueError(
                 f"{self.needed} {NAMES[self.side]} that are an affine function of the residual stream at the norm's "
                 f"actual scale, but in layer {spec.layer} of {spec.architecture} such a function differs from them by "
-                f"{error.item():.1e} of {largest.item():.1e} (QK-norm, a norm of latents, no pre-norm, or hooks of your "
-                "own between them)"
+                f"{error.item():.1e} of {largest.item():.1e} (QK-norm, a norm of latents, no pre-norm, or "
+                "hooks of your own between them)"
             )
         return scale
 
@@ -191,7 +192,7 @@ def _of_unit_vectors(
 
 
 def _latent_of(tap: Tap) -> str | None:
-    return tap.latent.latent if tap.latent else None
+    return None if tap.latent is None else tap.latent.latent
 
 
 def _expansion(

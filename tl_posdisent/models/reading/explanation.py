@@ -416,8 +416,8 @@ def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
     yield plain
 
 
-# Multi-head latent attention: the projections to queries, and those to their latent, if they have one; the projection to
-# the latent of the keys and to their rotary slice, which all heads share, and that to the content of keys and values.
+# Multi-head latent attention: the projections to queries, and to their latent, if they have one; the projection to the
+# latent of the keys and to their rotary slice, which all heads share, and that to the content of keys and values.
 LATENT_QUERIES = {"q_b_proj.hook_out": "q_a_proj.hook_out", "q_proj.hook_out": None}
 LATENT_KEYS = ("kv_a_proj_with_mqa.hook_out", "kv_b_proj.hook_out")
 
@@ -581,7 +581,7 @@ def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) ->
             continue
         for pairing in PAIRINGS:
             yield replace(rotary, pairing=pairing)
-    if not shows_scores(seen):  # the tables of Hugging Face's code may pass no hook
+    if not shows_scores(seen) or is_latent(seen):  # tables may pass no hook (complex ones, or Hugging Face's code)
         for x, factor in own.pairs:
             for sign, pairing in itertools.product((1.0, -1.0), PAIRINGS):  # nanochat rotates the other way
                 yield Rotary(sign * x.double(), pairing, factor, torch.float32, x.dtype)
