@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.plain_attention import Parts, powers, scores_of
 from support.small_models import both_directions, small_model
 from torch import Tensor
 
@@ -41,7 +42,9 @@ def assert_close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "bloom", "llama-gqa", "llama-yarn", "neox-half"))
+@pytest.mark.parametrize(
+    ("kind", "name"), zoo.cases("gpt2", "bloom", "llama-gqa", "llama-yarn", "neox-half", "deepseek_v3", "deepseek_v2")
+)
 def test_terms_add_up_to_the_scores(kind: str, name: str, layer: int, shared_model: Callable[[str, str], Any]) -> None:
     model = shared_model(kind, name)
     check_sum(model, ZOO_TOKENS, layer)
@@ -96,6 +99,43 @@ def test_terms_by_hand(encoding: str, keys_from: str, grand_mean: Any) -> None:
     assert_close(terms.position, cache["resid_pre", 1].mean(0) - cache["resid_pre", 1].mean((0, 1)), 1e-12)
 
 
+@zoo.needs_bridge
+def test_terms_of_latent_attention_by_hand(shared_model: Callable[[str, str], Any]) -> None:
+    """In float64 from the projections, with the norms of the stream and of both latents at their actual scales."""
+    terms = content_position_terms(shared_model("bridge", "deepseek_v3"), ZOO_TOKENS, 1)
+    hf = zoo.hf_model("deepseek_v3").double()
+    hf.set_experts_implementation("eager")
+    layer = hf.model.layers[1]
+    with torch.no_grad():
+        x = hf.model(ZOO_TOKENS, output_hidden_states=True, use_cache=False).hidden_states[1]
+        position = (x.mean(0) - x.mean((0, 1))).expand_as(x)
+        parts = {"content": x - position, "position": position}
+        of_queries = {name: _latent_vectors(layer, x, part)[0] for name, part in parts.items()}
+        of_keys = {name: _latent_vectors(layer, x, part)[1] for name, part in parts.items()}
+    at = torch.arange(12).double()
+    distances, theta = (at[:, None] - at).expand(8, -1, -1), powers(500.0, 8)
+    for one, q in of_queries.items():
+        for other, k in of_keys.items():
+            both = Parts(q, k, k, theta, 20**-0.5, adjacent=True)
+            expected = scores_of(both, distances, theta[None], torch.zeros(4, dtype=torch.bool))
+            assert_close(terms.term(f"{one}:{other}")[..., terms.mask], expected[..., terms.mask], 2e-5)
+
+
+def _latent_vectors(layer: Any, x: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a part of the stream, the rotated slice first."""
+    attn = layer.self_attn
+
+    def frozen(norm: Any, whole: Tensor, some: Tensor) -> Tensor:
+        return norm.weight * some / (whole.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+
+    whole, some = (frozen(layer.input_layernorm, x, y) for y in (x, part))
+    q = attn.q_b_proj(frozen(attn.q_a_layernorm, attn.q_a_proj(whole), attn.q_a_proj(some))).unflatten(-1, (8, 20))
+    (latent, _), (of_part, shared) = (attn.kv_a_proj_with_mqa(y).split([16, 8], -1) for y in (whole, some))
+    k = attn.kv_b_proj(frozen(attn.kv_a_layernorm, latent, of_part)).unflatten(-1, (8, 28))[..., :12]
+    q = torch.cat([q[..., 12:], q[..., :12]], -1)
+    return q, torch.cat([shared[:, :, None].expand(-1, -1, 8, -1), k], -1)
+
+
 @torch.no_grad()
 def _parts_by_hand(model: SyntheticModel, x: Tensor, norm: Any, w: Tensor, b: Tensor, grand_mean: str) -> list[Tensor]:
     mean = x.mean((0, 1))
@@ -130,9 +170,8 @@ def test_shares_by_hand() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3", {}, "queries that are an affine function of the residual stream .*QK-norm"),
     ("olmo2", {}, "queries that are an affine function of the residual stream"),
-    ("deepseek_v3", {}, "queries and keys of each head before rotation, but layer 1 of Deep.* latent attention"),
     ("gemma2", {}, "soft-caps its scores, so they are not sums of products"),
-    ({"encoding": "mla"}, {}, "affine function .* latent attention"),
+    ({"encoding": "mla"}, {}, "affine function .* a norm of latents"),
     ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* an unknown rotation"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1]}, "tokens must be at least two texts at every position for content_position"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1].expand(4, -1)}, "at least two different texts, got 4 equal ones"),

@@ -24,7 +24,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.experiments import intervention_losses
 from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
-from tl_posdisent.hooks import applied, drop_component, substitute_attention
+from tl_posdisent.hooks import drop_component, substitute_attention
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
@@ -432,38 +432,25 @@ def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
         replaceable_heads(model, TOKENS, {"both": five + own}, heldout=TOKENS, progress=False)
 
 
-def test_own_hooks_where_results_are_not_laid_out_by_heads(shared_model: Any) -> None:
+def test_own_hooks_where_results_are_split_by_another_size(shared_model: Any) -> None:
+    """Each head's part of the results, which lie side by side, with hooks that change all of them."""
     model = shared_model("bridge", "deepseek_v3")
+    table = effects(model, {"x": scaled(0.5)}, exact="all").set_index(["layer", "head"])
+    assert len(table) == 16
     with torch.no_grad():
         clean = model(TOKENS)
-    for by in (0.0, 0.5):
-        table = effects(model, {"x": scaled(by)}, exact="all")
-        assert table["head"].isna().all()
-        for layer, row in table.set_index("layer").iterrows():
-            with torch.no_grad():
-                changed = model.run_with_hooks(
-                    TOKENS, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", lambda z, hook, by=by: z * by)]
-                )
-            effect = losses(changed, TOKENS) - losses(clean, TOKENS)
-            assert row["exact"] == pytest.approx(effect.mean().item(), abs=2e-6)
-            assert row["kl"] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
+    for layer, head in ((0, 3), (1, 6)):
 
+        def halved(z: Tensor, hook: Any, head: int = head) -> Tensor:
+            beside = z.flatten(2).clone()
+            beside[:, :, 16 * head : 16 * (head + 1)] *= 0.5
+            return beside.view_as(z)
 
-def test_a_layer_whose_results_are_not_laid_out_by_heads_has_one_row(shared_model: Any) -> None:
-    model = shared_model("bridge", "deepseek_v3")
-    hooks = {"uniform": substitute_attention(model, "uniform")}
-    table = effects(model, hooks, exact=2)
-    assert table["layer"].tolist() == [0, 1]
-    assert table["head"].isna().all()
-    for layer, exact in zip(table["layer"], table["exact"], strict=True):
         with torch.no_grad():
-            before = losses(model(TOKENS), TOKENS)
-            with applied(model, substitute_attention(model, "uniform", layers=[layer])):
-                after = losses(model(TOKENS), TOKENS)
-        assert exact == pytest.approx((after - before).mean().item(), abs=2e-6)
-    assert (table["curvature"] > 0).all()
-    with pytest.raises(ValueError, match="layer 0: hook_z must carry"):
-        effects(model, hooks, heads=[0, 1])
+            changed = model.run_with_hooks(TOKENS, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", halved)])
+        row = table.loc[(layer, head)]
+        assert row["exact"] == pytest.approx((losses(changed, TOKENS) - losses(clean, TOKENS)).mean().item(), abs=2e-6)
+        assert row["kl"] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
 
 
 # --- the search for the largest divergences -------------------------------------------------------------------

@@ -114,16 +114,6 @@ def test_texts_of_unequal_length_and_other_metrics(shared_model: Any) -> None:
     assert sums.tolist() == pytest.approx(expected["first"].tolist(), rel=1e-4, abs=1e-7)
 
 
-def test_a_layer_whose_results_are_not_laid_out_by_heads_has_one_row(shared_model: Any) -> None:
-    model = shared_model("bridge", "deepseek_v3")
-    hooks = {"uniform": substitute_attention(model, "uniform")}
-    table, expected = (f(model, hooks) for f in (by_position, by_head))
-    assert table["head"].isna().all()
-    assert len(table) == 2 * TOKENS.numel()
-    sums = table.groupby("layer")["first"].sum() / len(TOKENS)
-    assert sums.tolist() == pytest.approx(expected["first"].tolist(), rel=1e-4, abs=1e-7)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_refusals_and_the_model_is_as_it_was() -> None:
     model = zoo.load("bridge", "llama-gqa")

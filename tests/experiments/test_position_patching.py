@@ -213,7 +213,7 @@ def test_hooks_of_the_user_act_in_every_run() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
 def test_models_without_rotation_in_reach(name: str, shared_model: Any) -> None:
     for call in (lambda m: table(m), lambda m: patch_vectors(m, 0, torch.zeros(2, 12, 8, 8), None)):
         with pytest.raises(ValueError, match=r"needs rotary position embeddings \(RoPE\) that hooks can reach"):

@@ -1,4 +1,5 @@
-"""Models whose attention Hugging Face's code computes, which show no scores: every tool against attention in float64.
+"""Models that show no scores, since Hugging Face's code computes their attention, and models with latent attention:
+every tool against attention in float64.
 
 The oracle, `support/plain_attention.py`, is written from the projections and the configuration of each class.
 """
@@ -22,6 +23,7 @@ from tl_posdisent import (
     controlled_distance,
     dummy_distance,
     fit_additive,
+    head_ablation,
     head_effects,
     limit_frequencies,
     read_model,
@@ -36,7 +38,7 @@ pytestmark = [zoo.needs_bridge, pytest.mark.tl4]
 
 L = 12
 TOKENS = zoo.random_tokens(L)
-FAMILIES = {  # by titles, since every law of this file runs on all of them at each change
+WITHOUT_SCORES = {  # by titles, since every law of this file runs on all of them at each change
     "Gemma 4 31B": "gemma4",
     "Gemma 4 E2B": "gemma4-shared",
     "Llama 4": "llama4",
@@ -45,7 +47,15 @@ FAMILIES = {  # by titles, since every law of this file runs on all of them at e
     "Laguna": "laguna",
     "NanoChat": "nanochat",
 }
+LATENT = {
+    "DeepSeek V3": "deepseek_v3",
+    "DeepSeek V2 Lite": "deepseek_v2",
+    "GLM 4.7 Lite": "glm4-lite",
+    "Youtu": "youtu",
+}
+FAMILIES = WITHOUT_SCORES | LATENT
 every_family = pytest.mark.parametrize("family", FAMILIES)
+with_latents = pytest.mark.parametrize("family", LATENT)
 
 
 @pytest.fixture
@@ -270,6 +280,10 @@ def test_controlled_distance(name: str, model: Any) -> None:
         torch.testing.assert_close(torch.tensor(rows["total"].to_numpy()), variance, rtol=1e-4, atol=0)
 
 
+def loss(logits: Tensor) -> float:
+    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()))
+
+
 @every_family
 def test_effects_of_single_heads(name: str, model: Any) -> None:
     layers = rotating(model)[-1:]
@@ -284,16 +298,36 @@ def test_effects_of_single_heads(name: str, model: Any) -> None:
         progress=False,
     )
 
-    def loss(logits: Tensor) -> float:
-        return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()))
-
     for head in (0, 3):
         change = Change(lambda layer, d, h=head: only(dict.fromkeys(layers, h), 0 * d + 3, d, layer))
         row = table.query(f"head == {head}").iloc[0]
         assert row["exact"] == pytest.approx(loss(plain(name, change)) - loss(plain(name)), abs=2e-5)
 
 
-@every_family
+@with_latents
+def test_slices_of_latent_attention(name: str, model: Any) -> None:
+    agree(model, name, limit_frequencies(model, high=0), Change(dropped=lambda layer, x: torch.ones_like(x).bool()))
+    agree(model, name, limit_frequencies(model, unrotated="drop"), Change(rest=0))
+    both = limit_frequencies(model, high=0.3, unrotated="drop") + dummy_distance(model, 2)
+    agree(model, name, both, Change(lambda layer, d: 0 * d + 2, dropped=lambda layer, x: x > 0.3, rest=0))
+
+
+@with_latents
+def test_heads_of_latent_attention(name: str, model: Any) -> None:
+    """Results of heads, which TransformerLens splits by another size than that of values."""
+
+    def without(layer: int, z: Tensor) -> Tensor:
+        return z.index_fill(2, torch.tensor([1, 4]), 0) if layer == 1 else z
+
+    agree(model, name, ablate_heads(model, [1, 4], layers=[1]), Change(z=without))
+    table = head_ablation(model, TOKENS, layers=[1], progress=False)
+    for head in (0, 5):
+        change = Change(z=lambda layer, z, h=head: z.index_fill(2, torch.tensor([h]), 0) if layer == 1 else z)
+        expected = loss(plain(name, change)) - loss(plain(name))
+        assert table.query(f"head == {head}")["effect"].item() == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("family", WITHOUT_SCORES)
 def test_a_pattern_at_the_hook_of_scores_is_refused_by_the_fit(name: str, model: Any) -> None:
     layer = read_model(model).specs()[0].layer
     with torch.no_grad():

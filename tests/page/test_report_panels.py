@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from support import zoo
 from support.documents import Document, as_number
 
@@ -96,8 +97,12 @@ def test_a_window_masks_keys(tmp_path: Path, shared_model: Any) -> None:
     assert all(row["range"] != "–" for row in windowed)
 
 
-def test_heads_without_results_of_their_own_have_panels_without_effects(tmp_path: Path, shared_model: Any) -> None:
-    model, tokens = shared_model("bridge", "deepseek_v3"), zoo.random_tokens(length=16)
+def test_heads_without_effect_have_panels_without_effects(tmp_path: Path) -> None:
+    hf, tokens = zoo.hf_model("llama-gqa"), zoo.random_tokens(length=16)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    model = zoo.as_hooked(hf)
     document = report_of(model, tmp_path, tokens, sections=["additivity", "ablation", "ladder"])
     assert document.wrong == []
     assert len(document.data["panels"]["heads"]) == len(document.rows("atlas")) > 1

@@ -41,7 +41,7 @@ from .edited_scores import Call, Layer, edited_results
 L = 12
 TOKENS = zoo.random_tokens(L)
 REAL = torch.arange(L)
-ROTARY = [case for case in zoo.cases(*zoo.ROTARY_NAMES) if case.values[1] != "deepseek_v3"]
+ROTARY = zoo.cases(*zoo.ROTARY_NAMES)
 # One of each way: tables exchanged, rotated vectors turned, unrotated ones turned, scores or z recomputed; with groups,
 # norms between, windows, soft caps, sinks.
 WAYS = [

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil, floor, log, pi
 from types import MethodType
 from typing import Any
 
@@ -45,6 +46,7 @@ class Change:
     distances: Callable[[int, Tensor], Tensor] = lambda layer, d: d  # [head, query, key]
     theta: Callable[[int, Tensor], Tensor] = lambda layer, x: x  # [plane], or [head, plane]
     dropped: Callable[[int, Tensor], Tensor] = lambda layer, x: torch.zeros_like(x, dtype=torch.bool)  # [plane]
+    rest: float = 1.0  # factor of the coordinates that do not rotate
     scores: Callable[[int, Tensor, Tensor], Tensor] = lambda layer, s, mask: s  # [batch, head, query, key]
     z: Callable[[int, Tensor], Tensor] = lambda layer, z: z  # [batch, query, head, d_head]
 
@@ -131,7 +133,36 @@ def _nanochat(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
     return Parts(q, k, v, theta, size**-0.5, after=partial(rms, eps=attn.config.rms_norm_eps))
 
 
+def _latent(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
+    """Multi-head latent attention: a slice of each query rotates, and one slice of keys that all heads share."""
+    config, rope = attn.config, attn.config.rope_parameters
+    content, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+    q = attn.q_proj(x) if config.q_lora_rank is None else attn.q_b_proj(rms(attn.q_a_proj(x), attn.q_a_layernorm))
+    q = _heads(q, content + rotated)
+    latent, shared = attn.kv_a_proj_with_mqa(x).split([config.kv_lora_rank, rotated], -1)
+    k, v = _heads(attn.kv_b_proj(rms(latent, attn.kv_a_layernorm)), content + config.v_head_dim).split(
+        [content, config.v_head_dim], -1
+    )
+    q = torch.cat([q[..., content:], q[..., :content]], -1)
+    k = torch.cat([shared[:, :, None].expand(*k.shape[:3], -1), k], -1)
+    theta, scale = powers(rope["rope_theta"], rotated), (content + rotated) ** -0.5
+    if rope["rope_type"] == "yarn":
+        theta, scale = _yarn(theta, rope), scale * (0.1 * rope["mscale_all_dim"] * log(rope["factor"]) + 1) ** 2
+    adjacent = type(attn).__name__ == "DeepseekV2Attention" or config.rope_interleave
+    return Parts(q, k, v, theta, scale, adjacent=adjacent)
+
+
+def _yarn(theta: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Interpolate between unscaled and scaled frequencies (arXiv 2309.00071), by the planes' turns in training."""
+    n, base, length = len(theta), rope["rope_theta"], rope["original_max_position_embeddings"]
+    low, high = (n * log(length / (turns * 2 * pi)) / log(base) for turns in (rope["beta_fast"], rope["beta_slow"]))
+    low, high = max(floor(low), 0), min(ceil(high), 2 * n - 1)
+    scaled = ((torch.arange(n).double() - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return theta * (1 - scaled) + theta / rope["factor"] * scaled
+
+
 _PARTS = {
+    **dict.fromkeys(("DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "YoutuAttention"), _latent),
     "Gemma4TextAttention": _gemma4,
     "Llama4TextAttention": _llama4,
     "OlmoHybridAttention": _olmo_hybrid,
@@ -177,6 +208,9 @@ def attend(parts: Parts, layer: int, change: Change) -> tuple[Tensor, Tensor]:
     theta = change.theta(layer, parts.theta)
     theta = theta[None] if theta.ndim == 1 else theta
     mask = mask_of(parts)
+    weights = torch.ones(parts.q.shape[-1]).double()
+    weights[2 * len(parts.theta) :] = change.rest
+    parts = replace(parts, q=parts.q * weights)
     scores = change.scores(layer, scores_of(parts, distances, theta, change.dropped(layer, parts.theta)), mask)
     pattern = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     v = parts.v.repeat_interleave(n_heads // parts.v.shape[2], 2)

@@ -90,6 +90,7 @@ _LATENT = {
     **{"qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4},
     **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
+_LATENT_YARN = _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}  # the latter is in the scale of scores
 _WITHOUT_MLP = {k: v for k, v in _modern().items() if k != "intermediate_size"}  # of another name
 _BARE = {"vocab_size": VOCAB, "tie_word_embeddings": False}
 
@@ -160,6 +161,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"layer_types": [_SLIDING, _FULL], "rope_parameters": _YARN | {"truncate": False}},
     ),
     "deepseek_v3": _of("DeepseekV3", _grouped() | _LATENT),
+    # A rotation by complex numbers, which passes no hook, and queries without a latent.
+    "deepseek_v2": _of("DeepseekV2", _grouped() | _LATENT | {"q_lora_rank": None}),
+    "glm4-lite": _of("Glm4MoeLite", _grouped(rope_parameters=_LATENT_YARN) | _LATENT),
+    "youtu": _of("Youtu", _grouped() | _LATENT | {"rope_interleave": False}),
     "gpt2": Architecture("GPT2LMHeadModel", "GPT2Config", _gpt2_style(), rotary=False),
     "bloom": _of("Bloom", _BARE | {"hidden_size": D_MODEL, "n_layer": 2, "n_head": N_HEADS}, rotary=False),
     "mpt": _of(

@@ -150,6 +150,12 @@ def measure_readouts(
             f"{needed} queries and keys of each head before rotation, but layer {spec.layer} of {spec.architecture} "
             f"{spec.no_rotation}"
         )
+    if spec.q is not None and spec.q.latent is not None and taps["q"].latent is None:
+        raise ValueError(
+            f"{needed} queries and keys that are an affine function of the residual stream behind one norm, but those "
+            f"of layer {spec.layer} of {spec.architecture} are behind the norms of latents (multi-head latent "
+            "attention)"
+        )
     d_model = int(model.cfg.d_model)
     size = d_model**0.5  # vectors of unit variance, as after a norm
     expansions = [_expansion(model, spec, tokens, tap) for tap in taps.values()]

@@ -284,7 +284,7 @@ def with_lent(seen: Seen, lender: Seen) -> Seen:
 
 def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
     """Return the spec with the hooks of keys and values in the layer to which they belong."""
-    k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap))) for tap in (spec.k, spec.v))
+    k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap.name))) for tap in (spec.k, spec.v))
     names = [FIRST_HOOK, *(tap.name for tap in (k, v) if tap)]
     points = WeakKeyDictionary({p.points[name]: name for name in names if name in p.points})
     for point, name in spec.points.items():
