@@ -280,7 +280,7 @@ def test_latent_attention_is_refused(shared_model: Model) -> None:
     with pytest.raises(ValueError, match="distance_sources needs queries that are an affine function"):
         distance_sources(model, SMALL, 1)
     if ("bridge", "deepseek_v3") in [case.values for case in zoo.cases("deepseek_v3")]:
-        with pytest.raises(ValueError, match="distance_sources needs queries .* behind the norms of latents"):
+        with pytest.raises(ValueError, match=r"distance_sources needs queries .* behind the norms of latents"):
             distance_sources(shared_model("bridge", "deepseek_v3"), TOKENS, 1)
 
 

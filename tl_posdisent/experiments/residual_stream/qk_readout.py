@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import torch
@@ -215,8 +216,8 @@ def _expansion(
     with running(model, bare=True) as p:
         (width,) = p.record(tokens[:1], [name], stop=spec.layer + 1)[name].shape[2:]
     n = width - (tap.latent.rotated if name == tap.shared else 0)
-    size = n**0.5
-    seen: Tensor = _of_unit_vectors(model, spec, tokens, name, n, size, [tap.name])[tap.name]
+    size = sqrt(n)
+    seen = _of_unit_vectors(model, spec, tokens, name, n, size, [tap.name])[tap.name]
     return seen.double().flatten(0, 1)[:n] / size
 
 
