@@ -251,9 +251,10 @@ CLAIMS_B = [
     SyntheticClaim(
         "MLA shows no deposit",
         "none",
-        "largest drop 0.61 ± 0.17, second 0.45 (RoPE 0.65 and 0.48; 12 heads, three seeds)",
+        "largest drop 0.61 ± 0.17, second 0.45 (RoPE 0.65 and 0.48; 12 heads, three seeds). If a head loses its "
+        "positions alone: 0.72 ± 0.07, second 0.43 (RoPE 0.69 and 0.55)",
         "Not",
-        "As uneven as RoPE, where heads are removed instead of latent coordinates.",
+        "As uneven as RoPE, where heads or their positions are removed instead of latent coordinates.",
     ),
     SyntheticClaim(
         "One or two rotary heads nearly suffice",

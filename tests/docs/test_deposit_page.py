@@ -10,8 +10,11 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 from support.pages import ROOT
+
+from tl_posdisent import limit_frequencies
 
 pytestmark = pytest.mark.tl4
 
@@ -42,11 +45,19 @@ def small() -> ModuleType:
     return loaded("deposit_small")
 
 
+@pytest.fixture(scope="module")
+def positions() -> ModuleType:
+    return loaded("deposit_positions")
+
+
 def on_page(table: str) -> bool:
     return " ".join(table.split()) in PAGE
 
 
-def test_the_tables_are_of_the_measurements(heads: ModuleType, lengths: ModuleType, small: ModuleType) -> None:
+def test_the_tables_are_of_the_measurements(
+    heads: ModuleType, lengths: ModuleType, small: ModuleType, positions: ModuleType
+) -> None:
+    assert on_page(heads.markdown(positions.summary(positions.finished())))
     assert on_page(heads.markdown(heads.summary(heads.finished())))
     assert on_page(heads.markdown(small.summary(small.finished())))
     assert on_page(heads.markdown(lengths.by_encoding(lengths.finished())))
@@ -130,7 +141,7 @@ def test_guesses_without_a_model(small: ModuleType) -> None:
     assert small.area(tokens, labels) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("name", ["deposit_and_length", "deposit_small"])
+@pytest.mark.parametrize("name", ["deposit_and_length", "deposit_positions", "deposit_small"])
 def test_a_model_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The studies run: one short training gives a row with the table's columns."""
     study = loaded(name)
@@ -139,6 +150,24 @@ def test_a_model_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(study, preset, replace(brief, training=replace(brief.training, n_train=256, n_test=100)))
     row = study.row_of(study.models()[0], tmp_path)
     assert list(row) == list(study.finished().columns)
+
+
+def test_a_drop_is_that_of_one_head_without_rotation(positions: ModuleType) -> None:
+    """Labels are what the model itself answers."""
+    model = positions.SMALL.model("rope", "distance", 0)
+    tokens, _ = positions.SMALL.tasks["distance"].batch(20, seed=1)
+    with torch.no_grad():
+        before = model(tokens).argmax(-1)
+    hooks = limit_frequencies(model, high=0, mode="freeze", heads=[(1, 2)])
+    with torch.no_grad():
+        after = model.run_with_hooks(tokens, fwd_hooks=hooks).argmax(-1)
+    table = positions.drops(
+        model, tokens, before, lambda heads: limit_frequencies(model, high=0, mode="freeze", heads=heads)
+    )
+    assert len(table) == 12
+    row = table[(table["layer"] == 1) & (table["head"] == 2)].iloc[0]
+    assert row["baseline"] == 1
+    assert row["effect"] == pytest.approx(float((after == before).double().mean()) - 1)
 
 
 def test_permutations_stay_within_kinds(lengths: ModuleType) -> None:

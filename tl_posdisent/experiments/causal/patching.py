@@ -48,7 +48,7 @@ def head_patching(
     The values equal those of ``transformer_lens.patching.get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, in one
     table, and are computed faster (see ``head_ablation``). Heads that share a key head have a row each, with the effect
     of that key head. A pattern can also be patched in bridges that leave attention to Hugging Face (GPT-J, GPT-Neo,
-    OPT). Hooks without an axis of heads (DeepSeek's latent attention) raise.
+    OPT). Queries, keys and values of latent attention (DeepSeek), which are not laid out as in TransformerLens, raise.
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``; the mask applies to both runs.
