@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         ["no such thing", 3],
         "activation alibi_slopes ask axes backend better by component correction count_from direction dtype encoding "
         "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
-        "part precision read_out rung sinusoids tool unit value weights what",
+        "part precision read_out rung sinusoids tool unit unrotated value weights what",
     ),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),
