@@ -25,7 +25,22 @@ UNROTATED = {"gpt2", "opt", "gpt_neo", "bloom", "mpt"}
 BIASED = {"bloom", "mpt"}  # ALiBi
 LATENT = ("deepseek_v3", "deepseek_v2", "glm4-lite", "youtu")  # whose heads have keys of their own
 KV_HEADS = {"llama-mqa": 1, "falcon": 1, "gemma4-shared": 1} | dict.fromkeys(
-    ("llama", "neox", "neox-half", "gptj", "codegen", "phi", "olmo2", "gpt2", "opt", "gpt_neo", "bloom", "mpt", *LATENT), 8
+    (
+        "llama",
+        "neox",
+        "neox-half",
+        "gptj",
+        "codegen",
+        "phi",
+        "olmo2",
+        "gpt2",
+        "opt",
+        "gpt_neo",
+        "bloom",
+        "mpt",
+        *LATENT,
+    ),
+    8,
 )  # 4 elsewhere
 WINDOWS = {"mistral": [6, 6], "gemma2": [5, None], "gemma3": [5, 5, None], "gpt_oss": [5, None], "gpt_neo": [None, 5]}
 WINDOWS |= {
