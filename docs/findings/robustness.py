@@ -81,10 +81,10 @@ def questions(model: Any, source: Source) -> Iterator[Row]:
     right = {fraction: answers(model, asked, fraction) for fraction in (0.0, *FRACTIONS, 1.0)}
     length = round(sum(len(context) for context, _ in asked) / len(asked))
     for fraction, values in right.items():
-        call = f'perturb(model, context, "order", {fraction})'
-        yield row(f"right, order, {fraction:.0%}", values, length, call, "questions")
+        call = f'perturb(model, context, "order", {fraction}), contexts of {length} tokens on average'
+        yield row(f"right, order, {fraction:.0%}", values, 0, call, "questions")
         if fraction:
-            yield row(f"change of right, order, {fraction:.0%}", values - right[0], length, call, "questions")
+            yield row(f"change of right, order, {fraction:.0%}", values - right[0], 0, call, "questions")
 
 
 Question = tuple[Tensor, list[int]]  # the ids of the context, and the right and the wrong next token

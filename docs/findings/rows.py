@@ -19,7 +19,7 @@ class Row(NamedTuple):
         name: what it is, the same for every model and source.
         value, error: the number and its standard error; NaN where there is none.
         over: what the error is taken over: ``8 texts``, ``5 draws``.
-        length: tokens of a text.
+        length: tokens of a text; 0 if they differ.
         call: how the package gives it.
     """
 
