@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Complex128, Float, Float64, Int
+from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.residual_stream.qk_readout import (
-    NAMES,
-    FrozenNorm,
+    FrozenReadout,
     Readout,
-    fit_norm,
+    freeze,
     measure_readouts,
-    residual_hook,
+    observe,
     taps_of,
 )
-from tl_posdisent.hooks.applied import applied
+from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, read_source, stream_sources
 from tl_posdisent.hooks.hook_list import Heads
-from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, Recorded, running
-from tl_posdisent.models.running.model_parts import architecture
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import share_of
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import Numbers, check_choice, check_integer, real_numbers
 from tl_posdisent.utils.words import plural
 
-BIAS = "bias"
 _ROUNDING = 1e-13
 
 
@@ -54,9 +48,10 @@ class DistanceSources(HasTable):
     Attributes:
         layer: number of the layer.
         heads: the query heads.
-        sources: ``"embedding"`` (the stream before the first block), ``"L0H3"`` for heads of earlier layers,
-            ``"L0 bias"`` for the bias of that layer's attention output, ``"L0 MLP"``, and ``"bias"``: the bias of the
-            layer's own queries and keys, and the offset of its norm.
+        sources: ``"embedding"`` (the stream before the first block; if it is a sum with embeddings of positions,
+            ``"positional embedding"`` as well), ``"L0H3"`` for heads of earlier layers, ``"L0 bias"`` for the bias of
+            that layer's attention output, ``"L0 MLP"``, and ``"bias"``: the bias of the layer's own queries and keys,
+            and the offset of its norm.
         distances: ``[distance]``, in tokens.
         query, key: ``[source, head, d_head]``, each source's part of the mean query and key before rotation.
         own_query, own_key: ``[head, d_head]``, the means of the model's own queries and keys.
@@ -218,14 +213,11 @@ def distance_sources(
     readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "distance_sources needs")
     query = _Mean(spec, readouts["q"], list(chosen), sinks, count)
     key = _Mean(spec, readouts["k"], [spec.key_head(head) for head in chosen], sinks, count)
-    names = dict.fromkeys(name for readout in readouts.values() for name in (readout.source, readout.tap.name))
     batches, rotations = [], []
     for group in texts.groups:
-        held, found = Recorded(), list[Captured]()
-        with applied(model, held.hooks(names)):
-            for_each_layer(model, group.tokens, [spec], found.append, scores=False)
-        (seen,) = found
-        batches.append(Batch(group.tokens, torch.cat([query.add(held, seen.q), key.add(held, seen.k)], -1)))
+        held, seen = observe(model, spec, readouts.values(), group.tokens)
+        weights = torch.cat([query.add(held, seen.q), key.add(held, seen.k)], -1)
+        batches.append((group.tokens, partial(torch.einsum, "bpw,bp...->w...", weights)))
         rotations.append(seen.spec.require_rotary("distance_sources"))
     first = rotations[0]
     for other in rotations:
@@ -236,10 +228,12 @@ def distance_sources(
                 f"must be texts that layer {spec.layer} of {spec.architecture} rotates by the same frequencies, got "
                 "texts of lengths at which these differ: call distance_sources for each length",
             )
-    sums = weighted_sources(model, batches, spec.layer, "distance_sources")
-    of_query, of_key = torch.stack([*sums.values()]).tensor_split([len(query.bias)], 1)
+    sums = dict(stream_sources(model, batches, spec.layer, "distance_sources"))
+    n = len(query.bias)
+    of_query = query.parts({name: x[:n] for name, x in sums.items()})
+    of_key = key.parts({name: x[n:] for name, x in sums.items()})
     at = real_numbers("distances", range(texts.longest) if distances is None else distances, of_key.device)
-    parts, rotary = (query.parts(of_query), key.parts(of_key), query.own, key.own), first.to(of_key.device)
+    parts, rotary = (of_query, of_key, query.own, key.own), first.to(of_key.device)
     return DistanceSources(spec.layer, chosen, (*sums, BIAS), at, *parts, scale, rotary)
 
 
@@ -248,153 +242,24 @@ class _Mean:
 
     def __init__(self, spec: AttentionSpec, readout: Readout, heads: list[int], sinks: int, count: int) -> None:
         self.spec, self.readout, self.heads, self.sinks, self.count = spec, readout, heads, sinks, count
-        self.norm: FrozenNorm | None = None  # of queries and keys, fitted to the first texts
+        self.frozen: FrozenReadout | None = None  # in the first texts
         self.bias = self.own = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def add(
         self, held: dict[str, Tensor], vectors: Float[Tensor, "batch pos head d_head"]
     ) -> Float64[Tensor, "batch pos weight"]:
         """Add texts to the mean; return their tokens' weights, one per token or, with a QK-norm, one per head."""
-        plain = self.readout.tap.read(held[self.readout.tap.name])
-        scale = self.readout.scales(self.spec, held[self.readout.source].double(), plain)[..., 0]
-        own = torch.ones_like(scale)
-        if not torch.equal(plain, vectors):
-            u, v = plain.double(), vectors.double()
-            self.norm = self.norm or (fit_norm(u, v, vectors.dtype) if u.shape == v.shape else None)
-            if self.norm is None or not self.norm.makes(u, v, vectors.dtype):
-                raise ValueError(
-                    f"{self.readout.needed} {NAMES[self.readout.side]} that equal those before the QK-norm times a "
-                    f"gain and one number per token and head, but in layer {self.spec.layer} of "
-                    f"{self.spec.architecture} they do not"
-                )
-            own = self.norm.scales(u, v)[..., self.heads]
-        own = own / self.count
-        own[:, : self.sinks] = 0
-        self.bias = self.bias + own.sum((0, 1))
+        norm = None if self.frozen is None else self.frozen.norm
+        frozen = freeze(self.spec, self.readout, self.heads, held, vectors, norm)
+        self.frozen = self.frozen or frozen
+        weights = frozen.stream_scale / self.count
+        weights[:, : self.sinks] = 0
+        self.bias = self.bias + frozen.own_scale[:, self.sinks :].sum((0, 1)) / self.count
         self.own = self.own + vectors[:, self.sinks :, self.heads].double().sum((0, 1)) / self.count
-        return scale * own
+        return weights
 
-    def parts(self, sums: Float64[Tensor, "source weight d_model"]) -> Float64[Tensor, "source+1 head d_head"]:
+    def parts(self, sums: Mapping[str, Float64[Tensor, "weight d_model"]]) -> Float64[Tensor, "source head d_head"]:
         """Compute the mean query or key of each source, and of the bias."""
-        if self.readout.source == residual_hook(0):  # keys that are read from the embedded input
-            sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
-        matrix, bias = self.readout.matrix[self.heads], self.bias[:, None] * self.readout.bias[self.heads]
-        u = torch.einsum("shm,hdm->shd", sums.expand(-1, len(matrix), -1), matrix)
-        u = torch.cat([u, bias[None]])
-        return u if self.norm is None else replace(self.norm, gain=self.norm.gain[self.heads]).linear(u)
-
-
-EMBEDDING = "embedding"
-_ADDED = ("hook_resid_pre", "attn.hook_z", "hook_attn_out", "hook_mlp_out")
-
-
-class Batch(NamedTuple):
-    """Texts of equal length, and one or several weights of each token."""
-
-    tokens: Int[Tensor, "batch pos"]
-    weights: Float64[Tensor, "batch pos weight"]
-
-
-# The residual stream before a layer is a sum: the embedding, and what each head, bias and MLP of earlier layers added.
-# A head adds ``z @ W_O`` (times the frozen scale of a norm after the attention, if there is one). As this is linear in
-# z, it is enough to compute weighted sums of z over tokens.
-def weighted_sources(
-    model: Any, batches: Sequence[Batch], layer: int, tool: str
-) -> dict[str, Float64[Tensor, "weight d_model"]]:
-    """Compute the weighted sum over tokens of what each source has added to the stream before a layer.
-
-    Raises:
-        ValueError: a model whose residual stream is not that sum, or whose attention is not linear in z.
-    """
-    layers = [_Layer(model, number, tool) for number in range(layer)]
-    embedding = torch.zeros((), device="cpu")
-    for tokens, weights in batches:
-        start = Recorded()
-        hooks = [hook for each in layers for hook in each.hooks(weights)]
-        # Hooks of the model, because Granite's bridge computes what a layer adds only for hooks that it knows of.
-        with applied(model, [*start.hooks([residual_hook(0)]), *hooks]), running(model) as p:
-            p.run(tokens, stop=max(layer, 1))
-        embedding = embedding + torch.einsum("bpw,bpm->wm", weights, start[residual_hook(0)].double())
-    found = {EMBEDDING: embedding}
-    for each in layers:
-        found |= each.sources()
-    return found
-
-
-class _Layer:
-    """Weighted sums of what one layer adds: ``z @ W_O + b_O``, normalised if there is a norm after it, and its MLP."""
-
-    def __init__(self, model: Any, number: int, tool: str) -> None:
-        self.number, self.names = number, [f"blocks.{number}.{short}" for short in _ADDED]
-        for name in self.names:
-            if name not in model.hook_dict:
-                raise ValueError(f"{tool} needs the hook {name}, which {architecture(model)} lacks")
-        self.where = f"{tool} needs, in layer {number} of {architecture(model)},"  # begins error messages
-        self.attention = model.blocks[number].attn
-        weight = None
-        with suppress(NotImplementedError):  # of TransformerLens, for weights that are quantised or offloaded
-            weight = getattr(self.attention, "W_O", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 3:
-            raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model], in memory and not quantised")
-        self.norm: FrozenNorm | None = None
-        self.z = self.mlp = self.scale = torch.zeros((), device="cpu")
-
-    def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, " d_model"]]:
-        """Convert W_O and b_O to float64, only when needed, so that weights of all layers are not held twice."""
-        weight = self.attention.W_O.detach().double()
-        bias = getattr(self.attention, "b_O", None)
-        return weight, weight[0, 0] * 0 if bias is None else bias.detach().double()
-
-    def hooks(self, weights: Float64[Tensor, "batch pos weight"]) -> list[Hook]:
-        """Return hooks that add the sums of some texts to ``z``, ``mlp`` and ``scale`` within a pass."""
-        seen = Recorded()
-
-        def reduce(after: Tensor, hook: Any) -> None:
-            if missing := [name for name in self.names if name not in seen]:
-                raise ValueError(f"{self.where} the hook {missing[0]} to fire in a forward pass, but it does not")
-            before, z, added, mlp = (seen.pop(name) for name in self.names)
-            if not _near(before.double() + added.double() + mlp.double(), after):
-                raise ValueError(
-                    f"{self.where} a residual stream to which attention and MLP outputs are added, but here it differs "
-                    "from their sum"
-                )
-            scale = weights * self._scales(z, added)[..., None]
-            self.z = self.z + torch.einsum("bpw,bphd->whd", scale, z.double())
-            self.mlp = self.mlp + torch.einsum("bpw,bpm->wm", weights, mlp.double())
-            self.scale = self.scale + scale.sum((0, 1))
-
-        return [*seen.hooks(self.names), (residual_hook(self.number, "post"), reduce)]
-
-    def _scales(self, z: Tensor, added: Tensor) -> Float64[Tensor, "batch pos"]:
-        """Compute the scale of the norm after the attention at every token, 1 without one; fit the norm first."""
-        weight, bias = self._weights()
-        if z.ndim != 4 or z.shape[2:] != weight.shape[:2]:
-            raise ValueError(f"{self.where} heads at hook_z (batch, pos, head, d_head), got {tuple(z.shape)}")
-        plain = torch.einsum("bphd,hdm->bpm", z.double(), weight) + bias
-        if _near(plain, added):
-            return torch.ones_like(plain[..., 0])
-        u, v = plain[..., None, :], added.double()[..., None, :]
-        self.norm = self.norm or fit_norm(u, v, added.dtype)
-        if self.norm is None or not self.norm.makes(u, v, added.dtype):
-            raise ValueError(
-                f"{self.where} attention whose output is a linear function of hook_z, added as it is or after a norm, "
-                "but here it is not (because of a gate, hooks of your own, or another layout)"
-            )
-        return self.norm.scales(u, v)[..., 0]
-
-    def sources(self) -> dict[str, Float64[Tensor, "weight d_model"]]:
-        weight, bias = self._weights()
-        heads = torch.einsum("whd,hdm->hwm", self.z, weight)
-        biases = self.scale[:, None] * bias
-        if self.norm is not None:  # applied to a part of the output, without its scale
-            heads, biases = (self.norm.linear(x[..., None, :])[..., 0, :] for x in (heads, biases))
-        found = {f"L{self.number}H{head}": x for head, x in enumerate(heads)}
-        if bool(biases.any()):
-            found[f"L{self.number} bias"] = biases
-        return found | {f"L{self.number} MLP": self.mlp}
-
-
-def _near(found: Float64[Tensor, "*any"], wanted: Tensor) -> bool:
-    """Say whether two tensors differ by no more than the rounding of a model of the second's type."""
-    difference = (found - wanted.double()).abs().amax()
-    return bool(difference <= score_tolerance(wanted.dtype) * wanted.double().abs().amax())
+        assert self.frozen
+        parts = [read_source(self.frozen, name, x) for name, x in sums.items()]
+        return torch.stack([*parts, self.frozen.constant(self.bias)])

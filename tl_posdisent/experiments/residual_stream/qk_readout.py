@@ -9,7 +9,7 @@ the fit is checked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -18,7 +18,9 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.rotation_edits import Side
+from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Recorded, running
@@ -137,6 +139,83 @@ class Readout:
                 "hooks of your own between them)"
             )
         return scale
+
+
+@dataclass(frozen=True)
+class FrozenReadout:
+    """The queries (or keys) of some heads in some texts, with the scales of all norms frozen.
+
+    The vector of a token is ``linear(stream_scale · x) + constant(own_scale)``, ``x`` the stream at ``source``.
+
+    Attributes:
+        matrix, bias, norm: the maps of these heads; ``norm`` is that of queries (or keys), None if there is none.
+        stream_scale: factor of the stream: the scales of both norms; one for all heads without a QK-norm.
+        own_scale: the scale of the QK-norm; 1 without one.
+    """
+
+    source: str
+    matrix: Float64[Tensor, "head d_head d_model"]
+    bias: Float64[Tensor, "head d_head"]
+    norm: FrozenNorm | None
+    stream_scale: Float64[Tensor, "batch pos head_or_one"]
+    own_scale: Float64[Tensor, "batch pos head_or_one"]
+
+    def linear(self, x: Float64[Tensor, "*batch head_or_one d_model"]) -> Float64[Tensor, "*batch head d_head"]:
+        """Map a part of the stream, or a sum of such parts, to each head's vectors."""
+        shape = (*x.shape[:-2], len(self.matrix), x.shape[-1])
+        return self._normed(torch.einsum("...hm,hdm->...hd", x.expand(shape), self.matrix))
+
+    def constant(self, scale: Float64[Tensor, "*batch head_or_one"]) -> Float64[Tensor, "*batch head d_head"]:
+        """Return the bias times a scale, or a sum of scales."""
+        return self._normed(scale[..., None] * self.bias)
+
+    def _normed(self, u: Float64[Tensor, "*batch head d_head"]) -> Float64[Tensor, "*batch head d_head"]:
+        return u if self.norm is None else self.norm.linear(u)
+
+
+def observe(
+    model: Any, spec: AttentionSpec, readouts: Iterable[Readout], tokens: Int[Tensor, "batch pos"]
+) -> tuple[Recorded, Captured]:
+    """Run texts once, and return what their layer reads, at the hooks of its readouts, and what it makes of it."""
+    held, found = Recorded(), list[Captured]()
+    names = dict.fromkeys(name for readout in readouts for name in (readout.source, readout.tap.name))
+    with applied(model, held.hooks(names)):
+        for_each_layer(model, tokens, [spec], found.append, scores=False)
+    return held, found[0]
+
+
+def freeze(
+    spec: AttentionSpec,
+    readout: Readout,
+    heads: Sequence[int],
+    held: Mapping[str, Tensor],
+    vectors: Float[Tensor, "batch pos head d_head"],
+    norm: FrozenNorm | None = None,
+) -> FrozenReadout:
+    """Fit the scales of all norms to the queries (or keys) of some texts, or raise.
+
+    Args:
+        heads: of the queries (or keys).
+        held: what the texts have at ``readout.source`` and at its tap.
+        vectors: their queries (or keys) before rotation, after any QK-norm, of all heads.
+        norm: the QK-norm of these heads, as fitted to other texts; by default it is fitted to these.
+    """
+    plain = readout.tap.read(held[readout.tap.name])
+    stream = readout.scales(spec, held[readout.source].double(), plain)[..., 0]
+    own = torch.ones_like(stream)
+    if not torch.equal(plain, vectors):
+        u, v = plain.double(), vectors.double()
+        if u.shape == v.shape:
+            u, v = u[:, :, heads], v[:, :, heads]
+            norm = norm or fit_norm(u, v, vectors.dtype)
+        if u.shape != v.shape or norm is None or not norm.makes(u, v, vectors.dtype):
+            raise ValueError(
+                f"{readout.needed} {NAMES[readout.side]} that equal those before the QK-norm times a gain and one "
+                f"number per token and head, but in layer {spec.layer} of {spec.architecture} they do not"
+            )
+        own = norm.scales(u, v)
+    matrix, bias = readout.matrix[heads], readout.bias[heads]
+    return FrozenReadout(readout.source, matrix, bias, norm, stream * own, own)
 
 
 def measure_readouts(
