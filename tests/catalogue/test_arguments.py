@@ -48,13 +48,13 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         ["no such thing", 3],
         "activation alibi_slopes ask axes backend better by component correction count_from direction dtype encoding "
         "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
-        "part precision read_out rung sinusoids tool unit unrotated value weights what",
+        "part piece precision read_out rung sinusoids tool unit unrotated value weights what",
     ),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),
     "choices": (
         [["no such thing"], 3],
-        "beside controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
+        "beside controls dropout_at encodings experiments keep kinds measures modes remove rungs sections tasks tools",
     ),
     "count": (
         [0, 2.5, True, "3", NAN, 2**63, 10**400],
@@ -107,7 +107,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "dtype": ([torch.int64, "float32"], "angle_dtype frequency_dtype"),
     "betas": ([0.9, (0.9, 0.9, 0.9), (NAN, 0.9)], "betas"),
     "wavelengths": ([[0.0], [NAN], "x"], "wavelengths"),
-    "token": ([0.5, "a"], "position"),
+    "token": ([0.5, "a"], "against position"),
     "hooks": ([3, [("x", print)]], "hooks"),
     "interventions": ([3, {}, [], "x", {"x": 3}, {3: []}, {"x": [("x", print)]}], "interventions"),
     "bands": ([(4, 2), (0.5,), 3], "bands"),
@@ -135,7 +135,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "answers": ([None, 3.5, "a"], "answers"),
     "result": (
         [None, 3, [1]],
-        "config drops fit frequencies hf_model jobs moments preset question reports rotary run runs table tables task",
+        "config drops fit found frequencies hf_model jobs moments preset question reports rotary run runs table "
+        "tables task",
     ),
 }
 # By function, where a name means another kind there.
@@ -155,6 +156,8 @@ ELSEWHERE = {
     ("head_patching", "positions"): "places",
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
+    ("score_sources", "keys"): "places",
+    ("score_sources", "text"): "number of a text",
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("jobs", "texts"): "",
@@ -197,7 +200,7 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("DistanceSources", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
+    *("DistanceSources", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace", "ScoreSources"),
     *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares", "ReplaceableHeads"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used

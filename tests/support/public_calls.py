@@ -15,6 +15,7 @@ from torch import Tensor
 import tl_posdisent as tp
 from support import zoo
 from support.public import public_names
+from support.small_models import small_model
 from tl_posdisent.experiments import MultipleChoice
 from tl_posdisent.rope import Moments, Rotary, to_complex
 from tl_posdisent.sweeps import Text
@@ -55,6 +56,8 @@ def synthetic(**changed: Any) -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
 
 
+ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), 1, 0, 8)
+
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "text": TOKENS,
@@ -88,6 +91,7 @@ GOOD: dict[str, Any] = {
     "a": SCORES,
     "b": SCORES,
     "fit": FIT,
+    "found": ROW,
     "q_rot": torch.zeros(2, 12, 8, 8),
     "k_rot": torch.zeros(2, 12, 4, 8),
     "scale": 1.0,

@@ -34,7 +34,8 @@ from tl_posdisent.sweeps.versions import digest_of, installed_versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
-TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "ReplaceableHeads", "RopeHadamard", "SufficientHeads"}
+TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "ReplaceableHeads", "RopeHadamard", "ScoreSources"}
+TABLES |= {"SufficientHeads"}
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 
 

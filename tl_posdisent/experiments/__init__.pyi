@@ -32,6 +32,8 @@ from .residual_stream.distance_sources import DistanceSources as DistanceSources
 from .residual_stream.distance_sources import distance_sources as distance_sources
 from .residual_stream.rope_hadamard import RopeHadamard as RopeHadamard
 from .residual_stream.rope_hadamard import rope_hadamard as rope_hadamard
+from .residual_stream.score_sources import ScoreSources as ScoreSources
+from .residual_stream.score_sources import score_sources as score_sources
 from .robustness.length_generalization import length_generalization as length_generalization
 from .robustness.multiple_choice import MultipleChoice as MultipleChoice
 from .robustness.multiple_choice import choice_scores as choice_scores

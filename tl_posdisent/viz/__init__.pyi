@@ -8,6 +8,7 @@ from .plots.curves import plot_perturbation as plot_perturbation
 from .plots.curves import plot_replaced_heads as plot_replaced_heads
 from .plots.heatmaps import plot_distance_sources as plot_distance_sources
 from .plots.heatmaps import plot_heads as plot_heads
+from .plots.heatmaps import plot_score_sources as plot_score_sources
 from .plots.heatmaps import plot_subspaces as plot_subspaces
 from .plots.heatmaps import plot_verdicts as plot_verdicts
 from .widgets.offline import Widget as Widget
@@ -17,3 +18,4 @@ from .widgets.score_matrices import show_patterns as show_patterns
 from .widgets.score_matrices import show_scores as show_scores
 from .widgets.token_colours import show_key_importance as show_key_importance
 from .widgets.token_colours import show_loss_change as show_loss_change
+from .widgets.token_colours import show_score_sources as show_score_sources

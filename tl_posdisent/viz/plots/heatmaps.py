@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from jaxtyping import Float64
+from torch import Tensor
 
+from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, head_label
 from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, SKY, VERDICTS, faint
@@ -236,16 +240,76 @@ def plot_distance_sources(
         raise ArgumentError("head", f"must be one of the table's, {whole(found)}, got {head!r}")
     pairs = mean_over_texts(table[table["head"] == head], names, ["share"])
     sizes = pd.concat([pairs["share"].abs().groupby(pairs[name]).max() for name in names], axis=1).max(axis=1)
-    places: dict[str, list[float]] = {}
-    for name in sizes.nlargest(top).index:  # order: the embedding, then by layer heads, bias and MLP, then the bias
-        numbers = re.findall(r"\d+", name) or ["-1" if name == "embedding" else "inf"]
-        places[name] = [*map(float, numbers), math.inf, name.endswith("MLP")]
-    order = sorted(places, key=lambda name: places[name])
+    order = sorted(sizes.nlargest(top).index, key=_place_in_stream)
     grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
     heat = _heat_map(grid, "share of the distance profile's variance", True, limits, "share")
     heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
     figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {head}")
     return _as_map(figure, "source of the key", "source of the query")
+
+
+def plot_score_sources(
+    found: ScoreSources,
+    by: Literal["key", "query", "source"] = "key",
+    *,
+    piece: str | None = None,
+    top: int = 12,
+    limits: tuple[float | int, float | int] | None = None,
+    title: str | None = None,
+) -> go.Figure:
+    """Plot the terms of a query's scores: sources on y, keys on x.
+
+    Args:
+        found: the result of ``score_sources``.
+        by: side of the sources, as in ``ScoreSources.terms``. The columns of ``"key"`` and ``"query"`` add up to the
+            scores over all sources.
+        piece: one of ``found.pieces``, such as ``"content"``; default their sum.
+        top: number of sources to show, those with the largest absolute term of a key.
+        limits, title: as in ``plot_heads``.
+
+    Raises:
+        ValueError: invalid arguments.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, score_sources
+        >>> from tl_posdisent.viz import plot_score_sources
+        >>> found = score_sources(load_demo_model(), demo_tokens(length=64), 3, 1, query=40, keys=[39, 38])
+        >>> plot_score_sources(found, top=4).data[0].z.shape
+        (4, 2)
+    """
+    terms = score_terms(found, by, piece)
+    check_integer("top", top, 1)
+    largest = terms.abs().amax(0).argsort(descending=True, stable=True)[:top].tolist()
+    order = sorted(largest, key=lambda n: _place_in_stream(found.sources[n]))
+    names = [found.sources[n] for n in order]
+    keys = [html.escape(f"{key} {found.words[key]!r}") for key in found.keys]
+    grid = pd.DataFrame(terms[:, order].T.cpu().numpy(), index=names, columns=keys)
+    what = "score" if piece is None else piece.replace("_", " ")
+    heat = _heat_map(grid, what if found.against is None else f"{what}, difference", True, limits, "term")
+    heat.update(x=keys, y=names, hovertemplate=f"{SIDES[by]} %{{y}}, key %{{x}}: %{{z:.4g}}")
+    name = f"Sources of the scores of {head_label(found.layer, found.head)}"
+    minus = "" if found.against is None else f", minus the scores of key {found.against}"
+    figure = add_title(go.Figure(heat), title, f"{name} at query {found.query}{minus}")
+    return _as_map(figure, "key", SIDES[by])
+
+
+SIDES = {"key": "source of the key", "query": "source of the query", "source": "source on either side"}
+
+
+def score_terms(found: Any, by: Any, piece: Any) -> Float64[Tensor, "key source"]:
+    """Return the terms to draw of a result of ``score_sources``: one piece of them, or their sum."""
+    if not isinstance(found, ScoreSources):
+        raise ArgumentError("found", f"must be the result of score_sources, got {type(found).__name__}")
+    check_choice("by", by, SIDES)
+    check_choice("piece", piece, (None, *found.pieces))
+    terms = found.terms(by)
+    return terms.sum(1) if piece is None else terms[:, found.pieces.index(piece)]
+
+
+def _place_in_stream(source: str) -> list[float]:
+    """Return the place of a source: embeddings, then by layer heads, bias and MLP, then the layer's own bias."""
+    first = {"embedding": "-2", "positional embedding": "-1"}.get(source, "inf")
+    return [*map(float, re.findall(r"\d+", source) or [first]), math.inf, source.endswith("MLP")]
 
 
 _LETTERS = {"not used": "·", "no effect": "–", "undecided": "?"}

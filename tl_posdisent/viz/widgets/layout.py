@@ -56,12 +56,14 @@ class Layout:
         scale: magnitude of the darkest colours.
         title, note: plain text.
         causal: whether cells after the query are grey.
+        choice: what the menu selects.
     """
 
     scale: float
     title: str
     note: str
     causal: bool = False
+    choice: str = "head"
 
     def common(self, tokens: Sequence[str]) -> dict[str, Any]:
         """Return the properties that all charts of a widget share."""
@@ -72,7 +74,7 @@ class Layout:
         self, groups: Mapping[str, Sequence[str]], values: Iterable[Tensor], draw: str, data: Any, style: str = ""
     ) -> Widget:
         """Build the widget of these data, drawn by this script: title, explanation, scale, and choices in groups."""
-        body = self._header(values) + _menu(groups) + f'<div data-stage="" style="{style}"></div>'
+        body = self._header(values) + _menu(groups, self.choice) + f'<div data-stage="" style="{style}"></div>'
         return Widget(body, draw % script_json(data), title=self.title)
 
     def beyond(self, values: Iterable[Tensor]) -> bool:
@@ -146,16 +148,17 @@ def coloured_text(
 _ONE = {"columns": "minmax(0,1fr)", "style": ""}
 
 
-def _menu(groups: Mapping[str, Sequence[str]]) -> str:
+def _menu(groups: Mapping[str, Sequence[str]], choice: str) -> str:
     """Render the menu, with groups if there are several; empty if there is only one choice."""
     if sum(map(len, groups.values())) < 2:
         return ""
     options = ""
     for group, names in groups.items():
-        prefix = f"{group}, head " if group else ""
+        prefix = f"{group}, {choice} " if group else ""
         listed = "".join(f"<option>{html.escape(prefix + name)}</option>" for name in names)
         options += f'<optgroup label="{html.escape(group)}">{listed}</optgroup>' if len(groups) > 1 else listed
-    return f'<label style="display:block;margin:0 0 8px">head <select style="font:inherit">{options}</select></label>'
+    select = f'<select style="font:inherit">{options}</select>'
+    return f'<label style="display:block;margin:0 0 8px">{choice} {select}</label>'
 
 
 CELLS = 200_000
