@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text_needed": {"of": 4},
     "draws_needed": {"of": 4},
     "every_verdict": {"texts": 8, "exact": 1},
+    "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
 # Names that the size of the text or of the model gives.

@@ -95,6 +95,7 @@ def plain_parts(hf: Any, text: Tensor, distance: float) -> tuple[list[str], Tens
     return names, content, true - content
 
 
+@pytest.mark.tl4
 @pytest.mark.parametrize("kind", ["bridge", "hooked"])
 @pytest.mark.parametrize("distance", [0, 2.5])
 def test_every_term_is_that_of_plain_attention(kind: str, distance: float) -> None:
@@ -353,13 +354,18 @@ def test_pictures() -> None:
             draw(found, "pair")
 
 
-def test_widget_has_the_terms_of_each_source() -> None:
-    model = small_model(encoding="rope", causal=True)
-    found = score_sources(model, SMALL, 1, 0, 8, [7, 2])
-    page = found.show(top=3, scale=100.0).fragment()
-    largest = found.terms("key").sum(1).abs().amax(0).argsort(descending=True)[:3].tolist()
-    for name in ("all", *(found.sources[n] for n in largest)):
-        assert f"<option>{name}</option>" in page
+@pytest.mark.parametrize("remove", [(), ["L0H1", "L0 MLP"]])
+def test_the_cost_is_four_passes_and_one_for_each_source_to_remove(remove: list[str], shared_reading: Any) -> None:
+    reading, begun = shared_reading("bridge", "llama-gqa"), list[int]()
+    tokens = torch.randint(3, 60, (1, 64), generator=torch.Generator().manual_seed(0))
+    handle = reading.model.blocks[0].register_forward_pre_hook(
+        lambda block, inputs: begun.append(inputs[0][..., 0].numel())
+    )
+    try:
+        score_sources(reading, tokens, 1, 3, 60, remove=remove)
+    finally:
+        handle.remove()
+    assert begun == [64] * (4 + len(remove))  # d_model is 64
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
