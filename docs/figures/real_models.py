@@ -18,6 +18,7 @@ from typing import Any
 
 import head_effects
 import pandas as pd
+import score_terms
 import stories
 import text_needed
 import torch
@@ -129,7 +130,7 @@ def idle(model: Any, heads: Sequence[tuple[int, int]] = IDLE) -> pd.DataFrame:
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, rounding]
 STUDIES += [head_effects.head_search, head_effects.every_verdict, head_effects.replaced_heads]
-STUDIES += [text_needed.text_needed, text_needed.draws_needed]
+STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
         "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},
