@@ -270,7 +270,7 @@ def score_sources(
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> found = score_sources(model, tokens, 3, 1, query=40, keys=[39, 12], against=20, remove="L0 MLP")
         >>> found
-        ScoreSources of L3H1: query 40 ..., 2 keys, minus the score of 20 ..., 28 sources; the terms add up ...
+        ScoreSources of L3H1: query 40 ..., 2 keys, minus the score of 20 ..., 29 sources; the terms add up ...
           key 39 ...
         >>> bool((found.terms().sum((1, 2, 3)) - found.scores()).abs().max() < 1e-4)
         True
@@ -295,30 +295,16 @@ def score_sources(
     if wanted and of_key.source != residual_hook(spec.layer):
         raise ArgumentError("remove", f"must be empty for keys that {of_key.source} determines, got {shown(remove)}")
     rows = torch.tensor([query, *at], device=ids.device)
-    names, query_parts, key_parts, added = [], list[Tensor](), list[Tensor](), dict[str, Tensor]()
-    for name, x in stream_sources(model, [(ids, lambda x: x[0, rows])], spec.layer, "score_sources"):
-        names.append(name)
-        query_parts.append(_part(of_query, name, x[:1], rows[:1]))
-        key_parts.append(_part(of_key, name, x[1:], rows[1:]))
-        added |= {name: x} if name in wanted else {}
-    if unknown := [name for name in wanted if name not in added]:
-        raise ArgumentError(
-            "remove",
-            f"must be sources of the stream before layer {spec.layer}, such as {names[0]!r} or {names[-1]!r}, "
-            f"got {shown(unknown[0])}",
-        )
-    query_parts.append(of_query.constant(of_query.own_scale[0, rows[:1]])[:, 0])
-    key_parts.append(of_key.constant(of_key.own_scale[0, rows[1:]])[:, 0])
+    names, query_parts, key_parts, added = _parts(model, spec, ids, rows, (of_query, of_key), wanted)
     own = _row(seen, head, rows, scale)
     falls = {name: own - _row(_without(model, spec, ids, rows, x), head, rows, scale) for name, x in added.items()}
     if against is not None:
         falls, at = {name: x[:-1] - x[-1] for name, x in falls.items()}, at[:-1]
-    found = torch.stack(query_parts)[:, 0], torch.stack(key_parts)
-    rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64))).to(own.device)
+    rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64, device="cpu"))).to(own.device)
     words = tuple(token_words(model, ids[0]))
     against = None if against is None else int(rows[-1])
-    place = (spec.layer, head, query, tuple(at), against, words, (*names, BIAS))
-    return ScoreSources(*place, *found, own, float(distance), limits, falls, scale, rotary)
+    place = (spec.layer, head, query, tuple(at), against, words, tuple(names))
+    return ScoreSources(*place, query_parts, key_parts, own, float(distance), limits, falls, scale, rotary)
 
 
 def _positions(spec: AttentionSpec, length: int, query: Any, keys: Any, against: Any) -> tuple[int, list[int]]:
@@ -353,9 +339,34 @@ def _names(remove: Any) -> list[str]:
     return given
 
 
-def _part(frozen: FrozenReadout, name: str, x: Tensor, rows: Int[Tensor, " row"]) -> Float64[Tensor, "row d_head"]:
-    """Map what a source has added at some positions to its part of their queries or keys."""
-    return read_source(frozen, name, (x * frozen.stream_scale[0, rows])[:, None])[:, 0]
+def _parts(
+    model: Any,
+    spec: AttentionSpec,
+    ids: Int[Tensor, "1 pos"],
+    rows: Int[Tensor, " row"],
+    frozen: tuple[FrozenReadout, FrozenReadout],
+    wanted: Sequence[str],
+) -> tuple[list[str], Float64[Tensor, "source d_head"], Float64[Tensor, "source key d_head"], dict[str, Tensor]]:
+    """Return the sources, their parts of the query and of the keys, and what those that are wanted have added.
+
+    The query is at the first of the positions ``rows``, the keys are at the others.
+    """
+    names, parts, added = list[str](), list[list[Tensor]](), dict[str, Tensor]()
+    sides = list(zip(frozen, (rows[:1], rows[1:]), (slice(1), slice(1, None)), strict=True))
+    for name, x in stream_sources(model, [(ids, lambda x: x[0, rows])], spec.layer, "score_sources"):
+        names.append(name)
+        scaled = [(side, x[some] * side.stream_scale[0, at]) for side, at, some in sides]
+        parts.append([read_source(side, name, vectors[:, None])[:, 0] for side, vectors in scaled])
+        added |= {name: x} if name in wanted else {}
+    if unknown := [name for name in wanted if name not in added]:
+        raise ArgumentError(
+            "remove",
+            f"must be sources of the stream before layer {spec.layer}, such as {names[0]!r} or {names[-1]!r}, "
+            f"got {shown(unknown[0])}",
+        )
+    parts.append([side.constant(side.own_scale[0, at])[:, 0] for side, at, _ in sides])
+    query, keys = (torch.stack(side) for side in zip(*parts, strict=True))
+    return [*names, BIAS], query[:, 0], keys, added
 
 
 def _row(seen: Captured, head: int, rows: Int[Tensor, " row"], scale: float) -> Float64[Tensor, " key"]:
