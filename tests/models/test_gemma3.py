@@ -22,6 +22,7 @@ from tl_posdisent import (
     random_control,
     read_model,
     remap_distance,
+    score_sources,
     swap_positions,
 )
 from tl_posdisent.hooks import applied
@@ -190,6 +191,23 @@ def test_sources_sum_to_the_profile_of_mean_query_and_key(layer: int, base: floa
     expected = (turn * q[2] * k[0].conj()).real.sum(-1) / 16
     total = sum(found.term(a, b) for a in found.sources for b in found.sources)
     torch.testing.assert_close(total[0], expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(("layer", "base"), [(LOCAL, 1e4), (GLOBAL, 1e6)])
+def test_sources_sum_to_scores_and_to_their_content(layer: int, base: float, model: Any, tokens: Tensor) -> None:
+    """Also minus another key's."""
+    found = score_sources(model, tokens, layer, 2, 30, [29, 0, 11], against=4).terms("key").sum(-1)
+    q, k = _plain_queries_and_keys(model, tokens, layer)
+    turned = [_turned(x, base) for x in (q, k)]
+    score, content = (torch.einsum("c,kc->k", x[30, 2].conj(), y[:, 0]).real / 16 for x, y in (turned, _still(q, k)))
+    for sums, wanted in ((found.sum(1), score), (found[:, 0], content)):
+        expected = wanted[[29, 0, 11]] - wanted[4]
+        torch.testing.assert_close(sums, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
+def _still(*vectors: Tensor) -> list[Tensor]:
+    """Vectors as complex numbers, not rotated."""
+    return [torch.complex(*x.chunk(2, -1)) for x in vectors]
 
 
 def _plain_queries_and_keys(model: Any, text: Tensor, layer: int) -> list[Tensor]:
