@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,3 +49,11 @@ def test_tables_of_another_folder_take_the_place_of_ours(findings: Any, tmp_path
     rows.to_csv(tmp_path / "smollm2_demo.csv", index=False)
     assert "0.12 ± 0.04" in findings.page.page(tmp_path)
     assert "0.12 ± 0.04" not in findings.page.page()
+
+
+def test_numbers_of_synthetic_models_are_those_of_their_page(findings: Any) -> None:
+    """That page is compared with its tables."""
+    page = (ROOT / "docs" / "deposit.md").read_text(encoding="utf-8")
+    for each in findings.claims.CLAIMS_B:
+        for number in re.findall(r"\d\.\d+", each.here + each.why):
+            assert number in page, (each.claim, number)
