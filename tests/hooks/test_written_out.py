@@ -25,6 +25,8 @@ from tl_posdisent import (
     fit_additive,
     head_ablation,
     head_effects,
+    head_patching,
+    lambda_mask,
     limit_frequencies,
     read_model,
     remap_distance,
@@ -231,6 +233,40 @@ def test_frequencies(name: str, mode: Any, model: Any) -> None:
         agree(model, name, hooks, Change(dropped=low))
     else:
         agree(model, name, hooks, Change(theta=lambda layer, x: x.masked_fill(low(layer, x), 0)))
+
+
+@every_family
+def test_lambda_mask(name: str, model: Any) -> None:
+    at, turned = torch.arange(L), rotating(model)
+    far = (at[:, None] - at >= 4) & (at >= 2)
+
+    def hidden(layer: int, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(far, -torch.inf) if layer in turned else scores
+
+    agree(model, name, lambda_mask(model, 2, 4, 5), Change(lambda layer, d: d.clamp(max=5), scores=hidden))
+
+
+@every_family
+def test_head_patching(name: str, model: Any) -> None:
+    other, layer, kept = TOKENS.flip(1), rotating(model)[-1], dict[int, Tensor]()
+
+    def keep(layer: int, z: Tensor) -> Tensor:
+        kept[layer] = z
+        return z
+
+    with written_out(oracle(name), Change(z=keep)):
+        oracle(name)(other, use_cache=False)
+
+    def last(logits: Tensor, tokens: Tensor) -> Tensor:
+        return logits[:, -1].double().logsumexp(-1).mean()
+
+    def patched(at: int, z: Tensor) -> Tensor:
+        return z.index_copy(2, torch.tensor([5]), kept[at][:, :, [5]]) if at == layer else z
+
+    table = head_patching(model, TOKENS, other, last, layers=[layer], heads=[5], progress=False)
+    expected = last(plain(name, Change(z=patched)), other).item()
+    assert abs(expected - last(plain(name), other).item()) > 1e-3
+    assert table["value"].item() == pytest.approx(expected, abs=2e-5)
 
 
 def least_squares(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

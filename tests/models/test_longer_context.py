@@ -12,7 +12,7 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import capture, longer_context, read_model, swap_positions
-from tl_posdisent.models.reading import explanation
+from tl_posdisent.models.reading import stored_tables
 
 pytestmark = pytest.mark.tl4
 
@@ -126,7 +126,7 @@ def test_learned_positions_end(kind: str, name: str, shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj"))
 def test_a_table_that_follows_no_formula_is_refused(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A formula that differs at the end of the table only, as a rescaled one might."""
-    model, real = short(kind, name), explanation.longer_tables
+    model, real = short(kind, name), stored_tables.longer_tables
     before = buffers(model)
 
     def other(*arguments: Any) -> Any:
@@ -135,7 +135,7 @@ def test_a_table_that_follows_no_formula_is_refused(kind: str, name: str, monkey
             changed[60:] = table[61 : len(table) + 1].mean(0)
             yield changed
 
-    monkeypatch.setattr(explanation, "longer_tables", other)
+    monkeypatch.setattr(stored_tables, "longer_tables", other)
     message = r"length must be at most 64 for layer 0 of \w+: its table of rotations \(\w+\) follows no formula"
     with pytest.raises(ValueError, match=message), longer_context(model, 128):
         pass

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.reading import explanation
+from tl_posdisent.models.reading import stored_tables
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import restored, running
@@ -56,7 +56,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         grown = [
             (slot, _grown(spec, slot, length))
             for spec in reading.attention
-            for slot in explanation.table_slots(model, model.blocks[spec.layer].attn)
+            for slot in stored_tables.table_slots(model, model.blocks[spec.layer].attn)
             if len(slot.table) < length
         ]
         for slot, table in grown:
@@ -65,10 +65,10 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         yield model
 
 
-def _grown(spec: AttentionSpec, slot: explanation.TableSlot, length: int) -> Tensor:
+def _grown(spec: AttentionSpec, slot: stored_tables.TableSlot, length: int) -> Tensor:
     """Extend the table by the first formula that reproduces its rows."""
     n = len(slot.table)
-    for table in explanation.longer_tables(slot, spec.rotary, length):
+    for table in stored_tables.longer_tables(slot, spec.rotary, length):
         table = table.to(slot.table)
         if table.shape != (length, *slot.table.shape[1:]):
             continue
@@ -102,7 +102,7 @@ def _check_that_it_runs(reading: ModelReading, length: int) -> None:
     plain = next(t for t in range(len(special) + 1) if t not in special)  # padding would be masked
     n, more = context + 1, dict[str, Any]()
     if 4 * model.cfg.n_heads * n**2 > _MOST_BYTES:
-        if (kind := explanation.positions_of_config(model)) is not None:
+        if (kind := stored_tables.positions_of_config(model)) is not None:
             if kind not in ("rotary", "alibi"):
                 _refuse(context, length, f"positional_embedding_type is {kind!r}", rotates)
             return

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
-from tl_posdisent.models.reading.explanation import table_slots
+from tl_posdisent.models.reading.stored_tables import table_slots
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients

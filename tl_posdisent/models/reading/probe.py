@@ -17,24 +17,17 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.models.reading.explanation import (
+from tl_posdisent.models.reading.candidates import (
     LATENT_KEYS,
     LATENT_QUERIES,
     OwnNumbers,
-    Seen,
-    explain,
-    is_softmax,
-    lenders,
     lengths_of_note,
-    misfit,
     own_numbers,
     queries_and_keys,
-    read,
-    shows_scores,
-    visible_cells,
-    with_lent,
 )
+from tl_posdisent.models.reading.explanation import explain, lenders, misfit, with_lent
 from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.seen import Seen, is_softmax, read, shows_scores, visible_cells
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Pass, running
 from tl_posdisent.models.running.kv_cache import lost_cache

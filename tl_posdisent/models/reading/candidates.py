@@ -1,0 +1,285 @@
+"""Candidates for what a layer computes, from the attributes in which model classes keep it.
+
+All names of such attributes are in this file and in ``stored_tables.py``. ``explanation.py`` accepts a candidate only
+if it reproduces what the model computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap
+from tl_posdisent.models.reading.seen import Seen, layouts, short_name, shows_scores
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.stored_tables import owner_of_sines
+from tl_posdisent.models.running.model_parts import hook_name, modules
+from tl_posdisent.rope.rotary import Pairing, Rotary, rotary_from_table
+from tl_posdisent.utils.validation import is_number
+
+PAIRINGS: tuple[Pairing, ...] = ("half", "adjacent")
+
+
+def lengths_of_note(model: Any) -> tuple[list[int], int]:
+    """Return the lengths at which a model's rotation or scale may change, and the greatest that can be tested."""
+    config: Any = getattr(getattr(model, "original_model", None), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # some models have one per kind of layer
+    values = [x.get("original_max_position_embeddings") for x in kinds]
+    names = ("original_max_position_embeddings", "max_position_embeddings", "floor_scale")
+    values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
+    noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
+    # Positions looked up in a stored table end with it; computed tables (which pass a hook) have no end.
+    if any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed"):
+        return noted, 4 * max(noted, default=0)
+    ends = [getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)]
+    return noted, min(filter(None, ends), default=0)
+
+
+Pair = tuple[Tap, Tap]
+"""The hooks of queries and of keys."""
+
+
+def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
+    """Yield candidates for the hooks that carry queries and keys before rotation, the last in the pass first.
+
+    Where Hugging Face's code computes the attention, a norm may come before the rotation or after it.
+    """
+    if is_latent(seen):
+        yield from _latent_pairs(layer, seen)
+        return
+    pair = [_query_or_key(model, layer, which, seen) for which in "qk"]
+    if pair[0] is None or pair[1] is None:
+        return
+    own, plain = getattr(model.blocks[layer].attn, "original_component", None), (pair[0], pair[1])
+    if own is not None and not shows_scores(seen):
+        names = [f"{which}_norm.hook_out" for which in "qk"]
+        for layout in layouts(seen, *names):
+            taps = [
+                replace(tap, name=hook_name(layer, name), layout=layout) for tap, name in zip(plain, names, strict=True)
+            ]
+            before = [tap.read(seen[name.replace("out", "in")]) for tap, name in zip(taps, names, strict=True)]
+            if all(torch.equal(x, seen[short_name(tap.name)]) for x, tap in zip(before, plain, strict=True)):
+                yield taps[0], taps[1]
+        # One without weights after the rotation is the same before it, and need not have a hook.
+        norms = [getattr(own, f"{which}_norm", getattr(own, "qk_norm", None)) for which in "qk"]
+        if all(norm is not None and not any(True for _ in norm.parameters()) for norm in norms):
+            q_norm, k_norm = (getattr(norm, "original_component", norm) for norm in norms)  # without its hooks
+            yield replace(plain[0], norm=q_norm), replace(plain[1], norm=k_norm)
+        if (tempered := temperature(own)) is not None:
+            yield replace(plain[0], norm=tempered), plain[1]
+    yield plain
+
+
+# Multi-head latent attention: the projections to queries, and to their latent, if they have one; the projection to the
+# latent of the keys and to their rotary slice, which all heads share, and that to the content of keys and values.
+LATENT_QUERIES = {"q_b_proj.hook_out": "q_a_proj.hook_out", "q_proj.hook_out": None}
+LATENT_KEYS = ("kv_a_proj_with_mqa.hook_out", "kv_b_proj.hook_out")
+
+
+def is_latent(seen: Seen) -> bool:
+    """Say whether a layer has multi-head latent attention, whose hook_q and hook_k carry rotated vectors."""
+    return all(name in seen for name in ("hook_q", "hook_k", "hook_rot_q", *LATENT_KEYS))
+
+
+def _latent_pairs(layer: int, seen: Seen) -> Iterator[Pair]:
+    """Yield the projections that give queries and keys of latent attention before rotation, in both orders."""
+    rotated, n_heads = seen["hook_rot_q"].shape[-1], seen["hook_q"].shape[1]
+    content = seen["hook_q"].shape[-1] - rotated
+    shared, keys = (hook_name(layer, name) for name in LATENT_KEYS)
+    for name, latent in LATENT_QUERIES.items():
+        for interleaved in (False, True) if name in seen else ():
+            of_q = LatentLayout(content, rotated, None, latent and hook_name(layer, latent), interleaved)
+            of_k = LatentLayout(content, rotated, shared, shared, interleaved)
+            q = Tap(hook_name(layer, name), "flat", n_heads, latent=of_q)
+            yield q, Tap(keys, "flat", n_heads, latent=of_k)
+
+
+def _query_or_key(model: Any, layer: int, which: str, seen: Seen) -> Tap | None:
+    """Return the last hook of TransformerLens's own that carries queries or keys before rotation, or None."""
+    attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
+    if which == "k":
+        n_heads = getattr(model.cfg, "n_key_value_heads", None) or n_heads
+    if f"hook_{which}_normed" in seen:
+        flat = seen[f"hook_{which}_normed"].ndim == 3
+        return Tap(hook_name(layer, f"hook_{which}_normed"), "flat" if flat else "head pos", n_heads)
+    if f"hook_{which}" not in seen:
+        return None
+    own = getattr(attn, f"{which}_norm", None)
+    norm: Any = None
+    if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
+        if own.w.numel() == attn.cfg.d_head:
+            norm = partial(attn._apply_qk_norm, norm_module=own)
+        else:  # OLMo 2 normalises all heads together
+            norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
+    return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
+
+
+def value_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap]:
+    """Yield candidates for the hook of the values that are weighted, the last in the pass first."""
+    for name in ("v_norm.hook_out", "hook_v"):
+        if name in seen:
+            yield Tap(hook_name(spec.layer, name), "pos head", spec.n_kv_heads)
+
+
+def gate_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap | None]:
+    """Yield candidates for the hook of what multiplies z before the output projection; None for nothing."""
+    yield None
+    gate = seen.get("gate.hook_out")
+    if gate is not None and gate.ndim == 3 and gate.shape[-1] % spec.n_heads == 0:  # of each head or coordinate
+        for function in (torch.sigmoid, torch.nn.functional.softplus):
+            yield Tap(hook_name(spec.layer, "gate.hook_out"), "flat", spec.n_heads, function)
+
+
+def scales(attn: Any, d_head: int) -> Iterator[float]:
+    """Yield candidates for the scale, by which ``⟨q, k⟩`` is multiplied."""
+    original = getattr(attn, "original_component", None)
+    if original is None and getattr(attn, "attn_scale", None) is not None:
+        yield 1 / float(attn.attn_scale)
+    for name in ("scaling", "softmax_scale", "inv_norm_factor", "scale_attn"):
+        value = _number(getattr(original, name, None))
+        if value:
+            yield 1 / value if name == "scale_attn" else value
+    yield d_head**-0.5
+    yield 1.0
+
+
+def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
+    """Yield candidates for the soft cap, the constant in ``c * tanh(scores / c)``."""
+    original = getattr(attn, "original_component", None)
+    for value in (getattr(original, "attn_logit_softcapping", None), getattr(model.cfg, "attn_scores_soft_cap", None)):
+        number = _number(value)
+        if number is not None and number > 0:
+            yield number
+    yield None
+
+
+def chunk_size(attn: Any, layer: int) -> int | None:
+    """Return the number of tokens in a chunk, before which keys are hidden (Llama 4); None without chunks."""
+    config: Any = getattr(getattr(attn, "original_component", None), "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The factor of queries by their position in a whole text, in layers of Llama 4 without rotation.
+
+    It is 1 up to position ``floor - 2``.
+    """
+
+    floor: int
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        at = torch.arange(1, x.shape[1] + 1, device=x.device).float()
+        factor = torch.log1p(torch.floor(at / self.floor)) * self.scale + 1
+        return (x * factor[:, None, None]).to(x.dtype)
+
+
+def temperature(own: Any) -> Temperature | None:
+    """Return how the code of a Hugging Face layer scales its queries by their position, or None."""
+    names = ("attn_temperature_tuning", "floor_scale", "attn_scale", "use_rope")
+    tuned, floor, scale, rotates = (getattr(own, name, None) for name in names)
+    return Temperature(int(floor), float(scale)) if tuned and floor and scale and not rotates else None
+
+
+def windows(model: Any, attn: Any) -> Iterator[int | None]:
+    """Yield candidates for the number of keys that a query may see, most specific source first."""
+    original = getattr(attn, "original_component", None)
+    if original is None:
+        local = getattr(attn, "attn_type", None) == "local"
+        yield getattr(model.cfg, "window_size", None) if local else None
+        return
+    config = getattr(original, "config", None)
+    if hasattr(original, "sliding_window"):
+        yield original.sliding_window
+    elif hasattr(original, "attention_type"):  # GPT-Neo
+        yield getattr(config, "window_size", None) if original.attention_type == "local" else None
+    elif getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
+        yield getattr(config, "sliding_window", None)
+    yield None
+
+
+class OwnNumbers(NamedTuple):
+    """Frequencies and factors that a model's modules store, in their own dtypes; collected once, for all layers."""
+
+    frequencies: list[Tensor]
+    factors: list[float]
+    pairs: list[tuple[Tensor, float]]  # frequencies with the factor that the same module stores for them
+
+
+def own_numbers(model: Any) -> OwnNumbers:
+    """Collect the model's own frequencies and attention factors."""
+    parts = modules(model)
+    found = {id(x): (x, part, name) for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
+    stored = [(x.detach(), part, name) for x, part, name in found.values() if x is not None and x.is_floating_point()]
+    values = [x for part in parts for name, x in vars(part).items() if name.endswith("attention_scaling")]
+    factors = [number for x in values if (number := _number(x)) is not None]
+    pairs = []
+    for x, part, name in stored:
+        named = _number(vars(part).get(name.removesuffix("inv_freq") + "attention_scaling"))
+        pairs.append((x, 1.0 if named is None else named))
+    return OwnNumbers([x for x, *_ in stored], factors, pairs)
+
+
+def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) -> Iterator[Rotary]:
+    """Yield a rotation from every table, or stored frequencies, that the layer may be using, in both pairings."""
+    for cos, sin in _tables(model, attn, seen):
+        if cos.shape[-1] == 0 or cos.shape[0] < 2:
+            continue
+        try:
+            rotary = _exact(rotary_from_table(cos, sin), cos.dtype, own)
+        except ValueError:
+            continue
+        for pairing in PAIRINGS:
+            yield replace(rotary, pairing=pairing)
+    if not shows_scores(seen) or is_latent(seen):  # tables may pass no hook (complex ones, or Hugging Face's code)
+        for x, factor in own.pairs:
+            for sign, pairing in itertools.product((1.0, -1.0), PAIRINGS):  # nanochat rotates the other way
+                yield Rotary(sign * x.double(), pairing, factor, torch.float32, x.dtype)
+
+
+def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
+    """Replace measured frequencies, which a table rounds, by the model's own if it stores them and the table agrees."""
+    close = 4 * torch.finfo(dtype).eps + 1e-5
+    frequencies, kept_in, factor = measured.frequencies, measured.frequency_dtype, measured.attention_factor
+    nearest = close
+    for kept in own.frequencies:
+        if kept.shape == measured.frequencies.shape:
+            candidate = kept.to(frequencies.device).double()
+            error = float(((candidate - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
+            if error < nearest:
+                frequencies, kept_in, nearest = candidate, kept.dtype, error
+    for number in own.factors:
+        if abs(number - measured.attention_factor) < close:
+            factor = number
+    return replace(measured, frequencies=frequencies, frequency_dtype=kept_in, attention_factor=factor)
+
+
+def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer
+        yield attn.rotary_cos, attn.rotary_sin
+    if "hook_cos" in seen and "hook_sin" in seen:
+        yield seen["hook_cos"][0], seen["hook_sin"][0]
+    if (owner := owner_of_sines(model, attn)) is not None:
+        sin, cos = owner.embed_positions.chunk(2, -1)
+        yield cos, sin
+    rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
+    if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
+        yield rotary.cos_cached, rotary.sin_cached
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if is_number(value) else None
