@@ -33,6 +33,8 @@ GOOD: dict[str, Any] = {
     "interventions": {"flat": ("substitute_attention", {"by": "uniform"})},
     "heldout": TOKENS,
     "layer": 1,
+    "head": 1,
+    "query": -1,
     "seeds": [0],
     "rungs": ["uniform", "static"],
     "controls": [],
