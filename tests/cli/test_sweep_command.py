@@ -45,6 +45,18 @@ def test_arguments_and_seeds_reach_the_experiment(tmp_path: Path) -> None:
     assert table["kind"].unique().tolist() == ["order"]
 
 
+def test_parts_are_those_of_the_library_and_a_whole_run_joins_them(tmp_path: Path) -> None:
+    line = f"sweep --length 32 --texts 3 --split 3 --no-progress --set layers=[4] --out {tmp_path / 'out'} --table"
+    for part in ("2/2", "1/2"):
+        run_command(line, tmp_path / f"{part[0]}.csv", "--part", part)
+    run_command(line, tmp_path / "whole.csv")
+    first, second, whole = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("1", "2", "whole"))
+    pd.testing.assert_frame_equal(pd.concat([first, second], ignore_index=True), whole, check_exact=True)
+    todo = jobs("demo", ("additivity", {"layers": [4]}), Text.of("demo", length=32, count=3).split(3))
+    mine = sweep(todo, out=tmp_path / "mine", part=(2, 2), progress=False)
+    assert second["r"].tolist() == pytest.approx(mine["r"].tolist(), abs=1e-12)
+
+
 def test_a_sweep_without_results_is_an_error(tmp_path: Path) -> None:
     result = run_command(f"sweep --length 4000 --no-progress --out {tmp_path / 'out'}", code=2)
     reason = "all 1 jobs failed, the first with: text has 3257 tokens, too few for 1 × 4000"

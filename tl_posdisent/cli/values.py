@@ -61,6 +61,20 @@ def checkpoint_steps(text: str | None) -> list[int] | Literal["all"] | None:
     return "all" if text == "all" else whole_numbers("checkpoints", text, "all, or ")
 
 
+def part_numbers(text: str | None) -> tuple[int, int] | None:
+    """Parse ``"3/8"``, the third of eight parts, to ``(3, 8)``; None stays None.
+
+    >>> part_numbers("3/8")
+    (3, 8)
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,6}/\d{1,6}", text):
+        raise ValueError(f"--part must be I/N, such as 3/8 for the third of eight parts, got {brief(text)}")
+    number, parts = map(int, text.split("/"))
+    return number, parts
+
+
 def standard_deviation(text: str) -> float | Literal["config"]:
     """Parse ``--std`` to a number; ``"config"`` stays unchanged.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import itertools
 import json
 import math
@@ -26,8 +27,8 @@ from tl_posdisent.sweeps.jobs import Job, run_experiment
 from tl_posdisent.sweeps.sources import Text, load
 from tl_posdisent.sweeps.versions import installed_versions
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
-from tl_posdisent.utils.validation import shown
+from tl_posdisent.utils.files import KEPT, UNFINISHED, locked, whole_file
+from tl_posdisent.utils.validation import check_integer, shown
 
 _KEY = b"tl_posdisent"
 _FAILURE = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed"]
@@ -77,11 +78,17 @@ def _folder(out: Any) -> Path:
     return Path(out)
 
 
-def prepare(out: Path) -> None:
-    """Create the folders, and delete unfinished files of killed processes. Call it while holding the folder's lock."""
+def prepare(out: Path, jobs: list[Job]) -> None:
+    """Create the folders, and delete unfinished files of these jobs that killed processes have left.
+
+    Call it while holding the lock: other parts may be writing theirs.
+    """
+    mine = {job.hash[:KEPT] for job in jobs}
     for folder in (Path(out, "parts"), Path(out, "failed")):
         folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
+        for path in folder.glob(f".*{UNFINISHED}"):
+            if path.name[1 : KEPT + 1] in mine:
+                path.unlink(missing_ok=True)
 
 
 def part_of(out: Path, job: Job) -> Path:
@@ -226,6 +233,7 @@ def sweep(
     *,
     out: str | Path,
     retry: bool = False,
+    part: tuple[int, int] | None = None,
     device: str | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -234,7 +242,7 @@ def sweep(
     Each finished job is written immediately, so a sweep that was stopped or killed continues if it is called again with
     the same ``out``. Results of other versions (``Job.versions``) are not used; a warning says so. A job that fails is
     recorded with its error and does not stop the others. Ctrl-C cancels the jobs that have not begun. One sweep at a
-    time may write to a folder; a second one raises an error.
+    time may write to a folder; a second one raises an error, except for other parts (``part``) of the same jobs.
 
     Args:
         jobs: jobs from ``jobs``.
@@ -244,6 +252,10 @@ def sweep(
             same paths. Each of its processes holds one model at a time; threads take turns.
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
+        part: ``(i, n)``, the ``i``-th of ``n`` parts of the jobs, from 1 to ``n``: only its share is run and returned.
+            Jobs are ordered by model, and shares are consecutive, equal within one job. Several processes, as of a job
+            array, run one part each of the same ``jobs`` at the same time in the same ``out``; a later call without
+            ``part`` returns the whole table. A part that was killed continues if it is called again.
         device: device of the models, such as ``"cuda"``; default as in ``load_model``.
         progress: show a progress bar.
 
@@ -256,8 +268,8 @@ def sweep(
         ``failures(out)`` the reasons.
 
     Raises:
-        ValueError: no jobs; an invalid job or executor; ``out`` is a file or cannot be written, or another sweep is
-            running there.
+        ValueError: no jobs; an invalid job or executor; more parts than jobs; ``out`` is a file or cannot be written,
+            or another sweep is running there, or the same part.
         OSError: a result cannot be written (a full disk). Finished jobs are kept.
         RuntimeError: the executor lost its workers, or its workers do not see ``out``. Finished jobs are kept.
 
@@ -275,6 +287,9 @@ def sweep(
     if wrong or not listed:
         raise ArgumentError("jobs", f"must be a list of Job as jobs() returns it, got {wrong[0] if wrong else 'none'}")
     listed = list(dict.fromkeys(listed))
+    name = None if part is None else _name_of(part, listed)
+    if part is not None:
+        listed = _share(listed, *part)
     if executor is not None and not isinstance(executor, Executor):
         raise ArgumentError(
             "executor",
@@ -283,9 +298,9 @@ def sweep(
         )
     different = list({job.hash: job for job in listed}.values())
     if unfinished(folder, different, retry):
-        with locked(folder, "out", "sweep"):
-            prepare(folder)
+        with locked(folder, "out", "sweep", part=name):
             todo = unfinished(folder, different, retry)  # again, because another sweep may have ended before the lock
+            prepare(folder, todo)
             for versions, n in finished_before(folder, todo).items():
                 warnings.warn(
                     f"{n} of {len(listed)} jobs have results of other versions in {folder}, which are not used: "
@@ -307,6 +322,24 @@ def sweep(
                 else:
                     _elsewhere(_chunks(_by_model(todo)), folder, device, executor, bar)
     return _table(listed, folder)
+
+
+def _name_of(part: Any, jobs: list[Job]) -> tuple[str, str]:
+    """Return the group of a part, equal for equal jobs in as many parts, and its name in it; raise if it is no part."""
+    if not isinstance(part, (tuple, list)) or len(part) != 2:
+        raise ArgumentError("part", f"must be (i, n), the i-th of n parts, or None, got {shown(part)}")
+    different = len({job.hash for job in jobs})
+    n = check_integer("part", part[1], 1, different, why="n of (i, n), at most as many parts as jobs")
+    i = check_integer("part", part[0], 1, n, why="i of (i, n), the first part is 1")
+    group = hashlib.sha256(" ".join(job.hash for job in jobs).encode()).hexdigest()
+    return f"{group[:16]}-{n}", f"{i}-of-{n}"
+
+
+def _share(jobs: list[Job], i: int, n: int) -> list[Job]:
+    """Return the i-th of n shares of the jobs, in their order; jobs of one model are in as few shares as possible."""
+    ordered = list(dict.fromkeys(job.hash for job in itertools.chain(*_by_model(jobs))))
+    share = {*ordered[len(ordered) * (i - 1) // n : len(ordered) * i // n]}
+    return [job for job in jobs if job.hash in share]
 
 
 def _by_model(todo: list[Job]) -> list[list[Job]]:

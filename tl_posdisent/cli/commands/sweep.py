@@ -14,7 +14,7 @@ from tl_posdisent.cli.inputs import check_name
 from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Progress, Settings, Texts
 from tl_posdisent.cli.output import answering, check_out, frame, note, one_line, save, show
 from tl_posdisent.cli.process import limit_threads, settle
-from tl_posdisent.cli.values import checkpoint_steps, whole_numbers
+from tl_posdisent.cli.values import checkpoint_steps, part_numbers, whole_numbers
 from tl_posdisent.cli.values import settings as parsed
 from tl_posdisent.utils.files import check_writable, found_at
 
@@ -44,6 +44,9 @@ def sweep(
         int, Option(min=0, max=MOST, help="Number of worker processes on this machine; 0 runs in this process.")
     ] = 0,
     retry: Annotated[bool, Option("--retry", help="Repeat failed jobs.")] = False,
+    part: Annotated[
+        str | None, Option(metavar="I/N", help="Run the I-th of N parts of the jobs only, as one task of a job array.")
+    ] = None,
     progress: Progress = True,
 ) -> None:
     """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
@@ -62,6 +65,7 @@ def sweep(
             check_name(name)
         check_out(table, option="table")
         check_writable("out", out, "folder")
+        share = part_numbers(part)
         arguments, drawn = parsed(settings), whole_numbers("seeds", seeds)
         steps = checkpoint_steps(checkpoints)
         from tl_posdisent.sweeps.jobs import jobs
@@ -83,22 +87,25 @@ def sweep(
             limit_threads(1)
         with _executor(workers) as executor, warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"\d+ of \d+ jobs failed")  # said below, in words for a shell
-            done = run(todo, executor, out=out, retry=retry, device=device, progress=progress)
+            done = run(todo, executor, out=out, retry=retry, part=share, device=device, progress=progress)
+        failed, finished = done.attrs["failed"], done["job"].nunique()
         if done.empty:
-            raise ValueError(f"all {len(todo)} jobs failed, the first with: {_first_failure(out)}")
+            raise ValueError(f"all {len(failed)} jobs failed, the first with: {_failure(out, failed[0])}")
         save(done, table)
-        note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
-        if failed := done.attrs["failed"]:
+        note(f"parts: {out} ({finished} of {finished + len(failed)} jobs)")
+        if failed:
             reasons = f"{out / 'failed'} has the reasons, and --retry repeats them"
-            warnings.warn(f"{len(failed)} of {len(todo)} jobs failed: {reasons}", stacklevel=2)
+            warnings.warn(f"{len(failed)} of {finished + len(failed)} jobs failed: {reasons}", stacklevel=2)
         lines = frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads")
     show(lines)
 
 
-def _first_failure(out: Path) -> str:
+def _failure(out: Path, job: str) -> str:
     from tl_posdisent.sweeps.runner import failures
 
-    return f"{one_line(ValueError(failures(out)['message'].iloc[0]), ())} (all errors: {out / 'failed'})"
+    return (
+        f"{one_line(ValueError(failures(out).set_index('job').loc[job, 'message']), ())} (all errors: {out / 'failed'})"
+    )
 
 
 @contextlib.contextmanager
