@@ -58,7 +58,7 @@ def test_results_are_those_of_one_process(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit, in the order asked for; a job that fails does not stop the others, none is done twice."""
-    executor = request.getfixturevalue("pool") if kind == "pool" else request.getfixturevalue("client").get_executor()
+    executor = request.getfixturevalue("pool" if kind == "pool" else "client")
     monkeypatch.setattr(runner, "_PIECES", 3)  # two jobs in a call
     todo = jobs("demo", LAST, [*TEXTS.split(4), Text.of("demo", length=48, first=400)])
     with pytest.warns(UserWarning, match="1 of 5 jobs failed"):
@@ -135,7 +135,7 @@ def test_a_job_that_its_worker_does_not_survive_is_a_failed_job(
         scheduler.allowed_failures = allowed
     assert failures(tmp_path)["error"].tolist() == ["KilledWorker"]
     assert table["job"].nunique() == 7
-    table = sweep(todo, client.get_executor(), out=tmp_path, retry=True, progress=False)
+    table = sweep(todo, client, out=tmp_path, retry=True, progress=False)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
 
 

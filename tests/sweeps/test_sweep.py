@@ -13,7 +13,7 @@ import shutil
 import signal
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import experiments_by_name
 from tl_posdisent.sweeps.sources import named
 from tl_posdisent.sweeps.versions import digest_of, installed_versions
+from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
@@ -318,10 +319,24 @@ def test_a_file_where_a_folder_of_the_sweep_should_be_is_named(tmp_path: Path) -
 
 
 class Submits:
-    """What has only the method of an executor that is called first, as a client of dask has."""
+    """What has only the method of an executor that is called first, as submitit's executor has."""
 
     def submit(self, function: Any, *arguments: Any) -> Any:
         raise AssertionError("it is asked")
+
+
+class Asynchronous(Submits):
+    """A client of dask whose results an event loop awaits."""
+
+    asynchronous = True
+
+    def get_executor(self) -> Any:
+        raise AssertionError("it is asked")
+
+
+class NoFutures(Executor):
+    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+        return object()
 
 
 BAD = [
@@ -363,6 +378,7 @@ BAD = [
     (lambda: sweep(["additivity"], out="nowhere"), "jobs"),
     (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor"),
     (lambda: sweep(jobs("demo", LAST, "demo"), Submits(), out="nowhere"), "executor"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), Asynchronous(), out="nowhere"), "executor"),
     (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out"),
     (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__ + "/sweep"), "out"),
     (lambda: sweep(jobs("demo", LAST, "demo"), out="/sys/sweep"), "out"),
@@ -390,6 +406,11 @@ def test_threads_run_jobs_too(tmp_path: Path) -> None:
     todo = jobs("demo", LAST, Text.of("demo", length=16))
     with ThreadPoolExecutor(1) as threads:
         assert sweep(todo, threads, out=tmp_path, progress=False)["job"].unique() == [todo[0].hash]
+
+
+def test_an_executor_whose_jobs_are_no_futures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"executor must be .* got NoFutures: .* calls sweep\(..., part=\(i, n\)\)"):
+        sweep(jobs("demo", LAST, Text.of("demo", length=16)), NoFutures(), out=tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("length", [255, 5000])

@@ -229,7 +229,7 @@ _PIECES = 64  # approximate number of chunks: few enough to reuse models, enough
 
 def sweep(
     jobs: Iterable[Job],
-    executor: Executor | None = None,
+    executor: Any = None,
     *,
     out: str | Path,
     retry: bool = False,
@@ -247,9 +247,9 @@ def sweep(
     Args:
         jobs: jobs from ``jobs``.
         executor: where to run them: None for this process, or a ``concurrent.futures.Executor``:
-            ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or ``dask.distributed.Client(...).get_executor()``
-            for a cluster, whose workers must have the same versions and see ``out`` and the files of the jobs under the
-            same paths. Each of its processes holds one model at a time; threads take turns.
+            ``ProcessPoolExecutor(mp_context=get_context("spawn"))``; or a ``dask.distributed.Client`` of a cluster,
+            whose workers must have the same versions and see ``out`` and the files of the jobs under the same paths.
+            Each of its processes holds one model at a time; threads take turns.
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
         part: ``(i, n)``, the ``i``-th of ``n`` parts of the jobs, from 1 to ``n``: only its share is run and returned.
@@ -290,12 +290,7 @@ def sweep(
     name = None if part is None else _name_of(part, listed)
     if part is not None:
         listed = _share(listed, *part)
-    if executor is not None and not isinstance(executor, Executor):
-        raise ArgumentError(
-            "executor",
-            f"must be a concurrent.futures.Executor or None, got {type(executor).__name__}: of a dask Client, pass "
-            "client.get_executor()",
-        )
+    executor = _executor(executor)
     different = list({job.hash: job for job in listed}.values())
     if unfinished(folder, different, retry):
         with locked(folder, "out", "sweep", part=name):
@@ -322,6 +317,24 @@ def sweep(
                 else:
                     _elsewhere(_chunks(_by_model(todo)), folder, device, executor, bar)
     return _table(listed, folder)
+
+
+def _executor(given: Any) -> Executor | None:
+    """Return an executor as it is, or that of a dask Client; raise for anything else but None."""
+    if callable(getattr(given, "get_executor", None)) and not getattr(given, "asynchronous", False):
+        given = given.get_executor()
+    if given is not None and not isinstance(given, Executor):
+        raise _no_futures(given)
+    return given
+
+
+def _no_futures(executor: Any) -> ArgumentError:
+    return ArgumentError(
+        "executor",
+        "must be None, a synchronous dask Client, or a concurrent.futures.Executor that returns futures, got "
+        f"{type(executor).__name__}: with submitit, or a scheduler without futures, start n processes, each of which "
+        "calls sweep(..., part=(i, n))",
+    )
 
 
 def _name_of(part: Any, jobs: list[Job]) -> tuple[str, str]:
@@ -363,14 +376,14 @@ def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor:
     waiting: dict[Future[None], list[Job]] = {}
     try:
         for chunk in chunks:
-            waiting[executor.submit(run_jobs, chunk, os.fspath(out), device)] = chunk
+            waiting[_submitted(chunk, out, device, executor)] = chunk
         while waiting:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                 chunk = waiting.pop(future)
                 left = _left_of(chunk, future.exception(), out)
                 bar.update(len(chunk) - len(left))
                 if left:
-                    waiting[executor.submit(run_jobs, left, os.fspath(out), device)] = left
+                    waiting[_submitted(left, out, device, executor)] = left
     except BrokenExecutor as error:
         raise RuntimeError(
             "a worker process ended abruptly (killed, or out of memory), which ended its pool; finished jobs are kept "
@@ -379,6 +392,13 @@ def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor:
     finally:
         for future in waiting:  # empty after success
             future.cancel()
+
+
+def _submitted(chunk: list[Job], out: Path, device: str | None, executor: Executor) -> Future[None]:
+    future = executor.submit(run_jobs, chunk, os.fspath(out), device)
+    if not isinstance(future, Future):
+        raise _no_futures(executor)
+    return future
 
 
 def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[Job]:

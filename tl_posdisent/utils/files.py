@@ -78,9 +78,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     unchanged and the new file is deleted; a process that is killed leaves the unfinished file.
     """
     path = Path(path)
-    unfinished = path.with_name(
-        f".{path.name[:KEPT]}.{uuid.uuid4().hex}{UNFINISHED}"
-    )  # at most 255 bytes, also in UTF-8
+    unfinished = path.with_name(f".{path.name[:KEPT]}.{uuid.uuid4().hex}{UNFINISHED}")
     file = unfinished.open("xb")
     try:
         with file:
