@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from support.processes import copies, process_pool, time_limit
-from support.swept import LAST, SLOW, inodes, when_parts
+from support.swept import LAST, SLOW, claimed, inodes, when_parts
 
 from tl_posdisent import additivity, load_demo_model
 from tl_posdisent.sweeps import Text, failures, jobs, runner, sweep
@@ -137,6 +137,10 @@ def test_a_job_that_its_worker_does_not_survive_is_a_failed_job(
     assert table["job"].nunique() == 7
     table = sweep(todo, client, out=tmp_path, retry=True, progress=False)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
+
+
+def test_workers_of_a_cluster_have_a_device_each(client: Any, tmp_path: Path) -> None:
+    assert sorted(client.run(claimed, tmp_path).values()) == ["imitated:0", "imitated:1"]
 
 
 def test_a_pool_that_lost_a_worker_says_so_and_can_be_replaced(

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from tqdm.auto import tqdm
 
+from tl_posdisent.sweeps.devices import own_device, release_device
 from tl_posdisent.sweeps.jobs import Job, run_experiment
 from tl_posdisent.sweeps.sources import Text, load
 from tl_posdisent.sweeps.versions import installed_versions
@@ -188,7 +189,7 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
                 continue
             try:
                 _check_versions(job)
-                model = _model(job, device)
+                model = _model(job, own_device(Path(out)) if device == "worker" else device)
                 tokens, arguments = job.text.tokens(model), json.loads(job.arguments)
                 table = run_experiment(job.experiment, model, tokens, arguments, job.seed)
             except Exception as error:  # noqa: BLE001 - it is stored, and the other jobs run
@@ -256,7 +257,9 @@ def sweep(
             Jobs are ordered by model, and shares are consecutive, equal within one job. Several processes, as of a job
             array, run one part each of the same ``jobs`` at the same time in the same ``out``; a later call without
             ``part`` returns the whole table. A part that was killed continues if it is called again.
-        device: device of the models, such as ``"cuda"``; default as in ``load_model``.
+        device: device of the models, such as ``"cuda"``; default as in ``load_model``. ``"worker"``: each process has a
+            visible CUDA device (or other accelerator) of its own, of all processes that work on ``out`` on its machine:
+            this one, workers and parts. If there are more processes than devices, they share them equally.
         progress: show a progress bar.
 
     Returns:
@@ -314,6 +317,7 @@ def sweep(
                             bar.update()
                     finally:
                         forget()
+                        release_device(folder)
                 else:
                     _elsewhere(_chunks(_by_model(todo)), folder, device, executor, bar)
     return _table(listed, folder)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from tl_posdisent.cli.inputs import check_name
-from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Progress, Settings, Texts
+from tl_posdisent.cli.options import MOST, Backend, Dtype, Progress, Settings, Texts
 from tl_posdisent.cli.output import answering, check_out, frame, note, one_line, save, show
 from tl_posdisent.cli.process import limit_threads, settle
 from tl_posdisent.cli.values import checkpoint_steps, part_numbers, whole_numbers
@@ -36,7 +36,9 @@ def sweep(
     split: Annotated[int, Option(min=1, max=MOST, help="Number of jobs into which the parts of a text are split.")] = 1,
     seeds: Annotated[str | None, Option(help="Such as 0-4, for experiments that take seeds.")] = None,
     backend: Backend = "auto",
-    device: Device = None,
+    device: Annotated[
+        str | None, Option(help="As for fit, or worker: each worker process has a visible device of its own.")
+    ] = None,
     dtype: Dtype = "float32",
     out: Annotated[Path, Option(help="Folder of the sweep; finished jobs are not repeated.")] = Path("out/sweep"),
     table: Annotated[Path | None, Option(help="File for the whole table: .csv, .parquet or .json.")] = None,
