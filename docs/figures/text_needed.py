@@ -118,7 +118,7 @@ def curvatures(model: Any, text: Tensor, interventions: Any, draws: int, seed: i
     """``[draw, head]`` by intervention: what each draw of labels estimates of the divergence, nats per prediction."""
     reading = read_model(model, None)
     texts, parts = differentiable_texts(model, text, None, next_token_loss)
-    rows = rows_by_layer(reading, any_heads(reading, None, None), None)
+    rows = rows_by_layer(reading, any_heads(reading, None, None))
     items = named_interventions(reading.model, interventions, rows, texts)
     with running(reading.model), progress_bar(desc="passes", disable=True) as bar:
         found = estimated_effects(reading.model, items, texts, parts, draws=draws, seed=seed, bar=bar)

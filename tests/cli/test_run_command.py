@@ -118,6 +118,8 @@ def test_texts_are_those_of_the_other_commands(tmp_path: Path, model: Any) -> No
 NEEDED = {
     "interventions": INTERVENTIONS,
     "layer": 3,
+    "head": 1,
+    "query": 15,
     "positions": list(range(0, 32, 2)),
     "lengths": [4, 16],
     "heldout": ["We the people", "hold these truths"],
