@@ -125,8 +125,13 @@ def row_of(chosen: Cell, folder: Path) -> dict[str, Any]:
 
 
 def finished() -> pd.DataFrame:
-    """All models that were measured, one row each."""
-    return resumed.finished(TABLE, KEY)
+    """All models of distances that were measured, one row each."""
+    return resumed.finished(TABLE, KEY).query("task != 'count'")
+
+
+def counting() -> pd.Series:
+    """The model of the paper's size that counts triggers."""
+    return resumed.finished(TABLE, KEY).query("task == 'count'").iloc[0]
 
 
 def one_necessary(table: pd.DataFrame, mode: str) -> pd.Series:

@@ -64,6 +64,20 @@ def test_the_tables_are_of_the_measurements(
     assert on_page(heads.markdown(lengths.correlations(lengths.finished())))
 
 
+def test_the_model_that_counts_at_the_papers_size(heads: ModuleType) -> None:
+    row = heads.counting()
+    assert f"accuracy is {row['accuracy']:.2f} where the paper has 0.69" in PAGE
+    drops = f"the largest drops are {row['zero_accuracy_drop']:.2f} zeroed and {row['mean_accuracy_drop']:.2f} by mean"
+    assert drops in PAGE
+    effective = (
+        f"{row['zero_accuracy_effective_heads']:.0f} and {row['mean_accuracy_effective_heads']:.0f} effective heads"
+    )
+    assert effective in PAGE
+    same = f"as good ({row['rotation_none']:.2f}, and {row['zero_accuracy_baseline']:.2f} with all of it"
+    assert same in PAGE
+    assert row["steps"] == 900
+
+
 def test_models_with_one_necessary_head(heads: ModuleType) -> None:
     """The sentences that count them, in words up to ten, by both ablations."""
     table: pd.DataFrame = heads.finished()
