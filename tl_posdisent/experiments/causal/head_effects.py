@@ -84,10 +84,9 @@ def head_effects(
         seed: seed of the labels. A text's labels do not depend on the other texts.
 
     Returns:
-        One row per intervention and head: ``intervention``, ``layer``, ``head`` (missing where a layer's results are
-        not laid out by heads: the effect is that of all its heads together), and, averaged over the predicted tokens of
-        all texts (``first``, ``estimate`` and ``exact`` of other metrics than the loss: over texts), each with its
-        standard error over texts ``…_se`` (NaN for one text):
+        One row per intervention and head: ``intervention``, ``layer``, ``head``, and, averaged over the predicted
+        tokens of all texts (``first``, ``estimate`` and ``exact`` of other metrics than the loss: over texts), each
+        with its standard error over texts ``…_se`` (NaN for one text):
 
         * ``first``: first-order effect on the metric;
         * ``curvature``: estimate of ``kl``, nats per predicted token, also the second-order effect on the loss;

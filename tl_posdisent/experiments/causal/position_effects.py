@@ -51,8 +51,8 @@ def position_effects(
             ``head_effects``.
 
     Returns:
-        One row per intervention, head, text and position: ``intervention``, ``layer``, ``head`` (missing where a
-        layer's results are not laid out by heads), ``batch``, ``position`` (from 0 at the text's first token), and
+        One row per intervention, head, text and position: ``intervention``, ``layer``, ``head``, ``batch``,
+        ``position`` (from 0 at the text's first token), and
 
         * ``first``: first-order effect on the metric of this text. Its sum over positions, averaged over texts, is
           ``first`` of ``head_effects``;

@@ -78,8 +78,8 @@ class ReplaceableHeads(HasTable):
         hooks = _replacing({name: NamedIntervention(name, given[name], {}) for name in names}, first)
         acting = {(x.spec.layer, head) for x in hooks.interventions for head in x.heads}
         for layer, head in zip(first["layer"], first["head"], strict=True):
-            if not any(layer == x and (pd.isna(head) or head == h) for x, h in acting):
-                where = f"layer {layer}" if pd.isna(head) else head_label(layer, int(head))
+            if (layer, head) not in acting:
+                where = head_label(layer, int(head))
                 raise ArgumentError(
                     "interventions", f"must act on the first {n} heads of the order, but none acts on {where}"
                 )
@@ -266,11 +266,9 @@ def _counts(counts: Any, n_heads: int) -> list[int]:
 
 def _replacing(items: dict[str, NamedIntervention], rows: pd.DataFrame) -> Hooks:
     """Return hooks that replace the heads of these rows."""
-    chosen: dict[tuple[str, int], list[int] | None] = {}
+    chosen: dict[tuple[str, int], list[int]] = {}
     for name, layer, head in zip(rows["intervention"], rows["layer"], rows["head"], strict=True):
-        heads = chosen.setdefault((name, layer), None if pd.isna(head) else [])
-        if heads is not None:
-            heads.append(int(head))
+        chosen.setdefault((name, layer), []).append(int(head))
     return joined(items[name].of(layer, heads) for (name, layer), heads in chosen.items())
 
 

@@ -277,9 +277,7 @@ def plot_score_sources(
         >>> plot_score_sources(found, top=4).data[0].z.shape
         (4, 2)
     """
-    terms = score_terms(found, by, piece)
-    check_integer("top", top, 1)
-    largest = terms.abs().amax(0).argsort(descending=True, stable=True)[:top].tolist()
+    terms, largest = score_terms(found, by, piece, top)
     order = sorted(largest, key=lambda n: _place_in_stream(found.sources[n]))
     names = [found.sources[n] for n in order]
     keys = [html.escape(f"{key} {found.words[key]!r}") for key in found.keys]
@@ -296,14 +294,17 @@ def plot_score_sources(
 SIDES = {"key": "source of the key", "query": "source of the query", "source": "source on either side"}
 
 
-def score_terms(found: Any, by: Any, piece: Any) -> Float64[Tensor, "key source"]:
-    """Return the terms to draw of a result of ``score_sources``: one piece of them, or their sum."""
+def score_terms(found: Any, by: Any, piece: Any, top: Any) -> tuple[Float64[Tensor, "key source"], list[int]]:
+    """Return the terms to draw of a result of ``score_sources`` (one piece of them, or their sum), and the sources with
+    the largest."""
     if not isinstance(found, ScoreSources):
         raise ArgumentError("found", f"must be the result of score_sources, got {type(found).__name__}")
     check_choice("by", by, SIDES)
     check_choice("piece", piece, (None, *found.pieces))
+    check_integer("top", top, 1)
     terms = found.terms(by)
-    return terms.sum(1) if piece is None else terms[:, found.pieces.index(piece)]
+    terms = terms.sum(1) if piece is None else terms[:, found.pieces.index(piece)]
+    return terms, terms.abs().amax(0).argsort(descending=True, stable=True)[:top].tolist()
 
 
 def _place_in_stream(source: str) -> list[float]:

@@ -101,9 +101,7 @@ def show_score_sources(
         >>> show_score_sources(score_sources(load_demo_model(), demo_tokens(length=64), 3, 1, query=40))
         Widget('Sources of the scores of L3H1')
     """
-    terms = score_terms(found, by, piece)
-    check_integer("top", top, 1)
-    chosen = terms.abs().amax(0).argsort(descending=True, stable=True)[:top].tolist()
+    terms, chosen = score_terms(found, by, piece, top)
     pieces = found.terms("key").sum(-1)
     total = pieces.sum(1) if piece is None else pieces[:, found.pieces.index(piece)]
     values = terms.new_zeros(1 + len(chosen), len(found.words))
