@@ -59,9 +59,9 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "count": (
         [0, 2.5, True, "3", NAN, 2**63, 10**400],
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
-        "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length max_pairs "
+        "d_query_latent d_rope d_vocab depths epochs length local log_every max_gap max_length max_pairs "
         "max_side min_length min_pairs n n_ctx n_heads n_layers n_logits n_out "
-        "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "
+        "n_test n_train n_triggers pairs pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
@@ -200,7 +200,15 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("DistanceSources", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace", "ScoreSources"),
+    *(
+        "DistanceSources",
+        "LogitDifference",
+        "ModelReading",
+        "Needles",
+        "Perturbed",
+        "PositionalSubspace",
+        "ScoreSources",
+    ),
     *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares", "ReplaceableHeads"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used

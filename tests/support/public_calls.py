@@ -119,6 +119,7 @@ OWN: dict[str, dict[str, Any]] = {
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
     "logit_difference": {"answers": [3]},
+    "needle_texts": {"length": 12},
     "MultipleChoice": QUESTION,
     "plot_distance": {"profiles": FIT},
     "plot_heads": {"value": "r"},

@@ -1,0 +1,1 @@
+"""Needles in long texts, and the heads that retrieve them."""
