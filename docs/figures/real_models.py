@@ -23,6 +23,7 @@ import stories
 import text_needed
 import torch
 import trained_and_random
+import without_rotation
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -131,9 +132,11 @@ def idle(model: Any, heads: Sequence[tuple[int, int]] = IDLE) -> pd.DataFrame:
 STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, rounding]
 STUDIES += [head_effects.head_search, head_effects.every_verdict, head_effects.replaced_heads]
 STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
+STUDIES += [without_rotation.without_rotation, without_rotation.needles, without_rotation.word_order]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
         "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},
+        "without_rotation": {"length": 128, "draws": 2, "edges": (1, 64, 256, 512), "single": 0},
     }
 }
 

@@ -25,11 +25,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text_needed": {"of": 4},
     "draws_needed": {"of": 4},
     "every_verdict": {"texts": 8, "exact": 1},
+    "without_rotation": {
+        "texts": 2,
+        "draws": 1,
+        "every": 2,
+        "length": SHORT,
+        "edges": (1, 12, SHORT),
+        "global_layers": [1],
+    },
+    "needles": {"lengths": (24, 48), "texts": 2, "draws": 1, "every": 2, "global_layers": [1]},
+    "word_order": {"texts": 2, "length": 80},
     "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
 # Names that the size of the text or of the model gives.
-BY_SIZE = ("intervention", "length", "wavelengths below", "row", "table", "source")
+BY_SIZE = ("intervention", "length", "wavelengths below", "where", "positions", "row", "table", "source")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,282 @@
+"""Studies of ``real_models.py``: what a model loses without RoPE's rotation, before any training. By layer and head, on
+prose and on the second copy of random tokens; by distance; and how much of the order of words is still used."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pandas as pd
+import stories
+import torch
+from torch import Tensor
+
+import tl_posdisent as tp
+from tl_posdisent.hooks import applied
+
+Head = tuple[int, int]
+SKIPPED, COPY = 256, 48  # tokens of the beginnings of speeches, many of which are alike; tokens of a copy
+EDGES = (1, 64, 256, 512, 1024)  # positions of a long text between which the loss is averaged
+BY_LENGTH = (
+    "unchanged",
+    "all layers",
+    "every fourth layer",
+    "global layers",
+    "distances at most 16",
+)  # longer texts, too
+LAST = [("unembed.hook_in", lambda x, hook: x[:, -1:])]  # no logits of other tokens: half of the time of a pass
+NOT_FOR_NEEDLES = (
+    "every fourth layer, others",
+    "random third",
+    "random local layers",
+    "distances at least 16",
+    "distances plus 16",
+)
+CITIES = ("Rome", "Paris", "London", "Berlin", "Tokyo", "Madrid")
+WORDS = (" apple", " river", " table", " horse", " music", " stone")
+
+
+class Change(NamedTuple):
+    """A change of a model: its name, layers or heads, draw if they are drawn, and hooks."""
+
+    name: str
+    where: str
+    draw: float
+    hooks: list[Any]
+
+
+def speeches(model: Any, n: int, length: int, skip: int = 0) -> Tensor:
+    """``[n, length]``: parts of n speeches, each behind its BOS."""
+    found = []
+    texts = gzip.decompress(stories.data_file("speeches-heldout.txt.gz").read_bytes()).decode().split("\f")
+    for text in texts[skip : skip + n]:
+        ids = model.to_tokens(text, truncate=False)[0]
+        found.append(torch.cat([ids[:1], ids[1 + SKIPPED : SKIPPED + length]]))
+    return torch.stack(found)
+
+
+def copies(model: Any, n: int) -> Tensor:
+    """``[n, 1 + 2 * COPY]``: random tokens twice, behind the BOS."""
+    drawn = torch.randint(1000, model.cfg.d_vocab, (n, COPY), generator=torch.Generator().manual_seed(0))
+    return torch.cat([model.to_tokens("")[:, :1].expand(n, 1), drawn, drawn], 1)
+
+
+def losses(model: Any, tokens: Tensor, hooks: Sequence[Any] = ()) -> Tensor:
+    """``[text, pos - 1]``: nats per token."""
+    found = []
+    with torch.no_grad(), applied(model, list(hooks)):
+        for text in tokens:
+            found.append(
+                torch.nn.functional.cross_entropy(model(text[None])[0, :-1].float(), text[1:], reduction="none")
+            )
+    return torch.stack(found)
+
+
+def row(change: Change, measure: str, positions: str, values: Tensor) -> dict[str, Any]:
+    """The mean of one value per text, with its standard error."""
+    error = values.std().item() / len(values) ** 0.5
+    place = {"change": change.name, "where": change.where, "draw": change.draw}
+    place |= {"measure": measure, "positions": positions}
+    return place | {"value": values.mean().item(), "se": error, "texts": len(values)}
+
+
+def of_layers(model: Any, name: str, layers: Sequence[int], draw: float = torch.nan) -> Change:
+    chosen = sorted(layers)
+    hooks = tp.dummy_distance(model, 0, layers=chosen) if chosen else []
+    return Change(name, " ".join(map(str, chosen)), draw, hooks)
+
+
+def globals_of(model: Any) -> list[int]:
+    """The layers without a window, of a model that has others."""
+    kinds = tp.read_model(model).to_frame().set_index("layer")["attention"]
+    return kinds.index[kinds == "global"].tolist() if (kinds == "local").any() else []
+
+
+def by_layers(model: Any, every: int, draws: int, global_layers: Sequence[int]) -> Iterator[Change]:
+    """All layers; thirds; every fourth layer, as models without positions in some layers have it; global layers alone;
+    and as many layers drawn at random, local ones twice as often."""
+    n = model.cfg.n_layers
+    yield of_layers(model, "all layers", range(n))
+    for place, name in enumerate(("first", "second", "last")):
+        yield of_layers(model, f"{name} third", range(n * place // 3, n * (place + 1) // 3))
+    yield of_layers(model, "every fourth layer", range(every - 1, n, every))
+    for offset in range(every - 1):
+        yield of_layers(model, "every fourth layer, others", range(offset, n, every))
+    sizes = {"random third": (n // 3, range(n)), "random fourth": (len(range(every - 1, n, every)), range(n))}
+    if global_layers:
+        local = [layer for layer in range(n) if layer not in global_layers]
+        yield of_layers(model, "global layers", global_layers)
+        yield of_layers(model, "local layers", local)
+        sizes["random local layers"] = (len(global_layers), local)
+    for name, (size, among) in sizes.items():
+        for seed in range(2 * draws if name == "random local layers" else draws):
+            order = torch.randperm(len(among), generator=torch.Generator().manual_seed(seed)).tolist()
+            yield of_layers(model, name, [among[x] for x in order[:size]], seed)
+
+
+def by_heads(model: Any, draws: int, skip: int) -> Iterator[Change]:
+    """The heads with most attention to the previous token, on two other speeches, and those with most induction
+    attention; and as many others, of the same layers if they have enough."""
+    labels = tp.head_labels(model, speeches(model, 2, SKIPPED // 2, skip), streaming=False, seeds=0, progress=False)
+    labels = labels.set_index(["layer", "head"])
+    size = max(len(labels) // 18, 1)
+    for label in ("previous_token", "induction"):
+        chosen = labels[label].nlargest(size).index.tolist()
+        yield of_heads(model, f"heads, most {label}", chosen)
+        layers = {layer for layer, _ in chosen}
+        others = [head for head in labels.index if head not in chosen]
+        for seed in range(draws):
+            order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed)).tolist()
+            drawn = sorted((others[x] for x in order), key=lambda head: head[0] not in layers)[:size]
+            yield of_heads(model, f"random heads of the layers with most {label}", drawn, seed)
+
+
+def of_heads(model: Any, name: str, heads: Sequence[Head], draw: float = torch.nan) -> Change:
+    where = " ".join(f"L{layer}H{head}" for layer, head in sorted(heads))
+    return Change(name, where, draw, tp.dummy_distance(model, 0, heads=sorted(heads)))
+
+
+def by_distance(model: Any) -> Iterator[Change]:
+    """Distances of all layers: exact up to a limit and equal beyond it, the opposite, and all larger by a number."""
+    maps: dict[str, Callable[[Tensor], Tensor]] = {}
+    for n in (4, 16):
+        maps[f"distances at most {n}"] = lambda d, n=n: d.clamp(max=n)
+        maps[f"distances at least {n}"] = lambda d, n=n: d.clamp(min=n)
+        maps[f"distances plus {n}"] = lambda d, n=n: d + n
+    for name, function in maps.items():
+        yield Change(name, "all", torch.nan, tp.remap_distance(model, function))
+
+
+def without_rotation(
+    model: Any,
+    texts: int = 4,
+    draws: int = 4,
+    every: int = 4,
+    length: int = SKIPPED,
+    edges: Sequence[int] = EDGES,
+    single: int = 2,
+    global_layers: Sequence[int] | None = None,
+) -> pd.DataFrame:
+    """Loss added by each change, in nats per token: of prose, and of the second copy of random tokens. Loss by position
+    of the model itself and of some changes. ``single``: texts for single layers."""
+    if global_layers is None:
+        global_layers = globals_of(model)
+    long, twice, rows = speeches(model, texts, edges[-1]), copies(model, texts), list[dict[str, Any]]()
+    prose = long[:, :length]
+    positions = {"prose": f"1 to {length}", "second copy": f"{COPY + 2} to {2 * COPY + 1}"}
+
+    def measured(hooks: Sequence[Any], n: int) -> dict[str, Tensor]:
+        second = losses(model, twice[:n], hooks)[:, COPY + 1 :]
+        return {"prose": losses(model, prose[:n], hooks).mean(1), "second copy": second.mean(1)}
+
+    unchanged = Change("unchanged", "", torch.nan, [])
+    base = measured([], texts)
+    rows += [row(unchanged, measure, positions[measure], values) for measure, values in base.items()]
+    changes = [*by_layers(model, every, draws, global_layers), *by_distance(model), *by_heads(model, draws, texts)]
+    changes += [of_layers(model, "one layer", [layer]) for layer in range(model.cfg.n_layers if single else 0)]
+    for change in changes:
+        n = single if change.name == "one layer" else texts
+        for name, values in measured(change.hooks, n).items():
+            rows.append(row(change, name, positions[name], values - base[name][:n]))
+        print(change[:3], [round(each["value"], 3) for each in rows[-2:]], flush=True)
+    base = losses(model, long)
+    for change in (unchanged, *(each for each in changes if each.name in BY_LENGTH)):
+        values = losses(model, long, change.hooks) - base if change.hooks else base
+        for start, stop in pairwise(edges):
+            rows.append(row(change, "prose by position", f"{start} to {stop}", values[:, start - 1 : stop - 1].mean(1)))
+            print(change[:3], rows[-1]["positions"], round(rows[-1]["value"], 3), flush=True)
+    return pd.DataFrame(rows)
+
+
+def word_order(
+    model: Any, texts: int = 4, orders: int = 2, length: int = SKIPPED, kept: Sequence[int] = (1, 16)
+) -> pd.DataFrame:
+    """Does the order of words still matter? Loss of a token where those before it, but the last few, are shuffled,
+    minus that where they are not; with and without rotation. Eight places in each text."""
+    tokens, rows = speeches(model, texts, length), list[dict[str, Any]]()
+    places = torch.linspace(length // 4, length - 2, 8).long().tolist()
+    positions = f"{places[0] + 1} to {places[-1] + 2}"
+    for change in (Change("unchanged", "", torch.nan, []), of_layers(model, "all layers", range(model.cfg.n_layers))):
+        base = last_losses(model, [tokens[:, : at + 1] for at in places], tokens[:, [at + 1 for at in places]], change)
+        rows.append(row(change, "loss", positions, base.mean(1)))
+        for n in kept:
+            added = []
+            for seed in range(orders):
+                some = [shuffled(tokens[:, : at + 1], n, seed) for at in places]
+                added.append(last_losses(model, some, tokens[:, [at + 1 for at in places]], change) - base)
+            rows.append(
+                row(change, f"added by shuffling all but the last {n}", positions, torch.stack(added).mean((0, 2)))
+            )
+            print(rows[-1], flush=True)
+    return pd.DataFrame(rows)
+
+
+def last_losses(model: Any, contexts: Sequence[Tensor], targets: Tensor, change: Change) -> Tensor:
+    """``[text, place]``: nats of the token after each context."""
+    with torch.no_grad(), applied(model, change.hooks):
+        logits = torch.stack([model.run_with_hooks(tokens, fwd_hooks=LAST)[:, -1].float() for tokens in contexts], 1)
+    return -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+def shuffled(tokens: Tensor, kept: int, seed: int) -> Tensor:
+    """``[text, pos]``: the tokens between the BOS and the last few in a random order."""
+    stop = tokens.shape[1] - kept
+    order = 1 + torch.randperm(stop - 1, generator=torch.Generator().manual_seed(seed))
+    return torch.cat([tokens[:, :1], tokens[:, order], tokens[:, stop:]], 1)
+
+
+def with_needles(model: Any, filler: Tensor, seed: int) -> tuple[Tensor, list[int]]:
+    """A text with two needles, "The secret word of Rome is apple.", and the beginning of one of them at its end; and
+    the ids of the word that it asks for, of the other, and of one that the text does not have. Seeds 2n and 2n + 1
+    exchange the words of both needles; of four seeds, two ask for the first needle."""
+
+    def ids(text: str) -> Tensor:
+        found: Tensor = model.to_tokens(text, prepend_bos=False)[0]
+        return found
+
+    generator = torch.Generator().manual_seed(seed // 2)
+    cities, words = ([names[x] for x in torch.randperm(6, generator=generator)] for names in (CITIES, WORDS))
+    if seed % 2:
+        words[0], words[1] = words[1], words[0]
+    needles = [ids(f" The secret word of {city} is{word}.") for city, word in zip(cities[:2], words[:2], strict=True)]
+    asked = seed // 2 % 2
+    start, middle, end = filler.tensor_split(3)
+    question = ids(f" The secret word of {cities[asked]} is")
+    tokens = torch.cat([start, needles[0], middle, needles[1], end, question])
+    return tokens, [int(ids(words[x])[0]) for x in (asked, 1 - asked, 2)]
+
+
+def needles(
+    model: Any,
+    lengths: Sequence[int] = (128, 512),
+    texts: int = 16,
+    draws: int = 2,
+    every: int = 4,
+    global_layers: Sequence[int] | None = None,
+) -> pd.DataFrame:
+    """Two needles in filler: how often the model prefers the word that is asked for to the other needle's, and to a
+    word that the text does not have; a half is chance. Longer texts for some changes."""
+    filler, rows = speeches(model, 4, max(lengths)), list[dict[str, Any]]()
+    changes = [Change("unchanged", "", torch.nan, [])]
+    changes += by_layers(model, every, draws, globals_of(model) if global_layers is None else global_layers)
+    changes += [*by_distance(model), *by_heads(model, draws, 4)]
+    for length in lengths:
+        given = [with_needles(model, filler[seed % 4, :length], seed) for seed in range(texts)]
+        for change in changes:
+            if change.name not in BY_LENGTH and (length > min(lengths) or change.name in NOT_FOR_NEEDLES):
+                continue
+            logits = torch.stack([last_logits(model, tokens, change)[ids] for tokens, ids in given])
+            asked, other, absent = logits.unbind(1)
+            rows.append(row(change, "asked over other", f"after {length}", (asked > other).float()))
+            rows.append(row(change, "asked over absent", f"after {length}", (asked > absent).float()))
+            print(change[:3], [round(each["value"], 3) for each in rows[-2:]], flush=True)
+    return pd.DataFrame(rows)
+
+
+def last_logits(model: Any, tokens: Tensor, change: Change) -> Tensor:
+    """``[vocab]``: the logits of the next token."""
+    with torch.no_grad(), applied(model, change.hooks):
+        found: Tensor = model.run_with_hooks(tokens[None], fwd_hooks=LAST)[0, -1].float()
+    return found
