@@ -35,6 +35,7 @@ from .experiments.causal.replaceable_heads import replaceable_heads as replaceab
 from .experiments.model_check import check_model as check_model
 from .experiments.residual_stream.distance_sources import distance_sources as distance_sources
 from .experiments.residual_stream.score_sources import score_sources as score_sources
+from .experiments.retrieval.retrieval_heads import retrieval_heads as retrieval_heads
 from .experiments.robustness.length_generalization import length_generalization as length_generalization
 from .experiments.robustness.perturbation_curve import perturbation_curve as perturbation_curve
 from .hooks.ablate import ablate_heads as ablate_heads

@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         ["no such thing", 3],
         "activation alibi_slopes ask axes backend better by component correction count_from direction dtype encoding "
         "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
-        "part piece precision read_out rung sinusoids tool unit unrotated value weights what",
+        "part piece precision read_out rung side sinusoids tool unit unrotated value weights what",
     ),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),
@@ -100,6 +100,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j, [0, 10**400]],
         "positions",
     ),
+    "needles": ([3, "x", TOKENS], "needles"),
     "places": ([12, -13, [0, 0], [0.5], [], "0", True], ""),
     "source": ([TOKENS[:, :5]], "source"),
     "metric": ([3, "loss"], "function metric"),
@@ -200,16 +201,9 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *(
-        "DistanceSources",
-        "LogitDifference",
-        "ModelReading",
-        "Needles",
-        "Perturbed",
-        "PositionalSubspace",
-        "ScoreSources",
-    ),
-    *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares", "ReplaceableHeads"),
+    *("DistanceSources", "LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
+    *("ReplaceableHeads", "RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
+    *("SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
 

@@ -35,6 +35,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "needles": {"lengths": (24, 48), "texts": 2, "draws": 1, "every": 2, "global_layers": [1]},
     "word_order": {"texts": 2, "length": 80},
+    "retrieval_scores": {"length": 160, "count": 1},
+    "retrieval_knockout": {"lengths": (160, 192), "count": 1},
+    "retrieval_rotation": {"length": 160, "count": 1},
     "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")

@@ -68,6 +68,8 @@ def _arguments(function: Any, model: Any) -> dict[str, Any]:
         spec = tp.read_attention(model, 0)
         sizes = {"q_rot": spec.n_heads, "k_rot": spec.n_kv_heads}
         given |= {name: torch.randn(2, LENGTH, n, spec.d_head, generator=drawn) for name, n in sizes.items()}
+    if function is tp.retrieval_heads:
+        given |= {"needles": public_calls.needles_of(TEXTS), "heldout": public_calls.needles_of(TEXTS.flip(1))}
     arguments = {name: value for name, value in given.items() if name in named}
     if function in (tp.ablate_heads, tp.additive_substitution):
         arguments["layers"] = 0

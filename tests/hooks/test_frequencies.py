@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import zoo
@@ -57,6 +58,39 @@ def test_exact_in_the_models_own_numbers(kind: str, name: str, shared_model: Any
             wanted = torch.zeros_like(got) if mode == "drop" else unrotated
             assert torch.allclose(got[..., coordinates], wanted[..., coordinates], atol=1e-5)
             assert mode == "freeze" or torch.equal(got[..., coordinates], wanted[..., coordinates])
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
+@pytest.mark.parametrize("mode", ["drop", "freeze"])
+def test_removing_a_band_is_keeping_the_rest(mode: Any, kind: str, name: str, shared_model: Any) -> None:
+    """And two bands in a row are removed as the one that they make up, in any order."""
+    model = shared_model(kind, name)
+    below = math.nextafter(cut(model), 0)
+    ends = {"high": below, "mode": mode, "side": "inside", "layers": [0]}
+    removed = limit_frequencies(model, **ends)
+    kept = limit_frequencies(model, cut(model), mode=mode, layers=[0])
+    assert torch.equal(logits(model, removed), logits(model, kept))
+    assert not torch.equal(logits(model, removed), logits(model, []))
+    fast = limit_frequencies(model, cut(model), mode=mode, side="inside", layers=[0])
+    nothing_left = limit_frequencies(model, high=0, mode=mode, layers=[0])
+    assert torch.allclose(logits(model, removed + fast), logits(model, nothing_left), atol=1e-5)
+    assert "side='inside'" in repr(removed)
+
+
+def test_ends_of_other_types(shared_model: Any) -> None:
+    """NumPy's numbers, from a table of frequencies, and integers."""
+    model = shared_model("bridge", "llama-gqa")
+    wanted = repr(limit_frequencies(model, 0.25, 1.0))
+    for number in (np.float64, np.float32):
+        assert repr(limit_frequencies(model, number(0.25), number(1.0))) == wanted
+    assert repr(limit_frequencies(model, 0.25, 1)) == wanted
+
+
+def test_a_band_without_frequencies_is_not_removed(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for band in ((0.0, 0.0), (50.0, 60.0)):
+        with pytest.raises(ValueError, match="must enclose a frequency"):
+            limit_frequencies(model, *band, side="inside")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

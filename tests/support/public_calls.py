@@ -16,7 +16,7 @@ import tl_posdisent as tp
 from support import zoo
 from support.public import public_names
 from support.small_models import small_model
-from tl_posdisent.experiments import MultipleChoice
+from tl_posdisent.experiments import MultipleChoice, Needles, needle_texts
 from tl_posdisent.rope import Moments, Rotary, to_complex
 from tl_posdisent.sweeps import Text
 from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
@@ -56,6 +56,16 @@ def synthetic(**changed: Any) -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
 
 
+def needles_of(texts: Tensor) -> Needles:
+    """Pairs of texts in which the words at 2 and 7 follow names, which the second text exchanges."""
+    exchanged = texts.clone()
+    exchanged[:, [1, 6]] = texts[:, [6, 1]]
+    return Needles(
+        torch.stack([texts, exchanged], 1).flatten(0, 1), torch.tensor([[2, 7], [7, 2]]).repeat(len(texts), 1)
+    )
+
+
+NEEDLES = {"needles": needles_of(TOKENS), "heldout": needles_of(TOKENS.flip(1))}
 ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), 1, 0, 8)
 
 GOOD: dict[str, Any] = {
@@ -115,6 +125,12 @@ OWN: dict[str, dict[str, Any]] = {
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "replaceable_heads": {"heldout": TOKENS},
+    "retrieval_heads": {
+        "needles": needles_of(TOKENS),
+        "heldout": needles_of(TOKENS.flip(1)),
+        "counts": [1],
+        "draws": 2,
+    },
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
@@ -162,11 +178,13 @@ def callables() -> dict[str, Function]:
 
 
 def functions(*parameters: str) -> list[Function]:
-    """Public functions of a model that have these parameters; not those that take a ``SyntheticModel`` only."""
+    """Public functions of a model that have these parameters; not those that take a ``SyntheticModel`` only, nor
+    ``needle_texts``, which reads a tokenizer."""
     found = []
     for function in filter(inspect.isfunction, public_names().values()):
         named = inspect.signature(function).parameters
-        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not takes_synthetic(function):
+        other = takes_synthetic(function) or function is needle_texts
+        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not other:
             found.append(function)
     return found
 

@@ -17,6 +17,7 @@ from tl_posdisent.utils.validation import check_choice, is_number, shown
 
 Mode = Literal["drop", "freeze"]
 Unrotated = Literal["keep", "drop"]
+Side = Literal["outside", "inside"]
 
 
 def limit_frequencies(
@@ -25,6 +26,7 @@ def limit_frequencies(
     high: float | None = None,
     *,
     mode: Mode = "drop",
+    side: Side = "outside",
     unrotated: Unrotated = "keep",
     layers: Layers = None,
     heads: Heads = None,
@@ -44,16 +46,17 @@ def limit_frequencies(
             by 1e-6 of its size, or by the rounding of the model's frequencies or tables (0.8 % in bfloat16, 0.1 % in
             float16). ``high=0`` is the empty band: with ``"freeze"``, the model receives no positions at all, as under
             ``dummy_distance(model, 0)``.
-        mode: how subspaces outside the band are removed.
+        mode: how subspaces are removed.
+        side: ``"outside"`` removes what lies outside the band, ``"inside"`` the band itself.
         unrotated: ``"drop"`` removes the part that RoPE does not rotate: the content slice of latent attention, and of
             layers with partial rotation. ``high=0`` removes the other part, the rotary slice.
         layers, heads: as in ``swap_positions``.
 
     Raises:
-        ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that contains no
-            frequency of any of the layers; an unknown mode; ``unrotated="drop"`` where all coordinates rotate; or what
-            ``swap_positions`` refuses. While running: a long text that the model rotates by other frequencies
-            (longrope, dynamic NTK), if this changes which subspaces lie in the band.
+        ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0, or to be removed,
+            that contains no frequency of any of the layers; an unknown mode or side; ``unrotated="drop"`` where all
+            coordinates rotate; or what ``swap_positions`` refuses. While running: a long text that the model rotates by
+            other frequencies (longrope, dynamic NTK), if this changes which subspaces lie in the band.
 
     Example:
         >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model
@@ -72,24 +75,26 @@ def limit_frequencies(
             )
     if low is not None and high is not None and low > high:
         raise ArgumentError("low", f"must be at most high, got {low!r} and {high!r}")
-    low, high = low or 0.0, float("inf") if high is None else high
+    low, high = float(low or 0), float("inf") if high is None else float(high)
     check_choice("mode", mode, get_args(Mode))
+    check_choice("side", side, get_args(Side))
     check_choice("unrotated", unrotated, get_args(Unrotated))
     chosen = any_heads(model, layers, heads, "limit_frequencies")
-    _refuse_no_frequency([spec for spec, _ in chosen], low, high)
+    inside = side == "inside"
+    _refuse_no_frequency([spec for spec, _ in chosen], low, high, inside)
     given = [f"low={low:g}"] * bool(low) + [f"high={high:g}"] * (high < float("inf"))
     given += ["mode='freeze'"] * (mode == "freeze")
     without_rest = unrotated == "drop"
-    given += ["unrotated='drop'"] * without_rest
+    given += ["side='inside'"] * inside + ["unrotated='drop'"] * without_rest
     if without_rest:
         _require_rest([spec for spec, _ in chosen])
-    edit = FrequencyLimit(f"limit_frequencies({', '.join(given)})", low, high, mode, without_rest)
+    edit = FrequencyLimit(f"limit_frequencies({', '.join(given)})", low, high, mode, without_rest, inside)
     acting = [
         (spec, some)
         for spec, some in chosen
         if without_rest
         or spec.holds_to is not None
-        or bool(edit.outside(spec.require_rotary("limit_frequencies")).any())
+        or bool(edit.removed(spec.require_rotary("limit_frequencies")).any())
     ]
     return hooks_for(acting, edit)
 
@@ -106,10 +111,10 @@ def _require_rest(specs: Sequence[AttentionSpec]) -> None:
             )
 
 
-def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:
+def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float, inside: bool) -> None:
     """Refuse a band without any frequency: a wavelength given as a frequency, for example."""
     rotaries = [spec.require_rotary("limit_frequencies") for spec in specs]
-    if high == 0 or any(bool(within_band(rotary, low, high).any()) for rotary in rotaries):
+    if (high == 0 and not inside) or any(bool(within_band(rotary, low, high).any()) for rotary in rotaries):
         return
     there = sorted({f"{x:.7g}" for rotary in rotaries for x in rotary.frequencies.tolist()}, key=float)
     raise ValueError(

@@ -1,4 +1,5 @@
-"""Labels of heads: previous token, duplicate token, induction, first token, local mass, entropy, streaming."""
+"""Labels of heads: previous token, duplicate token, induction, first token, local mass, entropy, streaming,
+retrieval."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation, visible_window
 from tl_posdisent.experiments.causal.head_effects import head_effects
-from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.experiments.retrieval.needles import Needles, check_needles, needle_attention
 from tl_posdisent.hooks.hook_list import any_heads, hooks_for
 from tl_posdisent.hooks.lambda_mask import hiding
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
+from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError
@@ -31,7 +32,6 @@ _LENGTH = 50  # length of the random sequence that is repeated, if the vocabular
 _HEAD = ["layer", "head"]
 _LABELS = ("previous_token", "duplicate_token", "induction", "first_token")
 _LAYER_MEASURES = (*_LABELS, "local", "entropy")
-Pattern = Float64[Tensor, "batch head query key"]
 
 
 def head_labels(
@@ -45,6 +45,7 @@ def head_labels(
     window: int | None = None,
     streaming: bool = True,
     exact: int = 4,
+    needles: Needles | None = None,
     length: int | None = None,
     repeats: int = 4,
     threshold: float = 0.5,
@@ -65,8 +66,10 @@ def head_labels(
 
     ``entropy`` is the entropy of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token,
     if this head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). It is estimated for all
-    heads at once, and at most ``4 * exact`` heads are run in a search for the largest (``head_effects``). Duplicate
-    tokens and induction are measured on repeated random tokens, the others on ``tokens``.
+    heads at once, and at most ``4 * exact`` heads are run in a search for the largest (``head_effects``). With
+    ``needles``, ``retrieval`` is the attention from a question to its answer in a long text, minus that to another word
+    (``attention`` of ``retrieval_heads``; arXiv 2404.15574). Duplicate tokens and induction are measured on repeated
+    random tokens, the others on ``tokens``.
 
     Args:
         model, attention_mask, layers: as in ``additivity``.
@@ -75,6 +78,7 @@ def head_labels(
         sinks, window: as in ``streaming_ablation``.
         streaming: False omits this measure, which takes most of the time.
         exact: number of heads, in each model, with the largest effects for ``streaming`` to find (``head_effects``).
+        needles: texts for ``retrieval`` (``needle_texts``); default without this measure.
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         repeats: number of random sequences to average over.
         threshold: threshold for ``label``, see below.
@@ -113,6 +117,8 @@ def head_labels(
     check_integer("exact", exact, 0)
     seeds = check_seeds(seeds, 0)
     reading = read_model(model, layers)
+    if needles is not None:
+        needles = check_needles(reading.model, "needles", needles)
     copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
     given = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *given)
@@ -133,6 +139,9 @@ def head_labels(
                 options: dict[str, Any] = {"sinks": sinks, "window": window, "exact": exact, "seed": seed}
                 table[["streaming", "streaming_exact"]], search = _streaming(one, texts, [*table.index], **options)
                 searches.append(search)
+            if needles is not None:
+                specs = sorted(one.specs(layers), key=lambda spec: spec.layer)
+                table["retrieval"] = needle_attention(one.model, needles, specs).mean(0).numpy()
             found.append(table)
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
@@ -211,21 +220,12 @@ def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, 
     sums: dict[tuple[str, int], Any] = defaultdict(float)
 
     def look(tokens: Tensor, measure: Callable[[Pattern], dict[str, Tensor]], n_texts: int) -> None:
-        hooks: list[Hook] = []
-        for spec in specs:
-            name = spec.pattern or spec.scores
-            if name is None:
-                raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
+        def add(spec: AttentionSpec, pattern: Pattern) -> None:
+            by_head = [measure(one.double()) for one in pattern.split(1, 1)]  # takes less memory
+            for column in by_head[0]:
+                sums[column, spec.layer] += torch.cat([x[column] for x in by_head], 1).sum(0).cpu() * (1 / n_texts)
 
-            def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
-                pattern = x.detach() if spec.pattern else masked_softmax(x.detach(), ~spec.is_masked(x.detach()))
-                by_head = [measure(one.double()) for one in pattern.split(1, 1)]  # takes less memory
-                for column in by_head[0]:
-                    sums[column, spec.layer] += torch.cat([x[column] for x in by_head], 1).sum(0).cpu() * (1 / n_texts)
-
-            hooks.append((name, listen))
-        with running(reading.model) as p:
-            p.run(tokens, hooks, stop=specs[-1].layer + 1)
+        for_each_pattern(reading.model, tokens, specs, add)
 
     for group in texts.groups:
         look(group.tokens, functools.partial(_of_text, local=local), len(texts.tokens))

@@ -15,12 +15,15 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import LogitDifference, logit_difference
+from tl_posdisent.experiments.causal.text_parts import TOKENS, Part, parts_of
+from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import device_of
-from tl_posdisent.models.running.texts import special_id
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.models.running.texts import read_texts, special_id
+from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_integer, check_seed
+from tl_posdisent.utils.validation import check_integer, check_seed, shown
 
 _QUESTION = " The secret word of {name} is"
 _NAMES = "Rome Paris London Berlin Madrid Vienna Oslo Dublin Lisbon Athens Boston Chicago Toronto Sydney Moscow Cairo"
@@ -164,6 +167,41 @@ def needle_texts(model: Any, *, length: int = 256, pairs: int = 12, depths: int 
         torch.tensor(found, device=device),
         torch.tensor(asked, dtype=torch.float64, device="cpu"),
     )
+
+
+def check_needles(model: Any, name: str, needles: Any) -> Needles:
+    """Raise unless an argument is needles that fit the model, and move them to its device."""
+    if not isinstance(needles, Needles):
+        raise ArgumentError(name, f"must be Needles (needle_texts), got {shown(needles)}")
+    with naming(tokens=name):
+        tokens = read_texts(model, needles.tokens, torch.ones_like(needles.tokens)).tokens
+    return Needles(tokens, needles.places, needles.depths)
+
+
+def parts_of_needles(model: Any, needles: Needles, tokens: int) -> list[Part]:
+    """Separate the texts into parts of at most so many tokens, or one text, each with its own metric."""
+    texts = read_texts(model, needles.tokens, torch.ones_like(needles.tokens))
+    return parts_of(texts, needles.metric, tokens=tokens)
+
+
+def needle_attention(model: Any, needles: Needles, specs: Sequence[AttentionSpec]) -> Float64[Tensor, "pair head"]:
+    """Compute the attention of the last token to the answer minus that to the decoy, mean over each pair.
+
+    One forward pass for each text; ``head`` runs through the heads of all layers.
+    """
+    texts = list[Tensor]()
+    for part in parts_of_needles(model, needles, TOKENS):
+        places, found = needles.places[part.places].cpu(), dict[int, Tensor]()
+
+        def note(spec: AttentionSpec, pattern: Pattern, places: Tensor = places, found: Any = found) -> None:
+            last = pattern[:, :, -1].double().cpu()
+            at = last.gather(2, places[:, None].expand(-1, last.shape[1], -1))
+            found[spec.layer] = at[..., 0] - at[..., 1]
+
+        for_each_pattern(model, part.texts.groups[0].tokens, specs, note)
+        texts.append(torch.cat([found[spec.layer] for spec in specs], 1))
+    both = torch.cat(texts)
+    return (both[::2] + both[1::2]) / 2
 
 
 class _Maker:

@@ -11,10 +11,10 @@ from tl_posdisent.hooks.edits.layer_plan import Z_OF_VALUES, Grouped, grouped
 from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_cache
 from tl_posdisent.hooks.edits.recomputed_scores import gathered, of_heads
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
-from tl_posdisent.hooks.edits.score_edits import masked_softmax
 from tl_posdisent.hooks.edits.scores_at_distances import rotated_vectors
 from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.capture import spread_rows
+from tl_posdisent.models.patterns import masked_softmax
 from tl_posdisent.utils.precision import mismatch
 
 _ROWS_CHECKED = 8

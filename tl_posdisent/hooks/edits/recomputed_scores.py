@@ -11,8 +11,9 @@ from torch import Tensor
 from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_part
 from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
-from tl_posdisent.hooks.edits.score_edits import Order, View, masked_softmax
+from tl_posdisent.hooks.edits.score_edits import Order, View
 from tl_posdisent.hooks.edits.scores_at_distances import rotated_scores
+from tl_posdisent.models.patterns import masked_softmax
 
 _FITTED = (Order.REPLACE, Order.COMPONENT)  # edits that fit a text's scores
 

@@ -137,7 +137,7 @@ class PositionScale(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class FrequencyLimit(RotationEdit):
-    """A band of frequencies: subspaces outside it are removed (``"drop"``) or no longer rotated (``"freeze"``).
+    """A band of frequencies: subspaces outside (or ``inside``) are removed (``"drop"``) or not rotated (``"freeze"``).
 
     With ``without_rest``, what the layer does not rotate is removed, too.
     """
@@ -146,14 +146,16 @@ class FrequencyLimit(RotationEdit):
     high: float
     mode: Literal["drop", "freeze"]
     without_rest: bool = False
+    inside: bool = False
 
-    def outside(self, rotary: Rotary) -> Bool[Tensor, " subspace"]:
-        """Find the subspaces that rotate at a frequency outside the band."""
-        return ~within_band(rotary, self.low, self.high) & (rotary.frequencies != 0)
+    def removed(self, rotary: Rotary) -> Bool[Tensor, " subspace"]:
+        """Find the rotating subspaces that are removed or no longer rotated."""
+        band = within_band(rotary, self.low, self.high)
+        return (band if self.inside else ~band) & (rotary.frequencies != 0)
 
     def check(self, read: Rotary, running: Rotary, layer: int) -> None:
         """Refuse a text that is rotated by other frequencies if different subspaces then lie in the band."""
-        if not torch.equal(self.outside(read).to(running.frequencies.device), self.outside(running)):
+        if not torch.equal(self.removed(read).to(running.frequencies.device), self.removed(running)):
             raise ValueError(
                 f"low and high of {self.tool} leave other subspaces in this text than in short ones: layer {layer} "
                 "rotates long texts by other frequencies. Give a text within the model's original context"
@@ -229,8 +231,8 @@ class HeadRotation:
     def noise(self) -> tuple[PhaseNoise, ...]:
         return tuple(edit for edit in self.edits if isinstance(edit, PhaseNoise))
 
-    def outside(self, mode: str, rotary: Rotary) -> Bool[Tensor, " subspace"] | None:
-        limits = [x.outside(rotary) for x in self.edits if isinstance(x, FrequencyLimit) and x.mode == mode]
+    def removed(self, mode: str, rotary: Rotary) -> Bool[Tensor, " subspace"] | None:
+        limits = [x.removed(rotary) for x in self.edits if isinstance(x, FrequencyLimit) and x.mode == mode]
         return torch.stack(limits).any(0) if limits else None
 
     def patch(self, which: Side) -> Tensor | None:
@@ -276,7 +278,7 @@ class HeadRotation:
 
     def angles(self, rotary: Rotary, places: Tensor) -> Tensor:
         """Compute the angles of all subspaces at these positions, without noise."""
-        angles, frozen = rotary.angles(places), self.outside("freeze", rotary)
+        angles, frozen = rotary.angles(places), self.removed("freeze", rotary)
         return angles if frozen is None else angles.masked_fill(frozen.to(angles.device), 0.0)
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Tensor | float:
@@ -292,7 +294,7 @@ class HeadRotation:
         """Zero the dropped subspaces of queries (a term vanishes when its query is 0); return keys unchanged."""
         if which == "k":
             return x
-        dropped = self.outside("drop", rotary)
+        dropped = self.removed("drop", rotary)
         if dropped is not None:
             x = x.masked_fill(coordinates(rotary, dropped, x), 0)
         if any(isinstance(edit, FrequencyLimit) and edit.without_rest for edit in self.edits):
@@ -312,7 +314,7 @@ class HeadRotation:
 
     def frequencies(self, rotary: Rotary) -> Rotary:
         """Return the rotation that applies to distances: frequencies frozen and divided by the scale."""
-        frequencies, frozen = rotary.frequencies / self.scale, self.outside("freeze", rotary)
+        frequencies, frozen = rotary.frequencies / self.scale, self.removed("freeze", rotary)
         if frozen is not None:
             frequencies = frequencies.masked_fill(frozen.to(frequencies.device), 0.0)
         return replace(rotary, frequencies=frequencies)
@@ -321,7 +323,7 @@ class HeadRotation:
         """Apply these edits to the model's own table of cosines or sines."""
         if self.position is not None or self.scale != 1.0:
             seen = table_like(seen, rotary, self.places("q", own, texts), which)
-        frozen = self.outside("freeze", rotary)
+        frozen = self.removed("freeze", rotary)
         if frozen is not None:
             columns = in_columns_of(seen, frozen.to(seen.device))
             seen = seen.masked_fill(columns, rotary.attention_factor if which == "cos" else 0.0)

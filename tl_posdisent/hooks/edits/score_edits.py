@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -67,11 +66,3 @@ class ResultEdit(Edit):
     """Replacement of heads' output at ``hook_z``: maps ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
 
     replace: Callable[[int, Sequence[int], Tensor], Tensor]
-
-
-def masked_softmax(
-    scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
-) -> Float[Tensor, "batch head query key"]:
-    """Compute attention weights under a mask, in float32 (float64 for float64)."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return wide.masked_fill(~inside, -torch.inf).softmax(-1)

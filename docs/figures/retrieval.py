@@ -1,0 +1,121 @@
+"""Studies of ``real_models.py``: heads that retrieve needles, what the model loses without them, and whether distances
+or frequencies of RoPE matter to them (arXiv 2606.21249)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import nan
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+import tl_posdisent as tp
+from tl_posdisent.experiments import Needles, needle_texts
+from tl_posdisent.hooks import applied
+
+Head = tuple[int, int]
+By = Literal["copying", "attention"]
+LENGTH, LENGTHS, PAIRS = 256, (256, 512), 12
+COUNT = 8  # heads that are knocked out, or whose frequencies are removed
+QUARTERS = (0.25, 0.5)  # of the subspaces, those that rotate slowest
+TOLERANCE = 0.1  # by which the energy of another band may differ, relative
+BANDS = 6  # other bands at most
+
+
+def _found(
+    model: Any, lengths: Sequence[int], count: int, by: By = "copying", draws: int = 10
+) -> tp.experiments.RetrievalHeads:
+    """Heads scored in texts of the first length, and knocked out in others; half as many of the second length."""
+    needles = needle_texts(model, length=lengths[0], pairs=PAIRS, seed=0)
+    heldout = [needle_texts(model, length=n, pairs=PAIRS // (1 + m), seed=1) for m, n in enumerate(lengths)]
+    return tp.retrieval_heads(model, needles, heldout=heldout, by=by, counts=[count], draws=draws, progress=False)
+
+
+def retrieval_scores(model: Any, length: int = LENGTH, count: int = COUNT) -> pd.DataFrame:
+    """Per head: both scores."""
+    return _found(model, [length], count, draws=1).heads
+
+
+def retrieval_knockout(model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT) -> pd.DataFrame:
+    """What the model loses without the first heads by each score; longer texts without the first by copying."""
+    found = {"copying": _found(model, lengths, count), "attention": _found(model, lengths[:1], count, "attention")}
+    return pd.concat([x.knockout.assign(by=by) for by, x in found.items()], ignore_index=True)
+
+
+def retrieval_rotation(model: Any, length: int = LENGTH, count: int = COUNT) -> pd.DataFrame:
+    """Answer minus decoy with distances limited or frequencies removed, in all heads, in those that retrieve and in
+    others of their layers."""
+    found, needles = _found(model, [length], count, draws=1), needle_texts(model, length=length, pairs=PAIRS, seed=2)
+    rows = [("", "unchanged", nan, *difference(model, needles, []))]
+    top = found.top(count)
+    for where, some in (("all heads", None), ("retrieval heads", top), ("other heads", last_heads(found.heads, top))):
+        for change, removed, hooks in changes(model, needles.tokens[:2], some):
+            rows.append((where, change, removed, *difference(model, needles, hooks)))
+    return pd.DataFrame(rows, columns=["where", "change", "energy", "difference", "se", "right"]).assign(length=length)
+
+
+def last_heads(heads: pd.DataFrame, top: Sequence[Head]) -> list[Head]:
+    """As many heads of each layer as it has among the first, those whose scores are closest to 0."""
+    counts = pd.Series([layer for layer, _ in top]).value_counts()
+    by_size = heads.assign(size=heads["copying"].abs())
+    some = [by_size[by_size["layer"] == layer].nsmallest(n, "size") for layer, n in counts.items()]
+    return [*pd.concat(some)[["layer", "head"]].itertuples(index=False, name=None)]
+
+
+def changes(model: Any, tokens: Tensor, heads: list[Head] | None) -> Iterator[tuple[str, float, Any]]:
+    """Names, the energy that is removed, and hooks."""
+    chosen = {} if heads is None else {"heads": heads}
+    for most in (16, 64):
+        yield f"distances at most {most}", nan, tp.remap_distance(model, lambda d, m=most: d.clamp(max=m), **chosen)
+    energies = energy(model, tokens, heads)
+    for share in QUARTERS:
+        n = round(share * len(energies))
+        slow, *bands = equal_bands(energies, n)
+        for mode in ("drop", "freeze"):
+            for name, band in (
+                (f"slowest {share:g}", slow),
+                *((f"as much energy as slowest {share:g}", x) for x in bands),
+            ):
+                ends = energies.index[band[0]], energies.index[band[-1]]
+                hooks = tp.limit_frequencies(model, min(ends), max(ends), mode=mode, side="inside", **chosen)
+                yield f"{name}: {mode}", float(energies.iloc[list(band)].sum()), hooks
+
+
+def energy(model: Any, tokens: Tensor, heads: list[Head] | None) -> pd.Series:
+    """The share of each frequency in ``Σ_c |q_c| |k_c|``, mean over heads, by frequency, the slowest first."""
+    table = tp.subspace_patterns(model, tokens, progress=False)
+    if heads is not None:
+        table = table.set_index(["layer", "head"]).loc[heads].reset_index()
+    size = (
+        (table["query_size"] * table["key_size"])
+        .groupby([table["layer"], table["head"]])
+        .transform(lambda x: x / x.sum())
+    )
+    found = size.groupby(table["frequency"]).sum().sort_index()
+    return found / found.sum()
+
+
+def equal_bands(energies: pd.Series, n: int) -> list[range]:
+    """The n slowest subspaces, and other bands, spread evenly, whose energy is closest to theirs."""
+    wanted, found = energies.iloc[:n].sum(), list[range]()
+    for first in range(n, len(energies)):
+        sums = energies.iloc[first:].cumsum()
+        last = int((sums - wanted).abs().argmin())
+        if abs(sums.iloc[last] / wanted - 1) < TOLERANCE:
+            found.append(range(first, first + last + 1))
+    step = max(1, -(-len(found) // BANDS))
+    return [range(n), *found[::step]]
+
+
+def difference(model: Any, needles: Needles, hooks: Any) -> tuple[float, float, float]:
+    """Answer minus decoy, its standard error over pairs, and the share of texts in which it is positive."""
+    values = []
+    with torch.no_grad(), applied(model, hooks):
+        for row in range(0, len(needles.tokens), 2):
+            logits = model(needles.tokens[row : row + 2])
+            values.append(needles.metric.of_texts(logits, torch.arange(row, row + 2)).double())
+    of_pairs = torch.stack(values).mean(1)
+    right = (torch.cat(values) > 0).double().mean().item()
+    return of_pairs.mean().item(), (of_pairs.std() / len(of_pairs) ** 0.5).item(), right
