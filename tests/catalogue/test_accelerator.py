@@ -6,9 +6,7 @@ The device is imitated (``support.accelerator``): it refuses what CUDA refuses.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,82 +15,30 @@ from unittest import mock
 
 import pytest
 import torch
-from support import zoo
+from support import on_devices, zoo
 from support.accelerator import NAME, imitated
-from support.public_calls import FEW, GOOD, OWN, TASK, call, callables, synthetic, takes_synthetic
+from support.on_devices import FUNCTIONS, NAMES, SHORT, Place, arguments, has_tensors, moved, with_model
+from support.public_calls import TASK, call, synthetic, takes_synthetic
 from support.results import assert_same
 from torch import Tensor
 
-from tl_posdisent.rope import Moments
 from tl_posdisent.synthetic.training.train import TaskTraining
 
 pytestmark = pytest.mark.tl4
 
 DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
-HOOKED = zoo.TL_MAJOR < 4
-QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
-SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
-# A reading says which device it was; ``report`` and ``check_model`` call what is tried here, for minutes.
-ELSEWHERE = {"read_model", "report", "check_model"}
+KIND = "hooked" if zoo.TL_MAJOR < 4 else "bridge"
 # torch's engine makes backward passes on the first imitated device alone.
 BACKWARD = {"head_effects", "position_effects", "replaceable_heads"}
 
 
-def has_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(has_tensors, value))
-    return isinstance(value, (Tensor, Moments)) or (dataclasses.is_dataclass(value) and hasattr(value, "to"))
-
-
-def moved(value: Any, device: str) -> Any:
-    """The same with all tensors on the device; itself, if there are none."""
-    if not has_tensors(value):
-        return value
-    if isinstance(value, Moments):
-        sides = (dataclasses.replace(x, mean=x.mean.to(device), cov=x.cov.to(device)) for x in (value.query, value.key))
-        return Moments(*sides, value.rotary.to(device))
-    if isinstance(value, (list, tuple)):
-        return type(value)(moved(x, device) for x in value)
-    return value.to(device)
-
-
-@functools.cache
-def arguments(name: str) -> dict[str, Any]:
-    """What ``call`` gives a function beside its model."""
-    own = OWN.get(name, {})
-    if name == "patch_vectors" and HOOKED:  # which has a key head for every head
-        own = own | {"k_rot": torch.zeros(2, 12, 8, 8)}
-    if name == "train":
-        own = {"config": SHORT}
-    parameters = inspect.signature(FUNCTIONS[name]).parameters
-    own = own | {p: x for p, x in QUICK.items() if p in parameters and p not in own}
-    needed = {p for p, x in parameters.items() if x.default is x.empty and p not in ("model", "args", "kwargs")}
-    return {p: own[p] if p in own else GOOD.get(p) for p in parameters if p in own or p in needed}
-
-
-def with_model(name: str) -> bool:
-    return "model" in inspect.signature(FUNCTIONS[name]).parameters
+def called(name: str, device: str, *model: Any, **other: Any) -> Any:
+    """The function with its model and tensors on a device, and ``other`` arguments; hooks are run."""
+    return on_devices.outcome(name, KIND, Place(device), *model, **other)
 
 
 def a_model(name: str, device: str) -> Any:
-    """What a function takes; an own one where it is changed."""
-    if name == "train":
-        return synthetic().to(device)
-    return _shared(takes_synthetic(FUNCTIONS[name]), device)
-
-
-@functools.cache
-def _shared(of_synthetic: bool, device: str) -> Any:
-    return (synthetic() if of_synthetic else zoo.load("hooked" if HOOKED else "bridge", "llama")).to(device)
-
-
-def called(name: str, device: str, *model: Any, **other: Any) -> Any:
-    """The function with its model and tensors on a device, and ``other`` arguments."""
-    function = FUNCTIONS[name]
-    given = {p: moved(value, device) for p, value in arguments(name).items()} | other
-    if with_model(name) and not model:
-        model = (a_model(name, device),)
-    return call(function, *model, **given)
+    return on_devices.a_model(name, KIND, Place(device))
 
 
 @functools.cache
@@ -100,12 +46,7 @@ def expected(name: str) -> Any:
     return called(name, "cpu")
 
 
-FUNCTIONS = callables()
-CASES = [
-    pytest.param(name, marks=[pytest.mark.slow] * with_model(name))
-    for name in FUNCTIONS
-    if name not in ELSEWHERE and (with_model(name) or has_tensors(list(arguments(name).values())))
-]
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * with_model(name)) for name in NAMES]
 TENSORS = {name: [p for p, x in arguments(name).items() if has_tensors(x)] for (name,) in (x.values for x in CASES)}
 SEVERAL = [
     (name, [p], device) for name, ps in TENSORS.items() if not with_model(name) for p in ps for device in ("cpu", OTHER)
@@ -163,7 +104,7 @@ def test_with_a_default_device(name: str) -> None:
 def test_arguments_elsewhere(name: str, some: list[str], device: str) -> None:
     """One tensor on another device than the others; of functions of a model, all on another device than the model."""
     right = expected(name)
-    other = {p: moved(arguments(name)[p], device) for p in some}
+    other = {p: moved(arguments(name)[p], Place(device)) for p in some}
     with imitated(), contextlib.suppress(Refused), refusal(r"\w+(, \w+)* and \w+ must be on the same device, got .*"):
         assert_same(called(name, DEVICE, **other), right)
 
@@ -196,9 +137,10 @@ def test_without_float64(name: str) -> None:
         for p, value in arguments(name).items():
             given[p] = value
             with contextlib.suppress(TypeError):  # float64 itself stays where it is
-                given[p] = moved(value, DEVICE)
+                given[p] = moved(value, Place(DEVICE))
         with contextlib.suppress(Refused), refusal(r"\w+ must be on the CPU or a CUDA device, got .*"):
-            assert_same(call(FUNCTIONS[name], *model, **given), right)
+            found = call(FUNCTIONS[name], *model, **given)
+            assert_same(on_devices.after_a_run(found, Place(DEVICE), *model), right)
 
 
 def test_resumed_dropout_on_a_device(tmp_path: Path) -> None:

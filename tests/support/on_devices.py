@@ -1,0 +1,138 @@
+"""Call every public function with its model and tensors on a device, in a dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support import zoo
+from support.public_calls import FEW, GOOD, OWN, TOKENS, call, callables, synthetic, takes_synthetic
+from tl_posdisent.hooks.hook_list import Hooks
+from tl_posdisent.rope import Moments
+
+FUNCTIONS = callables()
+QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
+SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
+OTHER: dict[str, dict[str, Any]] = {
+    "limit_frequencies": {"high": 0.5},  # with defaults it makes no hooks
+    "patch_vectors": {"k_rot": torch.zeros(2, 12, 8, 8)},  # the model has a key head for every head
+    "train": {"config": SHORT},
+}
+# A reading says which device it was; ``report`` and ``check_model`` call what is tried here, for minutes.
+ELSEWHERE = {"read_model", "report", "check_model"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a function runs, and in which dtype (None: as it is). Weights and arguments are changed at random by
+    ``jitter`` units in their last place, so that they are rounded another way for each ``seed``."""
+
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+    jitter: float = 0.0
+    seed: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        if self.dtype is None or not x.is_floating_point():
+            return x.to(self.device)
+        if self.jitter:
+            generator = torch.Generator().manual_seed(self.seed)
+            unit = self.jitter * torch.finfo(self.dtype).eps / 2
+            x = x.double() * (1 + unit * torch.randn(x.shape, generator=generator, dtype=torch.float64))
+        return x.to(self.device, self.dtype)
+
+
+def has_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(has_tensors, value))
+    return isinstance(value, (Tensor, Moments)) or (dataclasses.is_dataclass(value) and hasattr(value, "to"))
+
+
+def moved(value: Any, place: Place) -> Any:
+    """The same with all tensors at the place; itself, if there are none."""
+    if not has_tensors(value):
+        return value
+    if isinstance(value, Tensor):
+        return place.of(value)
+    if isinstance(value, Moments):
+        on = place.device
+        sides = (dataclasses.replace(x, mean=x.mean.to(on), cov=x.cov.to(on)) for x in (value.query, value.key))
+        return Moments(*sides, value.rotary.to(on))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(x, place) for x in value)
+    return value.to(place.device)
+
+
+def with_model(name: str) -> bool:
+    return "model" in inspect.signature(FUNCTIONS[name]).parameters
+
+
+@functools.cache
+def arguments(name: str) -> dict[str, Any]:
+    """What ``call`` gives a function beside its model."""
+    own = OWN.get(name, {}) | OTHER.get(name, {})
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    own = own | {p: x for p, x in QUICK.items() if p in parameters and p not in own}
+    needed = {p for p, x in parameters.items() if x.default is x.empty and p not in ("model", "args", "kwargs")}
+    return {p: own[p] if p in own else GOOD.get(p) for p in parameters if p in own or p in needed}
+
+
+def a_model(name: str, kind: str, place: Place) -> Any:
+    """What a function takes; an own one where it is changed."""
+    if name == "train":
+        return put(synthetic(), place)
+    return _shared(takes_synthetic(FUNCTIONS[name]), kind, place)
+
+
+@functools.cache
+def _shared(of_synthetic: bool, kind: str, place: Place) -> Any:
+    return put(synthetic() if of_synthetic else zoo.load(kind, "llama"), place)
+
+
+@torch.no_grad()
+def put(model: nn.Module, place: Place) -> nn.Module:
+    """The model itself, at the place."""
+    changed = {name: place.of(x) for name, x in model.named_parameters()} if place.jitter else {}
+    model.to(place.device)
+    if place.dtype is not None:
+        model.to(place.dtype)
+    for name, x in model.named_parameters():
+        x.copy_(changed.get(name, x))
+    return model
+
+
+def called(name: str, kind: str, place: Place, *model: Any, **other: Any) -> Any:
+    """The function with its model, of a kind, and its tensors at a place, and ``other`` arguments."""
+    given = {p: moved(value, place) for p, value in arguments(name).items()} | other
+    if with_model(name) and not model:
+        model = (a_model(name, kind, place),)
+    return call(FUNCTIONS[name], *model, **given)
+
+
+def outcome(name: str, kind: str, place: Place, *model: Any, **other: Any) -> Any:
+    """What the function returns there; of hooks, and of a model, the logits of a run."""
+    model = model or ((a_model(name, kind, place),) if with_model(name) else ())
+    return after_a_run(called(name, kind, place, *model, **other), place, *model)
+
+
+def after_a_run(found: Any, place: Place, *model: Any) -> Any:
+    """The logits of the model with these hooks, or of this model; what is neither, as it is."""
+    is_model = hasattr(found, "run_with_hooks")
+    if not is_model and not isinstance(found, Hooks):
+        return found
+    (runs,) = (found,) if is_model else model
+    with torch.no_grad():
+        return runs.run_with_hooks(moved(TOKENS, place), fwd_hooks=[] if is_model else found)
+
+
+NAMES = [
+    name
+    for name in FUNCTIONS
+    if name not in ELSEWHERE and (with_model(name) or has_tensors(list(arguments(name).values())))
+]
+"""All public functions that take a model or tensors."""
