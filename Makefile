@@ -20,7 +20,7 @@ tests = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist workste
 # $(call marked,mark): the files that have a mark. Others need packages that the oldest environment lacks.
 marked = $$(grep -rl 'mark\.$(1)' tests)
 
-.PHONY: help demo smollm2 findings test test-slow test-tl4 test-oldest test-all test-release lint types docs bench clean
+.PHONY: help demo smollm2 findings test test-slow test-tl4 test-oldest test-all test-release lint types docs bench gpu-check clean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,9 @@ docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is
 bench: .venv/bench.stamp ## the benchmarks: tables on the screen, JSON in out/bench/
 	for script in dense_fit linear_fit attention_fit controlled plane whole_model head_ablation; do \
 	    .venv/bin/python benchmarks/$$script.py || exit 1; done
+
+gpu-check: .venv/dev.stamp ## on a machine with CUDA: every function, costs, memory, models of [B]; a table in out/gpu-check/ (8 minutes)
+	.venv/bin/python benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove results, builds and caches, but no environment
 	rm -rf out build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,21 +25,31 @@ def device() -> torch.device:
     return torch.device(os.environ.get("BENCH_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def machine() -> str:
-    """Processor or GPU, threads, torch."""
-    if device().type == "cuda":
-        name = torch.cuda.get_device_name()
+def accelerator() -> Any:
+    """``torch.cuda``, or what torch has in its place for another device; None on a CPU."""
+    return None if device().type == "cpu" else torch.get_device_module(device())
+
+
+def device_name() -> str:
+    """Processor or GPU, threads."""
+    if accelerator():
+        name = accelerator().get_device_name()
     else:
         lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
         name = f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+    return str(name)
+
+
+def machine() -> str:
+    """Processor or GPU, threads, torch."""
+    return f"{device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def synchronise() -> None:
     """Wait for a GPU, so that its work is in the time."""
-    if device().type == "cuda":
-        torch.cuda.synchronize()
+    if accelerator():
+        accelerator().synchronize()
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -74,9 +84,10 @@ def in_a_process(script: str, *arguments: object) -> Any:
 
 def peak(function: Callable[[], Any]) -> float:
     """MiB by which the process, or what it holds on its GPU, grew while the function ran."""
-    if device().type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / 2**20
+    gpu = accelerator()
+    if gpu:
+        gpu.reset_peak_memory_stats()
+        before = gpu.memory_allocated() / 2**20
     else:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, or it would hide what is needed
@@ -84,7 +95,7 @@ def peak(function: Callable[[], Any]) -> float:
         before = _resident("VmRSS")
     function()
     synchronise()
-    return (torch.cuda.max_memory_allocated() / 2**20 if device().type == "cuda" else _resident("VmHWM")) - before
+    return (gpu.max_memory_allocated() / 2**20 if gpu else _resident("VmHWM")) - before
 
 
 def _resident(name: str) -> float:
@@ -95,15 +106,20 @@ def _resident(name: str) -> float:
 
 def report(name: str, claim: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print one table and write it to JSON."""
-    columns = list(rows[0])
-    cells = [[_text(row.get(c)) for c in columns] for row in rows]
-    widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]
-    print(f"\n{claim}\n{machine()}")
-    for line in [columns, *cells]:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    print(f"\n{claim}\n{machine()}\n{text_of(rows)}")
     OUT.mkdir(parents=True, exist_ok=True)
     content = {"claim": claim, "machine": machine(), "rows": list(rows)}
     (OUT / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def text_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The table as text, with its columns one under another."""
+    columns = list(rows[0])
+    cells = [[_text(row.get(c)) for c in columns] for row in rows]
+    widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in [columns, *cells]
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Models of the shapes of Pythia-1.4B and Llama-3-8B with random weights: time and memory of each step.
+"""Models of the shapes of Pythia-1.4B, Llama-3-8B and Llama-3.2-1B with random weights: time and memory of each step.
 
     python benchmarks/large_shapes.py --shape pythia-1.4b --length 512 2048
     python benchmarks/large_shapes.py --shape llama-3-8b --layers 2 4 --step additivity controlled_distance
@@ -51,7 +51,37 @@ def llama(layers: int | None) -> PretrainedConfig:
     )
 
 
-SHAPES = {"pythia-1.4b": pythia, "llama-3-8b": llama}
+def small_llama(layers: int | None) -> PretrainedConfig:
+    """Llama 3.2 1B."""
+    trained = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=layers or 16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, **trained},
+    )
+
+
+def miniature(layers: int | None) -> PretrainedConfig:
+    """For trying a script on a CPU: the scores of a few hundred tokens are larger than everything else."""
+    return LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers or 4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+
+
+SHAPES = {"pythia-1.4b": pythia, "llama-3-8b": llama, "llama-3.2-1b": small_llama, "miniature": miniature}
 
 
 def middle(model: Any) -> int:

@@ -48,17 +48,19 @@ def all_heads_at_once(model: Any, tokens: torch.Tensor) -> Any:
     return tp.head_effects(model, tokens, names, exact=0, progress=False)
 
 
-def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], int, float]]:
+def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], int, float]]:
     """By name: what is run, the number of heads to divide by, and the aim. A head of three layers all over the model
     costs as much as the mean over layers, but for what is run once in a call."""
     some: dict[str, Any] = {"layers": LAYERS}
     n_heads *= len(LAYERS)
+    backwards = torch.arange(length).flip(0)
     return {
         "a list of hooks": (lambda model, tokens: tp.dummy_distance(model, 5), 1, 0.05),
         "dummy_distance": (with_hooks(lambda model: tp.dummy_distance(model, 5)), 1, 1.15),
-        "swap_positions": (with_hooks(lambda model: tp.swap_positions(model, torch.arange(LENGTH).flip(0))), 1, 1.15),
+        "swap_positions": (with_hooks(lambda model: tp.swap_positions(model, backwards)), 1, 1.15),
         "remap_distance, a ceiling": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.clamp(max=16))), 1, 2.0),
         "remap_distance, a root": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.sqrt())), 1, 4.0),
+        "limit_frequencies": (with_hooks(lambda model: tp.limit_frequencies(model, low=0.01)), 1, 1.15),
         "lambda_mask": (with_hooks(lambda model: tp.lambda_mask(model, 4, 64, 64)), 1, 2.0),
         "additivity": (table(tp.additivity), 1, 2.0),
         "controlled_distance": (table(tp.controlled_distance), 1, 2.0),
@@ -77,13 +79,18 @@ def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], in
     }
 
 
-def cost(run: Callable[[], Any], forward: Callable[[], Any], parts: int) -> float | str:
-    """How many passes one of ``parts`` takes, or the first line of the error; what is long is run once."""
+def cost(run: Callable[[], Any], forward: Callable[[], Any], parts: int) -> float:
+    """How many passes one of ``parts`` takes; what is long is run once."""
+    first = seconds(run) / seconds(forward)  # and what is cached is then in the cache
+    if first > LONG:
+        return first / parts
+    return statistics.median(seconds(run) / parts / seconds(forward) for _ in range(REPEATS))
+
+
+def cost_or_error(run: Callable[[], Any], forward: Callable[[], Any], parts: int) -> float | str:
+    """How many passes one of ``parts`` takes, or the first line of the error."""
     try:
-        first = seconds(run) / seconds(forward)  # and what is cached is then in the cache
-        if first > LONG:
-            return first / parts
-        return statistics.median(seconds(run) / parts / seconds(forward) for _ in range(REPEATS))
+        return cost(run, forward, parts)
     except RuntimeError as error:
         return str(error).splitlines()[0][:60]
 
@@ -110,7 +117,7 @@ def main() -> None:
             if chosen.memory:
                 measured.append({"what": name, "memory": peak(partial(run, model, tokens)), "aim": 1024.0})
             else:
-                passes = cost(partial(run, model, tokens), forward, parts)
+                passes = cost_or_error(partial(run, model, tokens), forward, parts)
                 measured.append({"what": name, "passes": passes, "aim": aim})
             print(measured[-1], flush=True)
     report("real_model", f"SmolLM2-135M (4 bits, dequantised), {chosen.backend}, {LENGTH} tokens, in passes", measured)

@@ -81,8 +81,8 @@ def few() -> list[Cell]:
     ]
 
 
-def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, *, attention: bool) -> dict[str, Any]:
-    """Drops of accuracy and loss, zeroed and mean-ablated, and the sufficient sets (``attention``: of both kinds)."""
+def drops_of(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Drops of accuracy and loss, zeroed and mean-ablated, and the table of the latter."""
     found: dict[str, Any] = {}
     for mode in ("zero", "mean"):
         drops = head_drops(model, tokens, labels, mode=mode, progress=False)  # type: ignore[arg-type]
@@ -91,6 +91,12 @@ def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, 
             row = report.to_frame().drop(columns=["layer", "head"]).iloc[0].to_dict()
             row |= {"layer": report.layer, "head": report.head}
             found |= {f"{mode}_{name}_{key}": value for key, value in row.items()}
+    return found, drops
+
+
+def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, *, attention: bool) -> dict[str, Any]:
+    """Drops of accuracy and loss, and the sufficient sets (``attention``: of both kinds)."""
+    found, drops = drops_of(model, tokens, labels)
     for by in [*["rotation"] * model.encoding.rotates, *["attention"] * attention]:
         sets = sufficient_heads(model, tokens, labels, by=by, order=drops)  # type: ignore[arg-type]
         one = sets.path.query("heads >= 1")["accuracy"].iloc[-1] if sets.heads else sets.none

@@ -161,7 +161,7 @@ def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device | N
     devices = [x.device for x in flat]
     target = kwargs.get("device")
     target = None if target is None else torch.device(target)
-    if not any(d.type == NAME for d in devices) and (target is None or target.type == "cpu"):
+    if not any(d.type == NAME for d in devices) and (target is None or target.type != NAME):
         return None
     if target is not None and target.type == NAME and target.index is None:
         target = torch.device(NAME, 0)
