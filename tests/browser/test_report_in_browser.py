@@ -119,6 +119,8 @@ def test_the_atlas_is_sorted_by_a_click_on_a_title(path: Path, opened: Open) -> 
     def texts(n: int) -> list[str]:
         return [row.locator("th, td").nth(n).inner_text() for row in rows.all()]
 
+    for which in ("columns", "rows"):
+        page.page.locator(f"#atlas .{which}").check()
     titles = page.page.locator("#table-atlas thead th")
     named = [text.rstrip(" ▲▼") for text in titles.all_inner_texts()]
     for title in ("distance alone", "added loss"):
@@ -230,6 +232,7 @@ def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
     tokens = model.to_tokens(tp.demo_text()[:2500], truncate=False)[:, :48]
     scores = tp.capture(model, tokens, layers=[2])[0].scores[0, 5]
     assert not page.page.locator("#panel").is_visible()
+    page.page.locator("#atlas .rows").check()
     row = page.page.locator("#table-atlas tr", has=page.page.locator("#L2H5"))
     row.locator("td").nth(2).click()
     page.page.wait_for_url("**#L2H5")
@@ -267,6 +270,33 @@ def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
             label,
         )
         assert hidden >= 0
+
+
+@pytest.mark.parametrize(("width", "most"), [(1280, 8), (390, 5)])
+def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: int, path: Path, opened: Open) -> None:
+    page = opened(path, width=width)
+    page.settle(CANVASES)
+    page.page.evaluate("() => document.querySelectorAll('details').forEach(x => { x.open = true; })")
+    seen = page.page.locator(".table").evaluate_all(
+        """all => all.map(x => [x.querySelector("table").id, x.querySelector("table").offsetWidth, x.offsetWidth,
+        [...x.querySelector("thead tr").cells].filter(y => y.offsetWidth).length,
+        [...x.querySelectorAll("tbody tr")].filter(y => y.offsetHeight).length])"""
+    )
+    assert len(seen) > 10
+    for name, _, _, columns, rows in seen:
+        assert (columns <= most, rows <= 20) == (True, True), name
+    assert [one for one in seen if one[1] > one[2]] == []
+    atlas, verdicts = (page.page.locator(f"#table-atlas {x}") for x in ("thead th:visible", "tbody tr:visible"))
+    words = verdicts.locator("td:nth-of-type(4)").all_inner_texts()
+    assert len(words) == 20
+    assert max(len(word.split()) for word in words) <= 2
+    page.page.locator("#atlas .columns").check()
+    page.page.locator("#atlas .rows").check()
+    assert (atlas.count(), verdicts.count()) == (15, 40)
+    assert page.page.locator(".scroll").evaluate_all("all => all.every(x => x.scrollHeight <= x.clientHeight + 1)")
+    page.page.locator("#atlas .rows").uncheck()
+    page.page.evaluate("() => { location.hash = 'L4H7' }")
+    assert verdicts.count() == 21  # that of the link
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

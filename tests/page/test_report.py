@@ -51,6 +51,13 @@ def agrees(document: Document, table: str, titles: dict[str, str], frame: pd.Dat
         assert any(shown), (table, title)
 
 
+def whole_verdict(row: dict[str, str]) -> str:
+    """The verdict of ``head_verdicts`` from the two columns of a table in the report."""
+    between = row["undecided between"]
+    assert (row["verdict"] == "undecided") == (between != "–")
+    return row["verdict"] if between == "–" else f"undecided between {between}"
+
+
 def over_texts(model: Any, **options: Any) -> pd.DataFrame:
     return tp.additivity(model, TOKENS, progress=False, **options).groupby(HEAD, as_index=False).mean()
 
@@ -100,7 +107,7 @@ def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document]) -> Non
     )
     recovered = ladder.pivot(index=HEAD, columns="rung", values="recovered_kl").reset_index()
     found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
-    assert [row["verdict"] for row in document.rows("ladder")] == found["verdict"].tolist()
+    assert [whole_verdict(row) for row in document.rows("ladder")] == found["verdict"].tolist()
     titles = {"gap (nats per token)": "gap", "± standard error": "error", "distance + sink": "distance+sink"}
     agrees(document, "ladder", titles | {rung: rung for rung in ("static", "banded")}, found)
 
@@ -196,10 +203,10 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document
     assert {row["exact or estimated"] for name in ("ladder", "heads-ablation") for row in document.rows(name)} == {
         "exact"
     }
-    assert not any("≈" in cell or cell == "–" for row in atlas for cell in row.values())
+    assert not any("≈" in x or x == "–" for row in atlas for name, x in row.items() if name != "undecided between")
     for row in atlas:
-        verdict = climbed[row["head"]]["verdict"] if row["head"] in climbed else None
-        assert row["verdict"] in ((verdict,) if verdict else ("no effect", "not used"))
+        verdict = whole_verdict(climbed[row["head"]]) if row["head"] in climbed else None
+        assert whole_verdict(row) in ((verdict,) if verdict else ("no effect", "not used"))
     shares = [{name: as_number(row[f"{name} alone"]) for name in ("key", "distance")} for row in atlas]
     maps = [np.where(np.isnan(trace["z"]), 0, trace["z"]) for trace in document.drawn("What − where")]
     expected = [share["key"] - share["distance"] for share in shares]
@@ -210,7 +217,7 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document
         assert text.startswith(f"<b>{row['head']}</b> looks at: {row['looks at']}<br>what − where ")
         assert f"{row['what − where']} ± {row['± standard error']}<br>distance alone {row['distance alone']}" in text
         assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
-        assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {row['verdict']}<br>" in text
+        assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {whole_verdict(row)}<br>" in text
         assert f"profile: {row['profile']} over {row['range']}" in text
         other = {"where": "key", "what": "distance"}.get(row["looks at"])
         assert other is None or share[other] < max(share.values())

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.page.atlas_map import choices, map_caption, map_figure
-from tl_posdisent.page.every_head import HEAD
+from tl_posdisent.page.every_head import BETWEEN, HEAD, with_between
 from tl_posdisent.page.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
 from tl_posdisent.page.maps import with_attention
 from tl_posdisent.page.markup import ROWS, figure, map_height, render, table
@@ -24,6 +24,9 @@ from tl_posdisent.viz.plots.heatmaps import verdict_texts
 from tl_posdisent.viz.widgets.offline import script_json
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_COLUMNS = ["looks", DIFFERENCE, "kl", "verdict", "effect", "r_held_out", "r", "label", ERROR, OVER_RANDOM]
+_COLUMNS += ["share_distance", "share_key", BETWEEN, "profile", "range"]
+"""The columns of the table of all heads; the first are shown, the others on request."""
 
 
 class AtlasTable(NamedTuple):
@@ -82,16 +85,17 @@ def listed(heads: pd.DataFrame) -> list[tuple[int, int]]:
 
 
 def _cells(heads: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns of the table, with estimates marked."""
-    shown = heads.drop(columns=["effect_exact", "kl_exact", *(["r"] if "r_held_out" in heads else [])], errors="ignore")
+    """Return the columns of the table, with estimates marked and verdicts in a word."""
+    shown = with_between(heads)
     for name, of in {"effect": "effect_exact", "kl": "kl_exact", "verdict": "kl_exact"}.items():
         if name in heads:
-            texts = heads[name].map(lambda x: x if isinstance(x, str) else number(x, 4) if pd.notna(x) else MISSING)
+            texts = shown[name].map(lambda x: x if isinstance(x, str) else number(x, 4) if pd.notna(x) else MISSING)
             shown[name] = [
                 text if exact or text == MISSING else ABOUT + text
                 for text, exact in zip(texts, heads[of].tolist(), strict=True)
             ]
-    return shown.fillna(dict.fromkeys(("label", "profile"), MISSING))
+    names = [name for name in _COLUMNS if name in shown and not (name == "r" and "r_held_out" in shown)]
+    return shown[[*HEAD, *names]].fillna(dict.fromkeys(("label", "profile"), MISSING))
 
 
 def atlas_table(found: Mapping[SectionName, Found]) -> AtlasTable | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from tl_posdisent.experiments.causal.head_verdicts import in_a_word
 from tl_posdisent.page.looks import DIFFERENCE, OVER_RANDOM
 from tl_posdisent.page.maps import UNKNOWN, grey_cells, name_layers
 from tl_posdisent.page.markup import legible
@@ -77,7 +78,7 @@ def _of_verdicts(heads: pd.DataFrame) -> dict[str, Any]:
     grid = pd.DataFrame(heat.z, heat.y, heat.x).reindex(index=layers, columns=columns)  # known may lack some of them
     heat.update(z=grid.to_numpy(), y=layers, x=columns)
     codes = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
-    kinds = heads["verdict"].str.replace("^undecided .*", "undecided", regex=True)
+    kinds = in_a_word(heads["verdict"])
     heat.update(text=None, texttemplate=None)
     return _choice("verdict", heat, [None if pd.isna(kind) else codes[kind] for kind in kinds])
 

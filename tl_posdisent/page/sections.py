@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.page.atlas import label_words
-from tl_posdisent.page.every_head import HEAD, IDLE, LADDER
+from tl_posdisent.page.every_head import BETWEEN, HEAD, IDLE, LADDER, with_between
 from tl_posdisent.page.maps import head_map, with_attention
 from tl_posdisent.page.markup import ROWS, figure, part, render, table
 from tl_posdisent.page.measurements import (
@@ -85,13 +85,14 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
     drawn = plot_heads(trained, main, limits=limits)
     maps = [head_map(drawn, f"{named} of this model", subject, linked=len(trained) <= ROWS)]
     beside = [name for name in ("r, foreign keys", "r, turned", "pairing") if name in trained]
-    columns = [*HEAD, "r", *held_out, *beside, "r_without_first", "r2_adjusted", *SHARES]
+    columns = [*HEAD, *held_out, "r", *SHARES]
     if found.random is not None:
         random = by_head(found.random)
         maps.append(head_map(plot_heads(random, main, limits=limits), f"{named} at random initialisation", subject))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
         trained = trained.merge(random[[*HEAD, "r", *held_out]], on=HEAD, suffixes=("", "_random"), how="left")
-        columns += ["r_random", *(f"{name}_random" for name in held_out)]
+        columns += [*(f"{name}_random" for name in held_out), "r_random"]
+    columns += [*beside, "r_without_first", "r2_adjusted"]
     for name in beside:
         by_layer[name] = by_layer["layer"].map(trained.groupby("layer")[name].mean())
     for name, of in {"held-out": trained, "random held-out": found.random}.items():
@@ -167,10 +168,10 @@ def layers_by_frequencies(subject: Subject) -> dict[str, list[int]]:
 def _by_wavelength(rows: pd.DataFrame, chance: pd.DataFrame | None, of: str) -> tuple[list[Markup], pd.DataFrame]:
     """Draw and list means over heads of layers with the same frequencies."""
     components = ["distance", "semantic", "interaction"]
-    means = rows.groupby("subspace", as_index=False)[["wavelength", "turn", "key_concentration", *components]].mean()
+    means = rows.groupby("subspace", as_index=False)[["wavelength", "turn", *components, "key_concentration"]].mean()
     if chance is not None:
         at_random = chance.groupby("subspace")["key_concentration"].mean()
-        means.insert(4, "random key_concentration", means["subspace"].map(at_random))
+        means["random key_concentration"] = means["subspace"].map(at_random)
     bars = stacked_shares(wavelengths(rows), means, components)
     bars.update_xaxes(title="wavelength (positions)", type="category")
     by_layer = rows.groupby(["layer", "subspace"], as_index=False)[["frequency", "key_concentration"]].mean()
@@ -245,8 +246,10 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
         return values
     recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered_kl").reindex(columns=[*LADDER]).reset_index()
     exact = rungs.groupby(HEAD)["exact"].all().reset_index()
-    listed = shown[[*HEAD, "verdict", "gap", "error"]].merge(recovered, on=HEAD, how="left").merge(exact, on=HEAD)
+    listed = with_between(shown).merge(recovered, on=HEAD, how="left").merge(exact, on=HEAD)
     listed["exact"] = exact_or_estimated(listed["exact"])
+    rest = ["first_token", "error", "exact", BETWEEN]
+    listed = listed[[*HEAD, "verdict", "gap", *(rung for rung in LADDER if rung not in rest), *rest]]
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
     titles |= {"first_token": "first token", "exact": "exact or estimated"}
     caption = "Heads with a possible effect: the gap, and the share of it that each pattern recovers"

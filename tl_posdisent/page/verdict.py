@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
-from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
+from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts, in_a_word
 from tl_posdisent.page.atlas import label_words
 from tl_posdisent.page.every_head import IDLE
 from tl_posdisent.page.looks import KINDS, looks_at, looks_of_random
@@ -185,7 +185,7 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     ).format(count, plural(len(verdicts), "head"), NEGLIGIBLE, unsure, link("ladder"))
     if not count:
         return [first]
-    n = verdicts[used]["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
+    n = in_a_word(verdicts[used]["verdict"]).value_counts()
     kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "more than static")
     second = Markup(
         "By the simplest attention that recovers 95 % of the divergence under uniform attention, the {} counted are: "

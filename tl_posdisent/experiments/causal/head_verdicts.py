@@ -132,6 +132,11 @@ def head_verdicts(
     return verdicts
 
 
+def in_a_word(verdicts: pd.Series) -> pd.Series:
+    """Shorten *undecided between* …, for tables, counts and colours: ``simplest`` and ``at_most`` say between what."""
+    return verdicts.str.replace("^undecided .*", "undecided", regex=True)
+
+
 _Rungs = Mapping[Any, Mapping[Any, Any]]
 """The rows of one head by rung, with ``value``, ``error``, ``recovered`` and ``se`` of the measure, and ``gap``."""
 

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.head_verdicts import in_a_word
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, head_label
@@ -343,8 +344,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     table = check_table(table, ["layer", "head", "verdict"], ["gap"], "head_verdicts")
     index = ["layer", "head"]
     mean_over_texts(table, index, ["gap"])  # raises for a row without head, or several rows for one head
-    full = table["verdict"].astype(str)
-    verdicts = full.str.replace("^undecided .*", "undecided", regex=True)
+    verdicts = in_a_word(table["verdict"].astype(str))
     names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
     cells = table[["layer", "head"]].assign(
         number=verdicts.map(names.index),
