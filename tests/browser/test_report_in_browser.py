@@ -72,7 +72,7 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
     ids = page.page.locator("section").evaluate_all("all => all.map(x => x.id)")
-    assert ids == ["atlas", "verdict", "analysed", "headline", *SECTIONS, "reproduce"]
+    assert ids == ["verdict", "atlas", "analysed", "headline", *SECTIONS, "reproduce"]
     assert page.page.locator(".plot").count() == 1 + 2 + 5 + 1 + 2 + 1 + 1 + 2
     boxes = page.page.locator(".plot .main-svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"

@@ -40,14 +40,16 @@ def test_heads_are_counted_by_what_explains_more(distance: float, key: float, co
     one = additive(0.9, distance, key)["additivity"].trained
     several = pd.concat([one.assign(batch=n, share_key=key + 0.01 * n) for n in range(-1, 2)])
     said = plain(verdict({"additivity": Found(several)}))
-    where, what = counts
-    assert f"In {where} of 4 heads the scores depend mainly on where a key is, in {what} mainly on what it is" in said
-    assert f", and {4 - where - what} are undecided (additivity)" in said
-    assert "no random-weights baseline: it may not have been learned (by a 95 % interval over 3 texts)" in said
-    assert "By the same rule" not in said
+    depend = "the scores depend mainly on {} in 4"
+    kinds = {(4, 0): depend.format("where a key is"), (0, 4): depend.format("what it is")}
+    unsure = "4 are undecided, and it takes at least 6 texts to decide"
+    assert f"Of 4 heads, {kinds.get(counts, unsure)} (additivity)." in said
+    assert "over texts; without a random-weights baseline this may not have been learned." in said
+    assert "the same rule decides" not in said
     said = plain(verdict({"additivity": Found(one)}))
-    assert "In 0 of 4 heads the scores depend mainly on where" in said
-    assert "(which a single text cannot show)" in said
+    assert f"Of 4 heads, {unsure} (additivity)." in said
+    six = pd.concat([several, several.assign(batch=several["batch"] + 3)])
+    assert "it takes at least" not in plain(verdict({"additivity": Found(six)}))
 
 
 def climbed(kl: dict[str, float], mean: float = 0.5) -> pd.DataFrame:
@@ -69,8 +71,8 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     unsure = climbed({"static": 0.01}, mean=1e-3).assign(head=7)
     table = pd.concat([*heads, none, unsure]).assign(layer=3)
     said = plain(verdict({"ladder": Found(table)}))
-    assert "For 6 of 8 heads the predictions surely diverge by more than 0.001 nats per token" in said
-    assert "with uniform attention there; for 1 this is undecided (ladder)." in said
+    depend = "The predictions surely depend on {}, by more than 0.001 nats per token"
+    assert depend.format("6 of 8 heads") + "; 1 is undecided (ladder)." in said
     counted = "1 distance, 1 static, 1 additive, 1 banded, 1 query-dependent, 1 undecided"
     assert f"the 6 counted are: {counted}." in said
     assert "These are 8 tests: of heads that diverge by no more than 0.001 nats, at most 0.2 would be counted" in said
@@ -96,7 +98,7 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     assert (banded["head"], banded["gap (nats per token)"], banded["distance"]) == ("L3H2", "1.000", "0.500")
     assert "L3H5" not in {row["head"] for row in document.rows("ladder")}
     alone = Found(none.assign(layer=3))
-    assert "For 0 of 1 head the predictions surely diverge" in plain(verdict({"ladder": alone}))
+    assert depend.format("none of 1 head") + " (ladder)." in plain(verdict({"ladder": alone}))
     assert "<table" not in section("ladder", subject, alone)[0]
 
 
@@ -121,10 +123,9 @@ def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
     )
     chance = [rows.assign(r=r, share_distance=0.1, share_key=0.6, seed=n) for n, r in enumerate((0.2, 0.4))]
     said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
-    assert "In 4 of 4 heads the scores depend mainly on where a key is" in said
-    assert "above (what) 0 and that of every head of its layer in 2 random copies (by a 95 % interval over" in said
-    rule = "By the same rule, 0 of 8 heads with random weights depend mainly on where a key is and 0 on what it is"
-    assert rule in said
+    assert "Of 4 heads, the scores depend mainly on where a key is in 4 (additivity)." in said
+    assert "above (what) 0 and every head of its layer in 2 random copies, by a 95 % interval over texts; of" in said
+    assert "of 8 heads with random weights, the same rule decides none." in said
     assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
     assert "Of 4 heads, the share of the distance alone is largest in" in said
 
@@ -142,6 +143,23 @@ def test_r_is_compared_with_that_of_scores_that_no_head_computes(foreign: float,
     assert f"computes, have an r of {foreign:.2f}, and queries and keys turned at random 0.40: own minus" in page
     assert f"own minus other keys is {said}" in page
     assert "The scores of L0H1 (3.00), L1H1 (2.00), L1H0 (1.00) depend most on pairs of query and key" in page
+
+
+def test_three_sentences_come_first() -> None:
+    """Those of the scores, of the ladder and of the ablation, one each; the others on request."""
+    table = climbed({"static": 0.01}).assign(layer=0, head=0)
+    effects = heads(effect=[0.5, 0.02, 0.001, 0.3], exact=True)
+    labelled = heads(label=["induction", "", "", ""])
+    found = {"labels": Found(labelled), "ablation": Found(effects), "ladder": Found(table)} | additive(0.9, 0.7, 0.1)
+    lead, more = verdict(found).split("<details>")
+    first = [plain(sentence) for sentence in lead.split("<li>")[1:]]
+    assert [sentence.split(" (")[1] for sentence in first] == ["additivity).", "ladder).", "ablation)."]
+    assert "1 of 4 heads have a label" in plain(more)
+    assert plain(more).count("share of the distance alone is largest") == 1
+    assert "<details>" not in verdict({"ablation": Found(effects)})
+    assert verdict({"labels": Found(heads(label=[""] * 4))}) == ""  # no sentence about zeros
+    alone = plain(verdict({"ablation": Found(heads(effect=[0.005, 0.002, 0.001, 0.0], exact=True))}))
+    assert alone == "Verdict Ablating L0H0 raises the loss most, by 0.005 nats per token (ablation)."
 
 
 def test_nothing_is_claimed_without_data() -> None:

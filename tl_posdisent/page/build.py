@@ -122,15 +122,15 @@ def report(
     panels = None if table is None else measure_panels(subject, listed(table.heads), seed)
     opening = Markup() if table is None else atlas(subject, found, table, panels)
     parts = [
-        opening,
         verdict(found),
+        opening,
         analysed(subject),
         headline(subject, found),
         *(content for content, _ in measured.values()),
         reproduce(subject, call, seed, Copies(control, scale)),
     ]
-    contents = {"atlas": "Atlas"} if opening else {}
-    contents |= {"verdict": "Verdict", "analysed": "What was analysed", "headline": "Headline numbers"}
+    contents = {"verdict": "Verdict"} | ({"atlas": "Atlas"} if opening else {})
+    contents |= {"analysed": "What was analysed", "headline": "Headline numbers"}
     contents |= {name: TITLES[name] for name in wanted} | {"reproduce": "How to reproduce"}
     scripts = [script for _, some in measured.values() for script in some]
     name = f"Position and content in {subject.name()}" if title is None else title

@@ -15,34 +15,37 @@ from tl_posdisent.page.every_head import IDLE
 from tl_posdisent.page.looks import KINDS, looks_at, looks_of_random
 from tl_posdisent.page.markup import head_link, part, render, table
 from tl_posdisent.page.measurements import Found, SectionName, by_head, told_apart
-from tl_posdisent.page.subject import PERTURBATIONS, Subject
+from tl_posdisent.page.subject import ENOUGH, PERTURBATIONS, Subject
 from tl_posdisent.page.words import MISSING, are, millions, number, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 
 _MATTERS = 0.01  # nats per token
+_LEAD = 3  # sentences that are shown at first
 _FEW = 0.05  # the share of tokens that may be out of place according to [A]
 
 
 def verdict(found: Mapping[SectionName, Found]) -> Markup:
-    """Summarise the report in a few sentences, each computed from the data and linked to its section."""
+    """Summarise the report in three sentences and, on request, more: computed from the data, linked to their sections.
+
+    The three are the first sentences of the first sections in ``_VERDICTS`` that have some.
+    """
     measured = {name: one for name, one in found.items() if not one.refused}
-    longest = max((sum(one.read.lengths) for one in measured.values() if one.read), default=0)
-    sentences = []
-    for name, write in _VERDICTS.items():
-        if name in measured:
-            one = measured[name]
-            read = [f"Read: {one.read.sizes()}."] if one.read and sum(one.read.lengths) < longest else []
-            for n, sentence in enumerate(write(one)):
-                estimated = [one.agreement if n == 0 else f"The model was run for {len(one.run)} of these heads."]
-                sentences.append(Markup(" ").join([sentence, *(estimated if one.run else []), *read]))
-    return render("verdict", sentences=sentences) if sentences else Markup()
+    written = [(measured[name], write(measured[name])) for name, write in _VERDICTS.items() if name in measured]
+    written = [(one, sentences) for one, sentences in written if sentences]
+    lead = [sentences[0] for _, sentences in written[:_LEAD]]
+    more: list[Any] = []
+    for n, (one, sentences) in enumerate(written):
+        more += [*sentences[n < _LEAD :], *([one.agreement] if one.run else [])]
+    return render("verdict", lead=lead, more=more) if lead else Markup()
 
 
-def link(section: SectionName) -> Markup:
-    """Return a link to a section, its name in brackets."""
-    return Markup('(<a href="#{0}">{0}</a>)').format(section)
+def link(section: SectionName, found: Found) -> Markup:
+    """Return a link to a section, its name in brackets, with the texts that it read and the heads that were run."""
+    read = f", {found.read.sizes()}" if found.read else ""
+    run = f"; estimated for all but {plural(len(found.run), 'head')}" if found.run else ""
+    return Markup('(<a href="#{0}">{0}</a>{1})').format(section, read + run)
 
 
 def _additive_verdict(found: Found) -> list[Markup]:
@@ -57,7 +60,7 @@ def _additive_verdict(found: Found) -> list[Markup]:
         *_looks(found),
         most.format(plural(len(heads), "head"), Markup(", ").join(names)),
         *_against_random(found, column, _FITS[column], "additivity"),
-        *_against_controls(found.trained, column),
+        *_against_controls(found, column),
     ]
 
 
@@ -67,8 +70,9 @@ _FITS = {
 }
 
 
-def _against_controls(trained: pd.DataFrame, column: str) -> list[Markup]:
+def _against_controls(found: Found, column: str) -> list[Markup]:
     """Compare the mean r with that of scores that no head computes, and name the heads with the largest pairing."""
+    trained = found.trained
     if "r, foreign keys" not in trained or trained["r, foreign keys"].isna().all():
         return []
     own = trained.assign(difference=trained[column] - trained["r, foreign keys"])
@@ -90,35 +94,39 @@ def _against_controls(trained: pd.DataFrame, column: str) -> list[Markup]:
         "The scores of {} depend most on pairs of query and key, relative to those with the other keys "
         "(<em>pairing</em>; 1 means as much)."
     )
-    compared = sentence.format(*means, said, Markup(why), link("additivity"))
+    compared = sentence.format(*means, said, Markup(why), link("additivity", found))
     return [compared, largest.format(Markup(", ").join(names))] if names else [compared]
 
 
+_DEPENDS = {"where": "mainly on where a key is", "what": "mainly on what it is"}
+
+
 def _looks(found: Found) -> list[Markup]:
-    """Count the heads that look at *where* and at *what*, state the rule, and what chance decides by the same rule."""
-    where, what, undecided = _counts(looks_at(found.trained, found.random)["looks"])
+    """Count the heads that look at *where* and at *what*, then state the rule, and what chance decides by it."""
+    counts = _counts(looks_at(found.trained, found.random)["looks"])
     texts = found.trained["batch"].nunique() if "batch" in found.trained else 1
-    baseline = "0, as there is no random-weights baseline: it may not have been learned"
-    if found.random is not None:
-        baseline = f"0 and that of every head of its layer in {copies_in(found.random)}"
-    by = f"by a 95 % interval over {texts} texts" if texts > 1 else "which a single text cannot show"
-    first = Markup(
-        "<strong>In {} of {} the scores depend mainly on where a key is</strong>, in {} mainly on what it is, and {} "
-        "undecided {}: the share of their variance that the key alone explains, minus that of the distance alone, is "
-        "surely below (<em>where</em>) or above (<em>what</em>) {} ({})."
-    ).format(where, plural(where + what + undecided, "head"), what, are(undecided), link("additivity"), baseline, by)
+    decided = ", ".join(f"{said} in {counts[kind]}" for kind, said in _DEPENDS.items() if counts[kind])
+    clauses = [f"the scores depend {decided}"] if decided else []
+    if n := counts["undecided"]:
+        few = f", and it takes at least {ENOUGH} texts to decide" if texts < ENOUGH else ""
+        clauses.append(f"{are(n)} undecided{few}")
+    heads, read = plural(sum(counts.values()), "head"), link("additivity", found)
+    first = Markup("Of {}, {} {}.").format(heads, "; ".join(clauses), read)
+    rule = Markup(
+        "A head is decided if the share of its scores’ variance that the key alone explains, minus that of the "
+        "distance alone, is surely below (<em>where</em>) or above (<em>what</em>) {}, by a 95 % interval over texts{}."
+    )
     if found.random is None:
-        return [first]
+        return [first, rule.format("0", "; without a random-weights baseline this may not have been learned")]
     by_chance = _counts(looks_of_random(found.random))
-    second = Markup(
-        "By the same rule, {} of {} with random weights depend mainly on where a key is and {} on what it is, each "
-        "compared with the other random heads of its layer: this many are expected by chance."
-    ).format(by_chance[0], plural(sum(by_chance), "head"), by_chance[1])
-    return [first, second]
+    tried = plural(sum(by_chance.values()), "head")
+    passed = sum(by_chance[kind] for kind in _DEPENDS) or "none"
+    beyond = f"0 and every head of its layer in {copies_in(found.random)}"
+    return [first, rule.format(beyond, f"; of {tried} with random weights, the same rule decides {passed}")]
 
 
-def _counts(looks: pd.Series) -> list[int]:
-    return [int((looks == kind).sum()) for kind in KINDS]
+def _counts(looks: pd.Series) -> dict[str, int]:
+    return {kind: int((looks == kind).sum()) for kind in KINDS}
 
 
 def copies_in(random: pd.DataFrame) -> str:
@@ -136,7 +144,8 @@ def _against_random(found: Found, column: str, model: str, section: SectionName)
         "<em>r</em> of {} is {} on average, that of random weights {} ({}, {}; ± is a standard error over texts and "
         "copies, if there are several); {} {}."
     )
-    return [sentence.format(model, mean, chance, plural(n, "text"), copies_in(found.random), above, link(section))]
+    texts, copies = plural(n, "text"), copies_in(found.random)
+    return [sentence.format(model, mean, chance, texts, copies, above, link(section, found))]
 
 
 def _with_error(table: pd.DataFrame, column: str) -> str:
@@ -158,38 +167,36 @@ def _perturbation_verdict(found: Found) -> list[Markup]:
         "Exchanging 5 % of neighbours changes the loss at the other tokens, in nats per token (± standard error over "
         "{} draws of the pairs): {} {}."
     )
-    return [sentence.format(PERTURBATIONS, "; ".join(changes), link("perturbation"))]
+    return [sentence.format(PERTURBATIONS, "; ".join(changes), link("perturbation", found))]
 
 
 def _ablation_verdict(found: Found) -> list[Markup]:
     drops = found.trained.dropna(subset="effect").sort_values("effect", ascending=False, kind="stable")
     most, worse = drops.iloc[0], int((drops["effect"] > _MATTERS).sum())
     if not most["effect"] > 0:
-        return [Markup("Ablating a single head never raises the loss {}.").format(link("ablation"))]
+        return [Markup("Ablating a single head never raises the loss {}.").format(link("ablation", found))]
     label, effect = head_label(int(most["layer"]), int(most["head"])), number(most["effect"])
     effect = effect if most["exact"] else f"an estimated {effect}"
-    sentence = Markup(
-        "Ablating {} raises the loss most, by {} nats per token; of {}, {} raise it by more than {} when ablated "
-        "alone {}."
-    )
-    return [sentence.format(label, effect, plural(len(drops), "head"), worse, _MATTERS, link("ablation"))]
+    others = f"; of {plural(len(drops), 'head')}, {worse} raise it by more than {_MATTERS} when ablated alone"
+    sentence = Markup("Ablating {} raises the loss most, by {} nats per token{} {}.")
+    return [sentence.format(label, effect, others if worse > 1 else "", link("ablation", found))]
 
 
 def _ladder_verdict(found: Found) -> list[Markup]:
     verdicts = head_verdicts(found.trained)
     used = _used(verdicts)
     count, unsure = int(used.sum()), int((~used & ~verdicts["verdict"].isin(IDLE)).sum())
-    first = Markup(
-        "For {} of {} the predictions surely diverge by more than {} nats per token, both with the head’s mean output "
-        "in its place and with uniform attention there; for {} this is undecided {}."
-    ).format(count, plural(len(verdicts), "head"), NEGLIGIBLE, unsure, link("ladder"))
+    said = f"{count or 'none'} of {plural(len(verdicts), 'head')}"
+    rest = f"; {are(unsure)} undecided" if unsure else ""
+    first = Markup("The predictions surely depend on {}, by more than {} nats per token{} {}.")
+    first = first.format(said, NEGLIGIBLE, rest, link("ladder", found))
     if not count:
         return [first]
     n = in_a_word(verdicts[used]["verdict"]).value_counts()
     kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "more than static")
     second = Markup(
-        "By the simplest attention that recovers 95 % of the divergence under uniform attention, the {} counted are: "
-        "{}."
+        "They diverge by so much both with the head’s mean output in its place and with uniform attention there. By "
+        "the simplest attention that recovers 95 % of the latter divergence, the {} counted are: {}."
     ).format(count, _counted({kind: int(n[kind]) for kind in (*kinds, "undecided") if kind in n}))
     third = Markup(
         "These are {} tests: of heads that diverge by no more than {} nats, at most {} would be counted by chance. "
@@ -212,20 +219,22 @@ def _counted(numbers: Mapping[Any, int]) -> Markup:
 def _labels_verdict(found: Found) -> list[Markup]:
     labels = label_words(found.trained)["label"]
     counts = labels.str.split(" + ", regex=False).explode().value_counts()
+    if labels.isna().all():
+        return []
     sentence = Markup("{} of {} have a label, by the keys that they attend to: {} {}.")
-    counted = _counted(counts.to_dict()) or "none"
+    counted = _counted(counts.to_dict())
     if counts.sum() > labels.notna().sum():
         counted += Markup("; a head can have several")
-    return [sentence.format(labels.notna().sum(), plural(len(labels), "head"), counted, link("labels"))]
+    return [sentence.format(labels.notna().sum(), plural(len(labels), "head"), counted, link("labels", found))]
 
 
 _VERDICTS: dict[SectionName, Callable[[Found], list[Markup]]] = {
     "additivity": _additive_verdict,
-    "labels": _labels_verdict,
     "ladder": _ladder_verdict,
+    "ablation": _ablation_verdict,
+    "labels": _labels_verdict,
     "shares": lambda found: _against_random(found, "r_two_axis", "the two-axis model", "shares"),
     "perturbation": _perturbation_verdict,
-    "ablation": _ablation_verdict,
 }
 
 
