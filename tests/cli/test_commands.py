@@ -138,9 +138,25 @@ def test_report(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sys.argv", ["/usr/bin/tl-posdisent", *typed, "--no-progress", "--out", str(out)])
     assert run_command(line).stdout == f"{out}\n"
     chosen: dict[str, Any] = {"layers": [1], "sections": ["additivity"], "title": title}
-    report(model, stretches(2, 32), other, **chosen, command=f"tl-posdisent {line}", progress=False)
+    report(model, stretches(6, 32), other, **chosen, command=f"tl-posdisent {line}", progress=False)
     assert out.read_bytes() == other.read_bytes()
     assert "A &amp; B &lt;1&gt;" in out.read_text(encoding="utf-8")
+
+
+def test_the_report_of_a_text_is_that_of_python(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six texts, shorter if need be; of these, the number to decide, some heads are decided."""
+    words = demo_text()[:1300]
+    text, out, other = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "other.html"
+    text.write_text(words, encoding="utf-8")
+    line = f"report --text {text} --layers 2,4 --section additivity --no-progress --out {out}"
+    monkeypatch.setattr("sys.argv", ["tl-posdisent", *line.split()])
+    run_command(line)
+    report(model, words, other, layers=[2, 4], sections=["additivity"], command=f"tl-posdisent {line}", progress=False)
+    assert out.read_bytes() == other.read_bytes()
+    page = other.read_text(encoding="utf-8")
+    assert "6 texts of " in page
+    assert "the scores depend mainly on where a key is in" in page
+    assert "texts to decide" not in page
 
 
 # The list of models

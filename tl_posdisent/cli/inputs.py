@@ -91,11 +91,11 @@ def read_text(text: Path | None, model: str) -> str:
     return words
 
 
-def cut_tokens(model: Any, words: str, length: int | None, texts: int | None) -> Any:
+def cut_tokens(model: Any, words: str, length: int | None, texts: int | None, default: int = 2) -> Any:
     """Return token ids ``[texts, length]`` of consecutive parts of a text.
 
-    Without ``length``, parts are as long as the text, the context and 512 allow; without ``texts``, they are two if the
-    text is long enough, and one otherwise.
+    Without ``length``, parts are as long as the text, the context and 512 allow; without ``texts``, they are
+    ``default``, or as many as a shorter text has.
     """
     from tl_posdisent.sweeps.sources import cut
 
@@ -104,10 +104,10 @@ def cut_tokens(model: Any, words: str, length: int | None, texts: int | None) ->
         length = min(int(model.cfg.n_ctx), _LONGEST, max(2, whole // (texts or 1)))
     if texts is not None:
         return cut(model, words, length, texts)
-    try:
-        return cut(model, words, length, 2)
-    except ValueError:
-        return cut(model, words, length)
+    for n in range(default, 1, -1):
+        with contextlib.suppress(ValueError):
+            return cut(model, words, length, n)
+    return cut(model, words, length)
 
 
 def title_of(model: str, tokens: Any) -> str:

@@ -53,8 +53,8 @@ def report(
     file, byte for byte. Its numbers are those of the experiments called alone, and random initialisations read the same
     text.
 
-    Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether; a string of more
-    than 512 tokens is cut into equal stretches. Sections that need a forward pass for each head read less, and
+    Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether. It takes about six
+    texts to decide something, so a string is cut into six equal stretches or more, of 64 to 512 tokens. Sections that need a forward pass for each head read less, and
     run only some heads of a large model: the numbers of the others are estimated, and marked. Each section states what
     it read.
 

@@ -21,7 +21,7 @@ from tl_posdisent.experiments.causal.runs import run_texts
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts
-from tl_posdisent.page.subject import Subject
+from tl_posdisent.page.subject import SHORTEST, Subject
 from tl_posdisent.page.words import MISSING
 
 HEAD = ["layer", "head"]
@@ -37,8 +37,8 @@ BUDGET = 2.5e12
 a minute or two on a CPU; models of a few million parameters need less for all heads."""
 LEAST = 8
 """Minimum number of heads that are run."""
-TEXTS, SHORTEST = 8, 64
-"""Estimates of the ladder need several held-out texts: texts are cut into so many parts, of at least so many tokens."""
+TEXTS = 8
+"""Estimates of the ladder need several held-out texts: texts are cut into so many parts, of ``SHORTEST`` tokens."""
 
 
 def affordable(name: str, subject: Subject) -> int:

@@ -20,8 +20,8 @@ from tl_posdisent.utils.words import plural
 
 POSITIONS = 1024
 """The longest text that is measured: the size of scores grows with its square."""
-STRETCH = 512
-"""Longer strings are cut into stretches of at most this many tokens."""
+STRETCH, SHORTEST = 512, 64
+"""Strings are cut into stretches of at most so many tokens, and of at least so many, unless they are shorter."""
 TOKENS = 4096
 """Maximum number of tokens of all texts together."""
 ENOUGH = 6
@@ -138,7 +138,7 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
     order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
     tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding moved to the right
-    if isinstance(text, str) and tokens.shape[1] > min(STRETCH, context):
+    if isinstance(text, str) and tokens.shape[1] > min(2 * SHORTEST, context):
         tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
         real = torch.ones_like(tokens, dtype=torch.bool)
     asked = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
@@ -148,13 +148,13 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
 
 
 def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
-    """Split a long text into texts of equal length, each after the model's BOS token, if it has one."""
+    """Split a text into texts of equal length, if possible ``ENOUGH``, each after the model's BOS token, if any."""
     bare = model.to_tokens(text, truncate=False, prepend_bos=False)[0].to(ids.device)
     begin = len(ids) - len(bare)
     if begin < 0 or not torch.equal(ids[begin:], bare):
         begin = 0
     rest = ids[begin:]
-    texts = -(-len(rest) // (longest - begin))
+    texts = max(-(-len(rest) // (longest - begin)), min(ENOUGH, len(rest) // SHORTEST))
     return torch.stack(_parts(ids[:begin], rest, len(rest) // texts)[:texts])
 
 

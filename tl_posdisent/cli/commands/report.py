@@ -11,6 +11,7 @@ from typer import Option
 
 from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text
 from tl_posdisent.cli.options import (
+    MOST,
     Backend,
     Control,
     Device,
@@ -23,7 +24,6 @@ from tl_posdisent.cli.options import (
     Seed,
     Std,
     TextFile,
-    TextsOrTwo,
 )
 from tl_posdisent.cli.output import answering, check_out, show
 from tl_posdisent.cli.values import head_numbers, layer_numbers, standard_deviation
@@ -40,7 +40,9 @@ def report(
     device: Device = None,
     dtype: Dtype = "float32",
     length: Length = None,
-    texts: TextsOrTwo = None,
+    texts: Annotated[
+        int | None, Option(min=1, max=MOST, help="Number of consecutive parts of the text; default at least 6.")
+    ] = None,
     layers: Layers = None,
     heads: Heads = None,
     section: Annotated[
@@ -54,6 +56,8 @@ def report(
     progress: Progress = True,
 ) -> None:
     """Write all measurements of a model and a text to one HTML page that works offline, and print its path.
+
+    The page is that of report() in Python for the same text; with --length or --texts, for these parts of it.
 
     Each section explains its figures, and the page contains the command that created it.
 
@@ -69,8 +73,11 @@ def report(
         sections: Any = _sections(section)
         words = read_text(text, model)
         loaded = load(model, backend, device, dtype)
-        tokens = cut_tokens(loaded, words, length, texts)
         from tl_posdisent.page.build import report as write_report
+        from tl_posdisent.page.subject import ENOUGH
+
+        whole = length is None and texts is None  # the text is cut as in Python
+        tokens = words if whole else cut_tokens(loaded, words, length, texts, default=ENOUGH)
 
         path = write_report(
             loaded,
