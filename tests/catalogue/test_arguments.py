@@ -175,8 +175,16 @@ ELSEWHERE = {
 }
 # Only the result that they take is tried: the rest is tested where there is such a result.
 OF_A_RESULT = {
-    *("plot_deposit", "plot_distance_sources", "plot_dynamics", "plot_length", "plot_perturbation", "plot_shares"),
-    *("plot_replaced_heads", "plot_subspaces", "plot_substitution", "plot_verdicts"),
+    *(
+        "plot_attention_by_distance",
+        "plot_deposit",
+        "plot_distance_sources",
+        "plot_dynamics",
+        "plot_length",
+        "plot_perturbation",
+        "plot_shares",
+    ),
+    *("plot_replaced_heads", "plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
     *("shapley_values", "dynamics", "sweep"),
 }
 # Refused in other words, or not at all.

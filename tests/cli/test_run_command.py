@@ -164,7 +164,7 @@ def test_experiments_are_listed_and_explained() -> None:
 REFUSED = [
     ("--set layers=0", "EXPERIMENT must be given with --set or --out"),
     ("--out table.csv", "EXPERIMENT must be given with --set or --out"),
-    ("additivty", "experiment must be one of additive_substitution, additivity, attention_ladder, "),
+    ("additivty", "experiment must be one of additive_substitution, additivity, attention_by_distance, "),
     ("load_model", "experiment must be one of "),
     ("show_scores --help", "experiment must be one of "),
     ("head_patching", "experiment must be one of "),

@@ -186,3 +186,19 @@ def _array(z: Any) -> np.ndarray:
     if isinstance(z, dict):
         return np.frombuffer(base64.b64decode(z["bdata"]), z["dtype"])
     return np.array(z, dtype=float)
+
+
+def test_the_panel_has_the_attention_by_distance_of_its_head(tmp_path: Path) -> None:
+    """As the model is, and with an intervention on the layer itself, at distances 0, 1, 2, 4 …"""
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=65)[:, 1:].view(2, 32)
+    options: dict[str, Any] = {"sections": ["additivity"], "layers": [1, 3], "control": 0, "progress": False}
+    panels = Document(tp.report(model, tokens, tmp_path / "r.html", **options)).data["panels"]
+    assert panels["attended"] == [0, 1, 2, 4, 8, 16]
+    named = {"every distance 5": tp.dummy_distance(model, 5, layers=[3])}
+    table = tp.experiments.attention_by_distance(model, tokens, named, layers=[3], progress=False)
+    for name in ("unmodified", "every distance 5"):
+        rows = table[
+            (table["intervention"] == name) & (table["head"] == 6) & table["distance"].isin(panels["attended"])
+        ]
+        assert panels["heads"]["L3H6"]["attention"][name] == pytest.approx(rows["attention"].tolist(), rel=6e-3)
+    assert panels["heads"]["L3H6"]["attention"]["unmodified"] != panels["heads"]["L3H6"]["attention"][name]

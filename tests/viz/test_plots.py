@@ -24,6 +24,7 @@ from tl_posdisent.experiments.causal.replaceable_heads import ReplaceableHeads
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
 from tl_posdisent.viz import (
+    plot_attention_by_distance,
     plot_deposit,
     plot_dynamics,
     plot_length,
@@ -89,6 +90,8 @@ HEAD_VERDICTS = by_head(2, 3).assign(gap=[0.1, 0.2, 0.3, 0.4, 0.5, 0.0], error=0
 UNDECIDED = "undecided between static and banded"
 HEAD_VERDICTS["verdict"] = ["static", "distance", "query-dependent", UNDECIDED, "static", "no effect"]
 
+ATTENTION = pd.DataFrame({"intervention": ["unmodified"] * 2 + ["changed"] * 2, "layer": 1, "head": 2})
+ATTENTION = ATTENTION.assign(distance=[0, 1, 0, 1], attention=[0.5, 0.25, 0.75, 0.125], cells=[4, 3, 4, 3])
 PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_heads, value="r"), HEADS, ["layer", "head", "r"]),
     (plot_distance, PROFILES, ["distance", "value"]),
@@ -101,9 +104,10 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
     (partial(plot_dynamics, value="margin"), MARGINS, ["step", "layer", "margin"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
+    (plot_attention_by_distance, ATTENTION, [*ATTENTION]),
 ]
 NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation"]
-NAMES += ["replaced", "length", "dynamics", "verdicts"]
+NAMES += ["replaced", "length", "dynamics", "verdicts", "attention"]
 
 
 # --- what holds for all of them ---------------------------------------------------------------------------------
@@ -398,7 +402,7 @@ def test_distance_colours_the_most_positional_heads_and_says_which() -> None:
     table["value"] = table["distance"] * slopes
     figure = plot_distance(table, top=2)
     grey, coloured = figure.data[:4], figure.data[4:]
-    assert [line.name for line in coloured] == ["layer 2, head 0", "layer 1, head 1"]
+    assert [line.name for line in coloured] == ["layer 1, head 1", "layer 2, head 0"]  # in the order of heads
     assert {line.line.color for line in grey} == {GREY}
     assert GREY not in {line.line.color for line in coloured}
     assert [line.name for line in grey] == ["4 other heads"] * 4

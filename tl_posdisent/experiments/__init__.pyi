@@ -1,4 +1,5 @@
 from .attention_scores.additivity import additivity as additivity
+from .attention_scores.attention_by_distance import attention_by_distance as attention_by_distance
 from .attention_scores.controlled_distance import controlled_distance as controlled_distance
 from .attention_scores.controlled_distance import disentanglement as disentanglement
 from .attention_scores.controlled_distance import dummy_distance_check as dummy_distance_check

@@ -143,13 +143,15 @@ function showText(effects) {
     `The largest is ${few(top, 2)} nats, at position ${most} (“${panels.words[most]}”).`;
 }
 
-function showProfile(drawn, values) {
-  drawn.closest("figure").hidden = !values;
-  if (!values) return;
+function showLines(drawn, distances, lines, name) {
+  drawn.closest("figure").hidden = !lines;
+  if (!lines) return;
   const { template } = shownFirst.layout, margins = { t: 10, r: 10, b: 45, l: 55 };
-  const axis = { title: { text: "distance" }, type: "category" }, height = { text: "score" };
-  const trace = { x: panels.distances.map(String), y: values, mode: "lines+markers", hovertemplate: "distance %{x}: %{y}<extra></extra>" };
-  Plotly.react(drawn, [trace], { template, margin: margins, height: 260, xaxis: axis, yaxis: { title: height } },
+  const axis = { title: { text: "distance" }, type: "category" }, height = { title: { text: name } };
+  const traces = Object.entries(lines).map(([name, y]) => (
+    { x: distances.map(String), y, name, mode: "lines+markers", hovertemplate: "distance %{x}: %{y}<extra></extra>" }));
+  const legend = { orientation: "h", y: 1.02, yanchor: "bottom" }, layout = { template, margin: margins, height: 260 };
+  Plotly.react(drawn, traces, { ...layout, legend, showlegend: traces.length > 1, xaxis: axis, yaxis: height },
     { responsive: true, displayModeBar: false });
 }
 
@@ -173,7 +175,8 @@ function openHead(label) {
   drawScores(canvas, canvas.scores);
   canvas.onmousemove = canvas.onclick = pointAt;
   showText(one.effects);
-  showProfile(panel.querySelector(".profile .drawn"), one.profile);
+  showLines(panel.querySelector(".attention .drawn"), panels.attended, one.attention, "mean attention");
+  showLines(panel.querySelector(".profile .drawn"), panels.distances, one.profile && { score: one.profile }, "score");
   panel.scrollIntoView({ block: "start" });
 }
 

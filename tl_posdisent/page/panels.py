@@ -1,7 +1,8 @@
-"""What the panel of one head shows: its scores at the beginning of a text, and the tokens where it matters most."""
+"""What the panel of one head shows: its attention by distance, its scores, and the tokens where it matters most."""
 
 from __future__ import annotations
 
+import contextlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_posdisent.experiments.attention_scores.attention_by_distance import attention_by_distance
 from tl_posdisent.experiments.causal.position_effects import position_effects
 from tl_posdisent.hooks.ablate import ablate_heads
+from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.page.every_head import HEAD
+from tl_posdisent.page.measurements import powers
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.utils.validation import head_label, printable
 
@@ -28,6 +32,9 @@ READ = 128
 """Number of positions at which heads are replaced, and of each text over which mean outputs are averaged."""
 DRAWS = 32
 """Draws of labels: the estimates of one text have a relative error of about √(2 / draws)."""
+SAME = 5
+"""The distance of all keys in the intervention whose attention is shown."""
+_ATTENTION = 256  # tokens altogether of attention by distance
 _MEANS = 1024  # tokens altogether over which mean outputs are averaged
 _MASKED = 255
 
@@ -41,6 +48,7 @@ class Panels:
     Attributes:
         words: tokens of the first text.
         causal: whether keys after the query are masked in all layers.
+        attention: table of ``attention_by_distance``, with and without ``dummy_distance`` in the layer itself.
         scores: by layer and head, the scores of the first positions, ``[query, key]``; NaN where they are masked.
         effects: by layer and head, the estimated divergence if the head's result is replaced by its mean at one
             position, in nats per predicted token.
@@ -49,6 +57,7 @@ class Panels:
 
     words: list[str]
     causal: bool
+    attention: pd.DataFrame
     scores: Mapping[Pair, Float[np.ndarray, "query key"]]
     effects: Mapping[Pair, Float[np.ndarray, " pos"]]
     refused: str = ""
@@ -57,12 +66,24 @@ class Panels:
 def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels:
     """Measure scores and effects by position of some heads in the beginning of the first text."""
     specs = [spec for spec in subject.specs if spec.layer in {layer for layer, _ in pairs}]
-    scores = _scores(subject, specs, pairs)
+    scores, attention = _scores(subject, specs, pairs), _attention(subject, specs)
     try:
         effects, refused = _effects(subject, pairs, seed), ""
     except (ValueError, RuntimeError, MemoryError) as error:
         effects, refused = {}, str(error)
-    return Panels(subject.words, all(spec.causal for spec in specs), scores, effects, refused)
+    return Panels(subject.words, all(spec.causal for spec in specs), attention, scores, effects, refused)
+
+
+def _attention(subject: Subject, specs: list[AttentionSpec]) -> pd.DataFrame:
+    """Measure attention by distance, in the layers before which nothing is changed; empty if no layer can show it."""
+    tables, texts = [], subject.some(READ, _ATTENTION)
+    for spec in specs:
+        options: dict[str, Any] = {**texts.texts, "layers": [spec.layer], "progress": False}
+        with contextlib.suppress(ValueError, RuntimeError, MemoryError):
+            every = dummy_distance(subject.reading, SAME, layers=[spec.layer]) if spec.rotary else None
+            named = {f"every distance {SAME}": every} if every else None
+            tables.append(attention_by_distance(subject.reading, interventions=named, **options))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["intervention", *HEAD, "distance"])
 
 
 def _scores(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> dict[Pair, Any]:
@@ -96,12 +117,17 @@ def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
     the query's are there, row by row. An effect is ``top * (byte / 255)²``.
     """
     heads, lines = {}, dict(zip(profiles.index, profiles.to_numpy().tolist(), strict=True))
+    near = panels.attention[panels.attention["distance"].isin(powers(panels.attention["distance"]))]
+    attention: Any = dict([*near.groupby(HEAD)])
     for (layer, head), scores in panels.scores.items():
         one: dict[str, Any] = {"scores": _encoded_scores(scores, panels.causal)}
         if (layer, head) in panels.effects:
             one["effects"] = _encoded_effects(panels.effects[layer, head])
         if (layer, head) in lines:
             one["profile"] = [None if np.isnan(x) else round(x, 3) for x in lines[layer, head]]
+        if (layer, head) in attention:
+            by_name = attention[layer, head].groupby("intervention", sort=False)["attention"]
+            one["attention"] = {name: [float(f"{x:.3g}") for x in values] for name, values in by_name}
         heads[head_label(layer, head)] = one
     read = max([SHOWN, *map(len, panels.effects.values())])
     return {
@@ -109,6 +135,7 @@ def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
         "shown": min(SHOWN, len(panels.words)),
         "causal": panels.causal,
         "distances": [int(x) for x in profiles.columns],
+        "attended": sorted({int(x) for x in near["distance"]}),
         "heads": heads,
     }
 

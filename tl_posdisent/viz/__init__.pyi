@@ -1,6 +1,7 @@
 from .plots.bars import plot_deposit as plot_deposit
 from .plots.bars import plot_shares as plot_shares
 from .plots.bars import plot_substitution as plot_substitution
+from .plots.curves import plot_attention_by_distance as plot_attention_by_distance
 from .plots.curves import plot_distance as plot_distance
 from .plots.curves import plot_dynamics as plot_dynamics
 from .plots.curves import plot_length as plot_length

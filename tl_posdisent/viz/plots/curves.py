@@ -13,7 +13,7 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.causal.replaceable_heads import ReplaceableHeads
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.utils.validation import check_flag, check_integer, head_label
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.palette import BLUE, DASHES, GREY, HUES, ORANGE, SEQUENTIAL, faint, line_style, on_scale
 
@@ -106,15 +106,12 @@ def plot_distance(
         figure.data[-1].update(
             name=plural(len(others), "other head"), legendgroup="others", showlegend=name == others[0]
         )
-    for number, name in enumerate(ranked[:top]):
+    for number, name in enumerate(x for x in lines if x not in others):  # in the order of heads, as the legend is
         figure.add_trace(_profile(lines[name], value, logarithmic).update(line=line_style(number), name=name))
     if wavelengths is not None:
         figure.add_trace(_marks(wavelengths, distances, pd.concat(lines.values())[value], logarithmic))
     figure.update_layout(showlegend=len(figure.data) > 1)
-    figure.update_xaxes(title="distance, query − key (positions)")
-    if logarithmic:
-        ticks = [0, *(2**n for n in range(int(distances.max()).bit_length()))]
-        figure.update_xaxes(type="log", tickvals=[d + 1 for d in ticks], ticktext=[str(d) for d in ticks])
+    _distance_axis(figure, distances, logarithmic)
     named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
     note = f"In colour: the {top} of {len(lines)} {by}s whose profile varies most" if others else ""
@@ -122,6 +119,54 @@ def plot_distance(
         note += f"{'<br>' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
     return add_title(figure, title, default, note).update_layout(margin_t=100 if "<br>" in note else 80)
+
+
+def plot_attention_by_distance(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
+    """Plot the mean attention by distance, a line per intervention; several heads are averaged.
+
+    Beyond distance 32 the lines are means over an eighth of an octave, as in ``plot_distance``.
+
+    Args:
+        table: table of ``attention_by_distance``, or some rows of it, such as those of one head.
+        title: title of the figure; default names the heads.
+
+    Raises:
+        ValueError: a table without ``intervention``, ``layer``, ``head``, ``distance``, ``attention`` and ``cells``, or
+            with several rows for a distance of a head.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
+        >>> from tl_posdisent.experiments import attention_by_distance
+        >>> from tl_posdisent.viz import plot_attention_by_distance
+        >>> model = load_demo_model()
+        >>> five = {"every distance 5": dummy_distance(model, 5)}
+        >>> table = attention_by_distance(model, demo_tokens(length=64), five, layers=[3], progress=False)
+        >>> figure = plot_attention_by_distance(table.query("head == 4"))
+        >>> [line.name for line in figure.data], figure.layout.title.text.partition("<br>")[0]
+        (['unmodified', 'every distance 5'], 'Mean attention of L3H4, by distance')
+    """
+    numbers = ["layer", "head", "distance", "attention", "cells"]
+    table = check_table(table, ["intervention"], numbers, "attention_by_distance")
+    mean_over_texts(table, ["intervention", *numbers[:3]], ["attention"])  # raises for several rows
+    heads = table[["layer", "head"]].drop_duplicates()
+    of = head_label(*heads.iloc[0].astype(int)) if len(heads) == 1 else f"{len(heads)} heads"
+    means = table.groupby(["intervention", "distance"], sort=False)[["attention", "cells"]].mean().reset_index()
+    logarithmic = bool(means["distance"].min() >= 0)
+    figure = go.Figure()
+    for number, (name, rows) in enumerate(means.groupby("intervention", sort=False)):
+        line = _profile(_neighbours_averaged(rows, "attention"), "attention", logarithmic)
+        figure.add_trace(line.update(line=line_style(number), name=str(name)))
+    _distance_axis(figure, means["distance"], logarithmic).update_yaxes(title="mean attention", rangemode="tozero")
+    return add_title(figure, title, f"Mean attention of {of}, by distance")
+
+
+def _distance_axis(figure: go.Figure, distances: pd.Series, logarithmic: bool) -> go.Figure:
+    """Title the axis of distances, and label 0, 1, 2, 4 … if it is logarithmic, in 1 + distance."""
+    figure.update_xaxes(title="distance, query − key (positions)")
+    if logarithmic:
+        ticks = [0, *(2**n for n in range(int(distances.max()).bit_length()))]
+        figure.update_xaxes(type="log", tickvals=[d + 1 for d in ticks], ticktext=[str(d) for d in ticks])
+    return figure
 
 
 def _neighbours_averaged(rows: pd.DataFrame, value: str) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.experiments.attention_scores.attention_by_distance import check_shown
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
@@ -308,12 +309,7 @@ def show_interventions(
     if tap is None:
         raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
     before, after = _seen(model, ids, tap, []), _seen(model, ids, tap, hooks)
-    z = str(spec.z)
-    if not spec.scores_editable and any(name(z) if callable(name) else name == z for name, _ in hooks):
-        raise ValueError(
-            f"layer {layer} of {spec.architecture} discards edited scores, so hooks change what it attends to at "
-            f"{spec.z}, behind its {what}: a picture would show nothing of it"
-        )
+    check_shown(spec, hooks)
     words, mask = token_words(model, ids[text]), spec.mask(ids.shape[1], before.device)
     return _change(before, after, words, mask, options, f"{what} before and after")
 

@@ -1,0 +1,128 @@
+"""Mean attention of each head by distance, with and without interventions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from tl_posdisent.additive.cells import cell_distances
+from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
+
+UNMODIFIED = "unmodified"
+Sums = dict[int, Float64[Tensor, "head distance"]]
+
+
+def attention_by_distance(
+    model: Any,
+    tokens: Tokens,
+    interventions: Interventions | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    layers: Layers = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Average the attention of each head by the distance of query and key, with and without interventions.
+
+    An intervention acts on all of its heads at once, so what a layer attends to also changes because the layers before
+    it do; hooks of one layer show the effect on that layer alone.
+
+    Args:
+        model, attention_mask, layers, progress: as in ``additivity``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        interventions: as in ``intervention_losses``; None for the unmodified model alone.
+
+    Returns:
+        One row per intervention (the first is ``unmodified``), layer, head and distance: ``attention``, the mean weight
+        of the pattern over all pairs of a query and a visible key at this distance in all texts, and ``cells``, their
+        number. ``attention`` × ``cells`` adds up to the number of queries, unless a head has a learned sink.
+
+    Raises:
+        ValueError: what ``intervention_losses`` refuses; a layer that shows neither its pattern nor its scores, or
+            whose pattern would not show an edit.
+        RuntimeError: a hook that never fired.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
+        >>> from tl_posdisent.experiments import attention_by_distance
+        >>> model = load_demo_model()
+        >>> five = {"every distance 5": dummy_distance(model, 5, layers=[3])}
+        >>> table = attention_by_distance(model, demo_tokens(length=64), five, layers=[3], progress=False)
+        >>> print(table.query("head == 4 and distance == 1").round(2).to_string(index=False))
+            intervention  layer  head  distance  attention  cells
+              unmodified      3     4         1       0.21     63
+        every distance 5      3     4         1       0.06     63
+    """
+    reading = read_model(model)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    specs = reading.specs(layers)
+    named = {} if interventions is None else named_hooks(reading.model, interventions, texts)
+    for spec in specs:
+        check_shown(spec, [hook for hooks in named.values() for hook in hooks])
+    tables = []
+    with progress_bar(total=1 + len(named), desc="passes", disable=not progress) as bar:
+        for name, hooks in {UNMODIFIED: [], **named}.items():
+            sums = _summed(reading, texts, specs, hooks)
+            tables += [_table(spec, texts, sums[spec.layer]).assign(intervention=name) for spec in specs]
+            bar.update()
+    table = pd.concat(tables, ignore_index=True)
+    return reading.note(table[["intervention", "layer", "head", "distance", "attention", "cells"]])
+
+
+def check_shown(spec: AttentionSpec, hooks: Sequence[Hook]) -> None:
+    """Raise if a layer shows no pattern, or one that would not show what these hooks change."""
+    if spec.pattern is None and spec.scores is None:
+        raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
+    z = str(spec.z)
+    if not spec.scores_editable and any(name(z) if callable(name) else name == z for name, _ in hooks):
+        raise ValueError(
+            f"layer {spec.layer} of {spec.architecture} discards edited scores, so hooks change what it attends to at "
+            f"{spec.z}, behind its pattern: a mean or a picture of it would show nothing of the edit"
+        )
+
+
+def _summed(reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec], hooks: Sequence[Hook]) -> Sums:
+    """Run all texts under hooks, and add up the pattern of each layer over the cells of each distance."""
+    sums = {spec.layer: torch.zeros(spec.n_heads, 2 * texts.longest - 1, dtype=torch.float64) for spec in specs}
+
+    def listen(x: Tensor, hook: Any, spec: AttentionSpec) -> None:
+        pattern = x.detach() if spec.pattern else masked_softmax(x.detach(), ~spec.is_masked(x.detach()))
+        of_texts = pattern.sum(0, dtype=torch.float64).flatten(1).cpu()
+        sums[spec.layer].index_add_(1, _columns(texts, pattern.shape[-1]), of_texts)
+
+    def listener(spec: AttentionSpec) -> Hook:
+        return str(spec.pattern or spec.scores), lambda x, hook: listen(x, hook, spec)
+
+    with applied(reading.model, hooks), running(reading.model) as p:
+        for group in texts.groups:
+            p.run(group.tokens, [listener(spec) for spec in specs], stop=max(sums) + 1 if not hooks else None)
+    return sums
+
+
+def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:
+    """Return the column of each cell of a text in the sums: distances from −(longest − 1) on."""
+    return cell_distances(length, length, "cpu").flatten() + texts.longest - 1
+
+
+def _table(spec: AttentionSpec, texts: Texts, sums: Float64[Tensor, "head distance"]) -> pd.DataFrame:
+    """Divide sums by the number of visible cells at each distance; distances without any have no rows."""
+    cells = torch.zeros(sums.shape[1], dtype=torch.int64)
+    for group in texts.groups:
+        length, n = group.tokens.shape[1], len(group.tokens)
+        cells.index_add_(0, _columns(texts, length), n * spec.mask(length).flatten().long())
+    seen = cells.nonzero().squeeze(1)
+    means = (sums[:, seen] / cells[seen]).flatten()
+    index = {"layer": spec.layer, "head": torch.arange(spec.n_heads).repeat_interleave(len(seen))}
+    distances = (seen - texts.longest + 1).repeat(spec.n_heads)
+    return pd.DataFrame({**index, "distance": distances, "attention": means, "cells": cells[seen].repeat(spec.n_heads)})
