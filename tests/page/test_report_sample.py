@@ -67,7 +67,8 @@ def test_every_head_has_every_number(estimated: Document) -> None:
 def test_added_losses_are_those_of_head_effects(estimated: Document) -> None:
     model, tokens = tp.load_demo_model(), LONGER[:, :128]
     zero = {"zero": tp.ablate_heads(model, None)}
-    effects = tp.head_effects(model, tokens, zero, exact=8, most=16, seed=5, progress=False)
+    options: dict[str, Any] = {"exact": 8, "most": 16, "draws": every_head.DRAWS, "seed": 5, "progress": False}
+    effects = tp.head_effects(model, tokens, zero, **options)
     expected = effects["exact"].fillna(effects["estimate"])
     for table in ("heads-ablation", "atlas"):
         shown = [as_number(row["added loss"].removeprefix("≈\u00a0")) for row in estimated.rows(table)]
@@ -90,7 +91,7 @@ def test_divergences_and_verdicts_are_those_of_the_ladders(estimated: Document) 
     texts = LONGER.view(8, 64)
     assert "Read: 8 texts of 64 tokens, of 2 texts of 256 tokens." in said(estimated)
     options: Any = {"heldout": texts[[1, 2, 3, 5, 6, 7]], "rungs": every_head.LADDER, "controls": [], "progress": False}
-    table = tp.attention_ladder(model, texts[::4], exact=16, seed=5, **options)
+    table = tp.attention_ladder(model, texts[::4], exact=16, draws=every_head.DRAWS, seed=5, **options)
     verdicts = tp.head_verdicts(table).set_index(HEAD)
     run = run_in(estimated, "ladder")
     exact = tp.head_verdicts(tp.attention_ladder(model, texts[::4], heads=run, **options)).set_index(HEAD)

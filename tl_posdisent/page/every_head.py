@@ -32,9 +32,11 @@ LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static"
 
 PASSES = {"ablation": 0.62, "ladder": 7.0}
 """Forward passes of all texts per head that is run, by processor time on a model of 30 layers of 9 heads."""
-BUDGET = 2.5e12
-"""Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. They take
-a minute or two on a CPU; models of a few million parameters need less for all heads."""
+BUDGET = 1e12
+"""Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. Models of a
+few million parameters need less for all heads."""
+DRAWS = 8
+"""Draws of labels for the estimates of heads that are not run."""
 LEAST = 8
 """Minimum number of heads that are run."""
 TEXTS = 8
@@ -75,7 +77,7 @@ def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
         return head_ablation(**options, layers=subject.asked).assign(exact=True)
     zero = {"zero": ablate_heads(subject.reading, subject.pairs)}
     most = max(LEAST, n - len(subject.layers))  # each layer takes a run of its own
-    effects = head_effects(**options, interventions=zero, exact=LEAST // 2, most=most, seed=seed)
+    effects = head_effects(**options, interventions=zero, exact=LEAST // 2, most=most, draws=DRAWS, seed=seed)
     known = effects["exact"].notna()
     table = (
         effects[HEAD]
@@ -108,7 +110,7 @@ def ladder(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
     if n == len(subject.pairs):
         return _of_all(subject, progress)
     texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 4)
-    table = _climbed(subject, subject.pairs, LADDER, texts, exact=n, seed=seed, progress=progress)
+    table = _climbed(subject, subject.pairs, LADDER, texts, exact=n, draws=DRAWS, seed=seed, progress=progress)
     return _complete([table])
 
 

@@ -30,7 +30,7 @@ SHOWN = 48
 """Number of positions of the score map."""
 READ = 128
 """Number of positions at which heads are replaced, and of each text over which mean outputs are averaged."""
-DRAWS = 32
+DRAWS = 16
 """Draws of labels: the estimates of one text have a relative error of about √(2 / draws)."""
 SAME = 5
 """The distance of all keys in the intervention whose attention is shown."""
