@@ -41,7 +41,7 @@ def test_means_are_those_of_a_loop_over_cells(kind: str, name: str, shared_model
     mask[1, :9] = 0
     texts = [row[real.bool()] for row, real in zip(TOKENS, mask, strict=True)]
     rotary = tp.read_attention(model, 1).rotary is not None
-    hooks = tp.dummy_distance(model, 3) if rotary else [("blocks.1.hook_resid_pre", lambda x, hook: 0.5 * x)]
+    hooks = tp.dummy_distance(model, 3) if rotary else [("blocks.1.hook_resid_pre", lambda x, hook: x.flip(-1))]
     table = attention_by_distance(model, TOKENS, {"changed": hooks}, attention_mask=mask, layers=[0, 1], **QUIET)
     assert table["intervention"].unique().tolist() == ["unmodified", "changed"]
     for name, some in (("unmodified", []), ("changed", hooks)):

@@ -48,7 +48,10 @@ def of_atlas(subject: Subject, found: Found) -> str:
     assert table is not None
     random, pairs = np.random.default_rng(0), listed(table.heads)
     scores, effects = ({pair: random.random(shape) for pair in pairs} for shape in ((48, 48), 128))
-    return atlas(subject, of_heads, table, Panels(["word"] * 128, True, scores, effects))
+    index = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]).repeat(256)
+    rows = pd.DataFrame(index=index).reset_index().assign(distance=[*range(256)] * len(pairs), attention=0.5, cells=1)
+    attention = pd.concat([rows.assign(intervention=name) for name in ("unmodified", "every distance 5")])
+    return atlas(subject, of_heads, table, Panels(["word"] * 128, True, attention, scores, effects))
 
 
 @pytest.mark.slow

@@ -20,8 +20,10 @@ def for_each_pattern(
     tokens: Int[Tensor, "batch pos"],
     specs: Sequence[AttentionSpec],
     function: Callable[[AttentionSpec, Pattern], None],
+    *,
+    whole: bool = False,
 ) -> None:
-    """Run the model up to the last of these layers, and call ``function`` with each layer's spec and its pattern.
+    """Run the model, to its end or up to the last of these layers, and call ``function`` with each spec and pattern.
 
     The pattern is the model's own, in its dtype; where it is not shown, the softmax of the scores.
     """
@@ -37,7 +39,7 @@ def for_each_pattern(
 
         hooks.append((name, listen))
     with running(model) as p:
-        p.run(tokens, hooks, stop=max(spec.layer for spec in specs) + 1)
+        p.run(tokens, hooks, stop=None if whole else max(spec.layer for spec in specs) + 1)
 
 
 def masked_softmax(

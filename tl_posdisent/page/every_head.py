@@ -31,7 +31,7 @@ IDLE = ("not used", "no effect")
 LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
 
 PASSES = {"ablation": 0.62, "ladder": 7.0}
-"""Forward passes of all texts per head that is run, by processor time on a model of 30 layers of 9 heads."""
+"""Forward passes of all texts per head that is run, by measured time on a model of 30 layers of 9 heads."""
 BUDGET = 1e12
 """Maximum multiplications in the forward passes of such a section: parameters × tokens × passes × heads. Models of a
 few million parameters need less for all heads."""

@@ -52,7 +52,7 @@ _BAR = "{l_bar}{bar}| [{elapsed}{postfix}]"
 _PARTS = {"additivity": 9, "distance": 2, "shares": 3, "subspaces": 3, "labels": 2, "heads": 1, "perturbation": 9}
 _PARTS |= {"ablation": 12, "ladder": 55}
 _COPY = 4
-"""Parts of the bar, in percent, of sections and of each random copy: by processor time, SmolLM2-135M, demo text."""
+"""Parts of the bar, in percent, of sections and of each random copy: by measured time, SmolLM2-135M, demo text."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.edits.score_edits import masked_softmax
+from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
 
@@ -96,17 +96,13 @@ def _summed(reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec],
     """Run all texts under hooks, and add up the pattern of each layer over the cells of each distance."""
     sums = {spec.layer: torch.zeros(spec.n_heads, 2 * texts.longest - 1, dtype=torch.float64) for spec in specs}
 
-    def listen(x: Tensor, hook: Any, spec: AttentionSpec) -> None:
-        pattern = x.detach() if spec.pattern else masked_softmax(x.detach(), ~spec.is_masked(x.detach()))
+    def add(spec: AttentionSpec, pattern: Pattern) -> None:
         of_texts = pattern.sum(0, dtype=torch.float64).flatten(1).cpu()
         sums[spec.layer].index_add_(1, _columns(texts, pattern.shape[-1]), of_texts)
 
-    def listener(spec: AttentionSpec) -> Hook:
-        return str(spec.pattern or spec.scores), lambda x, hook: listen(x, hook, spec)
-
-    with applied(reading.model, hooks), running(reading.model) as p:
+    with applied(reading.model, hooks):
         for group in texts.groups:
-            p.run(group.tokens, [listener(spec) for spec in specs], stop=max(sums) + 1 if not hooks else None)
+            for_each_pattern(reading.model, group.tokens, specs, add, whole=bool(hooks))
     return sums
 
 
