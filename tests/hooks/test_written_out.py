@@ -6,6 +6,7 @@ The oracle, `support/plain_attention.py`, is written from the projections and th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -32,7 +33,7 @@ from tl_posdisent import (
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import substitute_additive
+from tl_posdisent.hooks import drop_component, patch_vectors, phase_noise, substitute_additive
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.running.kv_cache import empty_cache
 
@@ -223,6 +224,49 @@ def test_a_pass_that_does_not_begin_with_the_keys_that_a_layer_shares(shared_mod
 
 
 @every_family
+def test_phase_noise(name: str, model: Any) -> None:
+    """Phases that are proportional to the frequencies are other positions."""
+    layer = rotating(model)[-1]
+    at = torch.arange(L) + torch.randn(L, generator=torch.Generator().manual_seed(0)).double()
+    frequencies = read_model(model).specs([layer])[0].require_rotary("phase_noise").frequencies.double()
+    hooks = phase_noise(model, (at - torch.arange(L))[:, None] * frequencies, layers=[layer])
+    there = at[:, None] - at
+    agree(model, name, hooks, Change(lambda x, d: there.expand_as(d) if x == layer else d))
+
+
+@pytest.mark.parametrize("family", WITHOUT_SCORES)
+def test_patched_vectors(name: str, model: Any) -> None:
+    """Queries and keys of another text, and its queries with the keys of this one."""
+    layer, other = rotating(model)[-1], TOKENS.flip(1)
+    with written_out(oracle(name)) as seen:
+        oracle(name)(other, use_cache=False)
+        theirs = seen[layer]
+        oracle(name)(TOKENS, use_cache=False)
+        own = seen[layer][0]
+    captured = capture(model, other, layers=[layer])[0]
+    if captured.spec.keys_of is not None:
+        pytest.skip("a layer that shares keys")
+    at = torch.arange(L).double()
+    distances = (at[:, None] - at).expand(captured.spec.n_heads, -1, -1)
+    none = torch.zeros_like(own.theta, dtype=torch.bool)
+    mixed = scores_of(dataclasses.replace(theirs[0], k=own.k), distances, own.theta[None], none)
+    for k_rot, scores in ((captured.k_rot, theirs[1]), (None, mixed)):
+        hooks = patch_vectors(model, layer, captured.q_rot, k_rot)
+        agree(model, name, hooks, Change(scores=lambda x, s, mask, new=scores: new if x == layer else s))
+
+
+@pytest.mark.parametrize("component", ["distance", "key", "residual"])
+@every_family
+def test_dropped_components(name: str, component: Any, model: Any) -> None:
+    def without(layer: int, scores: Tensor, mask: Tensor) -> Tensor:
+        fit = fit_additive(scores, mask=mask)
+        part = fit.residual(scores) if component == "residual" else fit.component(component)
+        return torch.where(mask, scores - part, scores)
+
+    agree(model, name, drop_component(model, component), Change(scores=without))
+
+
+@every_family
 @pytest.mark.parametrize("mode", ["drop", "freeze"])
 def test_frequencies(name: str, mode: Any, model: Any) -> None:
     def low(layer: int, theta: Tensor) -> Tensor:
@@ -299,6 +343,24 @@ def test_fits(name: str, model: Any) -> None:
         return new
 
     agree(model, name, substitute_additive(model), Change(scores=fitted))
+
+
+@every_family
+def test_two_axes(name: str, model: Any) -> None:
+    """A function of query and distance plus one of query and key, from the table of all distances, in one layer."""
+    layer = rotating(model)[-1]
+    spec = read_model(model).specs([layer])[0]
+    with written_out(oracle(name)) as seen:
+        oracle(name)(TOKENS, use_cache=False)
+    parts, _ = seen[layer]
+    none, ones = torch.zeros_like(parts.theta, dtype=torch.bool), torch.ones(spec.n_heads, L, L).double()
+    n = L if spec.window is None else min(L, spec.window)
+    table = torch.stack([scores_of(parts, d * ones, parts.theta[None], none) for d in range(n)])
+    near = (torch.arange(L)[:, None] - torch.arange(L)).clamp(0, n - 1)
+    of_distance = table.mean(-1).permute(1, 2, 3, 0)  # [batch, head, query, distance]
+    new = of_distance.gather(3, near.expand(*of_distance.shape[:2], -1, -1)) + table.mean(0)
+    hooks = substitute_additive(model, axes="two", layers=[layer])
+    agree(model, name, hooks, Change(scores=lambda x, s, mask: new if x == layer else s))
 
 
 @every_family

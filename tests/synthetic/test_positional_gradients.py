@@ -85,6 +85,14 @@ def test_gradient_of_a_bias_by_differences(encoding: str) -> None:
         assert got[layer, head, 0].item() == pytest.approx(expected, abs=2e-7)
 
 
+@pytest.mark.parametrize(("encoding", "part"), [("rope", "distance"), ("mla", "encoding"), ("alibi", "encoding")])
+def test_bfloat16(encoding: str, part: Any) -> None:
+    exact = model_of(encoding=encoding)
+    rounded = small_model(pad_id=0, encoding=encoding).to(torch.bfloat16)
+    expected, got = (_vectors(model, TOKENS, LABELS, part) for model in (exact, rounded))
+    assert float((got - expected).norm() / expected.norm()) < 0.05
+
+
 def test_heads_that_do_not_rotate_have_no_rotation_to_learn() -> None:
     model = model_of(encoding="rope", rotary_heads=2)
     got = _vectors(model, TOKENS, LABELS, "encoding").norm(dim=-1)

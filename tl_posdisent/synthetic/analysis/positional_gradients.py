@@ -126,7 +126,7 @@ def _vectors(
         nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
         nothing.requires_grad_()
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
-    hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n]) for n in layers]
+    hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n].to(x.dtype)) for n in layers]
     with with_gradients(model), running(model), applied(model, [*hooks, *seen.hooks(names)]):
         loss = cross_entropy(model(tokens).float(), labels)
         (gradient,) = torch.autograd.grad(loss, nothing)
