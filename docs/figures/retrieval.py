@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import nan
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ LENGTH, LENGTHS, PAIRS = 256, (256, 512), 12
 COUNT = 8  # heads that are knocked out, or whose frequencies are removed
 QUARTERS = (0.25, 0.5)  # of the subspaces, those that rotate slowest
 TOLERANCE = 0.1  # by which the energy of another band may differ, relative
-BANDS = 6  # other bands at most
+BANDS = 3  # other bands at most
 
 
 def _found(
@@ -51,7 +52,7 @@ def retrieval_rotation(model: Any, length: int = LENGTH, count: int = COUNT) -> 
     rows = [("", "unchanged", nan, *difference(model, needles, []))]
     top = found.top(count)
     for where, some in (("all heads", None), ("retrieval heads", top), ("other heads", last_heads(found.heads, top))):
-        for change, removed, hooks in changes(model, needles.tokens[:2], some):
+        for change, removed, hooks in changes(model, needles.tokens[:2], some, bands=BANDS if some is top else 0):
             rows.append((where, change, removed, *difference(model, needles, hooks)))
     return pd.DataFrame(rows, columns=["where", "change", "energy", "difference", "se", "right"]).assign(length=length)
 
@@ -64,7 +65,7 @@ def last_heads(heads: pd.DataFrame, top: Sequence[Head]) -> list[Head]:
     return [*pd.concat(some)[["layer", "head"]].itertuples(index=False, name=None)]
 
 
-def changes(model: Any, tokens: Tensor, heads: list[Head] | None) -> Iterator[tuple[str, float, Any]]:
+def changes(model: Any, tokens: Tensor, heads: list[Head] | None, bands: int) -> Iterator[tuple[str, float, Any]]:
     """Names, the energy that is removed, and hooks."""
     chosen = {} if heads is None else {"heads": heads}
     for most in (16, 64):
@@ -72,11 +73,11 @@ def changes(model: Any, tokens: Tensor, heads: list[Head] | None) -> Iterator[tu
     energies = energy(model, tokens, heads)
     for share in QUARTERS:
         n = round(share * len(energies))
-        slow, *bands = equal_bands(energies, n)
+        slow, *others = equal_bands(energies, n, bands)
         for mode in ("drop", "freeze"):
             for name, band in (
                 (f"slowest {share:g}", slow),
-                *((f"as much energy as slowest {share:g}", x) for x in bands),
+                *((f"as much energy as slowest {share:g}", x) for x in others),
             ):
                 ends = energies.index[band[0]], energies.index[band[-1]]
                 hooks = tp.limit_frequencies(model, min(ends), max(ends), mode=mode, side="inside", **chosen)
@@ -97,7 +98,7 @@ def energy(model: Any, tokens: Tensor, heads: list[Head] | None) -> pd.Series:
     return found / found.sum()
 
 
-def equal_bands(energies: pd.Series, n: int) -> list[range]:
+def equal_bands(energies: pd.Series, n: int, bands: int) -> list[range]:
     """The n slowest subspaces, and other bands, spread evenly, whose energy is closest to theirs."""
     wanted, found = energies.iloc[:n].sum(), list[range]()
     for first in range(n, len(energies)):
@@ -105,8 +106,8 @@ def equal_bands(energies: pd.Series, n: int) -> list[range]:
         last = int((sums - wanted).abs().argmin())
         if abs(sums.iloc[last] / wanted - 1) < TOLERANCE:
             found.append(range(first, first + last + 1))
-    step = max(1, -(-len(found) // BANDS))
-    return [range(n), *found[::step]]
+    places = np.linspace(0, len(found) - 1, min(bands, len(found))).round().astype(int)
+    return [range(n), *(found[place] for place in places)]
 
 
 def difference(model: Any, needles: Needles, hooks: Any) -> tuple[float, float, float]:
