@@ -94,7 +94,10 @@ def check_shown(spec: AttentionSpec, hooks: Sequence[Hook]) -> None:
 
 def _summed(reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec], hooks: Sequence[Hook]) -> Sums:
     """Run all texts under hooks, and add up the pattern of each layer over the cells of each distance."""
-    sums = {spec.layer: torch.zeros(spec.n_heads, 2 * texts.longest - 1, dtype=torch.float64) for spec in specs}
+    sums = {
+        spec.layer: torch.zeros(spec.n_heads, 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+        for spec in specs
+    }
 
     def add(spec: AttentionSpec, pattern: Pattern) -> None:
         of_texts = pattern.sum(0, dtype=torch.float64).flatten(1).cpu()
@@ -113,12 +116,12 @@ def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:
 
 def _table(spec: AttentionSpec, texts: Texts, sums: Float64[Tensor, "head distance"]) -> pd.DataFrame:
     """Divide sums by the number of visible cells at each distance; distances without any have no rows."""
-    cells = torch.zeros(sums.shape[1], dtype=torch.int64)
+    cells = torch.zeros(sums.shape[1], dtype=torch.int64, device="cpu")
     for group in texts.groups:
         length, n = group.tokens.shape[1], len(group.tokens)
-        cells.index_add_(0, _columns(texts, length), n * spec.mask(length).flatten().long())
+        cells.index_add_(0, _columns(texts, length), n * spec.mask(length).flatten().long().cpu())
     seen = cells.nonzero().squeeze(1)
     means = (sums[:, seen] / cells[seen]).flatten()
-    index = {"layer": spec.layer, "head": torch.arange(spec.n_heads).repeat_interleave(len(seen))}
+    index = {"layer": spec.layer, "head": torch.arange(spec.n_heads, device="cpu").repeat_interleave(len(seen))}
     distances = (seen - texts.longest + 1).repeat(spec.n_heads)
     return pd.DataFrame({**index, "distance": distances, "attention": means, "cells": cells[seen].repeat(spec.n_heads)})

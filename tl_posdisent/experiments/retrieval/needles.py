@@ -180,8 +180,9 @@ def check_needles(model: Any, name: str, needles: Any) -> Needles:
 
 def parts_of_needles(model: Any, needles: Needles, tokens: int) -> list[Part]:
     """Separate the texts into parts of at most so many tokens, or one text, each with its own metric."""
-    texts = read_texts(model, needles.tokens, torch.ones_like(needles.tokens))
-    return parts_of(texts, needles.metric, tokens=tokens)
+    with torch.inference_mode(False):  # tensors made in inference mode cannot take part in a gradient
+        ids = needles.tokens.clone()
+        return parts_of(read_texts(model, ids, torch.ones_like(ids)), needles.metric, tokens=tokens)
 
 
 def needle_attention(model: Any, needles: Needles, specs: Sequence[AttentionSpec]) -> Float64[Tensor, "pair head"]:
