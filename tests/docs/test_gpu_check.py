@@ -54,6 +54,7 @@ def checks_of(folder: Path) -> pd.DataFrame:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_every_line_runs_on_a_device(
     scripts: Any, on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

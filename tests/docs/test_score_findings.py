@@ -25,8 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "pairing": {
         "TEXTS": {32: 4, 64: 2},
         "LENGTH": 32,
-        "NEEDLES": 160,
-        "PAIRS": 2,
+        "FILLER": 42,
         "DRAWS": 20,
         "LEAST": {"induction": 0.05, "retrieval": 0.05},
     },
@@ -57,7 +56,7 @@ def model() -> Any:
     """Two layers of four heads, two key heads, with large random weights and the demo model's tokenizer."""
     size = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    size |= {"num_key_value_heads": 2, "vocab_size": 1100, "max_position_embeddings": 192}
+    size |= {"num_key_value_heads": 2, "vocab_size": 1100, "max_position_embeddings": 48}
     config = LlamaConfig(initializer_range=0.3, **size)
     return tp.bridge_from_hf(LlamaForCausalLM(config), tokenizer=demo_tokenizer())
 
@@ -98,6 +97,26 @@ def test_statistics_of_a_head(findings: Any, model: Any) -> None:
             variance.append(float(torch.cat([scores[i, 1 : i + 1] for i in range(32)]).var()))
         assert table.loc[(1, head), "low entropy"] == pytest.approx(-np.mean(entropy), rel=1e-4)
         assert table.loc[(1, head), "variance of scores"] == pytest.approx(np.mean(variance), rel=1e-4)
+
+
+def test_needles_and_attention_to_them(findings: Any, model: Any) -> None:
+    filler = findings.texts.parts(model, "demo", 1, 42)[0]
+    tokens, places = findings.pairing.needles(model, filler, np.random.default_rng(0), asked=2)
+    words = {model.to_tokens(word, prepend_bos=False)[0, 0].item() for word in findings.pairing.WORDS}
+    assert {tokens[0, at].item() for at in places} == words
+    question = model.to_tokens(f" The secret word of {findings.pairing.CITIES[2]} is", prepend_bos=False)[0]
+    assert tokens[0, -len(question) :].tolist() == question.tolist()
+    assert tokens[0, places[0] - len(question) : places[0]].tolist() == question.tolist()
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens)
+    row = cache["blocks.1.attn.hook_pattern"][0, 3, -1].double()
+    expected = row[places[0]] - row[places[1:]].mean()
+    ((_, attention),) = [x for x in tp.capture(model, tokens, findings.pairing._last_row) if x[0] == 1]
+    assert (attention[3, places[0]] - attention[3, places[1:]].mean()).item() == pytest.approx(expected.item(), 1e-4)
+    first = findings.pairing.retrieval(model, "demo", prompts=1).query("layer == 1 and head == 3")["retrieval"].item()
+    tokens, places = findings.pairing.needles(model, filler, np.random.default_rng(0), asked=0)
+    ((_, attention),) = [x for x in tp.capture(model, tokens, findings.pairing._last_row) if x[0] == 1]
+    assert first == pytest.approx((attention[3, places[0]] - attention[3, places[1:]].mean()).item())
 
 
 def test_the_difference_is_that_of_two_runs(findings: Any, model: Any) -> None:

@@ -15,13 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3Fo
 
 import tl_posdisent as tp
 from tl_posdisent.demo import demo_tokenizer
-from tl_posdisent.experiments import needle_texts
 
 FIGURES = ROOT / "docs" / "figures"
 LAYERS, TEXTS = 8, 2
 SIZE = {"vocab_size": 1100, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4}
 SIZE |= {"num_hidden_layers": LAYERS, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.usefixtures("unchecked")]
 
 
 @pytest.fixture(scope="module")
@@ -185,46 +184,37 @@ def test_word_order_is_that_of_a_loop(script: Any, plain: LlamaForCausalLM, mode
     assert found["se"] == pytest.approx((expected[0] - expected[1]).abs().item() / 2, abs=1e-4)
 
 
-def test_absent_words_are_in_no_needle_of_their_text(script: Any) -> None:
-    words = torch.tensor([[1, 2], [2, 1], [3, 1], [1, 3]])
-    assert script.absent_words(words).tolist() == [[3], [3], [2], [2]]
+def test_needles_name_their_words(script: Any, model: Any) -> None:
+    filler = torch.arange(5, 35)
+    asked = []
+    for seed in range(4):
+        tokens, (right, other, absent) = script.with_needles(model, filler, seed)
+        text = model.to_string(tokens)
+        city = text.rpartition(" The secret word of ")[2].removesuffix(" is")
+        word = text.partition(f"The secret word of {city} is")[2].partition(".")[0]
+        assert model.to_tokens(word, prepend_bos=False)[0, 0] == right
+        assert (tokens == right).any()
+        assert (tokens == other).any()
+        assert len({right, other, absent}) == 3
+        assert tokens[:10].tolist() == filler[:10].tolist()
+        asked.append((city, right, other))
+    (a, b, c), (d, e, f) = asked[:2]
+    assert (a, b, c) == (d, f, e)  # the same question, the words exchanged
 
 
-def test_needles_are_compared_by_their_logits(script: Any, plain: LlamaForCausalLM, model: Any) -> None:
-    table = script.needles(model, (160, 192), pairs=2, draws=1, global_layers=[3, 7])
-    given, bare = needle_texts(model, length=192, pairs=2, seed=3), hybrid(plain, [3, 7])
-    with torch.no_grad():
-        logits = bare(given.tokens).logits[:, -1]
-    answer, other = (logits[range(4), given.words[:, n]] for n in (0, 1))
-    absent = logits[range(4), script.absent_words(given.words)[:, 0]]
-    rows = table[table["change"].eq("global layers") & table["positions"].eq("192 tokens")].set_index("measure")
-    assert rows.loc["answer minus other", "value"] == pytest.approx((answer - other).mean().item(), abs=1e-5)
-    assert rows.loc["answer over other", "value"] == (answer > other).float().mean()
-    assert rows.loc["answer over absent", "value"] == (answer > absent).float().mean()
-    longer = set(table[table["positions"] == "192 tokens"]["change"])
-    assert longer < set(table[table["positions"] == "160 tokens"]["change"])
-
-
-def test_the_page_says_what_the_tables_say() -> None:
-    tables = {model: pd.read_csv(FIGURES / model / "without_rotation.csv") for model in ("smollm2", "gemma3")}
-    values = {
-        (model, measure): table[table["measure"] == measure].groupby("change")["value"]
-        for model, table in tables.items()
-        for measure in ("prose", "second copy")
-    }
-    for model in tables:
-        prose = values[model, "prose"].mean()
-        assert round(prose["unchanged"] + prose["all layers"], 1) == 5.5
-        assert prose["distances plus 4"] > prose["all layers"] > prose["distances at most 4"]
-        for measure in ("prose", "second copy"):
-            least, most = values[model, measure].min(), values[model, measure].max()
-            assert least["heads, most previous_token"] > most["random heads of the layers with most previous_token"]
-            assert least["heads, most induction"] <= most["random heads of the layers with most induction"]
-    assert values["smollm2", "prose"].min()["every fourth layer"] > values["smollm2", "prose"].max()["random fourth"]
-    assert values["gemma3", "prose"].max()["global layers"] < values["gemma3", "prose"].min()["random local layers"]
-    assert (
-        values["gemma3", "second copy"].min()["global layers"]
-        > (values["gemma3", "second copy"].max()["random local layers"])
+def test_needles_are_counted_by_their_logits(script: Any, plain: LlamaForCausalLM, model: Any) -> None:
+    table = script.needles(model, (24, 40), texts=4, draws=1, global_layers=[3, 7])
+    filler = parts(model, 4, 40)
+    bare = hybrid(plain, [3, 7])
+    right = []
+    for seed in range(4):
+        tokens, ids = script.with_needles(model, filler[seed, :40], seed)
+        with torch.no_grad():
+            asked, other, absent = bare(tokens[None]).logits[0, -1, ids].tolist()
+        right.append((asked > other, asked > absent))
+    rows = table[table["change"].eq("global layers") & table["positions"].eq("after 40")].set_index("measure")["value"]
+    assert rows["asked over other"] == sum(a for a, _ in right) / 4
+    assert rows["asked over absent"] == sum(b for _, b in right) / 4
+    assert set(table[table["positions"] == "after 40"]["change"]) < set(
+        table[table["positions"] == "after 24"]["change"]
     )
-    single = tables["smollm2"].query("change == 'one layer' and measure == 'second copy'")
-    assert single.loc[single["value"].idxmax(), "where"] == "16"
