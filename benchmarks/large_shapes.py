@@ -25,63 +25,49 @@ from transformers.initialization import no_init_weights
 
 import tl_posdisent as tp
 
-
-def pythia(layers: int | None) -> PretrainedConfig:
-    return GPTNeoXConfig(
-        vocab_size=50304,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=layers or 24,
-        num_attention_heads=16,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    )
-
-
-def llama(layers: int | None) -> PretrainedConfig:
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers or 32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
-
-
-def small_llama(layers: int | None) -> PretrainedConfig:
-    """Llama 3.2 1B."""
-    trained = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=layers or 16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, **trained},
-    )
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+LLAMA_3_2 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 32.0}
+SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "pythia-1.4b": (
+        GPTNeoXConfig,
+        {
+            **{"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
+            **{"num_attention_heads": 16, "max_position_embeddings": 2048},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "llama-3-8b": (
+        LlamaConfig,
+        {
+            **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
+            "rope_parameters": ROPE,
+        },
+    ),
+    "llama-3.2-1b": (
+        LlamaConfig,
+        {
+            **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+            **{"tie_word_embeddings": True, "rope_parameters": ROPE | LLAMA_3_2 | {"rope_type": "llama3"}},
+        },
+    ),
+    # For trying a script on a CPU: the scores of a few hundred tokens are larger than everything else.
+    "miniature": (
+        LlamaConfig,
+        {
+            **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+            **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512},
+            "rope_parameters": ROPE,
+        },
+    ),
+}
 
 
-def miniature(layers: int | None) -> PretrainedConfig:
-    """For trying a script on a CPU: the scores of a few hundred tokens are larger than everything else."""
-    return LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers or 4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
-
-
-SHAPES = {"pythia-1.4b": pythia, "llama-3-8b": llama, "llama-3.2-1b": small_llama, "miniature": miniature}
+def configuration(shape: str, layers: int | None) -> PretrainedConfig:
+    """Of one of the shapes, with as many layers as given."""
+    kind, sizes = SHAPES[shape]
+    return kind(**sizes | ({"num_hidden_layers": layers} if layers else {}))
 
 
 def middle(model: Any) -> int:
@@ -118,7 +104,7 @@ BUILD = {"bridge": tp.bridge_from_hf, "hooked": tp.hooked_from_hf}
 @torch.no_grad()
 def random_weights(options: argparse.Namespace, layers: int | None) -> Any:
     """A transformers model whose matrices repeat a million random numbers: drawing billions takes minutes."""
-    config = SHAPES[options.shape](layers)
+    config = configuration(options.shape, layers)
     with torch.device(options.device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
         some = torch.randn(2**20 + 1) * config.initializer_range
@@ -154,7 +140,7 @@ def rows_of(options: argparse.Namespace, layers: int | None) -> list[dict[str, A
     """Of one depth."""
     rows = []
     columns = ["model GB", "CPU s", "wall s", "peak MiB"]
-    depth = SHAPES[options.shape](layers).num_hidden_layers
+    depth = configuration(options.shape, layers).num_hidden_layers
     for length in options.length:
         for step in [x for x in options.step if length == options.length[0] or x != "load"]:
             arguments = [f"--{name}={getattr(options, name)}" for name in ("shape", "device", "dtype", "kind")]
