@@ -29,17 +29,22 @@ def for_each_pattern(
     """
     hooks: list[Hook] = []
     for spec in specs:
-        name = spec.pattern or spec.scores
-        if name is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
 
         def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
             x = x.detach()
             function(spec, x if spec.pattern else masked_softmax(x, ~spec.is_masked(x)))
 
-        hooks.append((name, listen))
+        hooks.append((pattern_or_scores(spec), listen))
     with running(model) as p:
         p.run(tokens, hooks, stop=None if whole else max(spec.layer for spec in specs) + 1)
+
+
+def pattern_or_scores(spec: AttentionSpec) -> str:
+    """Return the hook point of a layer's pattern or, if it shows none, of its scores; raise if it shows neither."""
+    name = spec.pattern or spec.scores
+    if name is None:
+        raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
+    return name
 
 
 def masked_softmax(

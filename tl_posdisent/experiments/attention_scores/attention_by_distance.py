@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.patterns import Pattern, for_each_pattern
+from tl_posdisent.models.patterns import Pattern, for_each_pattern, pattern_or_scores
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
@@ -82,8 +82,7 @@ def attention_by_distance(
 
 def check_shown(spec: AttentionSpec, hooks: Sequence[Hook]) -> None:
     """Raise if a layer shows no pattern, or one that would not show what these hooks change."""
-    if spec.pattern is None and spec.scores is None:
-        raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
+    pattern_or_scores(spec)
     z = str(spec.z)
     if not spec.scores_editable and any(name(z) if callable(name) else name == z for name, _ in hooks):
         raise ValueError(
