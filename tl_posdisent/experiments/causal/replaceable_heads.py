@@ -29,7 +29,15 @@ from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_integer, check_number, check_seed, check_subset, head_label, shown
+from tl_posdisent.utils.validation import (
+    check_counts,
+    check_integer,
+    check_number,
+    check_seed,
+    check_subset,
+    head_label,
+    shown,
+)
 
 Order = Literal["first order", "random"]
 _BESIDE: tuple[Order, ...] = ("random",)
@@ -259,9 +267,7 @@ def _cost(runs: Sequence[ByToken], unmodified: Unmodified) -> dict[str, float]:
 def _counts(counts: Any, n_heads: int) -> list[int]:
     if counts is None:
         return sorted({round(n_heads * tenth / 10) for tenth in range(11)})
-    if isinstance(counts, (str, bytes)) or not isinstance(counts, Collection) or not len(counts):
-        raise ArgumentError("counts", f"must be numbers of heads, got {shown(counts)}")
-    return sorted({0, *(check_integer("counts", n, 1, n_heads) for n in counts)})
+    return [0, *check_counts(counts, n_heads)]
 
 
 def _replacing(items: dict[str, NamedIntervention], rows: pd.DataFrame) -> Hooks:

@@ -25,15 +25,16 @@ from tl_posdisent.experiments.retrieval.needles import (
     needle_texts,
     parts_of_needles,
 )
-from tl_posdisent.hooks.ablate import AblationMode, ablate_heads, check_reach
+from tl_posdisent.hooks.ablate import ablate_heads, check_reach
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
+from tl_posdisent.utils.validation import check_choice, check_counts, check_integer, check_seed, shown
 
 By = Literal["copying", "attention"]
+Mode = Literal["mean", "zero"]
 Head = tuple[int, int]
 _TOKENS = 1024  # of short texts that share a pass without gradients
 _SIGNS = 9999  # random signs of a permutation test
@@ -92,7 +93,7 @@ def retrieval_heads(
     by: By = "copying",
     counts: Collection[int] = (8,),
     draws: int = 10,
-    mode: AblationMode = "mean",
+    mode: Mode = "mean",
     seed: int = 0,
     progress: bool = True,
 ) -> RetrievalHeads:
@@ -149,14 +150,14 @@ def retrieval_heads(
         4
     """
     check_choice("by", by, get_args(By))
-    check_choice("mode", mode, ("mean", "zero"))
+    check_choice("mode", mode, get_args(Mode))
     check_integer("draws", draws, 1)
     check_seed(seed)
     reading = read_model(model, layers)
     specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
     if not all(spec.causal for spec in specs):
         raise ArgumentError("model", "must be causal, got one whose tokens see later ones")
-    sizes = _sizes(counts, sum(spec.n_heads // 2 for spec in specs))
+    sizes = check_counts(counts, sum(spec.n_heads // 2 for spec in specs))
     needles = _default(reading, seed) if needles is None else check_needles(reading.model, "needles", needles)
     texts = [_default(reading, seed + 1)] if heldout is None else _several(reading, heldout)
     check_reach(reading, [spec.layer for spec in specs])
@@ -176,12 +177,6 @@ def _several(reading: ModelReading, heldout: Any) -> list[Needles]:
     if isinstance(several, (str, Tensor)) or not isinstance(several, Collection) or not several:
         raise ArgumentError("heldout", f"must be Needles, or a list of them, got {shown(heldout)}")
     return [check_needles(reading.model, "heldout", some) for some in several]
-
-
-def _sizes(counts: Any, most: int) -> list[int]:
-    if isinstance(counts, (str, bytes)) or not isinstance(counts, Collection) or not len(counts):
-        raise ArgumentError("counts", f"must be numbers of heads, got {shown(counts)}")
-    return sorted({check_integer("counts", n, 1, most) for n in counts})
 
 
 def _scores(reading: ModelReading, needles: Needles, specs: Sequence[AttentionSpec], bar: Any) -> pd.DataFrame:
@@ -254,7 +249,7 @@ def _knockout(
     heldout: Needles,
     sizes: Sequence[int],
     draws: int,
-    mode: AblationMode,
+    mode: Mode,
     seed: int,
     bar: Any,
 ) -> pd.DataFrame:
