@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import Needles, needle_texts
-from tl_posdisent.hooks import applied
+from tl_posdisent.experiments.retrieval.needles import needle_differences
 
 Head = tuple[int, int]
 By = Literal["copying", "attention"]
@@ -112,11 +111,6 @@ def equal_bands(energies: pd.Series, n: int, bands: int) -> list[range]:
 
 def difference(model: Any, needles: Needles, hooks: Any) -> tuple[float, float, float]:
     """Answer minus decoy, its standard error over pairs, and the share of texts in which it is positive."""
-    values = []
-    with torch.no_grad(), applied(model, hooks):
-        for row in range(0, len(needles.tokens), 2):
-            logits = model(needles.tokens[row : row + 2])
-            values.append(needles.metric.of_texts(logits, torch.arange(row, row + 2)).double())
-    of_pairs = torch.stack(values).mean(1)
-    right = (torch.cat(values) > 0).double().mean().item()
+    values = needle_differences(model, needles, hooks)
+    of_pairs, right = values.view(-1, 2).mean(1), (values > 0).double().mean().item()
     return of_pairs.mean().item(), (of_pairs.std() / len(of_pairs) ** 0.5).item(), right

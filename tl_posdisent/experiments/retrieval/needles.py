@@ -15,16 +15,19 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import LogitDifference, logit_difference
+from tl_posdisent.experiments.causal.runs import run_under
 from tl_posdisent.experiments.causal.text_parts import TOKENS, Part, parts_of
 from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.models.running.texts import read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_integer, check_seed, shown
 
+_TOKENS = 1024  # of short texts that share a pass without gradients
 _QUESTION = " The secret word of {name} is"
 _NAMES = "Rome Paris London Berlin Madrid Vienna Oslo Dublin Lisbon Athens Boston Chicago Toronto Sydney Moscow Cairo"
 _WORDS = "apple river table horse music stone bread window garden silver mountain paper flower winter doctor bridge"
@@ -203,6 +206,15 @@ def needle_attention(model: Any, needles: Needles, specs: Sequence[AttentionSpec
         texts.append(torch.cat([found[spec.layer] for spec in specs], 1))
     both = torch.cat(texts)
     return (both[::2] + both[1::2]) / 2
+
+
+def needle_differences(model: Any, needles: Needles, hooks: Sequence[Hook] = ()) -> Float64[Tensor, " text"]:
+    """Compute logit(answer) - logit(decoy) of each text under hooks; one forward pass for each text."""
+    found = torch.empty(len(needles.tokens), dtype=torch.float64, device="cpu")
+    for part in parts_of_needles(model, needles, _TOKENS):
+        logits = run_under(model, part.texts.groups[0].tokens, hooks)
+        found[part.places] = part.metric(logits).double().cpu()
+    return found
 
 
 class _Maker:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric
 from tl_posdisent.experiments.causal.result_gradients import result_gradients
-from tl_posdisent.experiments.causal.runs import run_under
 from tl_posdisent.experiments.causal.text_parts import TOKENS
 from tl_posdisent.experiments.retrieval.needles import (
     Needles,
     check_needles,
     needle_attention,
+    needle_differences,
     needle_texts,
     parts_of_needles,
 )
@@ -36,7 +36,6 @@ from tl_posdisent.utils.validation import check_choice, check_counts, check_inte
 By = Literal["copying", "attention"]
 Mode = Literal["mean", "zero"]
 Head = tuple[int, int]
-_TOKENS = 1024  # of short texts that share a pass without gradients
 _SIGNS = 9999  # random signs of a permutation test
 
 
@@ -259,7 +258,7 @@ def _knockout(
 
     def run(some: Sequence[Head]) -> Float64[Tensor, " text"]:
         hooks = ablate_heads(reading, list(some), mode=mode, reference=reference) if some else []
-        found = _differences(reading.model, heldout, hooks)
+        found = needle_differences(reading.model, heldout, hooks)
         bar.update()
         return found
 
@@ -272,15 +271,6 @@ def _knockout(
         p = _level(_of_pairs(others.mean(0) - without), seed)
         rows += [*_rows(heldout, "top", n, without[None], p), *_rows(heldout, "random", n, others)]
     return pd.DataFrame(rows)
-
-
-def _differences(model: Any, needles: Needles, hooks: Any) -> Float64[Tensor, " text"]:
-    """Return logit(answer) - logit(decoy) of each text under hooks."""
-    found = torch.empty(len(needles.tokens), dtype=torch.float64, device="cpu")
-    for part in parts_of_needles(model, needles, _TOKENS):
-        logits = run_under(model, part.texts.groups[0].tokens, hooks)
-        found[part.places] = part.metric(logits).double().cpu()
-    return found
 
 
 def _of_pairs(values: Float64[Tensor, "*draw text"]) -> Float64[Tensor, "*draw pair"]:
