@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 BRIDGE = re.compile(r'(model = load_\w+\((?:folder, |"smollm2", )?backend=)"bridge"')
-LONG = ("03_positional_deposit", "06_smollm2", "07_indirect_object")  # train, or measure SmolLM2: before a release
+LONG = ("03_positional_deposit", "06_smollm2", "07_indirect_object", "08_head_effects")  # the longest: before a release
 IN_BOTH = ("01_fit_additive", "04_your_own_model")  # other tests try every tool on both classes
 
 

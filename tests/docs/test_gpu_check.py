@@ -83,6 +83,7 @@ def rows_on_the_page(scripts: Any, trained: pd.DataFrame, path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_every_function_is_compared_on_the_cpu(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are right here, and few have results that bfloat16 makes incomparable."""
     monkeypatch.setenv("BENCH_DEVICE", "cpu")

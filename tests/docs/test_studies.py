@@ -15,7 +15,7 @@ from tl_posdisent import bridge_from_hf
 from tl_posdisent.demo import demo_tokenizer
 
 FIGURES = ROOT / "docs" / "figures"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.release]
 
 SHORT = 24
 OPTIONS: dict[str, dict[str, Any]] = {
