@@ -24,7 +24,7 @@ project_copyright = "2026, the tl_posdisent authors"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "support_table.md"]  # the table is included in support.md
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "tl_posdisent"
 html_static_path = ["_static"]

@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 
 HERE = Path(__file__).parent
-TABLE = HERE / "support_table.md"
+PAGE = HERE / "support.md"
 sys.path.append(str(HERE.parent / "tests"))
 
 from support import zoo  # noqa: E402
@@ -76,7 +76,7 @@ def _shortened(error: str) -> str:
     words = error.replace("`", "'").split(" ")
     own = ("ForCausalLM", "LMHeadModel")  # ends of architectures' names
     words = ["…" if (bare := w.rstrip(":")).endswith(own) or bare in TOOLS else w for w in words]
-    return " ".join(words)
+    return re.sub(r"\d+", "…", " ".join(words))
 
 
 def codes() -> list[str]:
@@ -93,60 +93,105 @@ def cases() -> list[tuple[str, str]]:
 # --- the table as Markdown ------------------------------------------------------------------------------------------
 
 NOTE = "<!-- Written by docs/support_table.py. Do not edit. -->"
-HEADER = (
-    "| architecture | Hugging Face class | where | "
-    + " | ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in TOOLS)
-    + " |"
-)
+END = "<!-- The end of what docs/support_table.py writes. -->"
+
+
+def written() -> str:
+    """The part of the page that this script writes."""
+    _, start, rest = PAGE.read_text(encoding="utf-8").partition(NOTE)
+    return start + rest.partition(END)[0]
 
 
 def to_markdown(table: Table) -> str:
-    """Architectures that behave alike in several classes share a row; refusals are numbered and quoted beneath."""
-    reasons = list(dict.fromkeys(text for row in table.values() for text in row.values() if text not in (OK, MISSING)))
-    lines = [NOTE, HEADER, "| --- " * (3 + len(TOOLS)) + "|"]
-    for name in (*zoo.NAMES, *zoo.HYBRID_NAMES):
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for code in CLASSES:
-            if (name, code) in table:
-                alike.setdefault(tuple(table[name, code].get(tool, MISSING) for tool in TOOLS), []).append(code)
-        for row, where in alike.items():
-            cells = [text if text in (OK, MISSING) else _named(text, reasons.index(text) + 1) for text in row]
-            lines.append(f"| {' | '.join([name, zoo.ARCHITECTURES[name].model, ' '.join(where), *cells])} |")
-    return "\n".join([*lines, "", *(f"{n}. `{text}`" for n, text in enumerate(reasons, 1)), ""])
+    """Architectures that behave alike share a row, and tools that do so a column; refusals are quoted beneath."""
+    refusals = [reason for row in table.values() for text in row.values() for reason in _refusals(text).values()]
+    reasons = list(dict.fromkeys(refusals))
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for tool in TOOLS:
+        columns.setdefault(tuple(row.get(tool, MISSING) for row in table.values()), []).append(tool)
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for case, row in table.items():
+        name, code = case
+        cells = tuple(_cell(row.get(tools[0], MISSING), reasons) for tools in columns.values())
+        rows.setdefault(cells, {}).setdefault(name, []).append(code)
+    titles = [", ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in tools) for tools in columns.values()]
+    lines = [NOTE, "", _line(["architectures", *titles]), "| --- " * (1 + len(titles)) + "|"]
+    lines += [_line([_names(where), *cells]) for cells, where in rows.items()]
+    return "\n".join([*lines, "", *(f"{n}. `{text}`" for n, text in enumerate(reasons, 1)), "", ""])
 
 
-def _named(error: str, number: int) -> str:
-    """A refusal in a cell: in a word or two why, and under which number it is quoted."""
-    if error.startswith(OK):
-        return f"{OK} not {', '.join(re.findall('; (padded|KV cache): ', error))} ({number})"
-    return f"{next((short for words, short in SHORT.items() if words in error), 'refused')} ({number})"
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _names(where: dict[str, list[str]]) -> str:
+    """Architectures, and behind those of the same classes their codes."""
+    alike: dict[str, list[str]] = {}
+    for name, found in where.items():
+        alike.setdefault(" ".join(sorted(found, key=list(CLASSES).index)), []).append(name)
+    return "; ".join(f"{', '.join(names)} ({found})" for found, names in alike.items())
+
+
+def _refusals(text: str) -> dict[str, str]:
+    """What a tool refuses, by the text on which it does; "" stands for every text."""
+    if text in (OK, MISSING):
+        return {}
+    if not text.startswith(OK):
+        return {"": text}
+    return dict(part.split(": ", 1) for part in re.split("; (?=padded:|KV cache:)", text)[1:])
+
+
+def _cell(text: str, reasons: list[str]) -> str:
+    """OK, or a word or two for each refusal, and the number under which it is quoted."""
+    numbered = {where: reasons.index(reason) + 1 for where, reason in _refusals(text).items()}
+    if "" in numbered:
+        return f"{next((short for words, short in SHORT.items() if words in text), 'refused')} ({numbered['']})"
+    parts = ", ".join(f"not {where} ({number})" for where, number in numbered.items())
+    return f"{OK} {parts}" if parts else text
 
 
 def from_markdown(text: str) -> Table:
     """The inverse."""
     reasons = {line.split(".")[0]: line.split("`")[1] for line in text.splitlines() if line[:1].isdigit()}
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    tools = [title.strip("`") for title in rows[0][3:]]
-    return {
+    columns = [[tool.strip("`") for tool in title.split(", ")] for title in rows[0][1:]]
+    found = {
         (name, code): {
-            tool: reasons.get(cell.rpartition("(")[2].rstrip(")"), cell)
-            for tool, cell in zip(tools, cells, strict=True)
+            tool: _outcome_of(cell, reasons) for tools, cell in zip(columns, cells, strict=True) for tool in tools
         }
-        for name, _, where, *cells in rows[2:]
-        for code in where.split()
+        for architectures, *cells in rows[2:]
+        for names, codes in re.findall(r"([^;()]+) \(([^()]+)\)", architectures)
+        for name in names.strip().split(", ")
+        for code in codes.split()
     }
+    order = [(name, code) for name in (*zoo.NAMES, *zoo.HYBRID_NAMES) for code in CLASSES]
+    return {case: found[case] for case in order if case in found}
+
+
+def _outcome_of(cell: str, reasons: dict[str, str]) -> str:
+    refused = re.findall(r"not (padded|KV cache) \((\d+)\)", cell)
+    if cell.startswith(OK):
+        return "; ".join([OK, *(f"{where}: {reasons[number]}" for where, number in refused)])
+    return reasons.get(cell.rpartition("(")[2].rstrip(")"), cell)
 
 
 def main(tools: Sequence[str]) -> None:
     """Replace what the table says of the installed TransformerLens: of these tools, or of all."""
     torch.set_num_threads(1)
-    table = from_markdown(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    table = from_markdown(written())
     kept = {case: row for case, row in table.items() if case[1] not in codes()}
     new = {(name, code): try_tools(zoo.load(CLASSES[code], name), tools or tuple(TOOLS)) for name, code in cases()}
     if tools:
         new = {case: table.get(case, {}) | row for case, row in new.items()}
-    TABLE.write_text(to_markdown(kept | new), encoding="utf-8")
-    print(f"{TABLE.name}: {len(new)} tried with TransformerLens {zoo.TL_MAJOR}, {len(kept)} kept")
+    write(kept | new)
+    print(f"{PAGE.name}: {len(new)} tried with TransformerLens {zoo.TL_MAJOR}, {len(kept)} kept")
+
+
+def write(table: Table) -> None:
+    """Put the table, in the order of the architectures, in its place on the page."""
+    order = [(name, code) for name in (*zoo.NAMES, *zoo.HYBRID_NAMES) for code in CLASSES]
+    text = to_markdown({case: table[case] for case in order if case in table})
+    PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(written(), text), encoding="utf-8")
 
 
 if __name__ == "__main__":
