@@ -2,7 +2,7 @@
 
 A page says ``<!-- api: hooks -->`` where the public names defined in ``tl_posdisent.hooks`` (or several modules, with
 spaces between) belong: a table with one line for each, then the entries. ``<!-- api-tables -->`` becomes the tables of
-all pages of ``api/``.
+all pages of ``api/``. In tables of every page, public names become links to their entries.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PACKAGE = Path(tl_posdisent.__file__).parent
 PAGES = Path(__file__).with_name("api")
 _NAMES = re.compile(r"<!-- api: ([\w. ]+) -->")
 _TABLES = "<!-- api-tables -->"
+_CODE_IN_ROW = re.compile(r"(?<!})`([\w.]+)`(?!\])")
 
 
 @functools.cache
@@ -103,7 +104,14 @@ def expanded(page: str) -> str:
             parts.append(f"## [{title}](api/{path.name})\n\n{table(names_of(modules))}\n")
         return "\n".join(parts)
 
-    return _NAMES.sub(names, page).replace(_TABLES, tables() if _TABLES in page else "")
+    whole = _NAMES.sub(names, page).replace(_TABLES, tables() if _TABLES in page else "")
+    return re.sub(r"^\| .*$", lambda row: _CODE_IN_ROW.sub(_linked, row[0]), whole, flags=re.MULTILINE)
+
+
+def _linked(code: re.Match[str]) -> str:
+    """A public name as users import it, linked to its entry; other code stays."""
+    path = f"tl_posdisent.{code[1]}"
+    return f"{{py:obj}}`{code[1]} <{path}>`" if path in public_names() else code[0]
 
 
 def insert(app: Any, name: str, content: list[str]) -> None:

@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, os.path.dirname(__file__))
 
 import api_pages
-import one_page
+import llms
 
 from tl_posdisent import __version__
 
@@ -101,7 +101,7 @@ def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any,
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    one_page.write()
+    llms.write()
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
     app.connect("source-read", drop_stubs, priority=400)  # before anything is inserted
     app.connect("source-read", insert_notebooks)

@@ -64,3 +64,16 @@ def test_names_are_documented_where_they_are_imported_from() -> None:
         namespace, _, name = path.rpartition(".")
         value = getattr(importlib.import_module(namespace), name)
         assert value is getattr(importlib.import_module(f"tl_posdisent.{module}"), name)
+
+
+def test_start_here_names_functions_as_they_are_imported() -> None:
+    page = (DOCS / "start_here.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!task|---).* \| (.*) \|$", page, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(named) > 60
+    for name in named:
+        namespace, _, last = f"tl_posdisent.{name}".rpartition(".")
+        assert callable(getattr(importlib.import_module(namespace), last)), name
+    of_root = {path for path in api_pages.public_names() if path.count(".") == 1}
+    functions = {path for path in of_root if path.rpartition(".")[2].islower()}
+    assert functions <= {f"tl_posdisent.{name}" for name in named}

@@ -11,15 +11,14 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(DOCS / "figures"))
     patch.syspath_prepend(str(DOCS))
     import gallery
-    import one_page
+    import llms
 
 pytestmark = pytest.mark.tl4
 
 
-def test_the_api_sheet_and_llms_txt() -> None:
-    """Otherwise: python docs/one_page.py"""
-    assert one_page.SHEET.read_text(encoding="utf-8") == one_page.sheet()
-    assert one_page.LLMS.read_text(encoding="utf-8") == one_page.llms()
+def test_llms_txt() -> None:
+    """Otherwise: python docs/llms.py"""
+    assert llms.LLMS.read_text(encoding="utf-8") == llms.llms()
 
 
 def test_the_gallery() -> None:

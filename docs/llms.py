@@ -1,6 +1,6 @@
-"""The API on one page, ``api_sheet.md``, and ``llms.txt``: made of the API pages, the stubs and the docstrings.
+"""``llms.txt``, an index for programs: made of the pages, the stubs and the docstrings.
 
-``python docs/one_page.py`` writes both; ``tests/docs/test_generated_pages.py`` checks that they are current.
+``python docs/llms.py`` writes it; ``tests/docs/test_generated_pages.py`` checks that it is current.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(DOCS))
 
 import api_pages  # noqa: E402
 
-SHEET, LLMS = DOCS / "api_sheet.md", DOCS / "llms.txt"
+LLMS = DOCS / "llms.txt"
 _LONGEST_DEFAULT = 12  # characters; longer ones are shown as …
 
 
@@ -61,31 +61,17 @@ def subjects() -> dict[str, tuple[Path, list[str]]]:
     return found
 
 
-def sheet() -> str:
-    """Every public name on one page."""
-    parts = [
-        "# API on one page",
-        "Every public name with its arguments and what it does, in the order of the [API reference](api.md), which has "
-        "the details. Names without a folder are imported from `tl_posdisent`. `docs/one_page.py` writes this page.",
-    ]
-    for title, (_, names) in subjects().items():
-        parts += [f"## {title}", "\n".join(f"* `{call_of(name)}`: {_summary(name)}" for name in names)]
-    return "\n\n".join(parts) + "\n"
-
-
 def pages() -> list[tuple[str, str, str]]:
     """Title, path and first sentence of each page of the documentation but those of the API."""
     found = []
-    for path in sorted([*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")]):
+    for path in sorted(DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
-        if not text.startswith("# ") or path == SHEET:
-            continue
-        prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL).lstrip()
         prose = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", prose)  # the words of links
         paragraphs = [" ".join(each.split()) for each in prose.split("\n\n")[1:]]
         plain = next((each for each in paragraphs if each[:1].isalpha() or each[:1] == "`"), "")
         sentence = re.match(r".+?[.?:](?=\s|$)", plain)
-        found.append((text.splitlines()[0][2:], str(path.relative_to(DOCS)), sentence[0] if sentence else plain))
+        found.append((prose.splitlines()[0][2:], path.name, sentence[0] if sentence else plain))
     return found
 
 
@@ -105,9 +91,8 @@ def llms() -> str:
 
 
 def write() -> None:
-    for path, text in ((SHEET, sheet()), (LLMS, llms())):
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+    if not LLMS.is_file() or LLMS.read_text(encoding="utf-8") != llms():
+        LLMS.write_text(llms(), encoding="utf-8")
 
 
 if __name__ == "__main__":
