@@ -22,7 +22,7 @@ COSTS = (
     *("dummy_distance", "swap_positions", "remap_distance, a ceiling", "remap_distance, a root", "limit_frequencies"),
     *("lambda_mask", "additivity", "controlled_distance", "head_effects, eight interventions, no exact runs"),
 )
-# docs/memory.md: at most five copies of a layer's scores; here one more for everything else that a layer holds.
+# docs/large_models.md: at most five copies of a layer's scores; here one more for everything else that a layer holds.
 COPIES = 6.0
 LINEAR = 6.0  # docs/benchmarks.md: three to six times the queries and keys in float32, at any length
 
@@ -85,7 +85,7 @@ def one_layer(model: Any, tokens: torch.Tensor, **options: Any) -> Any:
 
 
 def memory(large: Large) -> Iterator[tuple[str, Callable[[], Found]]]:
-    """What docs/memory.md, docs/benchmarks.md and docstrings claim, in MiB."""
+    """What docs/large_models.md, docs/benchmarks.md and docstrings claim, in MiB."""
     tools: dict[str, Callable[..., Any]] = {
         "additivity": partial(tp.additivity, progress=False),
         "controlled_distance": partial(tp.controlled_distance, progress=False),

@@ -17,8 +17,8 @@ PAGE = FOLDER.parent / "gallery.md"
 START = """\
 # Gallery
 
-One picture for each thing that the package shows, with the call that draws it and a link to the page that explains it.
-The pictures are those of the demo model, unless they name another one; `docs/figures/gallery.py` writes this page.
+What can be drawn? One picture each, with its call and the page that explains it. Pictures are of the demo model, unless
+they name another one.
 """
 
 
@@ -40,7 +40,7 @@ PICTURES = [
         "The scores of L16H0 of SmolLM2-135M equal a map of the distance, one of the query, one of the key, and a "
         "residual.",
         'fit_additive(cache["attn_scores", 16]).to_frame()',
-        "guides/where_or_what.md",
+        "where_or_what.md",
     ),
     Picture(
         "gallery_parts.png",
@@ -82,7 +82,7 @@ PICTURES = [
         "Shares of the variance",
         "What distance, query, key and their interactions explain of the scores at controlled distances.",
         "plot_shares(controlled_distance(model, tokens))",
-        "plots.md#shares",
+        "plots.md#profiles-and-shares",
     ),
     Picture(
         "frequencies.svg",

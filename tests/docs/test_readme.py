@@ -21,7 +21,7 @@ SLOW = {page.name: [pytest.mark.slow] for page in WITH_PYTHON if page.name != "R
 # What these find of all heads, or of a language model, takes about a minute: before a release.
 SLOW |= {
     name: [pytest.mark.slow, pytest.mark.release]
-    for name in ("attention_ladder.md", "head_effects.md", "large_models.md", "length_generalization.md")
+    for name in ("attention_ladder.md", "head_effects.md", "length_generalization.md", "smollm2.md")
 }
 
 

@@ -1,4 +1,4 @@
-"""What the guides say of a tool is so, on a model where it and its opposite differ."""
+"""What the documentation says of a tool is so, on a model where it and its opposite differ."""
 
 from __future__ import annotations
 
