@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -50,33 +48,6 @@ napoleon_use_rtype = False
 napoleon_attr_annotations = False  # shapes are in the text; as types they are no reStructuredText
 
 
-def notebook_as_markdown(path: Path) -> str:
-    """A notebook with its outputs as plain text, so that the page and the tested notebook are one thing."""
-    parts = []
-    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            parts.append(source)
-            continue
-        parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
-            image = "".join(output.get("data", {}).get("image/png", "")).replace("\n", "")
-            if image:
-                parts.append(f"![figure](data:image/png;base64,{image})")
-                continue
-            shown = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
-            parts.append(f"```text\n{shown.rstrip()}\n```")
-    return "\n\n".join(parts)
-
-
-def insert_notebooks(app: Any, name: str, content: list[str]) -> None:
-    """Put a notebook where a page says ``<!-- notebook: path -->``."""
-    for comment, path in re.findall(r"(<!-- notebook: (\S+) -->)", content[0]):
-        file = Path(app.srcdir, path)
-        app.env.note_dependency(str(file), docname=name)
-        content[0] = content[0].replace(comment, notebook_as_markdown(file))
-
-
 def drop_stubs(app: Any, name: str, content: list[str]) -> None:
     """Leave out what a page says where it is shown without the parts that are inserted here."""
     content[0] = re.sub(r"<!-- on a code host -->.*?<!-- end -->\n*", "", content[0], flags=re.DOTALL)
@@ -103,6 +74,5 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     llms.write()
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
-    app.connect("source-read", drop_stubs, priority=400)  # before anything is inserted
-    app.connect("source-read", insert_notebooks)
+    app.connect("source-read", drop_stubs)
     app.connect("source-read", api_pages.insert)

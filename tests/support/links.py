@@ -12,7 +12,6 @@ _LINKS = [
     re.compile(r"\]\(<?([^()<>\s]+)>?(?:\s+\"[^\"]*\")?\)"),  # [text](target), ![alt](target), text over several lines
     re.compile(r"^\[[^\]]+\]: *(\S+)", re.MULTILINE),  # [text]: target
     re.compile(r"^`{3,}\{(?:image|figure|include)\} *(\S+)", re.MULTILINE),
-    re.compile(r"<!-- notebook: (\S+) -->"),
     re.compile(r"(?:src|href)=\"([^\"]+)\""),
 ]
 _BUILT = {"demo_report.html"}  # beside the page, by `make docs`
