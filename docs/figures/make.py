@@ -81,11 +81,6 @@ def shares() -> go.Figure:
     return tp.plot_shares(tp.controlled_distance(MODEL, texts(7, 450), sinks=50, progress=False))
 
 
-def deposit() -> go.Figure:
-    table = tp.head_ablation(MODEL, texts(4, 128), mode="resample", progress=False)
-    return tp.viz.plot_deposit(table, better="lower")
-
-
 def drops() -> go.Figure:
     """Draw the models of ``tl-posdisent synthetic --preset small``, which are trained first if necessary."""
     runs = tp.synthetic.train_preset(
@@ -193,7 +188,6 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     heads: (680, 360),
     distance: (720, 400),
     shares: (860, 400),
-    deposit: (860, 360),
     drops: (960, 280),
     dynamics: (860, 360),
     language_dynamics: (960, 360),
