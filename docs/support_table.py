@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import re
+import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,32 +104,32 @@ def written() -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """Architectures that behave alike share a row, and tools that do so a column; refusals are quoted beneath."""
+    """Architectures that behave alike are a group, tools that do so share a row; refusals are quoted beneath."""
     refusals = [reason for row in table.values() for text in row.values() for reason in _refusals(text).values()]
     reasons = list(dict.fromkeys(refusals))
-    columns: dict[tuple[str, ...], list[str]] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
     for tool in TOOLS:
-        columns.setdefault(tuple(row.get(tool, MISSING) for row in table.values()), []).append(tool)
-    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for case, row in table.items():
-        name, code = case
-        cells = tuple(_cell(row.get(tools[0], MISSING), reasons) for tools in columns.values())
-        rows.setdefault(cells, {}).setdefault(name, []).append(code)
-    titles = [", ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in tools) for tools in columns.values()]
-    lines = [NOTE, "", _line(["architectures", *titles]), "| --- " * (1 + len(titles)) + "|"]
-    lines += [_line([_names(where), *cells]) for cells, where in rows.items()]
+        rows.setdefault(tuple(row.get(tool, MISSING) for row in table.values()), []).append(tool)
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for (name, code), row in table.items():
+        cells = tuple(_cell(row.get(tools[0], MISSING), reasons) for tools in rows.values())
+        groups.setdefault(cells, {}).setdefault(name, []).append(code)
+    letters = string.ascii_uppercase[: len(groups)]
+    titles = [", ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in tools) for tools in rows.values()]
+    lines = [NOTE, "", *_table(["group", "architectures"], zip(letters, map(_names, groups.values()), strict=True))]
+    lines += ["", *_table(["tool", *letters], zip(titles, *groups, strict=True))]
     return "\n".join([*lines, "", *(f"{n}. `{text}`" for n, text in enumerate(reasons, 1)), "", ""])
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _table(titles: list[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]
 
 
 def _names(where: dict[str, list[str]]) -> str:
     """Architectures, and behind those of the same classes their codes."""
     alike: dict[str, list[str]] = {}
     for name, found in where.items():
-        alike.setdefault(" ".join(sorted(found, key=list(CLASSES).index)), []).append(name)
+        alike.setdefault(" ".join(found), []).append(name)
     return "; ".join(f"{', '.join(names)} ({found})" for found, names in alike.items())
 
 
@@ -152,20 +153,24 @@ def _cell(text: str, reasons: list[str]) -> str:
 
 def from_markdown(text: str) -> Table:
     """The inverse."""
-    reasons = {line.split(".")[0]: line.split("`")[1] for line in text.splitlines() if line[:1].isdigit()}
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    columns = [[tool.strip("`") for tool in title.split(", ")] for title in rows[0][1:]]
+    lines = text.splitlines()
+    reasons = {line.split(".")[0]: line.split("`")[1] for line in lines if line[:1].isdigit()}
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    groups, tools = [row for row in rows if len(row) == 2][2:], [row for row in rows if len(row) > 2][2:]
     found = {
-        (name, code): {
-            tool: _outcome_of(cell, reasons) for tools, cell in zip(columns, cells, strict=True) for tool in tools
-        }
-        for architectures, *cells in rows[2:]
+        (name, code): {tool.strip("`"): _outcome_of(row[n], reasons) for row in tools for tool in row[0].split(", ")}
+        for n, (_, architectures) in enumerate(groups, start=1)
         for names, codes in re.findall(r"([^;()]+) \(([^()]+)\)", architectures)
         for name in names.strip().split(", ")
         for code in codes.split()
     }
+    return in_order(found)
+
+
+def in_order(table: Table) -> Table:
+    """By architecture and class, as the zoo has them."""
     order = [(name, code) for name in (*zoo.NAMES, *zoo.HYBRID_NAMES) for code in CLASSES]
-    return {case: found[case] for case in order if case in found}
+    return {case: table[case] for case in order if case in table}
 
 
 def _outcome_of(cell: str, reasons: dict[str, str]) -> str:
@@ -189,8 +194,7 @@ def main(tools: Sequence[str]) -> None:
 
 def write(table: Table) -> None:
     """Put the table, in the order of the architectures, in its place on the page."""
-    order = [(name, code) for name in (*zoo.NAMES, *zoo.HYBRID_NAMES) for code in CLASSES]
-    text = to_markdown({case: table[case] for case in order if case in table})
+    text = to_markdown(in_order(table))
     PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(written(), text), encoding="utf-8")
 
 
