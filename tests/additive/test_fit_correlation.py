@@ -22,7 +22,7 @@ def saturated(mask: torch.Tensor) -> bool:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_r_is_the_correlation_over_the_cells(case: Case) -> None:
     scores = 3 + case.scores(1)
-    fit = fit_additive(scores, **case.options)
+    fit = fit_additive(scores, **case.options, check=False)
     masks = case.mask.expand(case.shape).reshape(-1, *case.shape[-2:])
     pairs = (x.reshape(masks.shape) for x in (scores, fit.fitted()))
     for r, x, y, mask in zip(fit.r.flatten(), *pairs, masks, strict=True):

@@ -1,8 +1,9 @@
-"""What is no score is refused, or warned of, and scores are not, however sharp the attention."""
+"""What is no score is refused, and scores are not, however sharp the attention."""
 
 from __future__ import annotations
 
-import warnings
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from support.dense import allowed
 from torch import Tensor
 
-from tl_posdisent import fit_additive
+from tl_posdisent import demo_tokens, fit_additive, fit_attention, load_demo_model
 from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.rope import toeplitz_share
+from tl_posdisent.utils.errors import ArgumentError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 MASKING = [-torch.inf, -1e4, -5e4, -65504.0, -1e6, -1e9, -1e10, -1e20]
@@ -134,17 +136,31 @@ def test_negative_scores_whose_rows_sum_to_one_are_fitted() -> None:
     fit_additive(scores, mask="full")
 
 
-def test_vectors_are_warned_of_unless_insisted() -> None:
+@pytest.mark.parametrize("fit", [fit_additive, fit_attention])
+@pytest.mark.parametrize("length", [12, 40, 80])  # fewer positions than coordinates, and more
+def test_of_all_activations_only_scores_are_fitted(length: int, fit: Callable[[Tensor], Any]) -> None:
+    _, cache = load_demo_model().run_with_cache(demo_tokens(length=length))
+    fitted = set()
+    for name, x in cache.items():
+        for each in (x, x[0]):  # with and without an axis of texts
+            with contextlib.suppress(ArgumentError):
+                fit(each)
+                fitted.add(name.split(".")[-1])
+    assert fitted == {"hook_attn_scores"}
+
+
+@pytest.mark.parametrize("fit", [fit_additive, fit_attention])
+def test_vectors_are_refused_and_scores_of_few_queries_are_not(fit: Callable[..., Any]) -> None:
     z = torch.randn(1, 12, 4, 8)  # as cache["z", 3] and cache["q", 3]: batch, pos, head, d_head
-    for x in (z, z[0], z.bfloat16()):
-        with pytest.warns(UserWarning, match="q, k, v and z, which are"):
-            fit_additive(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit_additive(z, check=False)
-        fit_additive(z[0, 0])  # no leading axes
-        fit_additive(z, mask="full")
-        fit_additive(z[..., :1, :])  # one query at the last key sees all
-        fit_additive(torch.randn(2, 3, 9, 9))
-        for value in (-torch.inf, -1e9, torch.finfo(torch.float32).min, 0.0):  # the last queries of cached generation
-            fit_additive(z.masked_fill(~allowed(4, 8), value))
+    for x in (z, z[0], z[0, 0], z.bfloat16(), torch.randn(2, 12, 64)):
+        with pytest.raises(ValueError, match=r"a residual stream .* set keys after a query to -inf, or pass mask="):
+            fit(x)
+    own = torch.ones(4, 8, dtype=torch.bool)
+    fit(z, mask="full")  # what was advised
+    fit(z, mask=own)
+    fit(z[..., :1, :])  # one query at the last key sees all
+    fit(torch.randn(2, 3, 9, 9))
+    causal = fit_additive(z, check=False).to_frame()
+    fit(z.masked_fill(~allowed(4, 8), -torch.inf))
+    for value in (-torch.inf, -1e9, torch.finfo(torch.float32).min, 0.0):  # the last queries of cached generation
+        assert fit_additive(z.masked_fill(~allowed(4, 8), value)).to_frame().equals(causal)

@@ -24,8 +24,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def scores(self, seed: int = 0) -> Tensor:
+        """Random scores; of fewer queries than keys, with zeros after each query, as causal scores need them."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        fewer = self.shape[-2] < self.shape[-1] and isinstance(self.options.get("mask", "causal"), str)
+        return x * allowed(*self.shape[-2:], mask=self.options.get("mask", "causal")) if fewer else x
 
     @functools.cached_property
     def fitted(self) -> tuple[Tensor, AdditiveFit]:

@@ -350,7 +350,8 @@ def make_cells(
         raise ArgumentError(
             "scores",
             f"must have shape (..., query, key) with the last query at the last key, got {n_query} queries and "
-            f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are not scores",
+            f"{n_key} keys; q, k, v and z (batch, pos, head, d_head) and a residual stream (batch, pos, d_model) are "
+            "not scores",
         )
     low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1 - sinks
     if window is not None:

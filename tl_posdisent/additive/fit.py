@@ -19,7 +19,7 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.identifiability import design_rank, fix_gauge
 from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns, warn_of_vectors
+from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns, refuse_vectors
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
@@ -54,8 +54,9 @@ def fit_additive(
         sinks: leave this many first keys (attention sinks) out of the fit; their importance is 0.
         pool: fit one distance profile to all entries of the first axis (texts), each with its own query and key part.
             Scores of several layers then need that axis: ``(text, head, query, key)`` each.
-        check: raise for an attention pattern (rows that are non-negative and sum to 1), and warn if the tensor may be
-            q, k, v or z (fewer "queries" than "keys", and no causal mask).
+        check: raise for an attention pattern (rows that are non-negative and sum to 1), and for what looks like q, k,
+            v, z or a residual stream (fewer "queries" than "keys", and no causal mask). A square matrix may be scores
+            before masking, so it is fitted, also if it is vectors of as many coordinates as rows.
 
     Returns:
         An ``AdditiveFit``: components with their gauge fixed, ``r``, shares, ``fitted()``, ``residual()``, tables.
@@ -63,8 +64,8 @@ def fit_additive(
     Raises:
         ValueError: scores that are not floating point matrices; a mask of the wrong dtype or size, or without any cell;
             a cell inside the mask that is NaN, infinite or a masking value such as -1e9 (the message says where, and
-            which mask to pass; a boolean mask is not checked for masking values); an attention pattern, unless
-            ``check=False``.
+            which mask to pass; a boolean mask is not checked for masking values); an attention pattern, or vectors,
+            unless ``check=False``.
 
     Example:
         >>> import torch
@@ -99,7 +100,7 @@ def fit_additive(
             "knows the rotation. check=False fits these values as they are",
         )
         if mask == "causal":
-            warn_of_vectors(scores)
+            refuse_vectors(scores, "; check=False fits them unmasked")
     read = read_marginals(scores, cells, suspicious=isinstance(mask, str))
     return replace(fit_marginals(read, cells, pool=pool), layers=layers)
 

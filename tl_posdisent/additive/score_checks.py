@@ -1,8 +1,7 @@
-"""Validate attention scores (shape, dtype, neither a pattern nor q, k, v or z), and queries and keys."""
+"""Validate attention scores (shape, dtype, neither a pattern nor vectors), and queries and keys."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -85,17 +84,22 @@ def refuse_patterns(scores: Float[Tensor, "*batch query key"], advice: str) -> N
         )
 
 
-def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
-    """Warn if a tensor with fewer queries than keys is not causally masked, as is the case for q, k, v and z."""
+def refuse_vectors(scores: Float[Tensor, "*batch query key"], advice: str = "") -> None:
+    """Raise if fewer queries than keys are not causally masked, as in q, k, v, z and a residual stream.
+
+    Square matrices of scores are often passed before masking, so vectors of as many coordinates as rows pass.
+    ``advice`` ends the message.
+    """
     n_query, n_key = scores.shape[-2:]
-    if scores.ndim < 3 or not 1 < n_query < n_key:
+    if not 1 < n_query < n_key:
         return
     future = scores[..., 0, n_key - n_query + 1 :]
     if bool((future.isfinite() & (future > -FAR)).all() & (future != 0).any()):
-        warnings.warn(
-            f"scores of shape {tuple(scores.shape)} are fitted as (..., query, key) with the queries at the last keys, "
-            "but keys after a query are not masked: q, k, v and z, which are (batch, pos, head, d_head), look like "
-            "this and are not scores; pass check=False if these are scores",
-            UserWarning,
-            stacklevel=3,
+        raise ArgumentError(
+            "scores",
+            "must have shape (..., query, key) with the queries at the last keys, and keys after a query masked, got "
+            f"{tuple(scores.shape)}, {n_query} queries and {n_key} keys, with finite values after the queries: q, k, v "
+            "and z (batch, pos, head, d_head) and a residual stream (batch, pos, d_model) look like this and are not "
+            'scores. If these are scores, set keys after a query to -inf, or pass mask="full" if each query sees all '
+            f"keys{advice}",
         )

@@ -19,7 +19,7 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
-from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns
+from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns, refuse_vectors
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_integer, check_number, is_integer, shown
@@ -112,6 +112,8 @@ def fit_attention(
     if scores is None:
         blocks = pattern_of_pattern(layout, arranged)
     else:
+        if mask == "causal":
+            refuse_vectors(x)
         refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
         blocks = pattern_of_scores(layout, arranged)
     data = _Data.read(blocks, arranged.shape[:2], layout, pseudo_count)
