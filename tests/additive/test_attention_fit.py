@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from scipy.optimize import minimize
@@ -15,6 +17,7 @@ from tl_posdisent.additive import AttentionFit
 from tl_posdisent.additive.attention import fit as patterns
 from tl_posdisent.additive.attention.rungs import RUNGS, n_parameters
 from tl_posdisent.additive.cells import cell_distances
+from tl_posdisent.utils.errors import ArgumentError
 
 BANDS = (1, 2, 4, 8)
 BANDED = ("causal-9", "full-17", "window-8", "fewer-queries-window", "documents", "padding-window", "mask-per-matrix")
@@ -213,6 +216,31 @@ def test_tables_hold_the_results() -> None:
     assert ", 2 bands\n" in repr(fit)
     both_ways = fit_attention(torch.randn(4, 4), mask="full").to_frame("distance")
     assert both_ways["distance"].tolist() == list(range(-3, 4))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_several_layers_are_fitted_as_each_alone(static: bool) -> None:
+    """A whole cache, of scores or patterns, or a list; with keys, texts share a direction in each layer."""
+    noise = torch.randn(2, 3, 2, 9, 9, dtype=torch.float64)
+    scores = dict(zip((4, 1), noise.masked_fill(~causal(9), -torch.inf), strict=True))
+    keys = torch.randn(3, 2, 9, 1, 2, dtype=torch.float64)  # text, layer, key, key head, feature
+    cache = {f"blocks.{layer}.attn.hook_attn_scores": x for layer, x in scores.items()}
+    cache |= {f"blocks.{layer}.attn.hook_pattern": x.softmax(-1) for layer, x in scores.items()}
+    given: list[dict[str, Any]] = [{"scores": cache}, {"pattern": cache}, {"scores": [scores[1], scores[4]]}]
+    for arguments in given:
+        fit = fit_attention(**arguments, keys=keys if static else None)
+        assert fit.pooled is static
+        assert fit.layers == ((0, 1) if isinstance(arguments.get("scores"), list) else (1, 4))
+        for component in ("summary", "distance", "key", "query"):
+            table = fit.to_frame(component)
+            for n, (layer, at) in enumerate(zip((1, 4), fit.layers, strict=True)):
+                alone = fit_attention(scores[layer], keys=keys[:, n] if static else None).to_frame(component)
+                got = table[table["layer"] == at].drop(columns="layer").reset_index(drop=True)
+                pd.testing.assert_frame_equal(got, alone, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ArgumentError, match="pool must be False for layers without an axis of texts"):
+        fit_attention([x[0] for x in scores.values()], pool=True)
+    one_text = fit_attention([x[0] for x in scores.values()], keys=keys[0] if static else None)
+    assert not one_text.pooled  # its first axis is that of the layers
 
 
 @pytest.mark.parametrize("options", [{}, {"pseudo_count": 0}], ids=str)

@@ -13,7 +13,7 @@ from support.dense import allowed
 from support.masks import FIELDS, every_option, noise
 from torch import Tensor
 
-from tl_posdisent import AdditiveFit, fit_additive
+from tl_posdisent import AdditiveFit, demo_tokens, fit_additive, load_demo_model
 from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = pytest.mark.oldest
@@ -129,6 +129,32 @@ def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:
     torch.testing.assert_close(listed.r, fit_additive(cache).r)
     one_text = fit_additive([x[0] for x in scores.values()]).to_frame()
     assert list(one_text.columns[:2]) == ["layer", "head"]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_methods_take_what_the_fit_took(pool: bool) -> None:
+    """A tensor, a list or a cache give the same residual and the same widget; other layers are refused."""
+    model, tokens = load_demo_model(), demo_tokens(length=20).reshape(2, 10)
+    _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))
+    words, last = model.to_str_tokens(tokens[0]), model.cfg.n_layers - 1
+    listed = list(cache.values())
+    stacked = torch.stack(listed, 1)
+    for given in (cache, dict(cache.items()), listed, tuple(listed)):
+        fit = fit_additive(given, pool=pool)
+        torch.testing.assert_close(fit.residual(given), fit.residual(stacked), rtol=0, atol=0)
+        for component in ("scores", "residual"):
+            shown = fit.show(words, component, scores=given, layer=last)
+            if not pool:
+                alone = fit_additive(listed[last]).show(words, component, scores=listed[last], layer=last)
+                assert shown.element_and_script("w") == alone.element_and_script("w")
+    fewer = {name: x for name, x in cache.items() if "blocks.0." not in name}
+    moved = {f"blocks.{n + 1}.attn.hook_attn_scores": x for n, x in enumerate(listed)}
+    for wrong in (fewer, moved, listed[1:], listed[0], "scores", None):
+        for refused in (fit.residual, lambda x: fit.show(words, "scores", scores=x, layer=last)):
+            with pytest.raises(ArgumentError, match="scores must "):
+                refused(wrong)
+    with pytest.raises(ArgumentError, match=r"must have the fitted shape \(2, 8, 10, 10\), got .* of layers"):
+        fit_additive(listed[0]).residual(cache)
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "cache"])

@@ -70,5 +70,5 @@ def test_methods_refuse(unchecked: None) -> None:
         fit.to_frame("all")
     with pytest.raises(ValueError, match=r"scores must have the fitted shape \(2, 5, 5\), got \(5, 5\)"):
         fit.residual(noise(5, 5))
-    with pytest.raises(ValueError, match=r"scores must be a floating point tensor, got list"):
+    with pytest.raises(ValueError, match=r"scores of layer 0 must be a floating point tensor, got float"):
         fit.residual([1.0])

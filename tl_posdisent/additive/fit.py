@@ -6,7 +6,6 @@ The fit needs only the marginal sums of the scores (``cells.py``). ``least_squar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,14 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.identifiability import design_rank, fix_gauge
 from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns, refuse_vectors
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.additive.score_checks import (
+    check_pool,
+    check_scores,
+    refuse_ambiguous,
+    refuse_patterns,
+    refuse_vectors,
+    stack_layers,
+)
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
 
@@ -86,8 +91,8 @@ def fit_additive(
     """
     layers: tuple[int, ...] | None = None
     if not isinstance(scores, Tensor):
-        scores, layers = _stacked(scores)
-        _refuse_ambiguous(scores, mask, pool)
+        scores, layers = stack_layers(scores)
+        refuse_ambiguous(scores, mask, pool)
     scores = check_scores(scores).detach()
     check_flag("check", check)
     check_pool(pool, "scores", scores, 2)
@@ -103,48 +108,6 @@ def fit_additive(
             refuse_vectors(scores, "; check=False fits them unmasked")
     read = read_marginals(scores, cells, suspicious=isinstance(mask, str))
     return replace(fit_marginals(read, cells, pool=pool), layers=layers)
-
-
-def _stacked(scores: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Stack scores of several layers into one tensor, with an axis of layers before the heads."""
-    if hasattr(scores, "items"):
-        named = {re.fullmatch(r"blocks\.(\d+)\.attn\.hook_attn_scores", str(name)): x for name, x in scores.items()}
-        by_layer = {int(found[1]): x for found, x in named.items() if found}
-        if not by_layer:
-            raise ArgumentError(
-                "scores",
-                "must be a tensor, a list of tensors, or a cache that holds hook_attn_scores, got a cache without it; "
-                'use run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))',
-            )
-    elif isinstance(scores, (list, tuple)) and scores:
-        by_layer = dict(enumerate(scores))
-    else:
-        raise ArgumentError("scores", f"must be a torch.Tensor, a list of them or a cache, got {type(scores).__name__}")
-    each = [check_scores(by_layer[layer], f"scores of layer {layer}") for layer in sorted(by_layer)]
-    shapes = {tuple(x.shape) for x in each}
-    if len(shapes) > 1 or each[0].ndim < 3:
-        raise ValueError(
-            f"scores of several layers must have one shape (*batch, head, query, key), got {sorted(shapes)}"
-        )
-    return torch.stack([x.to(each[0].device) for x in each], -4), tuple(sorted(by_layer))
-
-
-def _refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mask: Any, pool: bool) -> None:
-    """Raise if the first axis of the layers' scores, or of a mask for them, may be texts, layers or heads."""
-    if pool and stacked.ndim < 5:
-        shape = tuple(stacked.shape[1:])
-        raise ArgumentError(
-            "pool",
-            f"must be False for layers without an axis of texts, got scores of shape {shape} per layer: pass (text, "
-            "head, query, key) for each, as a cache with remove_batch_dim=False has, or torch.stack(scores) if each "
-            "item of the list is a text",
-        )
-    if isinstance(mask, Tensor) and 4 <= mask.ndim < stacked.ndim:
-        raise ArgumentError(
-            "mask",
-            "must have shape (query, key), (head, query, key) or all axes of the scores with that of the layers, "
-            f"{tuple(stacked.shape)}, each of that size or 1, got {tuple(mask.shape)}",
-        )
 
 
 def fit_marginals(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, cell_distances, on_device
-from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.additive.score_checks import check_scores, stack_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable, index_columns
@@ -116,11 +116,12 @@ class AdditiveFit(CellsFit):
         by_token = (self.intercept[..., None] + self.query)[..., :, None] + self._laid_out("key")
         return torch.where(self.mask, by_token + self._laid_out("distance"), fill)
 
-    def residual(self, scores: Float[Tensor, "*batch query key"]) -> Float64[Tensor, "*batch query key"]:
-        """Subtract the fitted scores from scores of the same shape; 0 outside the mask."""
-        if tuple(check_scores(scores).shape) != self._shape:
-            raise ArgumentError("scores", f"must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
-        return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)
+    def residual(
+        self, scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any
+    ) -> Float64[Tensor, "*batch query key"]:
+        """Subtract the fitted scores from scores, given as ``fit_additive`` takes them; 0 outside the mask."""
+        own = as_fitted(self, scores)
+        return torch.where(self.mask, own.to(self.query.device).double() - self.fitted(), 0.0)
 
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
@@ -141,7 +142,10 @@ class AdditiveFit(CellsFit):
         )
 
     def show(self, tokens: Sequence[str], component: str = "fitted", **options: Any) -> Any:
-        """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options."""
+        """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options.
+
+        ``"scores"`` and ``"residual"`` need ``scores=``, given as ``fit_additive`` takes them.
+        """
         return public_name("viz", "show_scores")(self, tokens, component, **options)
 
     def __repr__(self) -> str:
@@ -158,6 +162,20 @@ class AdditiveFit(CellsFit):
             *range_note(self.r, "score matrices"),
         ]
         return "\n".join(lines)
+
+
+def as_fitted(fit: AdditiveFit, scores: Any) -> Float[Tensor, "*batch query key"]:
+    """Return scores, given as ``fit_additive`` takes them, as one tensor of the fitted shape, or raise.
+
+    A list or a cache must have the layers of the fit, and a tensor its shape.
+    """
+    x, layers = (scores, fit.layers) if isinstance(scores, Tensor) else stack_layers(scores)
+    shape = (*fit.intercept.shape, fit.cells.n_query, fit.cells.n_key)
+    if tuple(check_scores(x).shape) != shape or layers != fit.layers:
+        of_layers = "" if layers == fit.layers else f" of layers {layers}"
+        fitted = f"{shape}{'' if fit.layers is None else f' of layers {fit.layers}'}"
+        raise ArgumentError("scores", f"must have the fitted shape {fitted}, got {tuple(x.shape)}{of_layers}")
+    return x.detach()
 
 
 def range_note(x: Tensor, what: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -26,6 +27,52 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
         raise ArgumentError(name, f"must hold at least one query and two keys, got shape {tuple(x.shape)}")
     check_devices(**{name: x})
     return x
+
+
+def stack_layers(scores: Any, name: str = "scores") -> tuple[Tensor, tuple[int, ...]]:
+    """Stack scores (or patterns, by ``name``) of several layers, with an axis of layers before the heads.
+
+    Returns the layers too: those of a cache, or the places in a list.
+    """
+    if hasattr(scores, "items"):
+        hook = "hook_pattern" if name == "pattern" else "hook_attn_scores"
+        named = {re.fullmatch(rf"blocks\.(\d+)\.attn\.{hook}", str(at)): x for at, x in scores.items()}
+        by_layer = {int(found[1]): x for found, x in named.items() if found}
+        if not by_layer:
+            raise ArgumentError(
+                name,
+                f"must be a tensor, a list of tensors, or a cache that holds {hook}, got a cache without it; "
+                f'use run_with_cache(tokens, names_filter=lambda name: name.endswith("{hook}"))',
+            )
+    elif isinstance(scores, (list, tuple)) and scores:
+        by_layer = dict(enumerate(scores))
+    else:
+        raise ArgumentError(name, f"must be a torch.Tensor, a list of them or a cache, got {type(scores).__name__}")
+    each = [check_scores(by_layer[layer], f"{name} of layer {layer}") for layer in sorted(by_layer)]
+    shapes = {tuple(x.shape) for x in each}
+    if len(shapes) > 1 or each[0].ndim < 3:
+        raise ValueError(
+            f"{name} of several layers must have one shape (*batch, head, query, key), got {sorted(shapes)}"
+        )
+    return torch.stack([x.to(each[0].device) for x in each], -4), tuple(sorted(by_layer))
+
+
+def refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mask: Any, pool: bool) -> None:
+    """Raise if the first axis of the layers' scores, or of a mask for them, may be texts, layers or heads."""
+    if pool and stacked.ndim < 5:
+        shape = tuple(stacked.shape[1:])
+        raise ArgumentError(
+            "pool",
+            f"must be False for layers without an axis of texts, got scores of shape {shape} per layer: pass (text, "
+            "head, query, key) for each, as a cache with remove_batch_dim=False has, or torch.stack(scores) if each "
+            "item of the list is a text",
+        )
+    if isinstance(mask, Tensor) and 4 <= mask.ndim < stacked.ndim:
+        raise ArgumentError(
+            "mask",
+            "must have shape (query, key), (head, query, key) or all axes of the scores with that of the layers, "
+            f"{tuple(stacked.shape)}, each of that size or 1, got {tuple(mask.shape)}",
+        )
 
 
 def check_finite_tensor(name: str, x: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,14 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
-from tl_posdisent.additive.score_checks import check_pool, check_scores, refuse_patterns, refuse_vectors
+from tl_posdisent.additive.score_checks import (
+    check_pool,
+    check_scores,
+    refuse_ambiguous,
+    refuse_patterns,
+    refuse_vectors,
+    stack_layers,
+)
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_integer, check_number, is_integer, shown
@@ -31,9 +38,9 @@ _ENOUGH = 4  # fewest keys per feature without a warning, see ``fit_attention``
 
 @own_sums()
 def fit_attention(
-    scores: Float[Tensor, "*batch query key"] | None = None,
+    scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any = None,
     *,
-    pattern: Float[Tensor, "*batch query key"] | None = None,
+    pattern: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any = None,
     mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
     window: int | None = None,
     bands: Sequence[int] = (),
@@ -48,15 +55,18 @@ def fit_attention(
     distance and every key gets the same total attention as in the data.
 
     Args:
-        scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``.
-        pattern: attention after the softmax, instead of scores; the rows must sum to 1 within the mask.
+        scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``; a list
+            or a cache of several layers as in ``fit_additive``.
+        pattern: attention after the softmax, instead of scores; the rows must sum to 1 within the mask. A cache must
+            then hold ``hook_pattern``.
         mask, window: as in ``fit_additive``.
         bands: distances at which a new band begins, ascending; each key has one importance per band. ``(1, 2, 4, 8)``
             separates the distances {0}, {1}, {2, 3}, {4 … 7} and {8 …}.
         keys: features of the keys ``[*texts, key, kv_head, feature]``, e.g. unrotated key vectors. The importance is
             then ``direction · keys[j]``: a *static* head, which applies to other texts. Leading axes are those of the
-            scores without the heads; head h reads key head ``h // (heads // kv_heads)``. Without features
-            (``keys[..., :0]``) a head has only its distance profile and ``sinks``.
+            scores without the heads, that of several layers included; head h reads key head
+            ``h // (heads // kv_heads)``. Without features (``keys[..., :0]``) a head has only its distance profile and
+            ``sinks``.
         sinks: number of first keys that have a separate term each. Default: 1 with ``keys``, else 0.
         pool: fit one distance profile (and direction) to all entries of the first axis (texts), each with its own keys.
             Default: True only with ``keys`` and an axis of texts.
@@ -88,13 +98,18 @@ def fit_attention(
     """
     if (scores is None) == (pattern is None):
         raise ValueError("pass exactly one of scores or pattern=")
-    x = (check_scores(pattern, "pattern") if scores is None else check_scores(scores)).detach()
-    check_devices(**{"pattern" if scores is None else "scores": x}, keys=keys)
+    name = "pattern" if scores is None else "scores"
+    x, layers = (pattern if scores is None else scores), None
+    if not isinstance(x, Tensor):
+        x, layers = stack_layers(x, name)
+        refuse_ambiguous(x, mask, bool(pool))
+    x = check_scores(x, name).detach()
+    check_devices(**{name: x}, keys=keys)
 
     shape = x.shape
     if pool is not None:
         check_pool(pool, "scores", x, 2)
-    pool = (keys is not None and len(shape) > 3) if pool is None else pool
+    pool = (keys is not None and len(shape) > (3 if layers is None else 4)) if pool is None else pool
     sinks = int(keys is not None) if sinks is None else check_integer("sinks", sinks, 0)
     if sinks and keys is None:
         raise ArgumentError(
@@ -132,7 +147,7 @@ def fit_attention(
         keys=None if keys is None else keys.detach().clone(),
         sinks=sinks,
     )
-    result = _solved(data, features, alone, pseudo_count)
+    result = replace(_solved(data, features, alone, pseudo_count), layers=layers)
     _warn_of_unconverged(result)
     return result
 

@@ -58,6 +58,7 @@ class AttentionFit(CellsFit):
         pseudo_count: part of the pattern that was replaced by uniform attention for the fit.
         alone: what the fits by distances alone and by keys alone need: marginals of the pattern, and a copy of the
             features of the keys; not the scores.
+        layers: the layer numbers of the axis before the heads, if several layers were fitted; else None.
     """
 
     distance: Float64[Tensor, "*fit distance"]
@@ -74,6 +75,7 @@ class AttentionFit(CellsFit):
     pooled: bool
     pseudo_count: float
     alone: PartialFits
+    layers: tuple[int, ...] | None = None
 
     @cached_property
     def explained_distance(self) -> Float64[Tensor, "*fit"]:
@@ -203,7 +205,7 @@ class AttentionFit(CellsFit):
         axis = (self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")).tolist()
         leading = values.shape[: values.ndim - (2 if component == "key" else 1)]
         n_row = len(axis) * (values.shape[-2] if component == "key" else 1)
-        index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row)
+        index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row, layers=self.layers)
         columns: dict[str, Any] = {}
         if component == "key" and self.edges:  # the first distance of the band of each key's coefficient
             starts = [min(self.cells.low, *self.edges), *self.edges]
@@ -214,7 +216,7 @@ class AttentionFit(CellsFit):
     def _summary(self, alone: Iterable[str]) -> pd.DataFrame:
         columns = {name: getattr(self, name).flatten().tolist() for name in ("explained", *alone)}
         columns["kl"] = self._mean_kl().flatten().tolist()
-        return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled), **columns})
+        return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled, layers=self.layers), **columns})
 
     def _shown_frame(self) -> pd.DataFrame:
         return self._summary(self._shown_alone())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.additive.cells import make_cells
-from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.result import AdditiveFit, as_fitted
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.experiments.attention_scores.attention_by_distance import check_shown
 from tl_posdisent.hooks.applied import applied
@@ -34,7 +34,7 @@ def show_scores(
     tokens: Sequence[str],
     component: ScoreComponent = "fitted",
     *,
-    scores: Float[Tensor, "*batch query key"] | None = None,
+    scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any = None,
     heads: Iterable[int] | None = None,
     layer: int | None = None,
     text: int = 0,
@@ -53,7 +53,7 @@ def show_scores(
         tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``.
         component: ``"fitted"`` is the sum of ``"distance"``, ``"query"`` and ``"key"``; ``"scores"`` and ``"residual"``
             (scores minus fitted) need ``scores``.
-        scores: the fitted scores, which the fit does not store.
+        scores: the fitted scores, which the fit does not store: what ``fit_additive`` was given.
         heads: default all.
         layer: the layer in the heads' names; for a fit of several layers, the one to show.
         text: index on the first axis, if the scores have four axes.
@@ -97,7 +97,7 @@ def show_parts(
     tokens: Sequence[str],
     head: int,
     *,
-    scores: Float[Tensor, "*batch query key"] | None = None,
+    scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any = None,
     layer: int | None = None,
     text: int = 0,
     positions: Iterable[int] | None = None,
@@ -171,7 +171,8 @@ def show_patterns(
         >>> show_patterns(fit, model.to_str_tokens(tokens[0]), cache["pattern", 3])
         Widget('Attention patterns of the model and of its additive scores')
     """
-    _check_alike(fit, "pattern", pattern)
+    if tuple(check_scores(pattern, "pattern").shape) != check_fit(fit):
+        raise ArgumentError("pattern", f"must have the fitted shape {check_fit(fit)}, got {tuple(pattern.shape)}")
     options = Options(heads, text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, charts=2, layers=fit.layers)
     additive, inside = _additive_pattern(fit, choice)
@@ -195,24 +196,14 @@ def check_fit(fit: Any) -> tuple[int, ...]:
     return (*fit.intercept.shape, fit.cells.n_query, fit.cells.n_key)
 
 
-def _check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
-    """Raise unless a tensor has the scores' shape."""
-    shape = check_fit(fit)
-    if not isinstance(x, Tensor) or tuple(check_scores(x).shape) != shape:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ArgumentError(name, f"must have the fitted shape {shape}, got {got}")
-
-
-def _components(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
+def _components(fit: AdditiveFit, choice: Choice, scores: Any, *, centred: bool) -> dict[str, Matrices]:
     """Compute all components of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
     check_flag("centred", centred)
-    if scores is not None:
-        _check_alike(fit, "scores", scores)
     components, mean, inside = _cells(fit, choice, choice.positions)
     fitted = components["distance"] + components["query"] + components["key"] + (0.0 if centred else mean)
     components["fitted"] = fitted
     if scores is not None:
-        components["scores"] = choice.of(scores.detach()).to(mean.device) - (mean if centred else 0.0)
+        components["scores"] = choice.of(as_fitted(fit, scores)).to(mean.device) - (mean if centred else 0.0)
         components["residual"] = components["scores"] - fitted
     return {name: torch.where(inside, x, 0.0) for name, x in components.items()}
 
