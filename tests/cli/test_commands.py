@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import pandas as pd
 import pytest
@@ -420,7 +420,22 @@ def test_a_count_that_no_memory_holds_is_refused_at_once(name: str, option: str)
     assert "1000000" in result.stderr.replace("10000000", "")
 
 
+TYPED = [  # options that are parsed before a command runs
+    (command.callback.__name__, "--" + option.replace("_", "-"))
+    for command in app.registered_commands
+    for option, kind in get_type_hints(command.callback).items()
+    if kind in (int, int | None, float, float | None) or get_origin(kind) is Literal
+]
+
+
+@pytest.mark.parametrize(("name", "option"), TYPED)
+def test_errors_of_the_parser_have_no_prefix(name: str, option: str) -> None:
+    said = " ".join(run_command(name, option, "nonsense", code=2).stderr.replace("│", " ").split())
+    assert re.search(rf"Invalid value for '{option}': (Input should be|'nonsense' is not )", said), said
+
+
 def test_there_are_counts() -> None:
+    assert ("fit", "--dtype") in TYPED
     assert len(COUNTS) >= 15
     assert ("sweep", "--split") in COUNTS
 

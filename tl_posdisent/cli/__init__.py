@@ -32,6 +32,14 @@ class Program(TyperGroup):
         with delivering():
             return super().main(*args, **options)
 
+    def invoke(self, *args: Any, **options: Any) -> Any:
+        """Parse the options of a command, and run it; errors about options do not have the prefix of pydantic."""
+        try:
+            return super().invoke(*args, **options)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
 
 app = typer.Typer(
     cls=Program,
