@@ -58,7 +58,8 @@ def head_ablation(
     Returns:
         One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of the unmodified model), ``value``
         (without the head), ``effect`` (value − baseline). Heads at which the model or the metric fails have NaN; a
-        warning names one with its error, and ``attrs["failures"]`` all.
+        warning names one with its error, and ``attrs["failures"]`` all. Rows are in the order of layers and heads;
+        ``table.sort_values("effect", key=abs, ascending=False)`` begins with the largest effects of either sign.
 
     Raises:
         ValueError: invalid arguments; a metric that does not return a number or one number per text, or returns one
@@ -68,7 +69,7 @@ def head_ablation(
         >>> from tl_posdisent import ablate_heads, demo_tokens, head_ablation, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> table = head_ablation(model, tokens, layers=[1, 4], progress=False)
-        >>> top = table.loc[table["effect"].idxmax()]  # the head with the largest effect
+        >>> top = table.sort_values("effect", key=abs).iloc[-1]  # the head with the largest effect of either sign
         >>> hooks = ablate_heads(model, [(int(top["layer"]), int(top["head"]))])
         >>> loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
         >>> len(table), bool(abs(loss - top["value"]) < 1e-4)  # the value is the loss without this head

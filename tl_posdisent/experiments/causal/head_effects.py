@@ -94,6 +94,9 @@ def head_effects(
         * ``exact``: the effect in a run with this head changed, NaN where it was not run;
         * ``kl``: KL(unmodified ‖ changed) of the predictions in that run, nats per predicted token.
 
+        Rows are in the order of interventions, layers and heads. Effects have a sign: ``table.sort_values("exact",
+        key=abs, ascending=False)`` begins with the largest ones, also if they are negative. ``kl`` has none.
+
         ``attrs["search"]`` has for each intervention the number of ``heads``, how many were ``run``, the divergence
         that no other head exceeds alone unless heads of one layer cancel (``bound``; NaN without runs or predictions),
         layers in which they cancel by the estimates (``cancelling``), and this as a sentence (``statement``).
@@ -110,7 +113,8 @@ def head_effects(
         >>> table = head_effects(model, tokens, interventions, exact=2, progress=False)
         >>> len(table)  # 40 heads, two interventions
         80
-        >>> largest = table[table["intervention"] == "d = 5"].nlargest(1, "exact")
+        >>> by_size = table[table["intervention"] == "d = 5"].sort_values("exact", key=abs, ascending=False)
+        >>> largest = by_size.head(1)
         >>> bool((largest["exact"] > 0.05).item())
         True
         >>> table.attrs["search"]["d = 5"]["bound"] < largest["kl"].item()

@@ -63,7 +63,8 @@ def head_patching(
     Returns:
         One row per layer and head (and position): ``layer``, ``head``, (``position``;) ``source``, ``baseline`` and
         ``value``, the metric on ``source``, on ``tokens``, and with the patch; ``effect``, ``(value - baseline) /
-        (source - baseline)``.
+        (source - baseline)``. Rows are in the order of layers, heads and positions; ``table.sort_values("effect",
+        key=abs, ascending=False)`` begins with the largest effects of either sign.
 
     Raises:
         ValueError: tokens of different shapes; runs with the same metric; an unknown activation, or one whose hook has
@@ -232,7 +233,7 @@ def position_patching(
 
     Returns:
         One row per layer and head (per layer for ``"layer"``): ``layer``, ``head``, ``clean``, ``corrupted`` and
-        ``value``, the metric of the three runs, and ``effect``.
+        ``value``, the metric of the three runs, and ``effect``. Rows are in the order of layers and heads.
 
     Raises:
         ValueError: invalid arguments; positions that do not change the metric.

@@ -59,6 +59,8 @@ def position_effects(
         * ``curvature``: estimate of KL(unmodified ‖ changed) if the head's result is replaced at this position alone,
           in nats per predicted token of the text. Divergences of several positions do not add up to that of all.
 
+        Rows are in this order; ``table.sort_values("first", key=abs, ascending=False)`` begins with the largest.
+
     Raises:
         ValueError: what ``head_effects`` refuses.
 
