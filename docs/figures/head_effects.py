@@ -61,8 +61,8 @@ def every_verdict(model: Any, texts: int = 8, exact: int = 24, sets: str = "ab")
         print(name, search["statement"], verdicts["verdict"].value_counts().to_dict(), flush=True)
         exactly = table[table["rung"] == "uniform"]["exact"].to_numpy()
         tables.append(verdicts.assign(texts=name, exact=exactly, bound=search["bound"]))
-    columns = ["texts", "layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "gap_mean", "error_mean"]
-    return pd.concat(tables, ignore_index=True)[[*columns, "gap", "error", "exact", "bound"]]
+    columns = ["texts", "layer", "head", "verdict", "between", "simplest", "at_most", "recovered", "se"]
+    return pd.concat(tables, ignore_index=True)[[*columns, "gap_mean", "error_mean", "gap", "error", "exact", "bound"]]
 
 
 def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "retrieval_rotation": {"length": 160, "count": 1},
     "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }
-VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
+VERDICTS = ("verdict", "between", "estimate", "simplest", "at_most", "label", "model")
 # Names that the size of the text or of the model gives.
 BY_SIZE = ("intervention", "length", "wavelengths below", "where", "positions", "row", "table", "source")
 

@@ -296,7 +296,7 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     one = ladder(model, heldout=TOKENS[:1], metric=lambda logits, tokens: logits[0, -1, 7], **options)
     assert one["error"].isna().all()
     assert one["recovered"].notna().all()
-    assert head_verdicts(one)["verdict"].str.startswith("undecided between distance and").all()
+    assert head_verdicts(one)["between"].str.startswith("distance and").all()
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

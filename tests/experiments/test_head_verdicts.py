@@ -34,8 +34,15 @@ def of_loss(table: pd.DataFrame, share: float = 0.95, **options: Any) -> pd.Data
     return head_verdicts(table, share, measure="loss", **options)
 
 
+def in_words(verdicts: pd.DataFrame) -> list[str]:
+    """The verdict of the first head, with what it is undecided between, and the two rungs."""
+    verdict, between, *rungs = verdicts[["verdict", "between", "simplest", "at_most"]].iloc[0].tolist()
+    assert (between == "") or verdict == "undecided"
+    return [f"undecided between {between}" if between else verdict, *rungs]
+
+
 def said(table: pd.DataFrame, **options: Any) -> list[str]:
-    return of_loss(table, **options)[["verdict", "simplest", "at_most"]].iloc[0].tolist()
+    return in_words(of_loss(table, **options))
 
 
 def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
@@ -45,7 +52,8 @@ def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
         reached = {x: 0.96 if i >= n else 0.2 for i, x in enumerate(low)}
         assert said(made(reached)) == [verdict, rung, rung]
         assert said(made(reached), share=0.97) == ["query-dependent", "untouched", "untouched"]
-        between = verdict if verdict == kinds[-1] else f"undecided between {verdict} and query-dependent"
+        first = rung if rung == "distance+sink" else verdict
+        between = verdict if verdict == kinds[-1] else f"undecided between {first} and query-dependent"
         assert said(made(reached), share=0.965) == [between, rung, "untouched"]
         assert said(made(reached), share=0.965, confidence=0)[1:] == ["untouched", "untouched"]
     near = {"distance": 0.949, "distance+sink": 0.945, "static": 0.99}
@@ -61,6 +69,22 @@ def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
     assert said(pd.concat([made(low), shuffled]))[1] == "untouched"
     unknown = made(low).assign(se=float("nan"), error=float("nan"))  # a metric of one text
     assert said(unknown)[0] == "undecided between first token and query-dependent"
+
+
+def test_what_an_undecided_head_is_between_are_its_two_rungs() -> None:
+    """All pairs of rungs: ``between`` names no rung but ``simplest`` and ``at_most``, and a decided head has none."""
+    words = {"first_token": "first token", "low-rank": "query-dependent", "untouched": "query-dependent"}
+    tried = [*RUNGS[1:]]
+    for n, simplest in enumerate(tried):
+        for at_most in tried[n:]:
+            shares = dict.fromkeys(tried[:n], 0.2) | dict.fromkeys(tried[n:-1], 0.95)
+            shares |= dict.fromkeys(tried[tried.index(at_most) : -1], 0.99)
+            verdict, between, *rungs = of_loss(made(shares))[["verdict", "between", "simplest", "at_most"]].iloc[0]
+            assert rungs == [simplest, at_most]
+            first, last = (words.get(x, x) for x in rungs)
+            alike = {first, last} <= {"distance", "distance+sink"} or first == last
+            assert between == ("" if alike else f"{first} and {last}")
+            assert (verdict == "undecided") is not alike
 
 
 def test_a_gap_within_noise_is_no_effect() -> None:
@@ -152,7 +176,7 @@ def divergent(kl: dict[str, tuple[float, float]], se: float = 0.004, head: int =
 
 
 def by_kl(table: pd.DataFrame, **options: Any) -> list[str]:
-    return head_verdicts(table, **options)[["verdict", "simplest", "at_most"]].iloc[0].tolist()
+    return in_words(head_verdicts(table, **options))
 
 
 T9 = 2.262  # Student's t of nine degrees of freedom, two-sided 95 %
@@ -209,8 +233,8 @@ def test_verdicts_between_baselines() -> None:
     for mean, uniform, verdict in (
         ((0.5, 0.01), surely, "no effect"),
         (unsure, surely, "undecided between not used and no effect"),
-        (unsure, far, "undecided"),
-        (far, unsure, "undecided"),
+        (unsure, far, "undecided between not used and more"),
+        (far, unsure, "undecided between no effect and more"),
         (surely, far, "not used"),
     ):
         assert by_kl(divergent({"mean_output": mean, "uniform": uniform}))[0] == verdict

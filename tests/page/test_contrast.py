@@ -32,7 +32,7 @@ def test_there_is_a_colour_of_text_on_every_colour() -> None:
 
 
 def every_verdict() -> go.Figure:
-    names = [*VERDICTS, "undecided static–additive", "some other"]
+    names = [*VERDICTS, "undecided", "some other"]
     table = pd.DataFrame({"layer": range(len(names)), "head": 0, "verdict": names, "gap": 0.1})
     assert GREY in str(plot_verdicts(table).data[0].colorscale)
     return plot_verdicts(table)

@@ -111,7 +111,7 @@ def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None
     """Cells of measured heads keep their numbers, a 0 is not the missing colour, and the others are in the legend."""
     subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8), None, None, None)
     table = pd.DataFrame({"layer": [1, 1, 3], "head": [2, 5, 7], "gap": [0.5, 0.0, 0.25]})
-    verdicts = table.assign(verdict=["static", "no effect", "undecided x–y"])
+    verdicts = table.assign(verdict=["static", "no effect", "undecided"])
     for drawn in (plot_heads(table, "gap"), plot_verdicts(verdicts)):
         said = captions(head_map(go.Figure(drawn), "Gap", subject))
         assert said == [f"Gap; grey: {40 - len(table)} heads without a number (crossed)"]

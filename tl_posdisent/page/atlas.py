@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.page.atlas_map import choices, map_caption, map_figure
-from tl_posdisent.page.every_head import BETWEEN, HEAD, with_between
+from tl_posdisent.page.every_head import HEAD
 from tl_posdisent.page.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
 from tl_posdisent.page.maps import with_attention
 from tl_posdisent.page.markup import ROWS, figure, map_height, render, table
@@ -25,7 +25,7 @@ from tl_posdisent.viz.widgets.offline import script_json
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLUMNS = ["looks", DIFFERENCE, "kl", "verdict", "effect", "r_held_out", "r", "label", ERROR, OVER_RANDOM]
-_COLUMNS += ["share_distance", "share_key", BETWEEN, "profile", "range"]
+_COLUMNS += ["share_distance", "share_key", "between", "profile", "range"]
 """The columns of the table of all heads; the first are shown, the others on request."""
 
 
@@ -45,6 +45,7 @@ def atlas(
     partly: dict[SectionName, str] = {"ablation": "Added loss", "ladder": "KL and verdict"}
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss", "kl": "KL"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at", ERROR: "± standard error"}
+    titles |= {"between": "undecided between"}
     options = choices(heads)
     caption = map_caption("What − where", heads, int(heads[DIFFERENCE].isna().sum()))
     height = map_height(heads["layer"].nunique())
@@ -86,8 +87,8 @@ def listed(heads: pd.DataFrame) -> list[tuple[int, int]]:
 
 
 def _cells(heads: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns of the table, with estimates marked and verdicts in a word."""
-    shown = with_between(heads)
+    """Return the columns of the table, with estimates marked."""
+    shown = heads.copy()
     for name, of in {"effect": "effect_exact", "kl": "kl_exact", "verdict": "kl_exact"}.items():
         if name in heads:
             texts = shown[name].map(lambda x: x if isinstance(x, str) else number(x, 4) if pd.notna(x) else MISSING)
@@ -96,7 +97,11 @@ def _cells(heads: pd.DataFrame) -> pd.DataFrame:
                 for text, exact in zip(texts, heads[of].tolist(), strict=True)
             ]
     names = [name for name in _COLUMNS if name in shown and not (name == "r" and "r_held_out" in shown)]
-    return shown[[*HEAD, *names]].fillna(dict.fromkeys(("label", "profile"), MISSING))
+    return (
+        shown[[*HEAD, *names]]
+        .fillna(dict.fromkeys(("label", "profile", "between"), MISSING))
+        .replace({"between": {"": MISSING}})
+    )
 
 
 def atlas_table(found: Mapping[SectionName, Found]) -> AtlasTable | None:
@@ -136,7 +141,7 @@ def atlas_table(found: Mapping[SectionName, Found]) -> AtlasTable | None:
 
 def _verdicts(ladder: pd.DataFrame) -> pd.DataFrame:
     """Return the divergence with the mean output, the verdict, and whether they come from runs, of each head."""
-    verdicts = head_verdicts(ladder)[[*HEAD, "gap_mean", "verdict"]].rename(columns={"gap_mean": "kl"})
+    verdicts = head_verdicts(ladder)[[*HEAD, "gap_mean", "verdict", "between"]].rename(columns={"gap_mean": "kl"})
     exact = ladder.groupby(HEAD)["exact"].all().rename("kl_exact").reset_index()
     return verdicts.merge(exact, on=HEAD).astype(dict.fromkeys(HEAD, int))
 

@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.experiments.causal.head_verdicts import in_a_word
 from tl_posdisent.page.looks import DIFFERENCE, OVER_RANDOM
 from tl_posdisent.page.maps import UNKNOWN, grey_cells, name_layers
 from tl_posdisent.page.markup import legible
@@ -78,9 +77,8 @@ def _of_verdicts(heads: pd.DataFrame) -> dict[str, Any]:
     grid = pd.DataFrame(heat.z, heat.y, heat.x).reindex(index=layers, columns=columns)  # known may lack some of them
     heat.update(z=grid.to_numpy(), y=layers, x=columns)
     codes = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
-    kinds = in_a_word(heads["verdict"])
     heat.update(text=None, texttemplate=None)
-    return _choice("verdict", heat, [None if pd.isna(kind) else codes[kind] for kind in kinds])
+    return _choice("verdict", heat, [None if pd.isna(kind) else codes[kind] for kind in heads["verdict"]])
 
 
 def _choice(title: str, heat: go.Heatmap, values: list[Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pandas as pd
 from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.causal.head_effects import head_effects
-from tl_posdisent.experiments.causal.head_verdicts import head_verdicts, in_a_word
+from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.causal.ladder import attention_ladder
 from tl_posdisent.experiments.causal.metrics import next_token_loss, value_of
 from tl_posdisent.experiments.causal.runs import run_texts
@@ -22,10 +22,8 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.page.subject import SHORTEST, Subject
-from tl_posdisent.page.words import MISSING
 
 HEAD = ["layer", "head"]
-BETWEEN = "undecided between"
 IDLE = ("not used", "no effect")
 """Verdicts of heads without a measurable effect."""
 LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
@@ -56,14 +54,6 @@ def for_estimates(subject: Subject, part: Subject, positions: int, tokens: int) 
     total = min(tokens, sum(subject.lengths))
     length = min(positions, max(total // TEXTS, min(SHORTEST, total // 4)))
     return subject.pieces(length, tokens) if length > 1 else part
-
-
-def with_between(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with each ``verdict`` in a word, and in a column of its own between what a head is undecided."""
-    if "verdict" not in table:
-        return table
-    between = table["verdict"].str.extract("^undecided between (.*)", expand=False).fillna(MISSING)
-    return table.assign(verdict=in_a_word(table["verdict"]), **{BETWEEN: between})
 
 
 def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.page.atlas import label_words
-from tl_posdisent.page.every_head import BETWEEN, HEAD, IDLE, LADDER, with_between
+from tl_posdisent.page.every_head import HEAD, IDLE, LADDER
 from tl_posdisent.page.maps import head_map, with_attention
 from tl_posdisent.page.markup import ROWS, figure, part, render, table
 from tl_posdisent.page.measurements import (
@@ -25,7 +25,7 @@ from tl_posdisent.page.measurements import (
     told_apart,
 )
 from tl_posdisent.page.subject import PERTURBATIONS, Subject
-from tl_posdisent.page.words import NO_LABEL, exact_or_estimated, numbers
+from tl_posdisent.page.words import MISSING, NO_LABEL, exact_or_estimated, numbers
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
@@ -246,12 +246,12 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
         return values
     recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered_kl").reindex(columns=[*LADDER]).reset_index()
     exact = rungs.groupby(HEAD)["exact"].all().reset_index()
-    listed = with_between(shown).merge(recovered, on=HEAD, how="left").merge(exact, on=HEAD)
+    listed = shown.replace({"between": {"": MISSING}}).merge(recovered, on=HEAD, how="left").merge(exact, on=HEAD)
     listed["exact"] = exact_or_estimated(listed["exact"])
-    rest = ["first_token", "error", "exact", BETWEEN]
+    rest = ["first_token", "error", "exact", "between"]
     listed = listed[[*HEAD, "verdict", "gap", *(rung for rung in LADDER if rung not in rest), *rest]]
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
-    titles |= {"first_token": "first token", "exact": "exact or estimated"}
+    titles |= {"first_token": "first token", "exact": "exact or estimated", "between": "undecided between"}
     caption = "Heads with a possible effect: the gap, and the share of it that each pattern recovers"
     return values | {"table": table("ladder", caption, with_attention(listed, subject.attention), titles)}
 

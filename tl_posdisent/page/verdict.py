@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
-from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts, in_a_word
+from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.page.atlas import label_words
 from tl_posdisent.page.every_head import IDLE
 from tl_posdisent.page.looks import KINDS, looks_at, looks_of_random
@@ -192,7 +192,7 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     first = first.format(said, NEGLIGIBLE, rest, link("ladder", found))
     if not count:
         return [first]
-    n = in_a_word(verdicts[used]["verdict"]).value_counts()
+    n = verdicts[used]["verdict"].value_counts()
     kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "more than static")
     second = Markup(
         "They diverge by so much both with the head’s mean output in its place and with uniform attention there. By "

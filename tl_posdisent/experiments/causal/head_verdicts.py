@@ -19,6 +19,7 @@ from .ladder_runs import MEAN
 _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
 _VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
+UNDECIDED = "undecided"
 NEGLIGIBLE: Final = 0.001  # nats per token
 _SCALED = 3.0  # how often the error of a mean below its threshold may be scaled up
 
@@ -55,7 +56,7 @@ def head_verdicts(
     *additive*, *banded*   the rung of that name, fitted to the text itself: an upper bound
     *query-dependent*      ``"low-rank"``, or only the head's own attention
     *more than* …          no rung in the table, if it leaves out ``"banded"``
-    *undecided between* …  the simplest rung that may suffice, and the simplest that does
+    *undecided*            one of several: column ``between`` names the first and the last
     ====================== =====================================================================
 
     The first verdict that applies is given; *not used* needs the row ``"mean_output"``. A rung *may* suffice if its
@@ -89,12 +90,14 @@ def head_verdicts(
             intervals), which is in ``attrs["confidence"]`` of the table.
 
     Returns:
-        One row per head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
-        simplest rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` for a
-        head that is not used); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``, what uniform attention
-        changes (its divergence or added loss in nats per token, or the change of the metric) and ``error`` (its
-        standard error); ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that row). The measure
-        is in ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
+        One row per head (or layer, or all), in the order of layers and heads: ``layer``, ``head``, ``verdict``;
+        ``between``, for undecided heads ``simplest`` and ``at_most`` in words (``"distance+sink and more than
+        static"``), else empty; ``simplest`` and ``at_most``, the simplest rung that may suffice and the simplest that
+        does (``"uniform"`` without effect, ``"mean_output"`` for a head that is not used, ``"untouched"`` if no rung
+        does); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``, what uniform attention changes (its
+        divergence or added loss in nats per token, or the change of the metric) and ``error`` (its standard error);
+        ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that row). The measure is in
+        ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``, or without those of ``measure``; an
@@ -107,7 +110,9 @@ def head_verdicts(
         >>> table = pd.DataFrame({"rung": rungs, "kl": divergences, "recovered_kl": [0.0, 0.9, 0.98, 1.0]})
         >>> table = table.assign(layer=0, head=3, control="none", se_kl=0.005, error_kl=0.01, blocks=10, causal=True)
         >>> [head_verdicts(table, share)["verdict"].item() for share in (0.95, 0.8, 0.9)]
-        ['static', 'distance', 'undecided between distance and static']
+        ['static', 'distance', 'undecided']
+        >>> head_verdicts(table, 0.9)["between"].item()
+        'distance and static'
     """
     share = check_number("share", share, above=0, most=1)
     negligible = check_number("negligible", negligible, above=0)
@@ -123,18 +128,13 @@ def head_verdicts(
         simplest, at_most = _suffices(by_rung, measure, share, negligible, confidence)
         found = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
         ends = (by_rung.get(x, {}).get(name, nan) for x in ("uniform", MEAN) for name in ("gap", "error"))
-        rows.append((layer, head, _name(by_rung, simplest, at_most), simplest, at_most, *found, *ends))
-    columns = ["layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "causal"]
+        rows.append((layer, head, *_name(by_rung, simplest, at_most), simplest, at_most, *found, *ends))
+    columns = ["layer", "head", "verdict", "between", "simplest", "at_most", "recovered", "se", "causal"]
     columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
     verdicts = pd.DataFrame(rows, columns=columns).astype(types)
     verdicts.attrs |= {"confidence": confidence, "measure": measure}
     return verdicts
-
-
-def in_a_word(verdicts: pd.Series) -> pd.Series:
-    """Shorten *undecided between* …, for tables, counts and colours: ``simplest`` and ``at_most`` say between what."""
-    return verdicts.str.replace("^undecided .*", "undecided", regex=True)
 
 
 _Rungs = Mapping[Any, Mapping[Any, Any]]
@@ -212,15 +212,19 @@ def _below(value: float, error: float, threshold: float, df: float) -> tuple[boo
     return value <= threshold, significance(abs(value - threshold), scaled, df)
 
 
-def _name(by_rung: _Rungs, simplest: str, at_most: str) -> str:
-    """Return the verdict of a head for which ``simplest`` may suffice and ``at_most`` does."""
+def _name(by_rung: _Rungs, simplest: str, at_most: str) -> tuple[str, str]:
+    """Return the verdict of a head for which ``simplest`` may suffice and ``at_most`` does, and between what it is.
+
+    Rungs of one verdict leave no doubt about it; in a doubt, ``"distance+sink"`` is named as in ``simplest``.
+    """
     fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
     # "query-dependent" needs a table with all other rungs.
-    rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else "undecided"
+    rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else UNDECIDED
     first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
-    if first == last or last == "undecided":
-        return last
-    return f"undecided between {first} and {last}"
+    if first == last:
+        return last, ""
+    ends = (simplest if simplest == "distance+sink" else first, at_most if at_most == "distance+sink" else last)
+    return UNDECIDED, f"{ends[0]} and {'more' if last == UNDECIDED else ends[1]}"
 
 
 def _by_chance(by_rung: _Rungs, rung: str, measure: Measure, negligible: float) -> float:

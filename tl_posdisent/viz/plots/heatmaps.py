@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.head_verdicts import in_a_word
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, head_label
@@ -344,7 +343,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     table = check_table(table, ["layer", "head", "verdict"], ["gap"], "head_verdicts")
     index = ["layer", "head"]
     mean_over_texts(table, index, ["gap"])  # raises for a row without head, or several rows for one head
-    verdicts = in_a_word(table["verdict"].astype(str))
+    verdicts = table["verdict"].astype(str)
     names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
     cells = table[["layer", "head"]].assign(
         number=verdicts.map(names.index),
@@ -379,7 +378,10 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
 def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     """Describe each head of ``head_verdicts``: verdict, gap, and the share that each rung recovers."""
     missing = [float("nan")] * len(table)
-    columns = (table["layer"], table["head"], table["verdict"], table["gap"], table.get("error", missing))
+    verdicts = table["verdict"]
+    if "between" in table:
+        verdicts = verdicts.where(table["between"] == "", verdicts + " between " + table["between"])
+    columns = (table["layer"], table["head"], verdicts, table["gap"], table.get("error", missing))
     texts = [
         f"{verdict}<br>gap {gap:.3g} ± {se:.2g} nats per token" for *_, verdict, gap, se in zip(*columns, strict=True)
     ]
