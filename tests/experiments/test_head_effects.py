@@ -323,8 +323,8 @@ def test_interventions_by_name(shared_model: Any) -> None:
     }
     pd.testing.assert_frame_equal(effects(model, named), effects(model, made))
     for wrong, message in (
-        ("applied", "'x': 'applied' is none of ablate_heads, "),
-        (("dummy_distance", {}), "'x': missing a required argument: 'distance'"),
+        ("applied", "'x': hooks must be hooks, or one of ablate_heads, "),
+        (("dummy_distance", {}), "'x': hooks must have the arguments of dummy_distance, got {}: missing"),
         (("dummy_distance", {"distance": "far"}), "'x': distance must be"),
     ):
         with pytest.raises(ValueError, match=message):

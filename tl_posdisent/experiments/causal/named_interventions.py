@@ -95,7 +95,7 @@ def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Seque
     found = {}
     for name, hooks in interventions.items():
         try:
-            found[name] = _hooks(model, hooks, texts)
+            found[name] = hooks_of(model, hooks, texts)
         except ValueError as error:
             raise ArgumentError("interventions", f"must be hooks by name; {name!r}: {error}") from error
         if not found[name]:
@@ -120,17 +120,22 @@ def named_interventions(model: Any, interventions: Any, rows: Rows, texts: Texts
     return items
 
 
-def _hooks(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
+def hooks_of(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
     """Return hooks as they are, or make those of a function of ``tl_posdisent.hooks``: its name, or name and arguments.
 
     A mean without a reference is that of the texts.
+
+    Raises:
+        ValueError: what is neither hooks nor such a name; arguments that the function does not take or refuses.
     """
+    makers = {x for x in dir(tools) if _makes_hooks(getattr(tools, x))}
     name, arguments = given if _is_call(given) else (given, {})
     if not isinstance(name, str):
+        if isinstance(given, (list, tuple)) and given and isinstance(given[0], str) and given[0] in makers:
+            raise ArgumentError("hooks", f"must be a name, or a name and a dictionary of arguments, got {shown(given)}")
         return given if isinstance(given, Hooks) else check_hooks(model, given)
-    makers = {x for x in dir(tools) if _makes_hooks(getattr(tools, x))}
     if name not in makers:
-        raise ValueError(f"{name!r} is none of {', '.join(sorted(makers))}")
+        raise ArgumentError("hooks", f"must be hooks, or one of {', '.join(sorted(makers))} by name, got {name!r}")
     options: dict[str, Any] = {"heads": None} if name == "ablate_heads" else {}
     if arguments.get("mode") == "mean" and "reference" not in arguments:
         options["reference"] = texts
@@ -138,7 +143,7 @@ def _hooks(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
     try:
         signature(make).bind(model, **options)
     except TypeError as error:
-        raise ValueError(str(error)) from error
+        raise ArgumentError("hooks", f"must have the arguments of {name}, got {shown(arguments)}: {error}") from error
     return make(model, **options)  # type: ignore[no-any-return]
 
 
