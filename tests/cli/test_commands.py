@@ -420,6 +420,13 @@ def test_a_count_that_no_memory_holds_is_refused_at_once(name: str, option: str)
     assert "1000000" in result.stderr.replace("10000000", "")
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_what_two_tokens_leave_undefined_is_not_printed_as_a_number(texts: int) -> None:
+    said = run_command("fit", "--length", 2, "--texts", texts, "--layers", 0).stdout
+    assert "r is undefined in all 8 heads: too few tokens, or scores that do not vary" in said
+    assert not re.search(r"\bnan\b", said, re.IGNORECASE)
+
+
 TYPED = [  # options that are parsed before a command runs
     (command.callback.__name__, "--" + option.replace("_", "-"))
     for command in app.registered_commands

@@ -121,6 +121,13 @@ def test_knockouts_by_plain_hooks(kind: str, name: str, mode: Any, shared_model:
             assert there[place / 13] == pytest.approx(values[OTHERS.places[:, 0] == place].mean().item(), abs=1e-5)
 
 
+def test_one_draw_has_no_spread(shared_model: Any) -> None:
+    found = found_in(shared_model("bridge", "llama-gqa"), counts=[1], draws=1)
+    assert found.knockout.set_index("ablated").loc["random", "sd"].isna().all()
+    assert "without 1 others: " in repr(found)
+    assert "nan" not in repr(found)
+
+
 def test_the_first_heads_are_at_most_half_of_each_layer(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     found = found_in(model)

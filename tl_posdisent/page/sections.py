@@ -25,7 +25,7 @@ from tl_posdisent.page.measurements import (
     told_apart,
 )
 from tl_posdisent.page.subject import PERTURBATIONS, Subject
-from tl_posdisent.page.words import MISSING, NO_LABEL, exact_or_estimated, numbers
+from tl_posdisent.page.words import MISSING, NO_LABEL, exact_or_estimated, number, numbers
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
@@ -271,7 +271,7 @@ def _exhibits(subject: Subject, shown: Exhibits) -> tuple[Markup, list[str]]:
         pattern = scores.double().masked_fill(~fit.mask.to(scores.device), -torch.inf).softmax(-1)
         components, patterns = f"{label}: the scores and their components", f"{label}: softmax of scores and fit"
         options: dict[str, Any] = {"positions": range(n)}
-        one = {"title": title, "label": label, "r": f"{float(fit.r[0, head]):.3f}"}
+        one = {"title": title, "label": label, "r": number(float(fit.r[0, head]))}
         one["parts"] = place(show_parts(fit, subject.words, head, scores=scores, title=components, **options))
         one["patterns"] = place(show_patterns(fit, subject.words, pattern, heads=[head], title=patterns, **options))
         heads.append(one)

@@ -113,7 +113,7 @@ def _shown(trained: Any, chance: Any, what: str) -> list[str]:
     column, means = "r", "r of the three-axis fit"
     if "r_held_out" in trained:
         column, means = "r_held_out", "r with the distance profile of the other texts"
-    shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
+    shares = ", ".join(f"{name} {number(trained[f'share_{name}'].mean(), 3)}" for name in ("distance", "query", "key"))
     return [
         *_by_head(trained, chance, column, f"{means}, by layer and head: {what}"),
         *(_mean(x, trained, chance) for x in dict.fromkeys([column, "r"])),
@@ -139,6 +139,8 @@ def _by_head(table: Any, chance: Any, column: str, title: str) -> list[str]:
 def _mean(column: str, trained: Any, chance: Any) -> str:
     """Describe a column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
     r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
+    if r.isna().all():
+        return f"{column} is undefined in all {heads} heads: too few tokens, or scores that do not vary"
     drawn = f" (standard deviation {chance['std'].iloc[0]:.3g})" if len(chance) else ""
-    at_random = f"; at random initialisation{drawn} {chance[column].mean():.3f}" if len(chance) else ""
+    at_random = f"; at random initialisation{drawn} {number(chance[column].mean(), 3)}" if len(chance) else ""
     return f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}"

@@ -76,7 +76,8 @@ class RetrievalHeads(HasTable):
             lines.append(f"  {length} tokens: answer - decoy {none['difference']:.2f} ± {none['se']:.2f}, {right}")
             for top, random in zip(sets[::2], sets[1::2], strict=True):
                 cost = f"{top['difference']:.2f} ± {top['se']:.2f}"
-                others = f"{random['difference']:.2f} (sd {random['sd']:.2f})"
+                spread = "" if np.isnan(random["sd"]) else f" (sd {random['sd']:.2f})"
+                others = f"{random['difference']:.2f}{spread}"
                 lines.append(
                     f"    without the first {top['n']}: {cost}, without {top['n']} others: {others}, p = {top['p']:.2g}"
                 )

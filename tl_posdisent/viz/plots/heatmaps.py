@@ -383,7 +383,8 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
         verdicts = verdicts.where(table["between"] == "", verdicts + " between " + table["between"])
     columns = (table["layer"], table["head"], verdicts, table["gap"], table.get("error", missing))
     texts = [
-        f"{verdict}<br>gap {gap:.3g} ± {se:.2g} nats per token" for *_, verdict, gap, se in zip(*columns, strict=True)
+        f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g}'} nats per token"
+        for *_, verdict, gap, se in zip(*columns, strict=True)
     ]
     if rungs is None:
         return texts
