@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -457,6 +458,8 @@ def test_verdicts_have_their_colours_and_are_counted() -> None:
         assert heat.customdata[i][j].startswith(f"{verdict}{doubt}<br>")
     assert "1 no effect, 1 distance, 2 static, 1 query-dependent, 1 undecided" in figure.layout.title.text
     assert "± 0.01 nats per token" in heat.customdata[0][0]
+    read = pd.read_csv(io.StringIO(HEAD_VERDICTS.to_csv(index=False)))  # without "between", decided heads have NaN
+    assert (plot_verdicts(read).data[0].customdata == heat.customdata).all()
     for unknown in (HEAD_VERDICTS.drop(columns="error"), HEAD_VERDICTS.assign(error=np.nan)):
         assert "±" not in str(plot_verdicts(unknown).data[0].customdata)
     (fewer,) = plot_verdicts(HEAD_VERDICTS.query("layer == 0 or head == 0")).data

@@ -92,12 +92,12 @@ def head_verdicts(
     Returns:
         One row per head (or layer, or all), in the order of layers and heads: ``layer``, ``head``, ``verdict``;
         ``between``, for undecided heads ``simplest`` and ``at_most`` in words (``"distance+sink and more than
-        static"``), else empty; ``simplest`` and ``at_most``, the simplest rung that may suffice and the simplest that
-        does (``"uniform"`` without effect, ``"mean_output"`` for a head that is not used, ``"untouched"`` if no rung
-        does); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``, what uniform attention changes (its
-        divergence or added loss in nats per token, or the change of the metric) and ``error`` (its standard error);
-        ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that row). The measure is in
-        ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
+        static"``), empty if decided, or if the table has no rung to name; ``simplest`` and ``at_most``, the simplest
+        rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` for a head
+        that is not used, ``"untouched"`` if no rung does); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``,
+        what uniform attention changes (its divergence or added loss in nats per token, or the change of the metric) and
+        ``error`` (its standard error); ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that
+        row). The measure is in ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``, or without those of ``measure``; an

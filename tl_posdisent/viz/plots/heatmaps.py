@@ -378,9 +378,8 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
 def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     """Describe each head of ``head_verdicts``: verdict, gap, and the share that each rung recovers."""
     missing = [float("nan")] * len(table)
-    verdicts = table["verdict"]
-    if "between" in table:
-        verdicts = verdicts.where(table["between"] == "", verdicts + " between " + table["between"])
+    between = table.get("between", pd.Series("", table.index)).fillna("")  # empty cells of a CSV file are read as NaN
+    verdicts = table["verdict"].where(between == "", table["verdict"] + " between " + between)
     columns = (table["layer"], table["head"], verdicts, table["gap"], table.get("error", missing))
     texts = [
         f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g}'} nats per token"
