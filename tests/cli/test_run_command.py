@@ -201,7 +201,7 @@ REFUSED = [
     ("head_effects --set interventions=mean --length 16", "interventions must be hooks by name"),
     (
         'head_effects --set \'interventions={"a": "swap"}\' --length 16',
-        "interventions must be hooks by name; 'a': 'swap'",
+        "interventions must be hooks by name; 'a': hooks must be a list of hooks, or one of ablate_heads, ",
     ),
     ("additivity --out .", "--out must be a file such as table.csv, ending in .csv, .parquet or .json, got '.'"),
 ]

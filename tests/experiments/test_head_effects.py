@@ -323,7 +323,7 @@ def test_interventions_by_name(shared_model: Any) -> None:
     }
     pd.testing.assert_frame_equal(effects(model, named), effects(model, made))
     for wrong, message in (
-        ("applied", "'x': hooks must be hooks, or one of ablate_heads, "),
+        ("applied", "'x': hooks must be a list of hooks, or one of ablate_heads, "),
         (("dummy_distance", {}), "'x': hooks must have the arguments of dummy_distance, got {}: missing"),
         (("dummy_distance", {"distance": "far"}), "'x': distance must be"),
     ):

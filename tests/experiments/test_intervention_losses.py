@@ -82,7 +82,10 @@ def test_one_list_of_hooks_and_names_of_tools() -> None:
     [
         ({"x": []}, "interventions must have hooks, got [] for 'x'"),
         ({"x": [("blocks.9.hook_z", print)]}, "interventions must be hooks by name; 'x': "),
-        ({"x": ("no_such_tool", {})}, "interventions must be hooks by name; 'x': hooks must be hooks, or one of "),
+        (
+            {"x": ("no_such_tool", {})},
+            "interventions must be hooks by name; 'x': hooks must be a list of hooks, or ",
+        ),
     ],
 )
 def test_refusals(given: Any, message: str) -> None:

@@ -46,7 +46,7 @@ def test_by_name_is_by_hooks(name: str, shared_model: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("dummy_distances", "hooks must be hooks, or one of ablate_heads, .* by name, got 'dummy_distances'"),
+        ("dummy_distances", "hooks must be a list of hooks, or one of ablate_heads, .* by name, got 'dummy_distances'"),
         (["dummy_distance", 5], r"hooks must be a name, or a name and a dictionary of arguments, got \['dummy_"),
         (["dummy_distance", {"distances": 5}], "hooks must have the arguments of dummy_distance, got .*distances"),
     ],

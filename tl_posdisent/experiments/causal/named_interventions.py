@@ -135,7 +135,8 @@ def hooks_of(model: Any, given: Any, texts: Texts) -> Sequence[Hook]:
             raise ArgumentError("hooks", f"must be a name, or a name and a dictionary of arguments, got {shown(given)}")
         return given if isinstance(given, Hooks) else check_hooks(model, given)
     if name not in makers:
-        raise ArgumentError("hooks", f"must be hooks, or one of {', '.join(sorted(makers))} by name, got {name!r}")
+        by_name = ", ".join(sorted(makers))
+        raise ArgumentError("hooks", f"must be a list of hooks, or one of {by_name} by name, got {name!r}")
     options: dict[str, Any] = {"heads": None} if name == "ablate_heads" else {}
     if arguments.get("mode") == "mean" and "reference" not in arguments:
         options["reference"] = texts
