@@ -152,7 +152,8 @@ def test_of_all_activations_only_scores_are_fitted(length: int, fit: Callable[[T
 @pytest.mark.parametrize("fit", [fit_additive, fit_attention])
 def test_vectors_are_refused_and_scores_of_few_queries_are_not(fit: Callable[..., Any]) -> None:
     z = torch.randn(1, 12, 4, 8)  # as cache["z", 3] and cache["q", 3]: batch, pos, head, d_head
-    for x in (z, z[0], z[0, 0], z.bfloat16(), torch.randn(2, 12, 64)):
+    sines = torch.outer(torch.arange(12.0), torch.logspace(0, -4, 16)).sin()  # 0 in all coordinates at position 0
+    for x in (z, z[0], z[0, 0], z.bfloat16(), torch.randn(2, 12, 64), sines):
         with pytest.raises(ValueError, match=r"a residual stream .* set keys after a query to -inf, or pass mask="):
             fit(x)
     own = torch.ones(4, 8, dtype=torch.bool)

@@ -140,7 +140,8 @@ def refuse_vectors(scores: Float[Tensor, "*batch query key"], advice: str = "") 
     n_query, n_key = scores.shape[-2:]
     if not 1 < n_query < n_key:
         return
-    future = scores[..., 0, n_key - n_query + 1 :]
+    later = torch.ones(n_query, n_key, dtype=torch.bool, device=scores.device).triu(n_key - n_query + 1)
+    future = scores[..., later]
     if bool((future.isfinite() & (future > -FAR)).all() & (future != 0).any()):
         raise ArgumentError(
             "scores",
