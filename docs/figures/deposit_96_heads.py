@@ -151,7 +151,7 @@ def spread(values: pd.Series, digits: int = 2) -> str:
     """Mean and standard deviation over models; – where nothing was measured."""
     known = values.dropna()
     text = f"{known.mean():.{digits}f}" if len(known) else "–"
-    return f"{text} ± {known.std():.{digits}f}" if len(known) > 1 else text
+    return f"{text}±{known.std():.{digits}f}" if len(known) > 1 else text
 
 
 def span(values: pd.Series) -> str:
@@ -161,7 +161,7 @@ def span(values: pd.Series) -> str:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """The page's table: one row per task, encoding of ``FIRST`` and number of rotary heads, over seeds."""
+    """A table with a row per task, encoding of ``FIRST`` and number of rotary heads, over seeds."""
     table = table[table["encoding"].isin(FIRST)]
     table = table.assign(order=table["encoding"].map({name: number for number, name in enumerate(NAMES)}))
     table["labels"] = table["task"].str.extract(r"gap(\d+)", expand=False).astype(float).fillna(1000).astype(int)
@@ -181,6 +181,12 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def on_the_page(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows that the page shows: rotation in all heads or in none, 16 distances and the paper's size."""
+    shown = summary(table[table["rotary_heads"].isin([0, HEADS])])
+    return shown[shown["distances"].isin(["16", "70, the paper's size"])]
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -220,7 +226,7 @@ if __name__ == "__main__":
     where, words = Path(sys.argv[1]), sys.argv[2:]
     if words == ["finish"]:
         displaced(where).to_csv(ANGLES, index=False)
-        print(markdown(summary(finished())))
+        print(markdown(summary(finished())), markdown(on_the_page(finished())), sep="\n")
     elif words == ["paper"]:
         main(where, math.inf, [cell("paper", *key) for key in STEPS])
     elif words == ["few"]:

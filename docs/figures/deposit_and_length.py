@@ -2,7 +2,7 @@
 
 ``python docs/figures/deposit_and_length.py FOLDER`` trains and measures models in one thread, one row of
 ``deposit_and_length.csv`` beside this script each, and goes on where it was stopped. ``… FOLDER finish`` prints the
-page's tables, and needs no models.
+tables, of which the page shows a part, and needs no models.
 
 The task has 8 distances and 1 to 4 fillers on each side, in texts of 5 to 18 tokens. The longer texts ask for the same
 distances: there are ``more`` fillers before the first trigger, and as many more after the second one, so that the
@@ -159,16 +159,20 @@ def correlations(table: pd.DataFrame, of: str = "accuracy") -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def on_the_page(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``correlations`` that the page shows: the share of the largest drop, at 1.5 times the length."""
+    shown = table.query("concentration == 'share' and length == '1.5'")
+    return shown.drop(columns=["concentration", "length", CONTROLS[0]])
+
+
 def by_encoding(table: pd.DataFrame) -> pd.DataFrame:
     """Means over the models of an encoding ± their standard deviation."""
-    columns = {f"accuracy_{length}": f"accuracy at {length}" for length in MORE}
-    for mode, word in (("zero", "zeroed"), ("mean", "mean")):
-        columns |= {f"{mode}_accuracy_effective_heads": f"effective heads, {word}"}
+    columns = {f"accuracy_{length}": f"accuracy at {length} times the length" for length in ("1", "1.5", "2")}
     rows = []
     for encoding, models in table.groupby("encoding"):
         row = {"encoding": NAMES[str(encoding)], "models": len(models)}
         for name, shown in columns.items():
-            row[shown] = f"{models[name].mean():.2f} ± {models[name].std():.2f}"
+            row[shown] = f"{models[name].mean():.2f}±{models[name].std():.2f}"
         rows.append(row)
     return pd.DataFrame(rows)
 

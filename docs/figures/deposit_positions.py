@@ -86,9 +86,6 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "largest drop, positions": "frozen_drop",
         "second": "frozen_second",
         "effective heads": "frozen_effective_heads",
-        "largest drop, zeroed": "zero_drop",
-        "largest drop without content": "without_content_drop",
-        "accuracy without content in all heads": "without_content_all",
     }
     rows = []
     for encoding, of in table.groupby("encoding"):

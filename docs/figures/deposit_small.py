@@ -85,16 +85,14 @@ def guesses() -> dict[str, dict[str, float]]:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """The page's table: means over seeds ± standard deviation, one row per task and encoding."""
+    """The page's table: means over seeds ± standard deviation, of accuracies, and of RoPE's effective heads."""
     rows = []
     for task in TASKS:
-        for encoding in SMALL.encodings:
-            of = table[(table["task"] == task) & (table["encoding"] == encoding)]
-            row = {"task": task, "encoding": NAMES[encoding], "accuracy": spread(of["accuracy"])}
-            for mode, word in (("zero", "zeroed"), ("mean", "mean")):
-                row[f"largest drop, {word}"] = spread(of[f"{mode}_drop"])
-                row[f"effective heads, {word}"] = spread(of[f"{mode}_effective_heads"], 1)
-            rows.append(row)
+        of = dict(list(table[table["task"] == task].groupby("encoding")))
+        row = {"task": task} | {NAMES[encoding]: spread(of[encoding]["accuracy"]) for encoding in SMALL.encodings}
+        for mode, word in (("zero", "zeroed"), ("mean", "mean")):
+            row[f"RoPE's effective heads, {word}"] = spread(of["rope"][f"{mode}_effective_heads"], 1)
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -102,7 +100,7 @@ def spread(values: pd.Series, digits: int = 2) -> str:
     """Mean and standard deviation over models; – where no head has a drop, so that there is no number of heads."""
     known = values.dropna()
     text = f"{known.mean():.{digits}f}" if len(known) else "–"
-    return f"{text} ± {known.std():.{digits}f}" if len(known) > 1 else text
+    return f"{text}±{known.std():.{digits}f}" if len(known) > 1 else text
 
 
 if __name__ == "__main__":

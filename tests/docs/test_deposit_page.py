@@ -58,10 +58,19 @@ def test_the_tables_are_of_the_measurements(
     heads: ModuleType, lengths: ModuleType, small: ModuleType, positions: ModuleType
 ) -> None:
     assert on_page(heads.markdown(positions.summary(positions.finished())))
-    assert on_page(heads.markdown(heads.summary(heads.finished())))
+    assert on_page(heads.markdown(heads.on_the_page(heads.finished())))
     assert on_page(heads.markdown(small.summary(small.finished())))
     assert on_page(heads.markdown(lengths.by_encoding(lengths.finished())))
-    assert on_page(heads.markdown(lengths.correlations(lengths.finished())))
+
+
+def test_correlations_with_accuracy_on_longer_texts(heads: ModuleType, lengths: ModuleType) -> None:
+    table = lengths.correlations(lengths.finished())
+    assert on_page(heads.markdown(lengths.on_the_page(table)))
+    within = table["and same kind"].str.extract(r"\((.*), (.*)\)").astype(float)
+    assert ((within[0] < 0) & (within[1] > 0)).all()
+    assert f"correlations down to −{-within[0].min():.2f}" in PAGE
+    small = (table["permuted within kinds: p"].astype(float) < 0.05).sum()
+    assert f"{NUMBERS[small].title()} of {NUMBERS[len(table)]} p are below 0.05" in PAGE
 
 
 def test_the_model_that_counts_at_the_papers_size(heads: ModuleType) -> None:
