@@ -89,7 +89,7 @@ PICTURES = [
         "Rotary frequencies",
         "The share of the distance in the scores, by wavelength and head.",
         'viz.plot_subspaces(subspace_patterns(model, tokens), "distance")',
-        "frequencies.md",
+        "position_in_scores.md#frequencies",
     ),
     Picture(
         "ablation.svg",
@@ -131,7 +131,7 @@ PICTURES = [
         "Scrambled words",
         "The loss added by words that change places, by the fraction of words.",
         "viz.plot_perturbation(perturbation_curve(model, tokens))",
-        "perturbation.md",
+        "position_interventions.md#perturbed-word-order-positions-and-features",
     ),
     Picture(
         "length.svg",
