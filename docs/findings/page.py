@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-from claims import CLAIMS_A, CLAIMS_B, CLOSING, FINDINGS, OPENING, Claim, Finding
+from claims import CLAIMS_A, CLAIMS_B, FINDINGS, HEADINGS, OPENING, Claim, Finding
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "results.md"
@@ -43,7 +43,7 @@ class Number(NamedTuple):
 
     def __str__(self) -> str:
         digits = 3 if self.error < 0.005 or abs(self.value) < 0.05 else 2
-        spread = "" if pd.isna(self.error) else f" ± {self.error:.{digits}f}"
+        spread = "" if pd.isna(self.error) else f"±{self.error:.{digits}f}"
         return f"{self.value:.{digits}f}{spread}".replace("-", "−")
 
 
@@ -87,7 +87,8 @@ def cells(
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+    head, *body = (f"| {' | '.join(row)} |" for row in [header, *rows])
+    return "\n".join([head, "|---" * len(header) + "|", *body])
 
 
 def of_claims(claims: list[Claim], known: dict[str, dict[tuple[str, str, int], Number]]) -> str:
@@ -137,9 +138,8 @@ def page(instead: Path | None = None, gpu: Path = GPU) -> str:
     synthetic = table(
         ["claim", "paper", "here", "status"], [[x.claim, x.paper, x.here, f"**{x.status}.** {x.why}"] for x in CLAIMS_B]
     )
-    parts = [OPENING, of_claims(CLAIMS_A, known), CLOSING["A"], synthetic, *of_gpu(gpu)]
-    parts += [CLOSING["B"], of_findings(FINDINGS, known)]
-    return "\n\n".join([*parts, CLOSING["findings"]]) + "\n"
+    parts = [OPENING, of_claims(CLAIMS_A, known), HEADINGS["B"], synthetic, *of_gpu(gpu)]
+    return "\n\n".join([*parts, HEADINGS["findings"], of_findings(FINDINGS, known)]) + "\n"
 
 
 if __name__ == "__main__":
