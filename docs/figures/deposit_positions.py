@@ -2,8 +2,8 @@
 
 ``python docs/figures/deposit_positions.py FOLDER`` trains RoPE and MLA models of the ``small`` preset on the distance
 between two triggers, from three seeds in one thread. Each model is a row of ``deposit_positions.csv`` beside this
-script: drops of accuracy where one head no longer rotates its queries and keys (with MLA, their rotary slice), where
-its rotary coordinates, or with MLA its content, contribute nothing to its scores, and where its output is zero.
+script: drops of accuracy where one head no longer rotates its queries and keys (with MLA, their rotary slice), and
+where its output is zero.
 """
 
 from __future__ import annotations
@@ -52,22 +52,14 @@ def row_of(key: tuple[str, int], folder: Path) -> dict[str, Any]:
     (run,) = train_preset(SMALL, **options, progress=False).values()
     model, split = run.model.eval(), run.split()
     samples = split.test_tokens[:SAMPLES], split.test_labels[:SAMPLES]
-    ways: dict[str, Callable[[list[Head] | None], Any]] = {
-        "frozen": lambda heads: limit_frequencies(model, high=0, mode="freeze", heads=heads),
-        "without_rotary": lambda heads: limit_frequencies(model, high=0, heads=heads),
+    tables = {
+        "frozen": drops(model, *samples, lambda heads: limit_frequencies(model, high=0, mode="freeze", heads=heads)),
+        "zero": head_drops(model, *samples, mode="zero", progress=False),
     }
-    if encoding == "mla":
-        ways["without_content"] = lambda heads: limit_frequencies(model, unrotated="drop", heads=heads)
-    tables = {name: drops(model, *samples, hooks_of) for name, hooks_of in ways.items()}
-    tables["zero"] = head_drops(model, *samples, mode="zero", progress=False)
     row: dict[str, Any] = dict(zip(KEY, key, strict=True)) | {"accuracy": run.test_accuracy}
-    for name in ("frozen", "without_rotary", "without_content"):
-        hooks = ways[name](None) if name in ways else None
-        row[f"{name}_all"] = torch.nan if hooks is None else accuracy(model, *samples, hooks)
-    for name in ("frozen", "without_rotary", "without_content", "zero"):
-        report = deposit(tables[name]) if name in tables else None
-        for what in ("drop", "second", "effective_heads", "layer"):
-            row[f"{name}_{what}"] = torch.nan if report is None else getattr(report, what)
+    for name, table in tables.items():
+        report = deposit(table)
+        row |= {f"{name}_{what}": getattr(report, what) for what in ("drop", "second", "effective_heads", "layer")}
     return row
 
 

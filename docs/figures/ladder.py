@@ -1,7 +1,7 @@
 """The numbers of the page on the attention ladder: ``python docs/figures/ladder.py FOLDER [demo] [story]``.
 
-Writes one CSV file for each table into the folder. The story model is no part of the project: its weights are read from
-the folder that ``POSDISENT_DATA`` names, and without them its tables are left out.
+Writes one CSV file for each model into the folder. The story model is no part of the project: its weights are read from
+the folder that ``POSDISENT_DATA`` names, and without them its table is left out.
 """
 
 from __future__ import annotations
@@ -14,32 +14,27 @@ import torch
 
 import tl_posdisent as tp
 
-HEADS = ["uniform", "distance", "distance+sink", "static", "additive", "banded", "untouched"]
-
 
 def demo() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return the demo model, texts to fit static heads to, and texts to predict."""
+    """Return the demo model, texts to fit static heads to, and a text to predict."""
     tokens = tp.demo_tokens(length=14 * 160).reshape(14, 160)
-    return tp.load_demo_model(), tokens[:6], tokens[6:]
+    return tp.load_demo_model(), tokens[:6], tokens[6:7]
 
 
 def story() -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Return the story model and the same kinds of texts, which it generated."""
     from stories import sample_story, stories_bridge
 
-    texts = torch.cat([sample_story(160, seed) for seed in range(1, 15)])
-    return stories_bridge(), texts[:6], torch.cat([sample_story(160, 0), texts[6:]])
+    texts = torch.cat([sample_story(160, seed) for seed in range(1, 7)])
+    return stories_bridge(), texts, sample_story(160, 0)
 
 
 def main(folder: Path, names: list[str]) -> None:
     """Compute and write the tables of these models."""
     for name in names:
         model, fitted, heldout = {"demo": demo, "story": story}[name]()
-        one = {"heldout": heldout[:1], "unit": "all", "controls": ["shuffled", "random"]}
-        every = {"heldout": heldout, "rungs": HEADS, "controls": []}
-        for unit, options in {"all": one, "head": every}.items():
-            table = tp.attention_ladder(model, fitted, **options)
-            table.to_csv(folder / f"ladder_{name}_{unit}.csv", index=False)
+        options = {"heldout": heldout, "unit": "all", "controls": ["shuffled", "random"]}
+        tp.attention_ladder(model, fitted, **options).to_csv(folder / f"ladder_{name}.csv", index=False)
 
 
 if __name__ == "__main__":
