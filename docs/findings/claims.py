@@ -345,7 +345,8 @@ FINDINGS = [
         "The rows: 256 tokens of prose alone said that 16 to 32 distances are enough.",
     ),
     Finding(
-        "**Which layers use distances differs between models**: the first two thirds of SmolLM2, the first of Gemma",
+        "**Which layers use distances differs between models**: the first two thirds in SmolLM2, mostly the "
+        "first in Gemma",
         [
             ("restored by single layers: first third", "layers", "share of restored, first third of the layers", 256),
             ("second third", "layers", "share of restored, second third of the layers", 256),
