@@ -5,7 +5,7 @@ importing the package imports nothing that a user may never need. ``tests/suppor
 from __future__ import annotations
 
 import hashlib
-import re
+import os
 import sys
 import tarfile
 import tomllib
@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from support.pages import ROOT
 from support.processes import run
 
@@ -21,7 +22,7 @@ import tl_posdisent as tp
 pytestmark = pytest.mark.slow
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,16 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
             there, here = wheel.read(f"tl_posdisent/demo/{name}"), (ROOT / "tl_posdisent" / "demo" / name).read_bytes()
             assert hashlib.sha256(there).digest() == hashlib.sha256(here).digest()
     assert built[0].name.endswith("-py3-none-any.whl")
+    assert built[0].stat().st_size < 5e6
+
+
+def test_the_wheel_works_without_the_sources(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """What ``smoke.py`` tries before a release in an environment of its own."""
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(tmp_path)
+    alone = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = run(sys.executable, ROOT / "tests" / "support" / "smoke.py", cwd=tmp_path, env=alone)
+    assert f"from  {tmp_path / 'tl_posdisent'}\n" in done.stdout
 
 
 def test_the_sdist_can_be_built_tested_and_documented(built: tuple[Path, Path]) -> None:
@@ -58,15 +69,23 @@ def test_the_sdist_can_be_built_tested_and_documented(built: tuple[Path, Path]) 
     wanted = _here("tl_posdisent", "tests", "docs", "examples", "benchmarks", "requirements")
     wanted |= {"pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"}
     assert wanted <= names
-    extra = names - wanted
-    assert extra <= {"PKG-INFO", ".gitignore", ".ci/run"}, "something is handed out that nobody needs"
+    extra = names - wanted - {"PKG-INFO", ".gitignore", ".ci/run", ".github/workflows/checks.yml"}
+    assert not extra, "something is handed out that nobody needs"
 
 
 def test_every_page_agrees_on_the_version() -> None:
-    (cited,) = re.findall(r"^version: (\S+)$", CITATION, re.MULTILINE)
-    assert PROJECT["version"] == tp.__version__ == cited
+    assert PROJECT["version"] == tp.__version__ == CITATION["version"]
     assert f"version = {{{tp.__version__}}}" in (ROOT / "docs" / "cite.md").read_text(encoding="utf-8")
     assert tp.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_citation_says_what_the_package_says() -> None:
+    assert [CITATION[name] for name in ("license", "keywords")] == [PROJECT[name] for name in ("license", "keywords")]
+    assert CITATION["title"] == "tl_posdisent"
+    assert [each["name"] for each in CITATION["authors"]] == [each["name"] for each in PROJECT["authors"]]
+    cited = {x["value"].removeprefix("arXiv:") for each in CITATION["references"] for x in each["identifiers"]}
+    assert cited == {url.split("/")[-1] for url in PROJECT["urls"].values() if "arxiv" in url}
+    assert CITATION.get("repository-code") == PROJECT["urls"].get("Repository")
 
 
 def test_importing_the_public_names_leaves_heavy_modules_alone() -> None:

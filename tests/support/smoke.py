@@ -54,7 +54,7 @@ def main() -> None:
         out = Path(folder) / "fit.csv"
         command("fit", "--model", "demo", "--out", str(out))
         table = out.read_text(encoding="utf-8").splitlines()
-    assert len(table) == 1 + 2 * 5 * 8, "a row for each of the demo model's heads, and one for its random control"
+    assert len(table) == 1 + 2 * 2 * 5 * 8, "two texts, five layers of eight heads, and the same with random weights"
     seen = {
         "version": tp.__version__,
         "from": str(home),
