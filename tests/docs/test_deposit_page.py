@@ -93,7 +93,7 @@ def test_models_with_one_necessary_head(heads: ModuleType) -> None:
     table = table[table["rotary_heads"] == heads.HEADS]
     zero, mean = (NUMBERS[int(heads.one_necessary(table, mode).sum())] for mode in ("zero", "mean"))
     stated = f"Of {len(table)} rotary models with 96 heads, {zero} have one head that matters if heads are zeroed"
-    assert f"{stated}, and {mean} if each is replaced by its mean" in README
+    assert f"{stated}. {mean.title()} have one if each is replaced by its mean." in README
     assert f"{NUMBERS.index(zero)} of {len(table)} models with all heads rotary have one necessary head" in PAGE
     assert f"by mean ablation {NUMBERS.index(mean)}" in PAGE
 

@@ -34,7 +34,7 @@ def sweep(
     length: Annotated[int, Option(min=2, max=MOST, help="Tokens per text.")] = 256,
     texts: Texts = 1,
     split: Annotated[int, Option(min=1, max=MOST, help="Number of jobs into which the parts of a text are split.")] = 1,
-    seeds: Annotated[str | None, Option(help="Such as 0-4, for experiments that take seeds.")] = None,
+    seeds: Annotated[str | None, Option(help="Seeds: 0-4 are five, 2 is seed 2 alone.")] = None,
     backend: Backend = "auto",
     device: Annotated[
         str | None, Option(help="As for fit, or worker: each worker process has a visible device of its own.")
