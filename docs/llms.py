@@ -68,6 +68,7 @@ def pages() -> list[tuple[str, str, str]]:
         text = path.read_text(encoding="utf-8")
         prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL).lstrip()
         prose = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", prose)  # the words of links
+        prose = re.sub(r"\{[\w:]+\}`~?(?:\w+\.)*(\w+)`", r"`\1`", prose)  # the names of roles
         paragraphs = [" ".join(each.split()) for each in prose.split("\n\n")[1:]]
         plain = next((each for each in paragraphs if each[:1].isalpha() or each[:1] == "`"), "")
         sentence = re.match(r".+?[.?:](?=\s|$)", plain)

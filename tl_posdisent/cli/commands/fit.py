@@ -25,6 +25,7 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
 from tl_posdisent.cli.values import head_numbers, layer_numbers, standard_deviation
+from tl_posdisent.utils.words import plural
 
 _HEADS_SHOWN = 12
 
@@ -140,7 +141,7 @@ def _mean(column: str, trained: Any, chance: Any) -> str:
     """Describe a column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
     r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
     if r.isna().all():
-        return f"{column} is undefined in all {heads} heads: too few tokens, or scores that do not vary"
+        return f"{column} is undefined in all {plural(heads, 'head')}: too few tokens, or scores that do not vary"
     drawn = f" (standard deviation {chance['std'].iloc[0]:.3g})" if len(chance) else ""
     at_random = f"; at random initialisation{drawn} {number(chance[column].mean(), 3)}" if len(chance) else ""
-    return f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}"
+    return f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {plural(heads, 'head')}{at_random}"
