@@ -64,6 +64,10 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer reads it
     within ``longer_context``).
 
+    Args:
+        length: number of tokens, ``<|endoftext|>`` included.
+        device: device of the ids; default the CPU.
+
     Raises:
         ValueError: a ``length`` below 1, or longer than the text.
 
