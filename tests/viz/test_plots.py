@@ -35,7 +35,7 @@ from tl_posdisent.viz import (
     plot_substitution,
     plot_verdicts,
 )
-from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, SKY, VERDICTS, ZERO, faint
+from tl_posdisent.viz.palette import DIVERGING, GREY, NEGATIVE, POSITIVE, SKY, VERDICTS, ZERO, faint, on_scale, rgb
 
 pytestmark = pytest.mark.oldest
 
@@ -193,6 +193,19 @@ def test_colours_are_symmetric_where_numbers_are_signed() -> None:
     assert (given.zmin, given.zmax) == (-5, 50)
     (zero,) = plot_heads(HEADS.assign(r=0.0), "r").data
     assert zero.zmin < zero.zmax
+
+
+@pytest.mark.parametrize("limits", [(-1, 5), (-5, 1), (-0.5, 0.5), (1, 3), (-3, -2)])
+def test_zero_is_white_and_one_number_has_one_colour_whatever_the_limits(limits: tuple[float, float]) -> None:
+    """A number has the colour that symmetric limits of the same size give it."""
+    (heat,) = plot_heads(HEADS, "effect", limits=limits).data
+    most = max(map(abs, limits))
+    for number in np.linspace(*limits, 41):
+        found, expected = (
+            rgb(on_scale(scale, (number - low) / (high - low)))
+            for scale, (low, high) in ((heat.colorscale, limits), (DIVERGING, (-most, most)))
+        )
+        assert np.abs(np.subtract(found, expected)).max() <= 1  # rounding of the ends
 
 
 def test_the_colour_bar_says_where_its_end_stands_for_values_beyond_it() -> None:

@@ -113,3 +113,13 @@ def on_scale(scale: Sequence[Sequence[Any]], share: float) -> str:
     places = [stop[0] for stop in scale]
     channels = np.array([rgb(stop[1]) for stop in scale])
     return "#" + "".join(f"{round(float(np.interp(share, places, channel))):02x}" for channel in channels.T)
+
+
+def diverging(low: float, high: float) -> Scale:
+    """Return the part of ``DIVERGING`` from one number to a larger one, so that 0 is white whatever the two are."""
+    most = max(abs(low), abs(high))
+    first, last = ((end / most + 1) / 2 for end in (low, high))
+    if (first, last) == (0, 1):
+        return DIVERGING
+    inner = [[(at - first) / (last - first), colour] for at, colour in DIVERGING if first < at < last]
+    return [[0.0, on_scale(DIVERGING, first)], *inner, [1.0, on_scale(DIVERGING, last)]]

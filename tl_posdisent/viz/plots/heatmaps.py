@@ -17,7 +17,7 @@ from torch import Tensor
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, head_label
-from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, SKY, VERDICTS, faint
+from tl_posdisent.viz.palette import GREY, SEQUENTIAL, SKY, VERDICTS, diverging, faint
 
 from .tables import (
     add_title,
@@ -60,10 +60,10 @@ def plot_heads(
             ``position``, as from ``head_patching(..., positions=...)`` or ``position_effects``: of more than 24 heads,
             those with the largest values.
         random: for ``by="layer"``: a table of random weights with the same columns, drawn beside the other.
-        signed: whether to use a diverging colour scale, symmetric about 0. Default: if a value is negative.
-        limits: limits of the colour scale; default from 0, or symmetric; for correlations and shares, from the lowest
-            5 % of the heads to the highest, at least 0.2 apart. An end that stands for values beyond it, too, is marked
-            ≤ or ≥ in the colour bar.
+        signed: whether to use a diverging colour scale, white at 0. Default: if a value is negative.
+        limits: limits of the colour scale; default from 0, or symmetric about it; for correlations and shares, from
+            the lowest 5 % of the heads to the highest, at least 0.2 apart. An end that stands for values beyond it,
+            too, is marked ≤ or ≥ in the colour bar.
         title: title of the figure; default names the measure.
 
     Raises:
@@ -449,7 +449,7 @@ def _heat_map(
         z=z,
         zmin=low,
         zmax=high,
-        colorscale=DIVERGING if signed else SEQUENTIAL,
+        colorscale=diverging(low, high) if signed else SEQUENTIAL,
         colorbar={
             "title": {"text": title.replace(" (", "<br>("), "side": "right"},  # else it is cut off
             **_ticks_of_clipped(z, low, high),
