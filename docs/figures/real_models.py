@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import head_effects
+import looks
 import pandas as pd
 import retrieval
 import score_terms
@@ -134,7 +135,7 @@ STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, ro
 STUDIES += [head_effects.head_search, head_effects.every_verdict, head_effects.replaced_heads]
 STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
 STUDIES += [without_rotation.without_rotation, without_rotation.needles, without_rotation.word_order]
-STUDIES += [retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_rotation]
+STUDIES += [looks.looks, retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_rotation]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
         "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},

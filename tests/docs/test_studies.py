@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "retrieval_scores": {"length": 160, "count": 1},
     "retrieval_knockout": {"lengths": (160, 192), "count": 1},
     "retrieval_rotation": {"length": 160, "count": 1},
+    "looks": {"copies": 2},
     "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }
 VERDICTS = ("verdict", "between", "estimate", "simplest", "at_most", "label", "model")

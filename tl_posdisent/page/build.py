@@ -54,7 +54,7 @@ def report(
     text.
 
     Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether. It takes about six
-    texts to decide something, so a string is cut into six equal stretches or more, of 64 to 512 tokens. Sections that
+    texts to decide something, so a string is cut into six to eight equal stretches, of 64 to 256 tokens. Sections that
     need a forward pass for each head read less, and run only some heads of a large model: the numbers of the others are
     estimated, and marked. Each section states what it read.
 

@@ -5,7 +5,6 @@ A search by runs finds the heads that matter most, and a bound for the others (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pandas as pd
 from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.causal.head_effects import head_effects
-from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
 from tl_posdisent.experiments.causal.ladder import attention_ladder
 from tl_posdisent.experiments.causal.metrics import next_token_loss, value_of
 from tl_posdisent.experiments.causal.runs import run_texts
@@ -37,8 +35,9 @@ DRAWS = 8
 """Draws of labels for the estimates of heads that are not run."""
 LEAST = 8
 """Minimum number of heads that are run."""
-TEXTS = 8
-"""Estimates of the ladder need several held-out texts: texts are cut into so many parts, of ``SHORTEST`` tokens."""
+TEXTS = 10
+"""Parts of ``SHORTEST`` tokens into which texts are cut for estimates of the ladder. Four are fitted, as a static head
+of 64 coordinates takes 256 keys. Six are held out, for the errors of the estimates."""
 
 
 def affordable(name: str, subject: Subject) -> int:
@@ -47,13 +46,13 @@ def affordable(name: str, subject: Subject) -> int:
     return min(len(subject.pairs), max(LEAST, int(BUDGET / each)))
 
 
-def for_estimates(subject: Subject, part: Subject, positions: int, tokens: int) -> Subject:
-    """Return the texts of the ladder: ``part`` if all heads are run or there are enough texts, else parts of texts."""
-    if affordable("ladder", part) == len(subject.pairs) or len(part.tokens) >= TEXTS:
+def for_estimates(subject: Subject, part: Subject) -> Subject:
+    """Return the texts of the ladder: ``part`` if all heads are run, else ``TEXTS`` parts, if possible."""
+    if affordable("ladder", part) == len(subject.pairs):
         return part
-    total = min(tokens, sum(subject.lengths))
-    length = min(positions, max(total // TEXTS, min(SHORTEST, total // 4)))
-    return subject.pieces(length, tokens) if length > 1 else part
+    total = min(TEXTS * SHORTEST, sum(subject.lengths))
+    length = max(total // TEXTS, min(SHORTEST, total // 4))
+    return subject.pieces(length, TEXTS * SHORTEST) if length > 1 else part
 
 
 def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
@@ -97,44 +96,19 @@ def ladder(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
         ValueError: a run of every head failed.
     """
     n = affordable("ladder", subject)
-    if n == len(subject.pairs):
-        return _of_all(subject, progress)
-    texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 4)
-    table = _climbed(subject, subject.pairs, LADDER, texts, exact=n, draws=DRAWS, seed=seed, progress=progress)
-    return _complete([table])
-
-
-def _of_all(subject: Subject, progress: bool) -> pd.DataFrame:
-    """Measure uniform attention and the mean output of each head, and further rungs where neither surely suffices."""
-    texts = _held_out(subject, 2)
-    first = _climbed(subject, subject.pairs, ["uniform"], texts, progress=progress)
-    used = _used(first)
-    if not used:
-        return _complete([first])
-    rest = first[~pd.MultiIndex.from_frame(first[HEAD]).isin(used)]
-    return _complete([rest, _climbed(subject, used, LADDER, texts, progress=progress)])
-
-
-def _climbed(
-    subject: Subject, heads: Sequence[tuple[int, int]], rungs: Sequence[Rung], texts: dict[str, Any], **options: Any
-) -> pd.DataFrame:
-    """Measure the ladder of some heads, without those with a failed run."""
-    table = attention_ladder(subject.reading, heads=heads, rungs=rungs, controls=[], **options, **texts)
-    return table[table["kl"].notna().groupby([table[name] for name in HEAD]).transform("all")]
-
-
-def _complete(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Put tables together; raise the first failure if no head is left."""
-    attrs = {name: x for table in tables for name, x in table.attrs.items()}
-    table = pd.concat(tables).sort_values(HEAD, kind="stable", ignore_index=True)
-    if table.empty:
-        raise ValueError(next(iter(attrs["failures"].values())))
-    table.attrs = attrs
-    return table
+    texts, options = _held_out(subject, 2), dict[str, Any](rungs=LADDER, controls=[], progress=progress)
+    if n < len(subject.pairs):
+        texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 3)
+        options |= {"exact": n, "draws": DRAWS, "seed": seed}
+    table = attention_ladder(subject.reading, heads=subject.pairs, **texts, **options)
+    known = table["kl"].notna().groupby([table[name] for name in HEAD]).transform("all")
+    if not known.any():
+        raise ValueError(next(iter(table.attrs["failures"].values())))
+    return table[known].reset_index(drop=True)
 
 
 def _held_out(subject: Subject, every: int) -> dict[str, Any]:
-    """Fit every second (or fourth) text, the longest among them, and hold out the others.
+    """Fit every second (or third) text, the longest among them, and hold out the others.
 
     A single text serves as both. Estimates have errors over the texts held out, so they need more of these.
     """
@@ -142,11 +116,3 @@ def _held_out(subject: Subject, every: int) -> dict[str, Any]:
     rest = np.delete(order, np.s_[::every])
     texts: dict[str, Any] = {"tokens": tokens[order[::every]], "attention_mask": real[order[::every]]}
     return texts | ({"heldout": tokens[rest], "heldout_mask": real[rest]} if len(rest) else {})
-
-
-def _used(table: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return the heads for which neither uniform attention nor the mean output is known to suffice."""
-    if table.empty:
-        return []
-    verdicts = head_verdicts(table)
-    return [*verdicts[~verdicts["verdict"].isin(IDLE)][HEAD].astype(int).itertuples(index=False, name=None)]

@@ -29,7 +29,7 @@ from tl_posdisent.page.every_head import HEAD, ablation, for_estimates, ladder
 from tl_posdisent.page.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
 from tl_posdisent.utils.progress import progress_bar
 
-READ = {"labels": (512, 1024), "perturbation": (512, 512), "ablation": (128, 512), "ladder": (128, 1024)}
+READ = {"labels": (512, 1024), "perturbation": (512, 512), "ablation": (128, 512), "ladder": (128, 512)}
 """Positions of each text, and tokens altogether, of sections that read less than the report."""
 
 
@@ -37,7 +37,7 @@ def narrowed(name: str, subject: Subject) -> Subject:
     """Select the texts that a section measures."""
     positions, tokens = READ.get(name, (POSITIONS, TOKENS))
     part = subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
-    return for_estimates(subject, part, positions, tokens) if name == "ladder" else part
+    return for_estimates(subject, part) if name == "ladder" else part
 
 
 SectionName = Literal[

@@ -14,7 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.experiments.attention_scores.attention_by_distance import attention_by_distance
+from tl_posdisent.experiments.attention_scores.attention_by_distance import (
+    UNMODIFIED,
+    check_shown,
+    mean_attention,
+)
 from tl_posdisent.experiments.causal.position_effects import position_effects
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.positions import dummy_distance
@@ -75,14 +79,15 @@ def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels
 
 
 def _attention(subject: Subject, specs: list[AttentionSpec]) -> pd.DataFrame:
-    """Measure attention by distance, in the layers before which nothing is changed; empty if no layer can show it."""
-    tables, texts = [], subject.some(READ, _ATTENTION)
-    for spec in specs:
-        options: dict[str, Any] = {**texts.texts, "layers": [spec.layer], "progress": False}
+    """Measure attention by distance in layers that show it, and under an intervention in one layer at a time."""
+    reading, texts = subject.reading, read_texts(subject.model, *subject.some(READ, _ATTENTION).texts.values())
+    shown, tables = [spec for spec in specs if spec.pattern or spec.scores], list[pd.DataFrame]()
+    cases = [(UNMODIFIED, shown), *((f"every distance {SAME}", [spec]) for spec in shown)] if shown else []
+    for name, some in cases:
         with contextlib.suppress(ValueError, RuntimeError, MemoryError):
-            every = dummy_distance(subject.reading, SAME, layers=[spec.layer]) if spec.rotary else None
-            named = {f"every distance {SAME}": every} if every else None
-            tables.append(attention_by_distance(subject.reading, interventions=named, **options))
+            hooks = [] if name == UNMODIFIED else dummy_distance(reading, SAME, layers=[some[0].layer])
+            check_shown(some[0], hooks)
+            tables.append(mean_attention(reading, texts, some, hooks, whole=False).assign(intervention=name))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["intervention", *HEAD, "distance"])
 
 

@@ -20,8 +20,10 @@ from tl_posdisent.utils.words import plural
 
 POSITIONS = 1024
 """The longest text that is measured: the size of scores grows with its square."""
-STRETCH, SHORTEST = 512, 64
+STRETCH, SHORTEST = 256, 64
 """Strings are cut into stretches of at most so many tokens, and of at least so many, unless they are shorter."""
+STRETCHES = 8
+"""Maximum number of stretches of a string that are read."""
 TOKENS = 4096
 """Maximum number of tokens of all texts together."""
 ENOUGH = 6
@@ -148,14 +150,17 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
 
 
 def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
-    """Split a text into texts of equal length, if possible ``ENOUGH``, each after the model's BOS token, if any."""
+    """Split a text into texts of equal length, ``ENOUGH`` to ``STRETCHES`` of them if it is long enough.
+
+    Each begins with the model's BOS token, if any. The rest of a long text is not read.
+    """
     bare = model.to_tokens(text, truncate=False, prepend_bos=False)[0].to(ids.device)
     begin = len(ids) - len(bare)
     if begin < 0 or not torch.equal(ids[begin:], bare):
         begin = 0
     rest = ids[begin:]
     texts = max(-(-len(rest) // (longest - begin)), min(ENOUGH, len(rest) // SHORTEST))
-    return torch.stack(_parts(ids[:begin], rest, len(rest) // texts)[:texts])
+    return torch.stack(_parts(ids[:begin], rest, len(rest) // texts)[: min(texts, STRETCHES)])
 
 
 def _parts(begin: Int[Tensor, " some"], rest: Int[Tensor, " whole"], length: int) -> list[Int[Tensor, " part"]]:

@@ -21,7 +21,6 @@ from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
 
 UNMODIFIED = "unmodified"
-Sums = dict[int, Float64[Tensor, "head distance"]]
 
 
 def attention_by_distance(
@@ -73,8 +72,7 @@ def attention_by_distance(
     tables = []
     with progress_bar(total=1 + len(named), desc="passes", disable=not progress) as bar:
         for name, hooks in {UNMODIFIED: [], **named}.items():
-            sums = _summed(reading, texts, specs, hooks)
-            tables += [_table(spec, texts, sums[spec.layer]).assign(intervention=name) for spec in specs]
+            tables.append(mean_attention(reading, texts, specs, hooks, whole=bool(hooks)).assign(intervention=name))
             bar.update()
     table = pd.concat(tables, ignore_index=True)
     return reading.note(table[["intervention", "layer", "head", "distance", "attention", "cells"]])
@@ -91,8 +89,13 @@ def check_shown(spec: AttentionSpec, hooks: Sequence[Hook]) -> None:
         )
 
 
-def _summed(reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec], hooks: Sequence[Hook]) -> Sums:
-    """Run all texts under hooks, and add up the pattern of each layer over the cells of each distance."""
+def mean_attention(
+    reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec], hooks: Sequence[Hook], *, whole: bool
+) -> pd.DataFrame:
+    """Average the pattern of each layer over the cells of each distance, in a run of all texts under hooks.
+
+    Without ``whole``, runs end at the last of these layers: hooks of later ones do not fire.
+    """
     sums = {
         spec.layer: torch.zeros(spec.n_heads, 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
         for spec in specs
@@ -104,8 +107,8 @@ def _summed(reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec],
 
     with applied(reading.model, hooks):
         for group in texts.groups:
-            for_each_pattern(reading.model, group.tokens, specs, add, whole=bool(hooks))
-    return sums
+            for_each_pattern(reading.model, group.tokens, specs, add, whole=whole)
+    return pd.concat([_table(spec, texts, sums[spec.layer]) for spec in specs], ignore_index=True)
 
 
 def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:
