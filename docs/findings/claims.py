@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Line = tuple[str, str, str, int]  # what is measured; study, row and length of the texts in the tables
-Status = Literal["Reproduced", "In part", "Not", "Not tested"]
+Status = Literal["Reproduced", "Partly reproduced", "Not reproduced", "Not tested"]
 
 
 class Claim(NamedTuple):
@@ -71,7 +71,7 @@ CLAIMS_A = [
             ("*r*, three-axis sum (the paper's table)", "controlled", "r_three_axis, trained", 256),
             ("*r*, two-axis sum (its equation)", "controlled", "r_two_axis, trained", 256),
         ],
-        "In part",
+        "Partly reproduced",
         "The paper's figure lies between the two sums.",
     ),
     Claim(
@@ -81,7 +81,7 @@ CLAIMS_A = [
             ("*r*, three-axis, lowest layer", "controlled", "r_three_axis, lowest layer, trained", 256),
             ("share of heads above 0.9", "controlled", "share of heads with r_three_axis above .9, trained", 256),
         ],
-        "Not",
+        "Not reproduced",
         "Layers with many induction heads are the least additive.",
     ),
     Claim(
@@ -102,7 +102,7 @@ CLAIMS_A = [
             keys_at("at distance 1", "own and distance 1, trained"),
             keys_at("random weights, at 64", "own and distance 64, random"),
         ],
-        "In part",
+        "Partly reproduced",
         "At far distances only: next to the query not more than with random weights.",
     ),
     Claim(
@@ -113,7 +113,7 @@ CLAIMS_A = [
             shift("slope", "slope, trained"),
             shift("random weights, correlation", "correlation, random"),
         ],
-        "In part",
+        "Partly reproduced",
         "They move by two thirds as much; with random weights even more closely.",
     ),
     Claim(
@@ -130,7 +130,7 @@ CLAIMS_A = [
             ("share of content above 4096", "subspaces", "semantic, wavelengths above 4096, trained", 256),
             ("random", "subspaces", "semantic, wavelengths above 4096, random", 256),
         ],
-        "In part",
+        "Partly reproduced",
         "Content is in slow subspaces without training, too.",
     ),
     Claim(
@@ -152,7 +152,7 @@ CLAIMS_A = [
             ("r² of −log(1 + d)", "capacity", "r2 of -log(1 + d)", 450),
             ("r² of d = 1", "capacity", "r2 of d = 1", 450),
         ],
-        "Not",
+        "Not reproduced",
         "Smooth functions only, with coefficients of moderate size.",
     ),
     Claim(
@@ -181,7 +181,7 @@ CLAIMS_A = [
                 256,
             ),
         ],
-        "Not",
+        "Not reproduced",
         "Order costs most, features least.",
     ),
     Claim(
@@ -208,7 +208,7 @@ CLAIMS_A = [
                 12288,
             ),
         ],
-        "In part",
+        "Partly reproduced",
         "Limits help, but outputs are in that region without them, too.",
     ),
 ]
@@ -218,21 +218,21 @@ CLAIMS_B = [
         "RoPE learns the distance of two triggers (task 1), absolute positions are second, ALiBi and no positions fail",
         "0.93; second; fail",
         "1.00, 0.82, 0.18, 0.17; at the paper's size 0.87",
-        "In part",
+        "Partly reproduced",
         "All but the second place, which MLA has (0.97).",
     ),
     SyntheticClaim(
         "RoPE deposits this work in one early head, and no other head matters",
         "drop 0.60 in layer 0",
         "12 heads: drops 0.65 and 0.48. 96 heads: 9 of 34 models have one necessary head zeroed, 5 by mean ablation",
-        "In part",
+        "Partly reproduced",
         "Such a head is the exception, and in layer 0 it costs at most 0.20.",
     ),
     SyntheticClaim(
         "MLA shows no deposit",
         "none",
         "drops 0.61 and 0.45 (RoPE 0.65 and 0.48); without positions 0.72 and 0.43 (RoPE 0.69 and 0.55)",
-        "Not",
+        "Not reproduced",
         "As uneven as RoPE.",
     ),
     SyntheticClaim(
@@ -246,7 +246,7 @@ CLAIMS_B = [
         "Counting (task 2) shows no deposit; MLA is best, then no positions, RoPE, ALiBi",
         "0.97; 0.78; 0.69; worst",
         "0.71, 0.53, 0.74, 0.53; 9 to 10 effective heads of 12. At the paper's size 0.34, largest drop 0.08",
-        "In part",
+        "Partly reproduced",
         "No deposit, but another order.",
     ),
     SyntheticClaim(
@@ -254,14 +254,14 @@ CLAIMS_B = [
         "not tested",
         "Reversal: absolute positions 1.00, RoPE 0.33. Brackets: RoPE 1.00 and 0.95, five to seven effective heads of "
         "12",
-        "Not",
+        "Not reproduced",
         "No deposit with RoPE.",
     ),
     SyntheticClaim(
         "A deposit goes with worse length extrapolation",
         "hypothesis",
         "rank correlation of 44 models +0.41 (0.10 to 0.65) zeroed, −0.05 (−0.40 to 0.27) by mean ablation",
-        "Not",
+        "Not reproduced",
         "The encoding decides: rotation 0.91, with sinusoidal positions 0.32.",
     ),
 ]
