@@ -28,7 +28,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_tables_are_those_of_the_library(tmp_path: Path) -> None:
     out = tmp_path / "new" / "tables"
-    chosen = ("--encoding", "rope", "--encoding", "none", "--task", "count", "--seeds", 2)
+    chosen = ("--encoding", "rope", "--encoding", "none", "--task", "count", "--seeds", "0-1")
     result = run_command("synthetic --no-progress", *chosen, "--out", out)
     assert result.stderr == ""
     assert str(out) not in result.stdout
@@ -65,7 +65,7 @@ def test_without_options_it_is_the_whole_preset(monkeypatch: pytest.MonkeyPatch,
     assert (asked["encodings"], asked["tasks"], list(asked["seeds"]), asked["device"]) == (None, None, [0], "cpu")
     assert asked["folder"] == Path("out/synthetic/trainings")
     assert "rotary_heads" not in asked
-    run_command("synthetic --preset paper --rotary-heads 2 --device cpu:0 --seeds 2 --seed 7", code=2)
+    run_command("synthetic --preset paper --rotary-heads 2 --device cpu:0 --seeds 7,8", code=2)
     assert (asked["preset"], asked["rotary_heads"], asked["device"]) == ("paper", 2, "cpu:0")
     assert list(asked["seeds"]) == [7, 8]
 

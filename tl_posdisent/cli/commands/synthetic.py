@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from tl_posdisent.cli.options import MOST, Progress, Seed
+from tl_posdisent.cli.options import MOST, Progress
 from tl_posdisent.cli.output import answering, grid, number, save, show
 from tl_posdisent.cli.process import settle
+from tl_posdisent.cli.values import whole_numbers
 from tl_posdisent.utils.files import check_writable
 from tl_posdisent.utils.words import plural
 
@@ -26,7 +27,7 @@ def synthetic(
         list[str] | None,
         Option(help="distance, count, reversal, balanced, depth (medium: gap8, …); repeatable; default all."),
     ] = None,
-    seeds: Annotated[int, Option(min=1, max=MOST, help="Number of training runs of each, from --seed on.")] = 1,
+    seeds: Annotated[str, Option(help="Seeds of the training runs of each: 0-4 are five, 2 is seed 2 alone.")] = "0",
     rotary_heads: Annotated[
         int | None,
         Option(min=0, max=MOST, help="Number of heads per layer with RoPE (the first ones); default all."),
@@ -35,7 +36,6 @@ def synthetic(
         "out/synthetic"
     ),
     device: Annotated[str, Option(help="cpu, cuda, …")] = "cpu",
-    seed: Seed = 0,
     progress: Progress = True,
 ) -> None:
     """Train small models with several position encodings, and measure how their accuracy depends on single heads.
@@ -51,7 +51,7 @@ def synthetic(
 
     Examples:
       tl-posdisent synthetic
-      tl-posdisent synthetic --encoding rope --task distance --seeds 3
+      tl-posdisent synthetic --encoding rope --task distance --seeds 0-2
     """
     with answering(locals()):
         check_writable("out", out, "folder")
@@ -59,13 +59,14 @@ def synthetic(
         from tl_posdisent.synthetic.training import presets
 
         check_device(device)
+        drawn = whole_numbers("seeds", seeds) or [0]
         settle()
         changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
         runs = presets.train_preset(
             presets.preset(preset),
             encodings=encoding or None,
             tasks=task or None,
-            seeds=range(seed, seed + seeds),
+            seeds=drawn,
             folder=out / "trainings",
             device=device,
             progress=progress,
@@ -74,7 +75,7 @@ def synthetic(
         tables = _measured(runs, device, progress)
         for name, table in tables.items():
             save(table, out / f"{name}.csv")
-        lines = _shown(tables["deposit"], f"effect of single heads: {preset} preset, {plural(seeds, 'seed')}")
+        lines = _shown(tables["deposit"], f"effect of single heads: {preset} preset, {plural(len(drawn), 'seed')}")
     show(lines)
 
 
