@@ -2,7 +2,7 @@
 
 A page says ``<!-- api: hooks -->`` where the public names defined in ``tl_posdisent.hooks`` (or several modules, with
 spaces between) belong: a table with one line for each, then the entries. ``<!-- api-tables -->`` becomes the tables of
-all pages of ``api/``. In tables of every page, public names become links to their entries.
+all pages of ``api/``. On every page, public names in text and tables become links to their entries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PACKAGE = Path(tl_posdisent.__file__).parent
 PAGES = Path(__file__).with_name("api")
 _NAMES = re.compile(r"<!-- api: ([\w. ]+) -->")
 _TABLES = "<!-- api-tables -->"
-_CODE_IN_ROW = re.compile(r"(?<!})`([\w.]+)`(?!\])")
+_BLOCKS = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # code, and headings
+_CODE = re.compile(r"(?<!})`([\w.]+)`(?!\])")
 
 
 @functools.cache
@@ -105,7 +106,9 @@ def expanded(page: str) -> str:
         return "\n".join(parts)
 
     whole = _NAMES.sub(names, page).replace(_TABLES, tables() if _TABLES in page else "")
-    return re.sub(r"^\| .*$", lambda row: _CODE_IN_ROW.sub(_linked, row[0]), whole, flags=re.MULTILINE)
+    parts = _BLOCKS.split(whole)  # every other one is text
+    parts[::2] = [_CODE.sub(_linked, text) for text in parts[::2]]
+    return "".join(parts)
 
 
 def _linked(code: re.Match[str]) -> str:

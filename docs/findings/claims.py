@@ -46,7 +46,7 @@ an attempt to refute it, which the last column names.
 (18 layers of 4 heads, five in six with a window of 512 tokens), both with 4-bit weights. *Texts*: eight of 256 tokens
 unless a row says otherwise, four of 1024, fewer of the demo text. ± is a standard error over texts, or over what the
 row names. *Random* weights have the standard deviation of the model's configuration;
-{py:func}`~tl_posdisent.additivity` defines the other controls. `docs/findings/tables` has every number, with the call
+`additivity` defines the other controls. `docs/findings/tables` has every number, with the call
 that gives it.
 
 `make findings` measures the column *demo text* in a clone, in 13 minutes (`docs/findings/__main__.py`). No number is
