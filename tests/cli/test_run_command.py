@@ -207,6 +207,11 @@ REFUSED = [
 ]
 
 
+def test_a_misspelt_experiment_is_answered_with_the_nearest_name() -> None:
+    for name, hint in (("additivty", ": did you mean 'additivity'?\n"), ("load_model", "got 'load_model'\n")):
+        assert run_command(f"run {name}", code=2).stderr.endswith(hint)
+
+
 @pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line[:60] for line, _ in REFUSED])
 def test_errors_are_one_line(line: str, message: str) -> None:
     result = run_command(f"run {line} --no-progress", code=2)

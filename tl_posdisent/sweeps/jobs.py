@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -48,11 +49,12 @@ def _gives_table(function: Callable[..., Any]) -> bool:
 
 def experiment_named(name: str) -> Callable[..., Any]:
     """Return the experiment of this name, or raise ValueError."""
-    if name not in experiments_by_name():
-        raise ArgumentError(
-            "experiment", f"must be one of {', '.join(sorted(experiments_by_name()))}, got {shown(name)}"
-        )
-    return experiments_by_name()[name]
+    known = experiments_by_name()
+    if name not in known:
+        near = get_close_matches(name, known, n=1) if isinstance(name, str) else []
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise ArgumentError("experiment", f"must be one of {', '.join(sorted(known))}, got {shown(name)}{hint}")
+    return known[name]
 
 
 def canonical(arguments: Mapping[str, Any]) -> str:
