@@ -25,35 +25,53 @@ BANDS = 3  # other bands at most
 
 
 def _found(
-    model: Any, lengths: Sequence[int], count: int, by: By = "copying", draws: int = 10
+    model: Any, lengths: Sequence[int], count: int, pairs: int, by: By = "copying"
 ) -> tp.experiments.RetrievalHeads:
     """Heads scored in texts of the first length, and knocked out in others; half as many of the second length."""
-    needles = needle_texts(model, length=lengths[0], pairs=PAIRS, seed=0)
-    heldout = [needle_texts(model, length=n, pairs=PAIRS // (1 + m), seed=1) for m, n in enumerate(lengths)]
-    return tp.retrieval_heads(model, needles, heldout=heldout, by=by, counts=[count], draws=draws, progress=False)
+    needles = needle_texts(model, length=lengths[0], pairs=pairs, seed=0)
+    heldout = [needle_texts(model, length=n, pairs=pairs // (1 + m), seed=1) for m, n in enumerate(lengths)]
+    return tp.retrieval_heads(model, needles, heldout=heldout, by=by, counts=[count], progress=False)
 
 
-def retrieval_scores(model: Any, length: int = LENGTH, count: int = COUNT) -> pd.DataFrame:
+def _scored(model: Any, length: int, count: int, pairs: int) -> tp.experiments.RetrievalHeads:
+    """The scores of ``_found``, with as few knock-outs as possible."""
+    needles, few = (needle_texts(model, length=length, pairs=n, seed=seed) for seed, n in enumerate((pairs, 2)))
+    return tp.retrieval_heads(model, needles, heldout=few, counts=[count], draws=1, progress=False)
+
+
+def retrieval_scores(model: Any, length: int = LENGTH, count: int = COUNT, pairs: int = PAIRS) -> pd.DataFrame:
     """Per head: both scores."""
-    return _found(model, [length], count, draws=1).heads
+    return _scored(model, length, count, pairs).heads
 
 
-def retrieval_knockout(model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT) -> pd.DataFrame:
+def retrieval_knockout(
+    model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT, pairs: int = PAIRS
+) -> pd.DataFrame:
     """What the model loses without the first heads by each score; longer texts without the first by copying."""
-    found = {"copying": _found(model, lengths, count), "attention": _found(model, lengths[:1], count, "attention")}
-    return pd.concat([x.knockout.assign(by=by) for by, x in found.items()], ignore_index=True)
+    copying, attention = _found(model, lengths, count, pairs), _found(model, lengths[:1], count, pairs, "attention")
+    tables = [copying.knockout.assign(by="copying"), attention.knockout.assign(by="attention")]
+    found = pd.concat(tables, ignore_index=True)
+    return found.assign(pairs=found["length"].map({n: pairs // (1 + m) for m, n in enumerate(lengths)}))
 
 
-def retrieval_rotation(model: Any, length: int = LENGTH, count: int = COUNT) -> pd.DataFrame:
+def retrieval_rotation(
+    model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT, pairs: int = PAIRS
+) -> pd.DataFrame:
     """Answer minus decoy with distances limited or frequencies removed, in all heads, in those that retrieve and in
-    others of their layers."""
-    found, needles = _found(model, [length], count, draws=1), needle_texts(model, length=length, pairs=PAIRS, seed=2)
-    rows = [("", "unchanged", nan, *difference(model, needles, []))]
+    others of their layers; half as many texts of the second length."""
+    found = _scored(model, lengths[0], count, pairs)
     top = found.top(count)
-    for where, some in (("all heads", None), ("retrieval heads", top), ("other heads", last_heads(found.heads, top))):
-        for change, removed, hooks in changes(model, needles.tokens[:2], some, bands=BANDS if some is top else 0):
-            rows.append((where, change, removed, *difference(model, needles, hooks)))
-    return pd.DataFrame(rows, columns=["where", "change", "energy", "difference", "se", "right"]).assign(length=length)
+    sets = {"all heads": None, "retrieval heads": top, "other heads": last_heads(found.heads, top)}
+    tables = []
+    for m, length in enumerate(lengths):
+        needles = needle_texts(model, length=length, pairs=pairs // (1 + m), seed=2)
+        rows = [("", "unchanged", nan, *difference(model, needles, []))]
+        for where, some in sets.items():
+            for change, removed, hooks in changes(model, needles.tokens[:2], some, bands=BANDS if some is top else 0):
+                rows.append((where, change, removed, *difference(model, needles, hooks)))
+        table = pd.DataFrame(rows, columns=["where", "change", "energy", "difference", "se", "right"])
+        tables.append(table.assign(length=length, pairs=pairs // (1 + m)))
+    return pd.concat(tables, ignore_index=True)
 
 
 def last_heads(heads: pd.DataFrame, top: Sequence[Head]) -> list[Head]:

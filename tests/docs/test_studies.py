@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "word_order": {"texts": 2, "length": 80},
     "retrieval_scores": {"length": 160, "count": 1},
     "retrieval_knockout": {"lengths": (160, 192), "count": 1},
-    "retrieval_rotation": {"length": 160, "count": 1},
+    "retrieval_rotation": {"lengths": (160, 192), "count": 1},
     "looks": {"copies": 2},
     "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }

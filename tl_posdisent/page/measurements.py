@@ -49,9 +49,9 @@ SHARES = ["share_distance", "share_query", "share_key"]
 _LEAST = 3  # texts of at most this many tokens keep their first key
 _PROFILES = 12  # layers whose distance profiles are drawn
 _BAR = "{l_bar}{bar}| [{elapsed}{postfix}]"
-_PARTS = {"additivity": 9, "distance": 2, "shares": 3, "subspaces": 3, "labels": 2, "heads": 1, "perturbation": 9}
-_PARTS |= {"ablation": 12, "ladder": 55}
-_COPY = 4
+_PARTS = {"additivity": 8, "distance": 2, "shares": 2, "subspaces": 2, "labels": 2, "heads": 1, "perturbation": 12}
+_PARTS |= {"ablation": 21, "ladder": 44}
+_COPY = 6
 """Parts of the bar, in percent, of sections and of each random copy: by measured time, SmolLM2-135M, demo text."""
 
 
@@ -195,17 +195,13 @@ def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
     return table[pd.MultiIndex.from_frame(table[HEAD]).isin(subject.pairs)].reset_index(drop=True)
 
 
-def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, _without_first(subject, additivity(**_common(subject))))
-
-
 def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
     """Measure additivity, with the r of each control as a column, ``r, turned``, and ``pairing``."""
     names = get_args(Control)[:2]
     try:
         table = additivity(**_common(subject), controls=names, control_seed=seed)
     except ValueError as error:  # scores that are not those of queries and keys alone, or a single layer
-        found = _additivity(subject, seed)
+        found = _chosen(subject, _without_first(subject, additivity(**_common(subject))))
         found.attrs["failures"] = {"controls": str(error)}
         return found
     rows = {name: part.reset_index(drop=True) for name, part in table.groupby("scores")}
@@ -292,7 +288,7 @@ def _cells(spec: AttentionSpec) -> dict[str, Any]:
 
 
 _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
-    "additivity": _additivity,
+    "additivity": partial(_of_layers, additivity),
     "distance": _distance,
     "shares": partial(_of_layers, controlled_distance),
     "subspaces": partial(_of_layers, subspace_patterns),
