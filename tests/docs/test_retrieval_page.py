@@ -1,0 +1,62 @@
+"""What the page on retrieval heads says of its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+from support.pages import ROOT
+
+MODELS = ("smollm2", "gemma3")
+
+
+def table(model: str, study: str) -> pd.DataFrame:
+    return pd.read_csv(ROOT / "docs" / "figures" / model / f"retrieval_{study}.csv")
+
+
+def test_the_largest_copying_is_of_heads_that_hardly_attend_to_the_word() -> None:
+    for model, head in (("smollm2", (19, 1)), ("gemma3", (11, 2))):
+        heads = table(model, "scores")
+        first = heads.loc[heads["copying"].idxmax()]
+        assert (first["layer"], first["head"]) == head
+        assert first["attention"] < 0.1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_random_heads_of_the_same_layers_cost_nothing(model: str) -> None:
+    """Within two standard deviations over draws; the first heads leave less than any of that."""
+    cut = table(model, "knockout")
+    cut = cut[cut["depth"].isna()].set_index(["by", "length", "ablated"])
+    for by, length in cut.index.droplevel("ablated").unique():
+        none, top, random = (cut.loc[(by, length, name)] for name in ("none", "top", "random"))
+        assert random["difference"] > none["difference"] - 2 * random["sd"]
+        assert top["difference"] < none["difference"] / 4
+        assert top["p"] < 0.02
+    difference, se = cut.loc[("attention", 256, "top"), ["difference", "se"]]
+    assert (difference < -2 * se) == (model == "gemma3")
+
+
+def test_without_its_heads_smollm2_takes_the_word_of_the_last_needle() -> None:
+    cut = table("smollm2", "knockout").query("ablated == 'top' and by == 'copying' and length == 256")
+    first, last = (cut[cut["depth"] == depth].iloc[0] for depth in (0, 1))
+    assert first["difference"] < -2 * first["se"]
+    assert last["difference"] > 2 * last["se"]
+
+
+def test_slow_subspaces_carry_content_and_no_distances() -> None:
+    for model, length in (("smollm2", 256), ("smollm2", 512), ("gemma3", 256)):
+        rows = table(model, "rotation")
+        rows = rows[rows["length"] == length]
+        own = rows.query("change == 'unchanged'").iloc[0]
+        found: Any = rows.query("where == 'retrieval heads'").groupby("change")["difference"].agg(["min", "max"])
+        other = rows.query("where == 'other heads'").set_index("change")["difference"]
+        slow, same = "slowest 0.25: {}", "as much energy as slowest 0.25: {}"
+        assert abs(found.loc[slow.format("freeze"), "min"] - own["difference"]) < 0.1 * own["difference"]
+        assert found.loc[same.format("freeze"), "min"] < 0.8 * own["difference"]
+        assert found.loc[slow.format("drop"), "max"] < 0.02 < 0.2 < found.loc[same.format("drop"), "min"]
+        assert (other[slow.format("drop")] < 0.55 * own["difference"]) == (model == "smollm2")
+        if model == "smollm2":
+            assert found.loc["distances at most 16", "max"] < own["difference"] / 2 < other["distances at most 16"]
+        else:
+            assert found.loc["as much energy as slowest 0.5: drop", "max"] < 0.23
