@@ -136,7 +136,7 @@ def test_methods_take_what_the_fit_took(pool: bool) -> None:
     """A tensor, a list or a cache give the same residual and the same widget; other layers are refused."""
     model, tokens = load_demo_model(), demo_tokens(length=20).reshape(2, 10)
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))
-    words, last = model.to_str_tokens(tokens[0]), model.cfg.n_layers - 1
+    words, last = [str(n) for n in range(10)], model.cfg.n_layers - 1
     listed = list(cache.values())
     stacked = torch.stack(listed, 1)
     for given in (cache, dict(cache.items()), listed, tuple(listed)):
