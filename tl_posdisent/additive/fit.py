@@ -18,14 +18,7 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.identifiability import design_rank, fix_gauge
 from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import (
-    check_pool,
-    check_scores,
-    refuse_ambiguous,
-    refuse_patterns,
-    refuse_vectors,
-    stack_layers,
-)
+from tl_posdisent.additive.score_checks import check_pool, read_scores, refuse_patterns, refuse_vectors
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
 
@@ -89,11 +82,7 @@ def fit_additive(
         >>> fit_additive(cache).to_frame().groupby("layer")["r"].mean().round(2).tolist()
         [0.55, 0.79, 0.82, 0.84, 0.87]
     """
-    layers: tuple[int, ...] | None = None
-    if not isinstance(scores, Tensor):
-        scores, layers = stack_layers(scores)
-        refuse_ambiguous(scores, mask, pool)
-    scores = check_scores(scores).detach()
+    scores, layers = read_scores(scores, mask, pool)
     check_flag("check", check)
     check_pool(pool, "scores", scores, 2)
     cells = make_cells(scores.shape, mask, window, sinks=sinks, device=scores.device)

@@ -29,6 +29,15 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
     return x
 
 
+def read_scores(scores: Any, mask: Any, pool: bool, name: str = "scores") -> tuple[Tensor, tuple[int, ...] | None]:
+    """Return a tensor, a list or a cache of scores as one tensor without its graph, and the layers of several."""
+    layers: tuple[int, ...] | None = None
+    if not isinstance(scores, Tensor):
+        scores, layers = stack_layers(scores, name)
+        _refuse_ambiguous(scores, mask, pool)
+    return check_scores(scores, name).detach(), layers
+
+
 def stack_layers(scores: Any, name: str = "scores") -> tuple[Tensor, tuple[int, ...]]:
     """Stack scores (or patterns, by ``name``) of several layers, with an axis of layers before the heads.
 
@@ -57,7 +66,7 @@ def stack_layers(scores: Any, name: str = "scores") -> tuple[Tensor, tuple[int, 
     return torch.stack([x.to(each[0].device) for x in each], -4), tuple(sorted(by_layer))
 
 
-def refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mask: Any, pool: bool) -> None:
+def _refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mask: Any, pool: bool) -> None:
     """Raise if the first axis of the layers' scores, or of a mask for them, may be texts, layers or heads."""
     if pool and stacked.ndim < 5:
         shape = tuple(stacked.shape[1:])

@@ -19,14 +19,7 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
-from tl_posdisent.additive.score_checks import (
-    check_pool,
-    check_scores,
-    refuse_ambiguous,
-    refuse_patterns,
-    refuse_vectors,
-    stack_layers,
-)
+from tl_posdisent.additive.score_checks import check_pool, read_scores, refuse_patterns, refuse_vectors
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_integer, check_number, is_integer, shown
@@ -99,11 +92,7 @@ def fit_attention(
     if (scores is None) == (pattern is None):
         raise ValueError("pass exactly one of scores or pattern=")
     name = "pattern" if scores is None else "scores"
-    x, layers = (pattern if scores is None else scores), None
-    if not isinstance(x, Tensor):
-        x, layers = stack_layers(x, name)
-        refuse_ambiguous(x, mask, bool(pool))
-    x = check_scores(x, name).detach()
+    x, layers = read_scores(pattern if scores is None else scores, mask, bool(pool), name)
     check_devices(**{name: x}, keys=keys)
 
     shape = x.shape
