@@ -607,6 +607,7 @@ def test_refusals(shared_model: Any) -> None:
         ({"x": [("no hook", print)]}, {}),
         ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}),  # of layer 0 alone
         ({"x": ablate_heads(model, None, mode="resample")}, {}),  # which needs all texts at once
+        ({"x": ablate_heads(model, [(0, 1)]) + ablate_heads(model, [(1, 2)], mode="resample")}, {}),
         ({"x": [("hook_embed", lambda x, hook: 0 * x)]}, {}),  # not in attention
         ({"x": [(lambda name: "resid" in name, print)]}, {}),
         ({"x": scaled(1.0)}, {}),  # changes nothing

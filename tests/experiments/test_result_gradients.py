@@ -154,14 +154,18 @@ def test_an_intervention_that_takes_one_text_is_run_on_one() -> None:
 
 
 def test_an_intervention_that_looks_at_other_texts_sees_none() -> None:
-    """In a batch of several it would do something else."""
+    """In a batch of several it would do something else, in the second layer alone."""
     model, ids = zoo.load("bridge", "llama-gqa"), zoo.random_tokens(length=9, batch=3)
 
     def others(z: Tensor, hook: Any) -> Tensor:
         return 0.5 * z + z.roll(1, 0)
 
-    options: dict[str, Any] = {"layers": 1, "draws": 3, "exact": 8, "progress": False}
-    hooks = [{"x": [("blocks.1.attn.hook_z", f)]} for f in (others, lambda z, hook: 1.5 * z)]
+    def larger(z: Tensor, hook: Any) -> Tensor:
+        return 1.5 * z
+
+    options: dict[str, Any] = {"layers": [0, 1], "draws": 3, "exact": 16, "progress": False}
+    points = ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
+    hooks = [{"x": [*zip(points, functions, strict=True)]} for functions in ((larger, others), (larger, larger))]
     found, expected = (head_effects(model, ids, each, **options) for each in hooks)
     for name in ("first", "curvature", "exact", "kl"):
         assert found[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-3, abs=1e-6)

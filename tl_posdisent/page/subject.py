@@ -28,7 +28,7 @@ TOKENS = 4096
 """Maximum number of tokens of all texts together."""
 ENOUGH = 6
 """Texts for an interval of a mean: of its standard error, 2.6 times as wide on each side; over two texts 12.7 times."""
-FRACTIONS, PERTURBATIONS = (0, 0.05, 0.1, 0.2, 0.5), 2
+FRACTIONS, PERTURBATIONS = (0, 0.05, 0.2, 0.5), 2
 """Fractions of each text that are perturbed, each so many times."""
 _NAMELESS = ("", "custom", "external")  # TransformerLens's names for models that were not loaded by a name
 

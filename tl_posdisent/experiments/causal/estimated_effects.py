@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from tl_posdisent.experiments.causal.head_search import HeadSearch
 from tl_posdisent.experiments.causal.metrics import Metric, as_numbers, is_loss, next_token_loss, values_of
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
 from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
-from tl_posdisent.experiments.causal.text_parts import TOKENS, Part
+from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, Part
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks, of_texts
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
@@ -42,7 +42,8 @@ class Estimates:
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
         surprise: first-order effects on the surprise at the labels, ``[draw, text, row]``; none by position.
         n_predictions: number of predictions of each text.
-        together: whether texts that are run together are changed as each alone; None where no texts were run together.
+        together: by intervention and kind of its edits, whether texts that are run together are changed as each alone;
+            None where no texts were run together.
     """
 
     items: Sequence[NamedIntervention]
@@ -51,12 +52,12 @@ class Estimates:
     curvature: ByPlace
     surprise: ByPlace
     n_predictions: Float64[Tensor, " text"]
-    together: dict[tuple[int, int], bool | None]
+    together: dict[tuple[int, Hashable], bool | None]
 
     @property
     def tokens_at_once(self) -> int:
-        """How many tokens of short texts the interventions may change together."""
-        return 1 if False in self.together.values() else TOKENS
+        """How many tokens of short texts may be run together with changed heads."""
+        return 1 if False in self.together.values() else RUN_TOKENS
 
     @property
     def weights(self) -> Float64[Tensor, " text"]:
@@ -117,7 +118,8 @@ def estimated_effects(
     surprise = {place: _nothing(draws, *size) for place, size in sizes.items() if by == "head"}
     n_predictions = torch.zeros(len(texts.tokens), dtype=torch.float64, device="cpu")
     separate, changed = dict[int, bool](), dict.fromkeys(range(len(items)), False)
-    together: dict[tuple[int, int], bool | None] = dict.fromkeys(places, None if parts[0].separable else True)
+    kinds = {(n, layer): (n, _kind(items[n], layer)) for n, layer in places}
+    together = dict.fromkeys(kinds.values(), None if parts[0].separable else True)
     for part in parts:
         runs = _differentiated(model, part, [*by_layer], draws, seed)
         bar.update((2 + draws) * len(part.places))
@@ -130,9 +132,12 @@ def estimated_effects(
                 if layer not in separate:
                     separate[layer] = _is_separate(model, received.text(0))
                 for n in acting:
-                    known = together[n, layer]
-                    delta, together[n, layer] = _delta(model, items[n], received, known, skip=separate[layer])
-                    changed[n] |= bool((delta != 0).any())
+                    kind = kinds[n, layer]
+                    delta, known = _delta(model, items[n], received, together[kind], skip=separate[layer])
+                    acts = bool((delta != 0).any())
+                    changed[n] |= acts
+                    if acts or known is False:  # what changes nothing does not show how texts are changed together
+                        together[kind] = known
                     deltas.append(delta)
                 each = _products(run, layer, deltas, [items[n].rows[layer] for n in acting], by)
                 for n, products in zip(acting, each, strict=True):
@@ -202,6 +207,11 @@ def _is_separate(model: Any, received: _Received) -> bool:
     layer, tokens, before, z = received
     again = attempted(lambda: changed_results(model, tokens, layer, before, []))
     return again is not None and again.shape == z.shape and mismatch(again, z) <= 1
+
+
+def _kind(item: NamedIntervention, layer: int) -> Hashable:
+    """Return what decides how texts are changed together: the package's edits, or the layer for hooks of the user."""
+    return frozenset(x.edit for x in item.of(layer).interventions) if item.divisible else layer
 
 
 def _delta(

@@ -15,7 +15,7 @@ from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, Row
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
 from tl_posdisent.experiments.causal.shares import share_of_kl
-from tl_posdisent.experiments.causal.text_parts import TOKENS, Part, parts_of
+from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, Part, parts_of
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks
@@ -66,7 +66,7 @@ def screen_heads(
         estimates = estimated_effects(model, items, texts, parts, draws=draws, seed=seed, bar=bar)
         mean = next(n for n, item in enumerate(items) if item.name == MEAN)
         search = estimates.search(mean, largest=ceil(exact / 4), most=exact, draws=draws)
-        parts = parts_of(texts, next_token_loss, tokens=TOKENS)
+        parts = parts_of(texts, next_token_loss, tokens=RUN_TOKENS)
         search_largest(model, items, {mean: search}, parts, estimates.n_predictions, bar)
     run = sorted((layer, int(head)) for layer, head in search.alone if head is not None)
     return Screening(run, _rows(items, estimates, texts, fitted.longest, chosen, run), search.to_dict())

@@ -14,6 +14,8 @@ from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_tex
 
 TOKENS = 256
 """Texts of which several have no more tokens than this are differentiated together."""
+RUN_TOKENS = 512
+"""The same for runs without gradients."""
 
 
 def differentiable_texts(
