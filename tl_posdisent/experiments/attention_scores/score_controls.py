@@ -51,7 +51,7 @@ def for_each_control(
 def _foreign_keys(
     model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], function: _Function
 ) -> None:
-    """Pair queries with the keys of the layer's next key head, or of the model's next layer if there is none."""
+    """Pair queries with the keys of the next key head: of the layer or, if it has one alone, of the model's next."""
     keys: dict[int, Tensor] = {}
     others = {spec.layer: _other_layer(model, spec) for spec in specs if spec.n_kv_heads == 1}
     if others:
