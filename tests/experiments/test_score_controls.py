@@ -61,8 +61,17 @@ def test_heads_that_share_one_key_head_meet_the_keys_of_the_next_layer(kind: str
     for layer, other in zip(layers, [*layers[1:], layers[0]], strict=True):  # all layers have one rotation
         expected = layer.spec.require_scale() * layer.q_rot[:, :, 3] @ other.k_rot[:, :, 0].mT
         torch.testing.assert_close(found[layer.layer][:, 3], expected.double(), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"^layers must have two layers.* key head"):
-        additivity(model, TOKENS, layers=[1], controls=["foreign keys"], progress=False)
+        alone = scores_of("foreign keys", model, layers=[layer.layer])  # whichever layers are asked for
+        torch.testing.assert_close(alone[layer.layer], found[layer.layer], rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_share_the_only_key_head_have_no_foreign_keys() -> None:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    sizes = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_head": 4, "n_ctx": 24, "d_vocab": 64, "attn_only": True}
+    model = HookedTransformer(HookedTransformerConfig(**sizes, n_key_value_heads=1, seed=0)).eval()
+    with pytest.raises(ValueError, match=r'^controls must not have "foreign keys" for layer 0 of .* no other layer'):
+        additivity(model, TOKENS[:1], controls=["foreign keys"], progress=False)
 
 
 def separable() -> Any:

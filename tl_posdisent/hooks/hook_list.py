@@ -132,7 +132,8 @@ def replace_scores(
 def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None) -> Chosen:
     """Choose the layers with attention of any kind, and their heads; with a ``tool``, only layers with RoPE.
 
-    Given a ``tool``, raise if it cannot change the rotation of one of these layers.
+    Layers and the heads of each are in ascending order. Given a ``tool``, raise if it cannot change the rotation of one
+    of these layers.
     """
     layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
@@ -140,4 +141,9 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     single = isinstance(heads, str) or (isinstance(heads, (list, tuple)) and not all(map(is_integer, heads)))
     named = list(chosen) if single or layers is not None else None
     specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
-    return [(spec, chosen[spec.layer]) for spec in specs]
+    return [(spec, sorted(chosen[spec.layer])) for spec in specs]
+
+
+def pairs_of(chosen: Chosen) -> list[tuple[int, int]]:
+    """Return chosen heads as pairs ``(layer, head)``."""
+    return [(spec.layer, head) for spec, some in chosen for head in some]

@@ -64,6 +64,22 @@ class Captured:
         return f"Captured(layer {self.layer}: {held})"
 
 
+def of_heads(x: Tensor, heads: Sequence[int], axis: int = 1) -> Tensor:
+    """Select heads along an axis; all of them, in their order, are the tensor itself."""
+    return x if [*heads] == [*range(x.shape[axis])] else x.index_select(axis, torch.tensor(heads, device=x.device))
+
+
+def some_heads(layer: Captured, heads: Sequence[int]) -> Captured:
+    """Select query heads of a layer, each with a key head of its own; all of them are the layer itself."""
+    if [*heads] == [*range(layer.spec.n_heads)]:
+        return layer
+    keys = [layer.spec.key_head(head) for head in heads]
+    q, q_rot = (of_heads(x, heads, 2) for x in (layer.q, layer.q_rot))
+    k, k_rot = (of_heads(x, keys, 2) for x in (layer.k, layer.k_rot))
+    own = layer.own_scores
+    return replace(layer, q=q, k=k, q_rot=q_rot, k_rot=k_rot, own_scores=None if own is None else of_heads(own, heads))
+
+
 @overload
 def capture(
     model: Any,

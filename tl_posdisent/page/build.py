@@ -106,7 +106,7 @@ def report(
     found = measure(subject, wanted, copies=Copies(control, scale), seed=seed, progress=progress)
     found = {name: found[name] for name in wanted}
     options = {
-        "layers": subject.asked,
+        "layers": subject.asked["layers"],
         "control": control if control != 1 else None,
         "std": std if std != "config" else None,
         "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],

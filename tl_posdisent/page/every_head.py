@@ -63,7 +63,7 @@ def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
     options: dict[str, Any] = {"model": subject.reading, **subject.texts, "heads": subject.pairs, "progress": progress}
     n = affordable("ablation", subject)
     if n == len(subject.pairs):
-        return head_ablation(**options, layers=subject.asked).assign(exact=True)
+        return head_ablation(**options).assign(exact=True)
     zero = {"zero": ablate_heads(subject.reading, subject.pairs)}
     most = max(LEAST, n - len(subject.layers))  # each layer takes a run of its own
     effects = head_effects(**options, interventions=zero, exact=LEAST // 2, most=most, draws=DRAWS, seed=seed)

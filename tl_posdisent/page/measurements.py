@@ -21,13 +21,14 @@ from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_patterns
 from tl_posdisent.experiments.attention_scores.score_controls import Control
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
-from tl_posdisent.models.capture import for_each_scores
+from tl_posdisent.models.capture import for_each_scores, of_heads
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.page.every_head import HEAD, ablation, for_estimates, ladder
 from tl_posdisent.page.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
 from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import number_heads
 
 READ = {"labels": (512, 1024), "perturbation": (512, 512), "ablation": (128, 512), "ladder": (128, 512)}
 """Positions of each text, and tokens altogether, of sections that read less than the report."""
@@ -188,11 +189,7 @@ def _try(
 
 
 def _common(subject: Subject) -> dict[str, Any]:
-    return {"model": subject.reading, **subject.texts, "layers": subject.asked, "progress": False}
-
-
-def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
-    return table[pd.MultiIndex.from_frame(table[HEAD]).isin(subject.pairs)].reset_index(drop=True)
+    return {"model": subject.reading, **subject.texts, **subject.asked, "progress": False}
 
 
 def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
@@ -200,14 +197,14 @@ def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
     names = get_args(Control)[:2]
     try:
         table = additivity(**_common(subject), controls=names, control_seed=seed)
-    except ValueError as error:  # scores that are not those of queries and keys alone, or a single layer
-        found = _chosen(subject, _without_first(subject, additivity(**_common(subject))))
+    except ValueError as error:  # scores that are not those of queries and keys alone, or the model's only layer
+        found = _without_first(subject, additivity(**_common(subject)))
         found.attrs["failures"] = {"controls": str(error)}
         return found
     rows = {name: part.reset_index(drop=True) for name, part in table.groupby("scores")}
     own = rows["own"].drop(columns="scores")
     own = own.assign(**{f"r, {name}": rows[name][told_apart(own)] for name in names})
-    return _chosen(subject, _without_first(subject, own))
+    return _without_first(subject, own)
 
 
 def _without_first(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
@@ -222,13 +219,13 @@ def told_apart(table: pd.DataFrame) -> str:
 
 
 def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, experiment(**_common(subject)))
+    return experiment(**_common(subject))
 
 
 def _labels(subject: Subject, seed: int, copies: Copies) -> pd.DataFrame:
     """Label heads, with the mean over random copies beside each measure; ``head_labels`` makes these copies itself."""
     options: dict[str, Any] = {"local": min(8, min(subject.lengths) - 1), "streaming": False, "seed": seed}
-    return _chosen(subject, head_labels(**_common(subject), seeds=copies.seeds(seed), std=copies.std, **options))
+    return head_labels(**_common(subject), seeds=copies.seeds(seed), std=copies.std, **options)
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:
@@ -257,14 +254,15 @@ def _distance(subject: Subject, seed: int) -> pd.DataFrame:
     tokens, drawn = subject.tokens, profiled(subject.specs)
 
     def fitted(spec: AttentionSpec, scores: Tensor) -> None:
-        fit = fit_additive(scores, pool=True, **_cells(spec))
-        table = fit.to_frame("distance").assign(layer=spec.layer)
+        some = subject.heads[spec.layer]
+        fit = fit_additive(of_heads(scores, sorted(some)), pool=True, **_cells(spec))
+        table = number_heads(fit.to_frame("distance"), sorted(some)).assign(layer=spec.layer)
         if spec.layer not in drawn:
             table = table[table["distance"].isin(powers(table["distance"]))]
         tables.append(table.assign(cells=tokens.shape[1] - table["distance"].abs()))
 
     for_each_scores(subject.model, tokens, subject.specs, fitted)
-    return _chosen(subject, pd.concat(tables, ignore_index=True))[[*HEAD, "distance", "value", "cells"]]
+    return pd.concat(tables, ignore_index=True)[[*HEAD, "distance", "value", "cells"]]
 
 
 def _heads(subject: Subject, found: Found) -> Exhibits:

@@ -70,7 +70,7 @@ class Panels:
 def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels:
     """Measure scores and effects by position of some heads in the beginning of the first text."""
     specs = [spec for spec in subject.specs if spec.layer in {layer for layer, _ in pairs}]
-    scores, attention = _scores(subject, specs, pairs), _attention(subject, specs)
+    scores, attention = _scores(subject, specs, pairs), _attention(subject, specs, pairs)
     try:
         effects, refused = _effects(subject, pairs, seed), ""
     except (ValueError, RuntimeError, MemoryError) as error:
@@ -78,7 +78,7 @@ def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels
     return Panels(subject.words, all(spec.causal for spec in specs), attention, scores, effects, refused)
 
 
-def _attention(subject: Subject, specs: list[AttentionSpec]) -> pd.DataFrame:
+def _attention(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> pd.DataFrame:
     """Measure attention by distance in layers that show it, and under an intervention in one layer at a time."""
     reading, texts = subject.reading, read_texts(subject.model, *subject.some(READ, _ATTENTION).texts.values())
     shown, tables = [spec for spec in specs if spec.pattern or spec.scores], list[pd.DataFrame]()
@@ -87,7 +87,8 @@ def _attention(subject: Subject, specs: list[AttentionSpec]) -> pd.DataFrame:
         with contextlib.suppress(ValueError, RuntimeError, MemoryError):
             hooks = [] if name == UNMODIFIED else dummy_distance(reading, SAME, layers=[some[0].layer])
             check_shown(some[0], hooks)
-            tables.append(mean_attention(reading, texts, some, hooks, whole=False).assign(intervention=name))
+            chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in some]
+            tables.append(mean_attention(reading, texts, chosen, hooks, whole=False).assign(intervention=name))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["intervention", *HEAD, "distance"])
 
 

@@ -16,6 +16,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts, special_id, token_words
 from tl_posdisent.models.size import count_parameters
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import listed
 from tl_posdisent.utils.words import plural
 
 POSITIONS = 1024
@@ -41,7 +42,7 @@ class Subject:
         tokens: ids of the measured texts, padded on the right (where ``real`` is False).
         given: number of tokens passed by the caller.
         words: the first text, one string per position.
-        asked: the requested layers; None for all.
+        asked: the requested ``layers`` and ``heads``, None for all, as arguments of experiments.
         specs, heads: specs and heads of these layers.
         n_parameters: number of parameters of the model (``count_parameters``).
     """
@@ -51,7 +52,7 @@ class Subject:
     real: Bool[Tensor, "batch pos"]
     given: int
     words: list[str]
-    asked: list[int] | None
+    asked: dict[str, Any]
     specs: list[AttentionSpec]
     heads: dict[int, list[int]]
     n_parameters: int
@@ -127,7 +128,7 @@ class Subject:
 
 def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
     """Check the arguments of a report and read the model."""
-    reading = read_model(model)
+    reading, heads = read_model(model), listed(heads)
     chosen = reading.heads(layers, heads)
     specs = reading.specs(list(chosen))
     model = reading.model
@@ -143,7 +144,8 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
     if isinstance(text, str) and tokens.shape[1] > min(2 * SHORTEST, context):
         tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
         real = torch.ones_like(tokens, dtype=torch.bool)
-    asked = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
+    some = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
+    asked = {"layers": some, "heads": heads}
     whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen, count_parameters(model))
     subject = whole.some(min(POSITIONS, context), TOKENS)
     return replace(subject, words=token_words(model, subject.first[0]))

@@ -30,6 +30,15 @@ def index_columns(
     return {name: index.get_level_values(n).tolist() for n, name in enumerate(names)}
 
 
+def number_heads(table: pd.DataFrame, heads: Sequence[int]) -> pd.DataFrame:
+    """Replace the numbers 0, 1, 2 … in the column ``head`` by those of some heads.
+
+    >>> number_heads(pd.DataFrame({"head": [0, 1, 0], "r": [0.5, 0.25, 1.0]}), [3, 7])["head"].tolist()
+    [3, 7, 3]
+    """
+    return table.assign(head=table["head"].map(dict(enumerate(heads))))
+
+
 def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], order: Sequence[str]) -> pd.DataFrame:
     """Join tables of some texts each, whose column ``batch`` counts from 0, into one table of the whole batch.
 

@@ -72,16 +72,12 @@ def fit(
         chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
         words = read_text(text, model)
         from tl_posdisent.experiments.attention_scores.additivity import additivity
-        from tl_posdisent.models.reading.model_reading import read_model
 
         loaded = load(model, backend, device, dtype)
         tokens = cut_tokens(loaded, words, length, texts)
-        chosen = read_model(loaded, chosen_layers).heads(chosen_layers, chosen_heads)
 
         def measure(m: Any) -> Any:
-            table = additivity(m, tokens, layers=list(chosen), pool=pool, progress=progress)
-            wanted = [head in chosen[layer] for layer, head in zip(table["layer"], table["head"], strict=True)]
-            return table[wanted].reset_index(drop=True)
+            return additivity(m, tokens, layers=chosen_layers, heads=chosen_heads, pool=pool, progress=progress)
 
         trained = measure(loaded).assign(weights="trained", std=float("nan"))
         chance = _at_random(measure, loaded, range(seed, seed + control), scale)

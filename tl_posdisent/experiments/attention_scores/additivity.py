@@ -15,14 +15,15 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.fit import explained_around, fit_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.experiments.attention_scores.score_controls import Control, for_each_control
-from tl_posdisent.models.capture import for_each_scores
+from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
+from tl_posdisent.models.capture import for_each_scores, of_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.tables import index_columns, number_heads
 from tl_posdisent.utils.validation import check_flag, check_integer, check_subset
 
 _ROUNDING = 1e-9  # below, 1 - r² is rounding
@@ -34,6 +35,7 @@ def additivity(
     *,
     attention_mask: Tensor | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     sinks: int = 0,
     pool: bool = False,
@@ -52,15 +54,16 @@ def additivity(
         tokens: ids ``[batch, pos]`` or, if the model has a tokenizer, a text or a list of texts of any lengths.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run and fitted without its padding.
         layers: default all.
+        heads: query heads, as in ``head_ablation``; default all. Only these are fitted.
         mask: which cells count; default each layer's own mask (causal or full, with its sliding window). A boolean mask
             ``[query, key]`` restricts it further.
         sinks: leave this many first keys of each text out of the fit (``fit_additive``).
         pool: fit one distance profile per head to all texts, each text with its own query and key component.
         controls: scores that no head computes, fitted in the same way. Each answers what *r* of the heads is due to:
 
-            * ``"foreign keys"``: the head's queries with the keys of the layer's next key head, or of the next layer
-              where all heads share one. Is the head's own pairing of queries and keys needed, or does it suffice that
-              each are concentrated around a mean? One pass (two with a single key head).
+            * ``"foreign keys"``: the head's queries with the keys of the layer's next key head, or of the model's next
+              layer where all heads share one. Is the head's own pairing of queries and keys needed, or does it suffice
+              that each are concentrated around a mean? One pass (two with a single key head).
             * ``"turned"``: queries and keys multiplied, before RoPE, by a random orthogonal matrix for each head. Does
               it matter where in the rotary subspaces they lie, and how they lie to each other? One pass.
             * ``"random queries and keys"``: random projections of the residual stream of this model, unlike
@@ -86,7 +89,7 @@ def additivity(
 
     Raises:
         ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys; controls
-            for a layer whose scores cannot be recomputed, or foreign keys of a single layer with one key head.
+            for a layer whose scores cannot be recomputed, or foreign keys where no other layer has any.
         MemoryError: one layer's scores exceed free memory.
 
     Example:
@@ -103,7 +106,8 @@ def additivity(
     wanted = check_subset("controls", controls, get_args(Control))
     check_integer("control_seed", control_seed, 0)
     reading = read_model(model, layers)
-    model, specs = reading.model, reading.specs(layers)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    specs, by_layer = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}
     texts = read_texts(model, tokens, attention_mask)
     check_integer("sinks", sinks, 0, min(group.tokens.shape[1] for group in texts.groups) - 2)
     width = texts.tokens.shape[1]
@@ -113,26 +117,27 @@ def additivity(
             f"must be a boolean tensor of shape (query, key) = {(width, width)}, got {mask.dtype} of shape "
             f"{tuple(mask.shape)}",
         )
-    n_heads = max(spec.n_heads for spec in specs)
+    n_heads = max(spec.n_heads for spec in specs)  # the model computes them all
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
     readings = {"own": for_each_scores} | {name: partial(for_each_control, name, control_seed) for name in wanted}
     tables = {}
     with progress_bar(total=len(readings) * len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for name, for_each in readings.items():
-            read = [_read_group(for_each, model, texts, group, specs, mask, sinks, bar) for group in texts.groups]
-            tables[name] = _table(read, pool)
+            read = [_read_group(for_each, model, texts, group, chosen, mask, sinks, bar) for group in texts.groups]
+            tables[name] = _table(read, by_layer, pool)
     return reading.note(_beside(tables) if wanted else tables["own"])
 
 
-def _table(read: list[dict[int, TextMarginals]], pool: bool) -> pd.DataFrame:
+def _table(read: list[dict[int, TextMarginals]], heads: dict[int, list[int]], pool: bool) -> pd.DataFrame:
     """Fit the marginal sums of each layer, of texts of each length."""
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
         columns = _of_all([fit_marginals(*_stacked(parts), pool=True)]) if pool else columns_of_texts(parts)
-        (*texts_there, heads), values = columns["r"].shape, {name: x.flatten().tolist() for name, x in columns.items()}
-        tables.append(pd.DataFrame(index_columns((*texts_there, 1, heads), pooled=pool, layers=[layer]) | values))
+        shape, values = columns["r"].shape, {name: x.flatten().tolist() for name, x in columns.items()}
+        table = pd.DataFrame(index_columns((*shape[:-1], 1, shape[-1]), pooled=pool, layers=[layer]) | values)
+        tables.append(number_heads(table, heads[layer]))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -180,15 +185,17 @@ def _read_group(
     model: Any,
     texts: Texts,
     group: TextGroup,
-    specs: list[AttentionSpec],
+    chosen: Chosen,
     mask: MaskKind | Tensor | None,
     sinks: int,
     bar: Any,
 ) -> dict[int, TextMarginals]:
-    """Compute the marginal sums of each layer in one pass."""
-    parts: dict[int, TextMarginals] = {}
+    """Compute the marginal sums of each layer's chosen heads in one pass."""
+    parts, heads = dict[int, TextMarginals](), {spec.layer: some for spec, some in chosen}
 
     def read(spec: AttentionSpec, scores: Tensor) -> None:
+        scores = of_heads(scores, heads[spec.layer])
+
         def cells_at(n: int) -> Cells:
             shape = (*scores.shape[:-2], n, n)
             return make_cells(shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, n))
@@ -196,7 +203,7 @@ def _read_group(
         parts[spec.layer] = text_marginals(texts, group.rows, scores, cells_at)
         bar.update()
 
-    for_each(model, group.tokens, specs, read)
+    for_each(model, group.tokens, [spec for spec, _ in chosen], read)
     return parts
 
 

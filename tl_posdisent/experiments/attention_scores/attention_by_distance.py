@@ -13,6 +13,8 @@ from torch import Tensor
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern, pattern_or_scores
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -30,6 +32,7 @@ def attention_by_distance(
     *,
     attention_mask: Tensor | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Average the attention of each head by the distance of query and key, with and without interventions.
@@ -38,7 +41,7 @@ def attention_by_distance(
     it do; hooks of one layer show the effect on that layer alone.
 
     Args:
-        model, attention_mask, layers, progress: as in ``additivity``.
+        model, attention_mask, layers, heads, progress: as in ``additivity``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
         interventions: as in ``intervention_losses``; None for the unmodified model alone.
 
@@ -65,14 +68,14 @@ def attention_by_distance(
     """
     reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
-    specs = reading.specs(layers)
+    chosen = any_heads(reading, layers, heads)
     named = {} if interventions is None else named_hooks(reading.model, interventions, texts)
-    for spec in specs:
+    for spec, _ in chosen:
         check_shown(spec, [hook for hooks in named.values() for hook in hooks])
     tables = []
     with progress_bar(total=1 + len(named), desc="passes", disable=not progress) as bar:
         for name, hooks in {UNMODIFIED: [], **named}.items():
-            tables.append(mean_attention(reading, texts, specs, hooks, whole=bool(hooks)).assign(intervention=name))
+            tables.append(mean_attention(reading, texts, chosen, hooks, whole=bool(hooks)).assign(intervention=name))
             bar.update()
     table = pd.concat(tables, ignore_index=True)
     return reading.note(table[["intervention", "layer", "head", "distance", "attention", "cells"]])
@@ -90,25 +93,26 @@ def check_shown(spec: AttentionSpec, hooks: Sequence[Hook]) -> None:
 
 
 def mean_attention(
-    reading: ModelReading, texts: Texts, specs: Sequence[AttentionSpec], hooks: Sequence[Hook], *, whole: bool
+    reading: ModelReading, texts: Texts, chosen: Chosen, hooks: Sequence[Hook], *, whole: bool
 ) -> pd.DataFrame:
-    """Average the pattern of each layer over the cells of each distance, in a run of all texts under hooks.
+    """Average the pattern of each chosen head over the cells of each distance, in a run of all texts under hooks.
 
     Without ``whole``, runs end at the last of these layers: hooks of later ones do not fire.
     """
+    heads = {spec.layer: some for spec, some in chosen}
     sums = {
-        spec.layer: torch.zeros(spec.n_heads, 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
-        for spec in specs
+        layer: torch.zeros(len(some), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+        for layer, some in heads.items()
     }
 
     def add(spec: AttentionSpec, pattern: Pattern) -> None:
-        of_texts = pattern.sum(0, dtype=torch.float64).flatten(1).cpu()
+        of_texts = of_heads(pattern, heads[spec.layer]).sum(0, dtype=torch.float64).flatten(1).cpu()
         sums[spec.layer].index_add_(1, _columns(texts, pattern.shape[-1]), of_texts)
 
     with applied(reading.model, hooks):
         for group in texts.groups:
-            for_each_pattern(reading.model, group.tokens, specs, add, whole=whole)
-    return pd.concat([_table(spec, texts, sums[spec.layer]) for spec in specs], ignore_index=True)
+            for_each_pattern(reading.model, group.tokens, [spec for spec, _ in chosen], add, whole=whole)
+    return pd.concat([_table(spec, some, texts, sums[spec.layer]) for spec, some in chosen], ignore_index=True)
 
 
 def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:
@@ -116,7 +120,7 @@ def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:
     return cell_distances(length, length, "cpu").flatten() + texts.longest - 1
 
 
-def _table(spec: AttentionSpec, texts: Texts, sums: Float64[Tensor, "head distance"]) -> pd.DataFrame:
+def _table(spec: AttentionSpec, heads: list[int], texts: Texts, sums: Float64[Tensor, "head distance"]) -> pd.DataFrame:
     """Divide sums by the number of visible cells at each distance; distances without any have no rows."""
     cells = torch.zeros(sums.shape[1], dtype=torch.int64, device="cpu")
     for group in texts.groups:
@@ -124,6 +128,6 @@ def _table(spec: AttentionSpec, texts: Texts, sums: Float64[Tensor, "head distan
         cells.index_add_(0, _columns(texts, length), n * spec.mask(length).flatten().long().cpu())
     seen = cells.nonzero().squeeze(1)
     means = (sums[:, seen] / cells[seen]).flatten()
-    index = {"layer": spec.layer, "head": torch.arange(spec.n_heads, device="cpu").repeat_interleave(len(seen))}
-    distances = (seen - texts.longest + 1).repeat(spec.n_heads)
-    return pd.DataFrame({**index, "distance": distances, "attention": means, "cells": cells[seen].repeat(spec.n_heads)})
+    index = {"layer": spec.layer, "head": torch.tensor(heads, device="cpu").repeat_interleave(len(seen))}
+    distances = (seen - texts.longest + 1).repeat(len(heads))
+    return pd.DataFrame({**index, "distance": distances, "attention": means, "cells": cells[seen].repeat(len(heads))})

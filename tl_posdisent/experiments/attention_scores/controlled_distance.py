@@ -20,8 +20,9 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, pairs_of
 from tl_posdisent.hooks.positions import dummy_distance
-from tl_posdisent.models.capture import Captured, for_each_scores
+from tl_posdisent.models.capture import Captured, for_each_scores, of_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts
@@ -29,7 +30,7 @@ from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.tables import index_columns, join_texts
+from tl_posdisent.utils.tables import index_columns, join_texts, number_heads
 from tl_posdisent.utils.validation import Numbers, check_distinct, check_integer
 
 
@@ -40,6 +41,7 @@ def controlled_distance(
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -55,6 +57,7 @@ def controlled_distance(
         distances: any finite numbers; default all distances of the longest text, from 0, also beyond a layer's sliding
             window.
         layers: default all.
+        heads: query heads, as in ``head_ablation``; default all.
         sinks: number of first positions of each text to leave out, as queries and as keys.
         progress: show a progress bar.
 
@@ -83,7 +86,8 @@ def controlled_distance(
         return Moments.from_qk(q, k, layer.spec.require_rotary("controlled_distance"))
 
     tool = "controlled_distance"
-    return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=progress)
+    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, tool, measure, table, **options)
 
 
 def dummy_distance_check(
@@ -93,6 +97,7 @@ def dummy_distance_check(
     attention_mask: Tensor | None = None,
     distances: Iterable[int] | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.
@@ -101,7 +106,7 @@ def dummy_distance_check(
     component of the fit do not change, and the mean score follows the distance component.
 
     Args:
-        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        model, tokens, attention_mask, layers, heads, progress: as in ``controlled_distance``.
         distances: dummy distances that occur in every text (0 … pos - 1), each once; default those of 1, 2, 4 … 64 that
             occur.
 
@@ -123,8 +128,8 @@ def dummy_distance_check(
         True
     """
     reading = read_model(model, layers)
-    model, specs = reading.model, sorted(reading.rotary(layers, "dummy_distance_check"), key=lambda spec: spec.layer)
-    for spec in specs:
+    model, some = reading.model, any_heads(reading, layers, heads, "dummy_distance_check")
+    for spec, _ in some:
         spec.require_scale()
         if spec.scores is None:
             raise ArgumentError(
@@ -136,27 +141,28 @@ def dummy_distance_check(
     given = [2**n for n in range(7) if 2**n < length] if distances is None else distances
     chosen = check_distinct("distances", given, lambda d: check_integer("distances", d, 0, length - 1))
     tables, rows = [], []
-    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+    with progress_bar(total=len(some) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for group in texts.groups:
-            real = _fits(model, group.tokens, specs)
-            for spec in specs:
+            real = _fits(model, group.tokens, some)
+            for spec, of_layer in some:
                 for d in chosen:
                     with applied(model, dummy_distance(reading, d, layers=[spec.layer])):
-                        dummy = _fits(model, group.tokens, [spec])[spec.layer]
-                    tables.append(_compared(spec.layer, d, real[spec.layer], dummy))
+                        dummy = _fits(model, group.tokens, [(spec, of_layer)])[spec.layer]
+                    tables.append(number_heads(_compared(spec.layer, d, real[spec.layer], dummy), of_layer))
                     rows.append(group.rows.tolist())
                 bar.update()
     return reading.note(join_texts(tables, rows, ["layer", "distance", "batch", "head"]))
 
 
-def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, AdditiveFit]:
-    """Fit each layer's scores under the model's current hooks."""
-    fits: dict[int, AdditiveFit] = {}
+def _fits(model: Any, tokens: Tensor, chosen: Chosen) -> dict[int, AdditiveFit]:
+    """Fit the scores of each layer's chosen heads under the model's current hooks."""
+    fits, heads = dict[int, AdditiveFit](), {spec.layer: some for spec, some in chosen}
 
     def fit(spec: AttentionSpec, scores: Tensor) -> None:
-        fits[spec.layer] = fit_additive(scores, mask="causal" if spec.causal else "full", window=spec.window)
+        some = of_heads(scores, heads[spec.layer])
+        fits[spec.layer] = fit_additive(some, mask="causal" if spec.causal else "full", window=spec.window)
 
-    for_each_scores(model, tokens, specs, fit)
+    for_each_scores(model, tokens, [spec for spec, _ in chosen], fit)
     return fits
 
 
@@ -186,7 +192,14 @@ _CONTROLLED = ["r_three_axis", "r_two_axis"]
 
 
 def disentanglement(
-    model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, sinks: int = 0, progress: bool = True
+    model: Any,
+    tokens: Tokens,
+    *,
+    attention_mask: Tensor | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    sinks: int = 0,
+    progress: bool = True,
 ) -> pd.DataFrame:
     """Measure r of every head's scores: three-axis on the text, and three-axis and two-axis at controlled distances.
 
@@ -194,7 +207,7 @@ def disentanglement(
     concatenated.
 
     Args:
-        model, tokens, attention_mask, progress: as in ``additivity``.
+        model, tokens, attention_mask, layers, heads, progress: as in ``additivity``.
         sinks: number of first positions to leave out of ``controlled_distance``.
 
     Returns:
@@ -211,19 +224,19 @@ def disentanglement(
         >>> table.columns.tolist(), len(table)
         (['layer', 'head', 'r', 'r_three_axis', 'r_two_axis'], 40)
     """
-    reading = read_model(model)
-    texts = read_texts(reading.model, tokens, attention_mask)
+    reading = read_model(model, layers)
+    chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
     batch: dict[str, Any] = {"tokens": texts, "progress": progress}
-    table = additivity(reading, pool=True, **batch)[["layer", "head", "r"]]
-    layers: dict[tuple[int, ...], list[int]] = {}  # by the distances that their masks allow
-    for spec in reading.specs():
+    table = additivity(reading, heads=pairs_of(chosen), pool=True, **batch)[["layer", "head", "r"]]
+    alike: dict[tuple[int, ...], Chosen] = {}  # by the distances that their masks allow
+    for spec, some in chosen:
         if spec.rotary is not None and not spec.no_rotation and not spec.problem:
             first = 0 if spec.causal else 1 - texts.longest
             left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
-            layers.setdefault(left, []).append(spec.layer)
+            alike.setdefault(left, []).append((spec, some))
     tables = [
-        controlled_distance(reading, distances=distances, layers=some, sinks=sinks, **batch)
-        for distances, some in layers.items()
+        controlled_distance(reading, distances=distances, heads=pairs_of(some), sinks=sinks, **batch)
+        for distances, some in alike.items()
     ]
     if not tables:
         return reading.note(table.assign(**dict.fromkeys(_CONTROLLED, float("nan"))))

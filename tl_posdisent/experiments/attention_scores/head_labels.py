@@ -16,8 +16,9 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation, visible_window
 from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.experiments.retrieval.needles import Needles, check_needles, needle_attention
-from tl_posdisent.hooks.hook_list import any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, hooks_for, pairs_of
 from tl_posdisent.hooks.lambda_mask import hiding
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
 from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
@@ -40,6 +41,7 @@ def head_labels(
     *,
     attention_mask: Tensor | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     local: int = 8,
     sinks: int = 4,
     window: int | None = None,
@@ -72,12 +74,13 @@ def head_labels(
     random tokens, the others on ``tokens``.
 
     Args:
-        model, attention_mask, layers: as in ``additivity``.
+        model, attention_mask, layers, heads: as in ``additivity``.
         tokens: as in ``additivity``; default the repeated random tokens for all measures.
         local: number of last keys that count as local.
         sinks, window: as in ``streaming_ablation``.
         streaming: False omits this measure, which takes most of the time.
         exact: number of heads, in each model, with the largest effects for ``streaming`` to find (``head_effects``).
+            They are found among the chosen heads, so one may be run that is estimated in a table of more heads.
         needles: texts for ``retrieval`` (``needle_texts``); default without this measure.
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         repeats: number of random sequences to average over.
@@ -117,6 +120,7 @@ def head_labels(
     check_integer("exact", exact, 0)
     seeds = check_seeds(seeds, 0)
     reading = read_model(model, layers)
+    pairs = pairs_of(any_heads(reading, layers, heads))
     if needles is not None:
         needles = check_needles(reading.model, "needles", needles)
     copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
@@ -132,16 +136,16 @@ def head_labels(
     models = (m for group in ([reading], copies) for m in group)
     with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
         for m in bar:
-            one = read_model(m, layers)
-            table = _measured(one, texts, copied, layers, local)
+            one = read_model(m, sorted({layer for layer, _ in pairs}))
+            chosen = any_heads(one, None, pairs)
+            table = _measured(one, texts, copied, chosen, local)
             if streaming:
                 assert window is not None
                 options: dict[str, Any] = {"sinks": sinks, "window": window, "exact": exact, "seed": seed}
-                table[["streaming", "streaming_exact"]], search = _streaming(one, texts, [*table.index], **options)
+                table[["streaming", "streaming_exact"]], search = _streaming(one, texts, chosen, **options)
                 searches.append(search)
             if needles is not None:
-                specs = sorted(one.specs(layers), key=lambda spec: spec.layer)
-                table["retrieval"] = needle_attention(one.model, needles, specs).mean(0).numpy()
+                table["retrieval"] = needle_attention(one.model, needles, chosen).mean(0).numpy()
             found.append(table)
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
@@ -154,18 +158,19 @@ def head_labels(
 
 
 def _streaming(
-    reading: ModelReading, texts: Texts, heads: list[Any], *, sinks: int, window: int, exact: int, seed: int
+    reading: ModelReading, texts: Texts, chosen: Chosen, *, sinks: int, window: int, exact: int, seed: int
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Measure the added loss of each head that sees only sinks and a window: whether it was run, and the search.
 
     If the search may run all heads, nothing is estimated.
     """
+    heads = pairs_of(chosen)
     if 4 * exact >= len(heads):
         table = streaming_ablation(
             reading, texts.tokens, attention_mask=texts.real, sinks=sinks, window=window, heads=heads, progress=False
         )
         return table.set_index(_HEAD)[["effect"]].assign(exact=True), {}
-    hidden = hooks_for(any_heads(reading, None, heads), hiding("streaming_ablation", sinks, window))
+    hidden = hooks_for(chosen, hiding("streaming_ablation", sinks, window))
     effects = head_effects(
         reading,
         texts.tokens,
@@ -214,14 +219,15 @@ def _compared(trained: pd.DataFrame, random: pd.DataFrame | None, threshold: flo
     return pd.DataFrame(columns).reset_index()
 
 
-def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, local: int) -> pd.DataFrame:
+def _measured(reading: ModelReading, texts: Texts, copied: Tensor, chosen: Chosen, local: int) -> pd.DataFrame:
     """Compute the measures of one model that need only its patterns, by layer and head."""
-    specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
+    specs, heads = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}
     sums: dict[tuple[str, int], Any] = defaultdict(float)
 
     def look(tokens: Tensor, measure: Callable[[Pattern], dict[str, Tensor]], n_texts: int) -> None:
         def add(spec: AttentionSpec, pattern: Pattern) -> None:
-            by_head = [measure(one.double()) for one in pattern.split(1, 1)]  # takes less memory
+            some = of_heads(pattern, heads[spec.layer])
+            by_head = [measure(one.double()) for one in some.split(1, 1)]  # takes less memory
             for column in by_head[0]:
                 sums[column, spec.layer] += torch.cat([x[column] for x in by_head], 1).sum(0).cpu() * (1 / n_texts)
 
@@ -230,9 +236,8 @@ def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, 
     for group in texts.groups:
         look(group.tokens, functools.partial(_of_text, local=local), len(texts.tokens))
     look(copied, functools.partial(_of_copies, n=copied.shape[1] // 2), len(copied))
-    index = [(spec.layer, head) for spec in specs for head in range(spec.n_heads)]
     columns = {name: torch.cat([sums[name, spec.layer] for spec in specs]).tolist() for name in _LAYER_MEASURES}
-    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(index, names=_HEAD))
+    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(pairs_of(chosen), names=_HEAD))
 
 
 def _of_text(pattern: Pattern, local: int) -> dict[str, Float64[Tensor, "batch head"]]:

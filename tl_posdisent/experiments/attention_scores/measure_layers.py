@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.models.capture import Captured, for_each_layer
+from tl_posdisent.hooks.hook_list import any_heads
+from tl_posdisent.models.capture import Captured, for_each_layer, some_heads
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import number_heads
 from tl_posdisent.utils.validation import check_integer
 
 Measured = TypeVar("Measured")
@@ -26,6 +28,7 @@ def measure_layers(
     table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
     *,
     layers: Any = None,
+    heads: Any = None,
     sinks: int = 0,
     progress: bool = True,
     leave: int = 1,
@@ -33,20 +36,23 @@ def measure_layers(
     """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
 
     One forward pass per length of text, without score matrices, one layer in memory. ``tool`` needs the rotation (for
-    errors); ``measure`` is called with one layer in texts of equal length, its queries and its keys without the
-    ``sinks``, and ``table`` with what it found for each group of ``texts``. At least ``leave`` positions must remain.
+    errors); ``measure`` is called with the chosen heads of one layer in texts of equal length, their queries and keys
+    without the ``sinks``, and ``table`` with what it found for each group of ``texts``; its heads are numbered from 0.
+    At least ``leave`` positions must remain.
     """
-    specs = reading.rotary(layers, tool)
+    chosen = any_heads(reading, layers, heads, tool)
+    specs, by_layer = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}
     check_integer("sinks", sinks, 0, min(texts.lengths) - leave)
     found: dict[int, list[Measured]] = {}
     tables = []
     with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
 
         def note(layer: Captured) -> None:
-            parts = found.setdefault(layer.layer, [])
+            parts, some = found.setdefault(layer.layer, []), by_layer[layer.layer]
+            layer = some_heads(layer, some)
             parts.append(measure(layer, layer.q[:, sinks:], layer.k[:, sinks:]))
             if len(parts) == len(texts.groups):
-                of_layer = table(layer.spec, found.pop(layer.layer))
+                of_layer = number_heads(table(layer.spec, found.pop(layer.layer)), some)
                 of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)
                 tables.append(of_layer)
             bar.update()

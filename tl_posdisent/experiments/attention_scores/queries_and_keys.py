@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
+from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, spread_rows
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -36,6 +37,7 @@ def positional_symbolic(
     *,
     attention_mask: Tensor | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     by_subspace: bool = False,
     sinks: int = 0,
     progress: bool = True,
@@ -46,7 +48,7 @@ def positional_symbolic(
     and forms no score matrix.
 
     Args:
-        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        model, tokens, attention_mask, layers, heads, progress: as in ``controlled_distance``.
         by_subspace: add a row for each rotary subspace, computed from the scores of that subspace alone.
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
 
@@ -70,7 +72,7 @@ def positional_symbolic(
     def measure(q: Tensor, k: Tensor, rotary: Rotary) -> pd.DataFrame:
         return positional_symbolic_qk(q, k, rotary, by_subspace=by_subspace)
 
-    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
     return _of_each_text(reading, texts, "positional_symbolic", measure, **options)
 
 
@@ -82,6 +84,7 @@ def preference_flips(
     near: Sequence[float] | Tensor = NEAR,
     far: Sequence[float] | Tensor | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     sinks: int = 0,
     queries: int | None = None,
     progress: bool = True,
@@ -94,7 +97,7 @@ def preference_flips(
     reversed. Compare it with ``random_control``: random weights flip too.
 
     Args:
-        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        model, tokens, attention_mask, layers, heads, progress: as in ``controlled_distance``.
         near: near distances in positions, default 0 … 7.
         far: far distances; default eight, in geometric steps from 8 to the length of the longest text (at least 15).
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
@@ -130,7 +133,7 @@ def preference_flips(
         some = q if queries is None else q[:, spread_rows(q.shape[1], queries)]
         return preference_flips_qk(some, k, rotary, *sets)
 
-    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
     return _of_each_text(reading, texts, "preference_flips", measure, **options)
 
 
@@ -160,6 +163,7 @@ def subspace_patterns(
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -169,7 +173,7 @@ def subspace_patterns(
     forward pass and forms no score matrix.
 
     Args:
-        model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
+        model, tokens, attention_mask, distances, layers, heads, sinks, progress: as in ``controlled_distance``.
 
     Returns:
         One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``subspace_patterns_qk``, such as
@@ -200,5 +204,5 @@ def subspace_patterns(
         own, (q, k) = specs[0], map(torch.cat, vectors)  # as the model rotates these texts
         return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale())
 
-    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
     return measure_layers(reading, texts, tool, keep, table, **options)

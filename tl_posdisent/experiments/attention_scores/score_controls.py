@@ -51,12 +51,12 @@ def for_each_control(
 def _foreign_keys(
     model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], function: _Function
 ) -> None:
-    """Pair queries with the keys of the layer's next key head, or of the next layer where all heads share one."""
-    single = [spec for spec in specs if spec.n_kv_heads == 1]
+    """Pair queries with the keys of the next key head: of the layer or, if it has one alone, of the model's next."""
     keys: dict[int, Tensor] = {}
-    others = {spec.layer: _other_layer(spec, single) for spec in single}
-    if single:
-        for_each_layer(model, tokens, single, lambda layer: keys.update({layer.layer: layer.k.clone()}), scores=False)
+    others = {spec.layer: _other_layer(model, spec) for spec in specs if spec.n_kv_heads == 1}
+    if others:
+        read = read_model(model).specs(sorted({*others.values()}))
+        for_each_layer(model, tokens, read, lambda layer: keys.update({layer.layer: layer.k.clone()}), scores=False)
 
     def visit(layer: Captured) -> None:
         if layer.layer in others:
@@ -69,16 +69,17 @@ def _foreign_keys(
     for_each_layer(model, tokens, specs, visit, scores=False)
 
 
-def _other_layer(spec: AttentionSpec, single: Sequence[AttentionSpec]) -> int:
-    """Return the next layer, in turn, whose keys have the size of this one's."""
-    alike = [each.layer for each in single if each.d_head == spec.d_head]
-    if len(alike) == 1:
+def _other_layer(model: Any, spec: AttentionSpec) -> int:
+    """Return the model's next layer, in turn, with one key head, and with keys of the size of this one's."""
+    single = [each for each in read_model(model).specs() if each.n_kv_heads == 1 and each.problem is None]
+    alike = [each.layer for each in single if each.d_head == spec.d_head and each.layer != spec.layer]
+    if not alike:
         raise ArgumentError(
-            "layers",
-            f'must have two layers with keys of {spec.d_head} coordinates for "foreign keys": all heads of layer '
-            f"{spec.layer} share one key head, so the keys must be those of another layer",
+            "controls",
+            f'must not have "foreign keys" for layer {spec.layer} of {spec.architecture}: all of its heads share one '
+            f"key head, and no other layer has a single one with {spec.d_head} coordinates",
         )
-    return alike[(alike.index(spec.layer) + 1) % len(alike)]
+    return next((layer for layer in alike if layer > spec.layer), alike[0])
 
 
 def _turned(seed: int, function: _Function, layer: Captured) -> None:

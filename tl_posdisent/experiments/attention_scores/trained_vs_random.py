@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, make_cells
+from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
@@ -56,6 +57,7 @@ def trained_vs_random(
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
     layers: Layers = None,
+    heads: Heads = None,
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -67,11 +69,11 @@ def trained_vs_random(
     (``interaction_bound``); and the keys' ``concentration`` (``subspace_patterns``).
 
     Args:
-        model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
+        model, tokens, attention_mask, distances, layers, heads: as in ``controlled_distance``.
         seeds: number of random copies (``random_control``), or a list of their seeds.
         weights, std: which weights of the copies are random, and their standard deviation, as in ``random_control``.
             Results for random weights depend on ``std``: pass several values to see by how much.
-        by: one row per head, or per layer (the mean over its heads).
+        by: one row per head, or per layer (the mean over its heads, or over those of ``heads``).
         sinks: number of first positions of each text to leave out, as queries and as keys.
         progress: show a progress bar over the models.
 
@@ -96,7 +98,8 @@ def trained_vs_random(
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     seeds = check_seeds(seeds)
-    layers = [spec.layer for spec in reading.rotary(layers, "trained_vs_random")]
+    chosen = any_heads(reading, layers, heads, "trained_vs_random")
+    read, pairs = [spec.layer for spec, _ in chosen], pairs_of(chosen)
     scales = [nan] if weights == "shuffled" else initial_scales(reading.model, std)
     copies = random_control(reading.model, seeds, weights=weights, std=std if weights == "shuffled" else scales)
     index = _HEAD if by == "head" else _HEAD[:1]
@@ -105,7 +108,7 @@ def trained_vs_random(
     with progress_bar(total=1 + len(scales) * len(seeds), desc="models", disable=not progress) as bar:
 
         def measured(m: Any) -> pd.Series:
-            table = _measure(read_model(m, layers), texts, distances, layers, sinks).groupby(index).mean().reset_index()
+            table = _measure(read_model(m, read), texts, distances, pairs, sinks).groupby(index).mean().reset_index()
             measures = [name for name in table if name not in _HEAD]
             bar.update()
             return table.melt(index, measures, var_name="measure").set_index([*index, "measure"])["value"]
@@ -123,9 +126,9 @@ def trained_vs_random(
 
 
 def _measure(
-    reading: ModelReading, texts: Texts, distances: Numbers | None, layers: list[int], sinks: int
+    reading: ModelReading, texts: Texts, distances: Numbers | None, heads: list[tuple[int, int]], sinks: int
 ) -> pd.DataFrame:
-    """Compute all measures in one pass: one row per layer and head, one column per measure."""
+    """Compute all measures in one pass: one row per head, one column per measure."""
     at, tool = range(texts.longest) if distances is None else distances, "trained_vs_random"
 
     def measure(layer: Captured, q: Tensor, k: Tensor) -> _OfTexts:
@@ -160,4 +163,4 @@ def _measure(
         }
         return pd.DataFrame(columns).reset_index()
 
-    return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=False, leave=2)
+    return measure_layers(reading, texts, tool, measure, table, heads=heads, sinks=sinks, progress=False, leave=2)

@@ -20,7 +20,7 @@ from tl_posdisent.experiments.causal.runs import Change, Failures, Runs, run_tex
 from tl_posdisent.experiments.causal.token_losses import Unmodified
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.score_edits import View
-from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
+from tl_posdisent.hooks.hook_list import Heads, Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import ScorePart, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
@@ -42,6 +42,7 @@ def additive_substitution(
     attention_mask: Tensor | None = None,
     axes: Axes = "three",
     layers: Layers = None,
+    heads: Heads = None,
     controls: Collection[Control] = _CONTROLS,
     seed: int = 0,
     progress: bool = True,
@@ -55,15 +56,16 @@ def additive_substitution(
         model, tokens, attention_mask, progress: as in ``head_ablation``.
         axes: ``"three"`` or ``"two"`` (see ``substitute_additive``).
         layers: default all (all that rotate, for two axes).
+        heads: query heads, as in ``head_ablation``; default all.
         controls: which controls to run; ``head_ablation`` measures ``"zero"``, too.
         seed: seed of the shuffled order, which is the same for all texts of one length.
 
     Returns:
-        One row per run: ``scope``, what was replaced: ``"head"``, ``"layer"`` or ``"all"`` (with a row for each subset
-        of the four components); ``layer`` and ``head``; ``put_in``: ``"fit"``, ``"shuffled fit"`` or ``"zero"``;
-        ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none and empty for ``"zero"``; ``loss``,
-        nats per predicted token; ``change``, loss minus that of the unmodified model; ``kl``, KL(unmodified ‖ this) of
-        the predictions, nats per predicted token.
+        One row per run: ``scope``, what was replaced: a ``"head"``, the chosen heads of a ``"layer"``, or ``"all"`` of
+        them (with a row for each subset of the four components); ``layer`` and ``head``; ``put_in``: ``"fit"``,
+        ``"shuffled fit"`` or ``"zero"``; ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none
+        and empty for ``"zero"``; ``loss``, nats per predicted token; ``change``, loss minus that of the unmodified
+        model; ``kl``, KL(unmodified ‖ this) of the predictions, nats per predicted token.
 
     Raises:
         ValueError: invalid tokens, layers, axes, controls or seed; otherwise as ``substitute_additive`` and
@@ -80,7 +82,8 @@ def additive_substitution(
     extra = check_subset("controls", controls, _CONTROLS)
     reading = read_model(model, layers)
     model = reading.model
-    specs = [spec for spec, _ in additive_heads(reading, axes, layers, None, "additive_substitution")]
+    chosen = additive_heads(reading, axes, layers, heads, "additive_substitution")
+    specs = [spec for spec, _ in chosen]
     texts = read_texts(model, tokens, attention_mask)
     shuffled = texts.shuffled(check_seed(seed))
     check_reach(model, [spec.layer for spec in specs])
@@ -91,7 +94,7 @@ def additive_substitution(
     subsets = [keep for n in range(len(PARTS) + 1) for keep in combinations(PARTS, n) if keep != ADDITIVE]
     everywhere = [*one_layer, *(_Replacement("fit", keep) for keep in subsets)]
     rows: list[tuple[Any, ...]] = []
-    n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
+    n_rows = len(one_layer) * sum(len(some) + 1 for _, some in chosen) + len(everywhere)
     with running(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
         runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
         unmodified = Unmodified.of(runs.clean, texts)
@@ -107,15 +110,14 @@ def additive_substitution(
         def hooks_in(spec: AttentionSpec, put: _Replacement, group: int, heads: Sequence[int]) -> Hooks:
             return put.hooks(spec, heads, axes, stored[group])
 
-        for spec in specs:
-            heads = list(range(spec.n_heads))
-            units = [*((head,) for head in heads), tuple(heads)]
+        for spec, some in chosen:
+            units = [*((head,) for head in some), tuple(some)]
             hooks_of = [(put, partial(hooks_in, spec, put)) for put in one_layer]
             each = runs.each(spec.layer, [Change(put.put_in, unit, hooks) for put, hooks in hooks_of for unit in units])
-            for (put, head), run in zip(product(one_layer, [*heads, None]), each, strict=True):
+            for (put, head), run in zip(product(one_layer, [*some, None]), each, strict=True):
                 measure(run, put, spec.layer, head)
         for put in everywhere:
-            under = [joined(hooks_in(spec, put, n, range(spec.n_heads)) for spec in specs) for n in range(len(stored))]
+            under = [joined(hooks_in(spec, put, n, some) for spec, some in chosen) for n in range(len(stored))]
             measure(partial(run_texts, model, texts, under), put, None, None)
     table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
     order = {name: n for n, name in enumerate(("head", "layer", "all"))}

@@ -82,10 +82,10 @@ def head_verdicts(
             the same confidence, given the fits, unless several rungs recover almost ``share``. Below a threshold, the
             error of a divergence is scaled up to the threshold, at most three times: divergences of blocks are skewed,
             so their mean and its error are often too small together.
-        correction: correction for the number of heads. With ``"none"``, ``(1 - confidence) / 2 * n`` of n heads that
-            are not used are expected to be called used by chance (with ``"kl"``, at most as many, and hardly any whose
-            divergence is well below ``negligible``). With ``"fdr"``, the expected share of such heads among those
-            called used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995). If k of n heads pass, every
+        correction: correction for the number of heads in the table. With ``"none"``, ``(1 - confidence) / 2 * n`` of n
+            heads that are not used are expected to be called used by chance (with ``"kl"``, at most as many, and hardly
+            any whose divergence is well below ``negligible``). With ``"fdr"``, the expected share of such heads among
+            those called used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995). If k of n heads pass, every
             interval has the confidence ``1 - (1 - confidence) * k / n`` (Benjamini and Yekutieli, 2005, for selected
             intervals), which is in ``attrs["confidence"]`` of the table.
 

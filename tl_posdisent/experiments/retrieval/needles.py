@@ -17,6 +17,8 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import LogitDifference, logit_difference
 from tl_posdisent.experiments.causal.runs import run_under
 from tl_posdisent.experiments.causal.text_parts import TOKENS, Part, parts_of
+from tl_posdisent.hooks.hook_list import Chosen
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -188,22 +190,22 @@ def parts_of_needles(model: Any, needles: Needles, tokens: int) -> list[Part]:
         return parts_of(read_texts(model, ids, torch.ones_like(ids)), needles.metric, tokens=tokens)
 
 
-def needle_attention(model: Any, needles: Needles, specs: Sequence[AttentionSpec]) -> Float64[Tensor, "pair head"]:
+def needle_attention(model: Any, needles: Needles, chosen: Chosen) -> Float64[Tensor, "pair head"]:
     """Compute the attention of the last token to the answer minus that to the decoy, mean over each pair.
 
-    One forward pass for each text; ``head`` runs through the heads of all layers.
+    One forward pass for each text; ``head`` runs through the chosen heads of all layers.
     """
-    texts = list[Tensor]()
+    texts, heads = list[Tensor](), {spec.layer: some for spec, some in chosen}
     for part in parts_of_needles(model, needles, TOKENS):
         places, found = needles.places[part.places].cpu(), dict[int, Tensor]()
 
         def note(spec: AttentionSpec, pattern: Pattern, places: Tensor = places, found: Any = found) -> None:
-            last = pattern[:, :, -1].double().cpu()
+            last = of_heads(pattern[:, :, -1], heads[spec.layer]).double().cpu()
             at = last.gather(2, places[:, None].expand(-1, last.shape[1], -1))
             found[spec.layer] = at[..., 0] - at[..., 1]
 
-        for_each_pattern(model, part.texts.groups[0].tokens, specs, note)
-        texts.append(torch.cat([found[spec.layer] for spec in specs], 1))
+        for_each_pattern(model, part.texts.groups[0].tokens, [spec for spec, _ in chosen], note)
+        texts.append(torch.cat([found[layer] for layer in heads], 1))
     both = torch.cat(texts)
     return (both[::2] + both[1::2]) / 2
 

@@ -184,7 +184,7 @@ def _scores(reading: ModelReading, needles: Needles, specs: Sequence[AttentionSp
     names = [(spec.layer, head) for spec in specs for head in range(spec.n_heads)]
     table = pd.DataFrame(names, columns=["layer", "head"])
     scores = {"copying": _copying(reading.model, needles, specs, bar)}
-    scores["attention"] = needle_attention(reading.model, needles, specs)
+    scores["attention"] = needle_attention(reading.model, needles, [(spec, [*range(spec.n_heads)]) for spec in specs])
     for name, values in scores.items():
         table[name], table[f"{name}_se"] = values.mean(0).numpy(), _error(values)
     return table

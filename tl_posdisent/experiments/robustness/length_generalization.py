@@ -15,6 +15,8 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.named_interventions import Call, hooks_of
 from tl_posdisent.experiments.causal.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.hook_list import Heads, any_heads
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -89,6 +91,7 @@ def length_generalization(
     in_range: int | None = None,
     by: By = "bucket",
     layers: Layers = None,
+    heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
@@ -108,6 +111,7 @@ def length_generalization(
         in_range: end of the reference, usually the length of the training texts; default ``lengths[1]``.
         by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.
         layers: default all.
+        heads: query heads, as in ``head_ablation``; default all. Means over heads are over these.
         progress: show a progress bar over the layers.
 
     Returns:
@@ -141,7 +145,8 @@ def length_generalization(
         (True, True)
     """
     reading = read_model(model)
-    model, specs = reading.model, reading.specs(layers)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    specs, by_layer = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}
     check_choice("by", by, get_args(By))
     batch = read_texts(model, tokens, attention_mask)
     edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
@@ -155,8 +160,8 @@ def length_generalization(
     references: dict[int, ReferenceSample] = {}
 
     def keep(layer: int, z: Tensor) -> None:  # one sample per head, of all texts, text after text
-        x = rearrange(z[:, edges[0] :], "batch pos head d -> head (batch pos) d")
-        references[layer] = fit_reference(x)
+        some = of_heads(z[:, edges[0] :], by_layer[layer], 2)
+        references[layer] = fit_reference(rearrange(some, "batch pos head d -> head (batch pos) d"))
 
     with without_gradients(), longer_context(reading, max(edges[-1], end)):
         given = [] if hooks is None else list(hooks_of(model, hooks, batch))
@@ -164,8 +169,8 @@ def length_generalization(
         with progress_bar(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [
                 hook
-                for spec in specs
-                for hook in _observers(spec, edges, references[spec.layer], rows, bar, edited=bool(given))
+                for spec, some in chosen
+                for hook in _observers(spec, some, edges, references[spec.layer], rows, bar, edited=bool(given))
             ]
             with running(model), applied(model, [*given, *observers]):
                 logits = model(read)
@@ -198,6 +203,7 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
 
 def _observers(
     spec: AttentionSpec,
+    heads: list[int],
     edges: list[int],
     reference: ReferenceSample,
     rows: list[dict[str, Any]],
@@ -210,19 +216,22 @@ def _observers(
     def note(measure: str, of_bucket: Callable[[int, int], Tensor]) -> None:
         for start, stop in pairwise(edges):
             where = {"start": start, "stop": stop, "layer": spec.layer, "measure": measure}
-            rows.extend({**where, "head": head, "value": x} for head, x in enumerate(of_bucket(start, stop).tolist()))
+            values = zip(heads, of_bucket(start, stop).tolist(), strict=True)
+            rows.extend({**where, "head": head, "value": x} for head, x in values)
 
     def at_scores(x: Tensor, hook: Any) -> None:
+        x = of_heads(x, heads)
         largest = largest_by_query(x, spec)
         note("largest_score", lambda a, b: largest[..., a:b].mean((0, 2)))
         note("share_key", lambda a, b: share_key(x, spec, a, b).mean(0))
 
     def at_pattern(x: Tensor, hook: Any) -> None:
-        entropy = entropy_by_query(x)
+        entropy = entropy_by_query(of_heads(x, heads))
         note("entropy", lambda a, b: entropy[..., a:b].mean((0, 2)))
 
     def at_z(x: Tensor) -> None:
         require_finite(x, spec.layer)
+        x = of_heads(x, heads, 2)
         distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), reference, edges[0])
         outside = (distance > limit[:, None, None]).double()
         note("mahalanobis", lambda a, b: distance[..., a:b].mean((1, 2)) / x.shape[-1] ** 0.5)
