@@ -25,7 +25,12 @@ NUMBERS = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key
 def scores_of(control: Any, model: Any, tokens: Tensor = TOKENS, seed: int = 0, **more: Any) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     specs = read_model(model).specs(more.get("layers"))
-    for_each_control(control, seed, model, tokens, specs, lambda spec, x: found.update({spec.layer: x.double()}))
+
+    def keep(name: str, spec: Any, scores: Tensor) -> None:
+        if name == control:
+            found[spec.layer] = scores.double()
+
+    for_each_control([control], seed, model, tokens, specs, keep)
     return found
 
 

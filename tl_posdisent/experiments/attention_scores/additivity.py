@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -16,7 +17,7 @@ from tl_posdisent.additive.fit import explained_around, fit_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.experiments.attention_scores.score_controls import Control, for_each_control
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
-from tl_posdisent.models.capture import for_each_scores, of_heads
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.memory import require_room
@@ -63,9 +64,9 @@ def additivity(
 
             * ``"foreign keys"``: the head's queries with the keys of the layer's next key head, or of the model's next
               layer where all heads share one. Is the head's own pairing of queries and keys needed, or does it suffice
-              that each are concentrated around a mean? One pass (two with a single key head).
+              that each are concentrated around a mean? In the same pass (one more with a single key head).
             * ``"turned"``: queries and keys multiplied, before RoPE, by a random orthogonal matrix for each head. Does
-              it matter where in the rotary subspaces they lie, and how they lie to each other? One pass.
+              it matter where in the rotary subspaces they lie, and how they lie to each other? In the same pass.
             * ``"random queries and keys"``: random projections of the residual stream of this model, unlike
               ``random_control(weights="random_qk")``, whose stream changes too. Is the residual stream enough? Two
               passes, and a copy of the model.
@@ -120,12 +121,11 @@ def additivity(
     n_heads = max(spec.n_heads for spec in specs)  # the model computes them all
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
-    readings = {"own": for_each_scores} | {name: partial(for_each_control, name, control_seed) for name in wanted}
-    tables = {}
-    with progress_bar(total=len(readings) * len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
-        for name, for_each in readings.items():
-            read = [_read_group(for_each, model, texts, group, chosen, mask, sinks, bar) for group in texts.groups]
-            tables[name] = _table(read, by_layer, pool)
+    run = partial(for_each_control, wanted, control_seed, model)
+    total = (1 + len(wanted)) * len(specs) * len(texts.groups)
+    with progress_bar(total=total, desc="layers", disable=not progress) as bar:
+        read = [_read_group(run, texts, group, chosen, mask, sinks, bar) for group in texts.groups]
+        tables = {name: _table([parts[name] for parts in read], by_layer, pool) for name in ("own", *wanted)}
     return reading.note(_beside(tables) if wanted else tables["own"])
 
 
@@ -181,29 +181,28 @@ def text_marginals(texts: Texts, rows: Tensor, scores: Tensor, cells_at: Callabl
 
 
 def _read_group(
-    for_each: Callable[..., None],
-    model: Any,
+    run: Callable[..., None],
     texts: Texts,
     group: TextGroup,
     chosen: Chosen,
     mask: MaskKind | Tensor | None,
     sinks: int,
     bar: Any,
-) -> dict[int, TextMarginals]:
-    """Compute the marginal sums of each layer's chosen heads in one pass."""
-    parts, heads = dict[int, TextMarginals](), {spec.layer: some for spec, some in chosen}
+) -> dict[str, dict[int, TextMarginals]]:
+    """Compute the marginal sums of each layer's chosen heads and of each control, by name and layer."""
+    parts, heads = defaultdict[str, dict[int, TextMarginals]](dict), {spec.layer: some for spec, some in chosen}
 
-    def read(spec: AttentionSpec, scores: Tensor) -> None:
+    def read(name: str, spec: AttentionSpec, scores: Tensor) -> None:
         scores = of_heads(scores, heads[spec.layer])
 
         def cells_at(n: int) -> Cells:
             shape = (*scores.shape[:-2], n, n)
             return make_cells(shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, n))
 
-        parts[spec.layer] = text_marginals(texts, group.rows, scores, cells_at)
+        parts[name][spec.layer] = text_marginals(texts, group.rows, scores, cells_at)
         bar.update()
 
-    for_each(model, group.tokens, [spec for spec, _ in chosen], read)
+    run(group.tokens, [spec for spec, _ in chosen], read)
     return parts
 
 

@@ -13,7 +13,7 @@ from scipy.stats import ortho_group
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.capture import Captured, for_each_layer
+from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -23,50 +23,66 @@ from tl_posdisent.utils.errors import ArgumentError
 Control = Literal["foreign keys", "turned", "random queries and keys"]
 """Which scores are fitted beside those of the heads: see ``additivity``."""
 
-_Function = Callable[[AttentionSpec, Tensor], None]
+_Function = Callable[[str, AttentionSpec, Tensor], None]
 
 
 def for_each_control(
-    control: Control,
+    controls: Sequence[Control],
     seed: int,
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     specs: Sequence[AttentionSpec],
     function: _Function,
 ) -> None:
-    """Call ``function`` with each layer's spec and the control's scores ``[batch, head, query, key]``.
+    """Call ``function`` with ``"own"`` or a control, each layer's spec, and the scores ``[batch, head, query, key]``.
+
+    Own scores and controls of a layer's queries and keys take one pass together, layer by layer.
 
     Raises:
         ValueError: a layer whose scores cannot be computed from queries and keys; no other keys for a layer with one
             key head; what ``random_control`` refuses.
     """
-    if control == "foreign keys":
-        _foreign_keys(model, tokens, specs, function)
-    elif control == "turned":
-        for_each_layer(model, tokens, specs, partial(_turned, seed, function), scores=False)
-    else:
-        _random_projections(seed, model, tokens, specs, function)
+    of_vectors: dict[Control, Callable[[Captured], Tensor]] = {}
+    if "foreign keys" in controls:
+        of_vectors["foreign keys"] = _foreign_keys(model, tokens, specs)
+    if "turned" in controls:
+        of_vectors["turned"] = partial(_turned, seed)
+
+    def visit(layer: Captured) -> None:
+        function("own", layer.spec, layer.scores)
+        for name, scores in of_vectors.items():
+            function(name, layer.spec, scores(layer))
+
+    if of_vectors:
+        for_each_layer(model, tokens, specs, visit)
+    else:  # in layers whose scores cannot be computed from queries and keys, too
+        for_each_scores(model, tokens, specs, partial(function, "own"))
+    if "random queries and keys" in controls:
+        _random_projections(seed, model, tokens, specs, partial(function, "random queries and keys"))
 
 
 def _foreign_keys(
-    model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], function: _Function
-) -> None:
-    """Pair queries with the keys of the next key head: of the layer or, if it has one alone, of the model's next."""
+    model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec]
+) -> Callable[[Captured], Tensor]:
+    """Pair queries with the keys of the layer's next key head, or of the model's next layer if there is none.
+
+    Keys of other layers take a pass of their own.
+    """
     keys: dict[int, Tensor] = {}
     others = {spec.layer: _other_layer(model, spec) for spec in specs if spec.n_kv_heads == 1}
     if others:
         read = read_model(model).specs(sorted({*others.values()}))
         for_each_layer(model, tokens, read, lambda layer: keys.update({layer.layer: layer.k.clone()}), scores=False)
 
-    def visit(layer: Captured) -> None:
+    def scores(layer: Captured) -> Tensor:
         if layer.layer in others:
             at = torch.arange(tokens.shape[1], device=layer.k.device)
             k_rot = layer.spec.rotated(keys[others[layer.layer]].to(at.device), at)
         else:
             k_rot = layer.k_rot.roll(-1, 2)
-        function(layer.spec, layer.spec.score(layer.q_rot, k_rot))
+        return layer.spec.score(layer.q_rot, k_rot)
 
-    for_each_layer(model, tokens, specs, visit, scores=False)
+    return scores
 
 
 def _other_layer(model: Any, spec: AttentionSpec) -> int:
@@ -82,12 +98,12 @@ def _other_layer(model: Any, spec: AttentionSpec) -> int:
     return next((layer for layer in alike if layer > spec.layer), alike[0])
 
 
-def _turned(seed: int, function: _Function, layer: Captured) -> None:
+def _turned(seed: int, layer: Captured) -> Tensor:
     """Multiply queries and keys, before their rotation by RoPE, by a random orthogonal matrix for each head."""
     at = torch.arange(layer.q.shape[1], device=layer.q.device)
     generator = np.random.default_rng((seed, layer.layer))
     q_rot, k_rot = (layer.spec.rotated(_turn(x, generator), at) for x in (layer.q, layer.k))
-    function(layer.spec, layer.spec.score(q_rot, k_rot))
+    return layer.spec.score(q_rot, k_rot)
 
 
 def _turn(x: Float[Tensor, "batch pos head d_head"], generator: np.random.Generator) -> Tensor:
@@ -98,7 +114,11 @@ def _turn(x: Float[Tensor, "batch pos head d_head"], generator: np.random.Genera
 
 
 def _random_projections(
-    seed: int, model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], function: _Function
+    seed: int,
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: Sequence[AttentionSpec],
+    function: Callable[[AttentionSpec, Tensor], None],
 ) -> None:
     """Compute queries and keys by random projections from the residual stream of the model itself.
 

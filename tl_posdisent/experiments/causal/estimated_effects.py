@@ -119,7 +119,8 @@ def estimated_effects(
     n_predictions = torch.zeros(len(texts.tokens), dtype=torch.float64, device="cpu")
     separate, changed = dict[int, bool](), dict.fromkeys(range(len(items)), False)
     kinds = {(n, layer): (n, _kind(items[n], layer)) for n, layer in places}
-    together = dict.fromkeys(kinds.values(), None if parts[0].separable else True)
+    unknown = None if parts[0].separable else True
+    together: dict[tuple[int, Hashable], bool | None] = dict.fromkeys(kinds.values(), unknown)
     for part in parts:
         runs = _differentiated(model, part, [*by_layer], draws, seed)
         bar.update((2 + draws) * len(part.places))
