@@ -46,7 +46,7 @@ def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> 
     """Heads one by one; or where their keys or values are changed, all heads that read a key head together."""
     key = spec.key_head if by_key else int
     groups: dict[int, list[int]] = {}
-    for head in sorted(heads):  # in the order of the rows
+    for head in heads:
         groups.setdefault(key(head), []).append(head)
     readers = [[head for head in range(spec.n_heads) if key(head) == group] for group in groups]
     return spec, readers, list(groups.values())

@@ -48,7 +48,8 @@ def head_ablation(
             which are averaged. At padding logits are NaN. Default: the loss, in nats per predicted token of all texts.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all that have attention.
-        heads: query heads, default all: numbers, which apply to each of these layers, or pairs ``(layer, head)``.
+        heads: query heads, default all: numbers, which apply to each of these layers, or labels ``"L4H2"`` and pairs
+            ``(layer, head)``, which must be in ``layers``, if given.
         mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length, and "zero"
             depends on TransformerLens's weight processing if values have a bias.
         reference: texts for the mean, without padding; default ``tokens``.

@@ -76,9 +76,9 @@ class NamedIntervention:
 
 
 def rows_by_layer(reading: ModelReading, chosen: Chosen) -> Rows:
-    """Return the chosen heads of each layer, ascending; raise if an edit of a layer's results has no effect."""
+    """Return the chosen heads of each layer; raise if an edit of a layer's results has no effect."""
     check_reach(reading, [spec.layer for spec, _ in chosen])
-    return {spec.layer: sorted(some) for spec, some in chosen}
+    return {spec.layer: some for spec, some in chosen}
 
 
 def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Sequence[Hook]]:
