@@ -425,7 +425,7 @@ FINDINGS = [
     ),
     Finding(
         "**Most of attention is what a head does with near keys.** A window keeps as much as an additive fit of the "
-        "text itself, attention without the query a quarter to a half",
+        "text itself. Attention without the query keeps a quarter to a half",
         [
             (
                 "attention kept: own, last 8 keys and the first token",
