@@ -39,15 +39,15 @@ class Finding(NamedTuple):
 OPENING = """# Results
 
 What the two papers claim beside what we measure, and what we find ourselves. A finding stands here only if it survived
-an attempt to refute it, which the last column names.
+an attempt to refute it, which is named below its numbers.
 
 [A] is Han and Ji, [arXiv 2503.13305](https://arxiv.org/abs/2503.13305); [B] is Gu et al., [arXiv
 2505.13027](https://arxiv.org/abs/2505.13027). *Models*: SmolLM2-135M-Instruct (30 layers of 9 heads) and Gemma 3 270M
 (18 layers of 4 heads, five in six with a window of 512 tokens), both with 4-bit weights. *Texts*: eight of 256 tokens
-unless a row says otherwise, four of 1024, fewer of the demo text. ± is a standard error over texts, or over what the
-row names. *Random* weights have the standard deviation of the model's configuration;
-`additivity` defines the other controls. `docs/findings/tables` has every number, with the call
-that gives it.
+unless a row says otherwise, four of 1024, fewer of the demo text. *Rows*: … repeats the beginning of a row above, – was
+not measured, ± is a standard error over texts or over what the row names. *Random* weights have the standard deviation
+of the model's configuration; `additivity` defines the other controls. `docs/findings/tables` has every number, with the
+call that gives it.
 
 `make findings` measures the column *demo text* in a clone, in 13 minutes (`docs/findings/__main__.py`). No number is
 corrected for multiple comparisons.
@@ -75,7 +75,7 @@ CLAIMS_A = [
         "The paper's figure lies between the two sums.",
     ),
     Claim(
-        "… in all layers and heads",
+        "They are so in all layers and heads",
         "all",
         [
             ("*r*, three-axis, lowest layer", "controlled", "r_three_axis, lowest layer, trained", 256),
@@ -98,20 +98,20 @@ CLAIMS_A = [
         "At a dummy distance the key component stays as it is",
         "stays",
         [
-            keys_at("own with that at distance 64", "own and distance 64, trained"),
-            keys_at("at distance 1", "own and distance 1, trained"),
-            keys_at("random weights, at 64", "own and distance 64, random"),
+            keys_at("correlation of the own key component with that at distance 64", "own and distance 64, trained"),
+            keys_at("… at distance 1", "own and distance 1, trained"),
+            keys_at("… at distance 64, random weights", "own and distance 64, random"),
         ],
         "Partly reproduced",
         "At far distances only: next to the query not more than with random weights.",
     ),
     Claim(
-        "… and the scores move by the distance component",
+        "At a dummy distance the scores move by the distance component",
         "shift",
         [
-            shift("mean score at a distance with the component: correlation", "correlation, trained"),
-            shift("slope", "slope, trained"),
-            shift("random weights, correlation", "correlation, random"),
+            shift("mean score at a distance against the component: correlation", "correlation, trained"),
+            shift("… slope", "slope, trained"),
+            shift("… correlation, random weights", "correlation, random"),
         ],
         "Partly reproduced",
         "They move by two thirds as much; with random weights even more closely.",
@@ -126,9 +126,9 @@ CLAIMS_A = [
                 "key_concentration, wavelengths below 16, trained",
                 256,
             ),
-            ("random", "subspaces", "key_concentration, wavelengths below 16, random", 256),
-            ("share of content above 4096", "subspaces", "semantic, wavelengths above 4096, trained", 256),
-            ("random", "subspaces", "semantic, wavelengths above 4096, random", 256),
+            ("… random weights", "subspaces", "key_concentration, wavelengths below 16, random", 256),
+            ("share of content, wavelengths above 4096", "subspaces", "semantic, wavelengths above 4096, trained", 256),
+            ("… random weights", "subspaces", "semantic, wavelengths above 4096, random", 256),
         ],
         "Partly reproduced",
         "Content is in slow subspaces without training, too.",
@@ -139,8 +139,8 @@ CLAIMS_A = [
         [
             ("interaction distance:key", "bound", "distance:key, share, trained", 256),
             ("bound by pairs of subspaces", "bound", "distance:key, pairwise, trained", 256),
-            ("by each alone", "bound", "distance:key, separate, trained", 256),
-            ("share of heads in which both hold", "bound", "distance:key, valid, trained", 256),
+            ("bound by each subspace alone", "bound", "distance:key, separate, trained", 256),
+            ("share of heads in which both bounds hold", "bound", "distance:key, valid, trained", 256),
         ],
         "Reproduced",
         "The bound by each subspace alone is far from the interaction.",
@@ -160,11 +160,11 @@ CLAIMS_A = [
         "little",
         [
             ("loss added by order, 5 %", "perturbation", "added loss, order, 5%", 256),
-            ("25 %", "perturbation", "added loss, order, 25%", 256),
-            ("accuracy, 0 %", "perturbation", "accuracy, order, 0%", 256),
-            ("accuracy, 5 %", "perturbation", "accuracy, order, 5%", 256),
-            ("questions right, 10 %", "questions", "right, order, 10%", 0),
-            ("100 %", "questions", "right, order, 100%", 0),
+            ("loss added by order, 25 %", "perturbation", "added loss, order, 25%", 256),
+            ("accuracy, order, 0 %", "perturbation", "accuracy, order, 0%", 256),
+            ("accuracy, order, 5 %", "perturbation", "accuracy, order, 5%", 256),
+            ("questions right, order, 10 %", "questions", "right, order, 10%", 0),
+            ("questions right, order, 100 %", "questions", "right, order, 100%", 0),
         ],
         "Reproduced",
         "At 5 % accuracy falls by a tenth or less. Most questions need no order.",
@@ -173,9 +173,14 @@ CLAIMS_A = [
         "Order, positions and rotary features are tolerated alike",
         "alike",
         [
-            ("order over positions, 5 %", "perturbation", "added loss, order over index, 5%, error over draws", 256),
             (
-                "features over positions, 5 %",
+                "loss added by order over that by positions, 5 %",
+                "perturbation",
+                "added loss, order over index, 5%, error over draws",
+                256,
+            ),
+            (
+                "loss added by features over that by positions, 5 %",
                 "perturbation",
                 "added loss, feature over index, 5%, error over draws",
                 256,
@@ -188,21 +193,21 @@ CLAIMS_A = [
         "Limited distances keep outputs in the region of training",
         "seen in figures",
         [
-            ("loss beyond 8192 tokens, plain", "remedies", "loss beyond the training length, plain", 12288),
+            ("loss beyond 8192 tokens", "remedies", "loss beyond the training length, plain", 12288),
             (
-                "distances at most 8191",
+                "… distances at most 8191",
                 "remedies",
                 "loss beyond the training length, distances within the training length",
                 12288,
             ),
             (
-                "window of 4096 and 4 sinks",
+                "… window of 4096 and 4 sinks",
                 "remedies",
                 "loss beyond the training length, half of it and 4 sinks",
                 12288,
             ),
             (
-                "outputs outside the region, plain",
+                "share of outputs outside the region",
                 "remedies",
                 "outputs outside beyond the training length, plain",
                 12288,
@@ -273,9 +278,9 @@ FINDINGS = [
         "any with redrawn weights, in every layer",
         [
             ("*r* held out, trained", "additive", "r_held_out, trained", 256),
-            ("random weights", "additive", "r_held_out, random", 256),
-            ("shuffled weights", "additive", "r_held_out, shuffled", 256),
-            ("random queries and keys", "additive", "r_held_out, random queries and keys", 256),
+            ("… random weights", "additive", "r_held_out, random", 256),
+            ("… shuffled weights", "additive", "r_held_out, shuffled", 256),
+            ("… random queries and keys", "additive", "r_held_out, random queries and keys", 256),
             ("share of layers above random and shuffled", "additive", "share of layers above both copies", 256),
         ],
         "Without the first token (0.88 in SmolLM2), without query means (0.86); five copies of each. At a standard "
@@ -286,7 +291,7 @@ FINDINGS = [
         "about as additive",
         [
             ("*r* held out, own", "additive", "r_held_out, trained", 256),
-            ("foreign keys", "additive", "r_held_out, foreign keys", 256),
+            ("… foreign keys", "additive", "r_held_out, foreign keys", 256),
             ("share of heads below foreign keys", "additive", "share of heads below foreign keys", 256),
         ],
         "It refutes that a head computes a sum: queries and keys are each close to a mean. In Gemma foreign keys are "
@@ -295,28 +300,28 @@ FINDINGS = [
     Finding(
         "**Heads that match content stand out in ordinary text.** *Pairing* is (1 − r²) over that with foreign keys",
         [
-            ("induction heads, AUC: pairing", "pairing", "AUC for induction: pairing", 256),
-            ("low entropy of the attention", "pairing", "AUC for induction: low entropy", 256),
-            ("small share of distance", "pairing", "AUC for induction: small share of distance", 256),
-            ("1024 tokens: pairing", "pairing", "AUC for induction: pairing", 1024),
-            ("low entropy", "pairing", "AUC for induction: low entropy", 1024),
+            ("AUC for induction heads: pairing", "pairing", "AUC for induction: pairing", 256),
+            ("… low entropy of the attention", "pairing", "AUC for induction: low entropy", 256),
+            ("… small share of distance", "pairing", "AUC for induction: small share of distance", 256),
+            ("… pairing, 1024 tokens", "pairing", "AUC for induction: pairing", 1024),
+            ("… low entropy, 1024 tokens", "pairing", "AUC for induction: low entropy", 1024),
             (
-                "sharp heads of small share: pairing",
+                "… pairing, among sharp heads of small share",
                 "pairing",
                 "AUC for induction: pairing, sharp heads of small share alone",
                 256,
             ),
+            ("… pairing, shuffled text", "pairing", "AUC for induction: pairing, shuffled texts", 256),
+            ("… pairing, random weights", "pairing", "AUC for induction: pairing, random weights", 256),
             (
-                "rank correlation, given these: pairing",
+                "rank correlation of pairing with induction, given entropy, share and layer",
                 "pairing",
                 "rank correlation with induction, given low entropy, small share of distance, layer: pairing",
                 256,
             ),
-            ("shuffled text: pairing", "pairing", "AUC for induction: pairing, shuffled texts", 256),
-            ("random weights: pairing", "pairing", "AUC for induction: pairing, random weights", 256),
-            ("retrieval heads: pairing", "pairing", "AUC for retrieval: pairing", 256),
-            ("low entropy", "pairing", "AUC for retrieval: low entropy", 256),
-            ("small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
+            ("AUC for retrieval heads: pairing", "pairing", "AUC for retrieval: pairing", 256),
+            ("… low entropy", "pairing", "AUC for retrieval: low entropy", 256),
+            ("… small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
         ],
         "Low entropy is less good, and falls with length. A small share of the distance is as good for induction "
         "heads, less so for retrieval heads; pairing adds little to it. ± from a bootstrap over heads.",
@@ -326,33 +331,73 @@ FINDINGS = [
         [
             ("loss", "fixed_distance", "loss", 256),
             ("loss with mean outputs", "rungs", "loss, mean outputs", 256),
-            ("added by every distance 5", "fixed_distance", "added loss, every distance 5", 256),
-            ("by every distance 0", "fixed_distance", "added loss, every distance 0", 256),
-            ("by shuffled positions", "fixed_distance", "added loss, shuffled positions", 256),
+            ("loss added by every distance 5", "fixed_distance", "added loss, every distance 5", 256),
+            ("… by every distance 0", "fixed_distance", "added loss, every distance 0", 256),
+            ("… by shuffled positions", "fixed_distance", "added loss, shuffled positions", 256),
         ],
         "Four distances, three orders of the positions. On WikiText the difference is within the errors.",
     ),
     Finding(
         "**How far a model must tell distances apart depends on the text**: there is no one range",
         [
-            ("distances at most 16, 256 tokens", "ceilings", "added loss, distances at most 16, prose", 256),
-            ("second half of 1024 tokens", "ceilings", "added loss, distances at most 16, prose, second half", 1024),
-            ("second copy of a passage", "ceilings", "added loss, distances at most 16, second copy of a passage", 255),
-            ("of random tokens", "ceilings", "added loss, distances at most 16, second copy of random tokens", 255),
-            ("at most 64, 256 tokens", "ceilings", "added loss, distances at most 64, prose", 256),
-            ("of random tokens", "ceilings", "added loss, distances at most 64, second copy of random tokens", 255),
+            (
+                "loss added by distances at most 16: prose, 256 tokens",
+                "ceilings",
+                "added loss, distances at most 16, prose",
+                256,
+            ),
+            ("… second half of 1024 tokens", "ceilings", "added loss, distances at most 16, prose, second half", 1024),
+            (
+                "… second copy of a passage",
+                "ceilings",
+                "added loss, distances at most 16, second copy of a passage",
+                255,
+            ),
+            (
+                "… second copy of random tokens",
+                "ceilings",
+                "added loss, distances at most 16, second copy of random tokens",
+                255,
+            ),
+            (
+                "loss added by distances at most 64: prose, 256 tokens",
+                "ceilings",
+                "added loss, distances at most 64, prose",
+                256,
+            ),
+            (
+                "… second copy of random tokens",
+                "ceilings",
+                "added loss, distances at most 64, second copy of random tokens",
+                255,
+            ),
         ],
-        "The rows: 256 tokens of prose alone said that 16 to 32 distances are enough.",
+        "The other rows: 256 tokens of prose alone said that 16 to 32 distances are enough.",
     ),
     Finding(
         "**Which layers use distances differs between models**: the first two thirds in SmolLM2, mostly the "
         "first in Gemma",
         [
-            ("restored by single layers: first third", "layers", "share of restored, first third of the layers", 256),
-            ("second third", "layers", "share of restored, second third of the layers", 256),
-            ("last third", "layers", "share of restored, last third of the layers", 256),
-            ("changed alone: first third", "layers", "share of alone, first third of the layers", 256),
-            ("costs of single layers over that of all", "layers", "costs of single layers over the cost of all", 256),
+            (
+                "share of what single layers restore: first third",
+                "layers",
+                "share of restored, first third of the layers",
+                256,
+            ),
+            ("… second third", "layers", "share of restored, second third of the layers", 256),
+            ("… last third", "layers", "share of restored, last third of the layers", 256),
+            (
+                "share of what single layers cost, changed alone: first third",
+                "layers",
+                "share of alone, first third of the layers",
+                256,
+            ),
+            (
+                "sum of the costs of single layers over the cost of all",
+                "layers",
+                "costs of single layers over the cost of all",
+                256,
+            ),
         ],
         "Restoring a layer where all others have distance 5, beside changing it alone. Shares in SmolLM2 depend on the "
         "text.",
@@ -360,12 +405,17 @@ FINDINGS = [
     Finding(
         "**A few heads are not enough** to give distances back",
         [
-            ("added by every distance 5", "sets", "added loss, all heads", 256),
-            ("given back by 16 heads, by curvature", "sets", "nats given back by 16 heads of largest curvature", 256),
-            ("by a greedy search", "sets", "nats given back by 16 heads of a greedy search", 256),
-            ("16 random heads", "sets", "nats given back by 16 random heads", 256),
+            ("loss added by every distance 5", "sets", "added loss, all heads", 256),
             (
-                "mean outputs of the 16, by curvature",
+                "nats given back by 16 heads of largest curvature",
+                "sets",
+                "nats given back by 16 heads of largest curvature",
+                256,
+            ),
+            ("… by 16 heads of a greedy search", "sets", "nats given back by 16 heads of a greedy search", 256),
+            ("… by 16 random heads", "sets", "nats given back by 16 random heads", 256),
+            (
+                "… by mean outputs of the 16, by curvature",
                 "sets",
                 "nats given back by 16 heads of largest curvature, mean outputs instead",
                 256,
@@ -375,29 +425,49 @@ FINDINGS = [
     ),
     Finding(
         "**Most of attention is what a head does with near keys.** A window keeps as much as an additive fit of the "
-        "text itself, attention without the query a quarter to a half",
+        "text itself. Attention without the query keeps a quarter to a half",
         [
             (
-                "kept: own, last 8 keys and the first token",
+                "attention kept: own, last 8 keys and the first token",
                 "rungs",
                 "attention kept, own in a window of 8 and the first token",
                 256,
             ),
-            ("own, last 32", "rungs", "attention kept, own in a window of 32 and the first token", 256),
-            ("banded, fitted to the text itself", "rungs", "attention kept, banded, fitted to the predicted text", 256),
-            ("static, fitted to other texts", "rungs", "attention kept, static, fitted to other texts", 256),
+            (
+                "… own, last 32 keys and the first token",
+                "rungs",
+                "attention kept, own in a window of 32 and the first token",
+                256,
+            ),
+            (
+                "… banded, fitted to the text itself",
+                "rungs",
+                "attention kept, banded, fitted to the predicted text",
+                256,
+            ),
+            ("… static, fitted to other texts", "rungs", "attention kept, static, fitted to other texts", 256),
         ],
         "The window has no parameters. Relative to mean outputs; ± of fits over blocks of the texts.",
     ),
     Finding(
         "**Curvature chooses heads that can be replaced together**, the first order (attribution patching) less well",
         [
-            ("static attention in 60 heads: by curvature", "replaced", "static, 60 heads, curvature", 256),
-            ("first order, by size", "replaced", "static, 60 heads, first order", 256),
-            ("random, ± over five orders", "replaced", "static, 60 heads, random", 256),
-            ("static attention in 32 heads: by curvature", "replaced", "static, 32 heads, curvature", 256),
-            ("first order, by size", "replaced", "static, 32 heads, first order", 256),
-            ("random, ± over five orders", "replaced", "static, 32 heads, random", 256),
+            (
+                "loss added by static attention in 60 heads, by curvature",
+                "replaced",
+                "static, 60 heads, curvature",
+                256,
+            ),
+            ("… by the size of the first order", "replaced", "static, 60 heads, first order", 256),
+            ("… in random order, ± over five orders", "replaced", "static, 60 heads, random", 256),
+            (
+                "loss added by static attention in 32 heads, by curvature",
+                "replaced",
+                "static, 32 heads, curvature",
+                256,
+            ),
+            ("… by the size of the first order", "replaced", "static, 32 heads, first order", 256),
+            ("… in random order, ± over five orders", "replaced", "static, 32 heads, random", 256),
         ],
         "Five random orders; other texts for fits, order and cost.",
     ),
@@ -405,9 +475,9 @@ FINDINGS = [
         "**Beyond its training length a model fails late, not at once**",
         [
             ("loss added by the position, 8192 to 9728", "beyond", "loss added by the position, 8192 to 9728", 11264),
-            ("9728 to 10 240", "beyond", "loss added by the position, 9728 to 10240", 11264),
-            ("10 240 to 10 752", "beyond", "loss added by the position, 10240 to 10752", 11264),
-            ("10 752 to 11 264", "beyond", "loss added by the position, 10752 to 11264", 11264),
+            ("… 9728 to 10 240", "beyond", "loss added by the position, 9728 to 10240", 11264),
+            ("… 10 240 to 10 752", "beyond", "loss added by the position, 10240 to 10752", 11264),
+            ("… 10 752 to 11 264", "beyond", "loss added by the position, 10752 to 11264", 11264),
         ],
         "The same tokens at earlier positions; three texts, one model.",
     ),

@@ -5,12 +5,11 @@ python docs/findings/page.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-from claims import CLAIMS_A, CLAIMS_B, FINDINGS, HEADINGS, OPENING, Claim, Finding
+from claims import CLAIMS_A, CLAIMS_B, FINDINGS, HEADINGS, OPENING, Claim, Finding, Line
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "results.md"
@@ -74,32 +73,34 @@ def replaced_heads(path: Path) -> dict[tuple[str, str, int], Number]:
     return {("replaced", name, 256): number for name, number in zip(names, numbers, strict=True)}
 
 
-def cells(
-    lines: Iterable[tuple[str, str, str, int]], known: dict[str, dict[tuple[str, str, int], Number]]
-) -> list[str]:
-    """One cell with what is measured, and one for each column with the numbers, a line for each."""
-    lines = list(lines)
-    numbers = [
-        "<br>".join(str(known[column].get((study, name, length), MISSING)) for _, study, name, length in lines)
-        for column in COLUMNS
-    ]
-    return ["<br>".join(label for label, *_ in lines), *numbers]
-
-
 def table(header: list[str], rows: list[list[str]]) -> str:
     head, *body = (f"| {' | '.join(row)} |" for row in [header, *rows])
     return "\n".join([head, "|---" * len(header) + "|", *body])
 
 
-def of_claims(claims: list[Claim], known: dict[str, dict[tuple[str, str, int], Number]]) -> str:
-    header = ["claim", "paper", "measured", *COLUMNS, "status"]
-    return table(header, [[x.claim, x.paper, *cells(x.lines, known), f"**{x.status}.** {x.why}"] for x in claims])
+def numbers(lines: list[Line], known: dict[str, dict[tuple[str, str, int], Number]]) -> str:
+    """A table with a row for each number that is measured, and the columns in which any is."""
+    shown = [column for column in COLUMNS if any(tuple(key) in known[column] for _, *key in lines)]
+    body = [[label, *(str(known[column].get(tuple(key), MISSING)) for column in shown)] for label, *key in lines]
+    return table(["measured", *shown], body)
 
 
-def of_findings(findings: list[Finding], known: dict[str, dict[tuple[str, str, int], Number]]) -> str:
-    header = ["", "finding", "measured", *COLUMNS, "tried in order to refute it"]
-    rows = [[str(n), x.finding, *cells(x.lines, known), x.attack] for n, x in enumerate(findings, start=1)]
-    return table(header, rows)
+def of_claims(claims: list[Claim], known: dict[str, dict[tuple[str, str, int], Number]]) -> list[str]:
+    parts = []
+    for n, x in enumerate(claims, start=1):
+        parts += [f"**{n}. {x.claim}.** Paper: {x.paper}.", numbers(x.lines, known), f"*{x.status}.* {x.why}"]
+    return parts
+
+
+def of_findings(findings: list[Finding], known: dict[str, dict[tuple[str, str, int], Number]]) -> list[str]:
+    parts = []
+    for n, x in enumerate(findings, start=1):
+        parts += [
+            f"**{n}. {x.finding.removeprefix('**')}.",
+            numbers(x.lines, known),
+            f"*Attempt to refute it.* {x.attack}",
+        ]
+    return parts
 
 
 def of_gpu(path: Path) -> list[str]:
@@ -138,8 +139,8 @@ def page(instead: Path | None = None, gpu: Path = GPU) -> str:
     synthetic = table(
         ["claim", "paper", "here", "status"], [[x.claim, x.paper, x.here, f"**{x.status}.** {x.why}"] for x in CLAIMS_B]
     )
-    parts = [OPENING, of_claims(CLAIMS_A, known), HEADINGS["B"], synthetic, *of_gpu(gpu)]
-    return "\n\n".join([*parts, HEADINGS["findings"], of_findings(FINDINGS, known)]) + "\n"
+    parts = [OPENING, *of_claims(CLAIMS_A, known), HEADINGS["B"], synthetic, *of_gpu(gpu)]
+    return "\n\n".join([*parts, HEADINGS["findings"], *of_findings(FINDINGS, known)]) + "\n"
 
 
 if __name__ == "__main__":

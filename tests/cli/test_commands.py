@@ -234,6 +234,13 @@ def test_the_demo_text_by_its_name(line: str, tmp_path: Path) -> None:
     assert ["text: the demo text; --text names another" in each.stderr for each in results] == [True, False]
 
 
+def test_an_error_about_the_model_stands_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for line in ("fit", "report", "run additivity"):
+        stderr = run_command(line, "--model", tmp_path / "model", code=2).stderr
+        assert [part.split(" /")[0] for part in stderr.splitlines()] == ["error: --model"]
+
+
 def test_a_short_text_is_read_whole(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("We the people of the United States, in order to form a more perfect union", encoding="utf-8")
@@ -247,7 +254,7 @@ def test_a_mistyped_name_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("something was read")
 
-    monkeypatch.setattr("tl_posdisent.cli.commands.fit.read_text", refuse)
+    monkeypatch.setattr("tl_posdisent.cli.inputs.read_text", refuse)
     monkeypatch.setattr("socket.socket.connect", refuse)
     result = run_command("fit --model smolm2", code=2)
     assert result.stderr == "error: --model must be a known name, got 'smolm2': did you mean 'smollm2'?\n"

@@ -43,6 +43,12 @@ def test_in_a_pipe(tmp_path: Path) -> None:
     assert out.exists()
 
 
+def test_as_a_module() -> None:
+    with process(sys.executable, "-m", "tl_posdisent", "--version", **PIPES) as running:
+        stdout, _ = running.communicate()
+    assert (running.returncode, stdout.split()[0]) == (0, b"tl-posdisent")
+
+
 SHORT = ("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress")
 SPEAKS = {"results": SHORT, "help": ["--help"], "none": [], "models": ["models"], "experiments": ["run"]}
 

@@ -37,6 +37,13 @@ def test_every_line_is_a_row_of_a_table(findings: Any) -> None:
             assert tuple(key) in known, (each[0], label)
 
 
+def test_every_line_is_a_row_of_the_page(findings: Any) -> None:
+    tables = re.findall(r"^\| measured \|.*\n\|-.*\n((?:\|.*\n)+)", findings.page.page(), re.MULTILINE)
+    written = [[row.split(" | ")[0].removeprefix("| ") for row in table.splitlines()] for table in tables]
+    shown = [*findings.claims.CLAIMS_A, *findings.claims.FINDINGS]
+    assert written == [[label for label, *_ in each.lines] for each in shown]
+
+
 def test_there_are_at_most_ten_findings_and_each_names_its_attack(findings: Any) -> None:
     assert len(findings.claims.FINDINGS) <= 10
     assert all(each.attack for each in findings.claims.FINDINGS)

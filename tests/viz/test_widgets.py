@@ -156,11 +156,16 @@ def test_titles_say_layer_and_head_and_a_layer_is_chosen() -> None:
         tp.show_scores(fits[5], WORDS, layer=-1)
 
 
-def test_six_matrices_stand_in_two_rows_of_a_notebook() -> None:
+def test_rows_of_matrices_are_full() -> None:
+    """Six in rows of three, in a notebook's 860 pixels (JupyterLab and VS Code have more), and four in rows of two."""
     scores = random_scores(1)
-    widget = tp.show_parts(tp.fit_additive(scores), WORDS, 0, scores=scores)
-    (least,) = re.findall(r"minmax\(min\(100%,(\d+)px\),1fr\)", data(widget)["columns"])
-    assert 3 * int(least) + 2 * 8 + 24 <= 860  # JupyterLab and VS Code have more
+    fit = tp.fit_additive(scores)
+    pattern = r"minmax\(min\(100%,max\((\d+)px,\(100% - (\d+)px\)/(\d)\)\),1fr\)"
+    for widget, per_row in ((tp.show_parts(fit, WORDS, 0, scores=scores), 3), (tp.show_parts(fit, WORDS, 0), 2)):
+        ((least, gaps, most),) = re.findall(pattern, data(widget)["columns"])
+        assert int(most) == per_row
+        assert int(gaps) > 8 * (per_row - 1)  # else rounding could break the row
+        assert per_row * int(least) + 8 * (per_row - 1) + 24 <= 860
 
 
 @pytest.mark.parametrize("kind", FITS)

@@ -60,14 +60,21 @@ def load(model: str, backend: str, device: str | None, dtype: str) -> Any:
     return loaded
 
 
-def read_text(text: Path | None, model: str) -> str:
-    """Read a text from a file, from stdin (``-``) or, for ``demo``, the packaged one, with line ends ``\\n``.
+def load_and_read(model: str, text: Path | None, backend: str, device: str | None, dtype: str) -> tuple[Any, str]:
+    """Load a model and read a text, in which errors about the text come first, as they need no loading.
 
-    The packaged text is also the default; a note says so for models other than the demo model.
+    The packaged text is the default; a note says so for models other than the demo model.
     """
+    words = read_text(text)
+    loaded = load(model, backend, device, dtype)
+    if text is None and model != "demo":
+        note("text: the demo text; --text names another")
+    return loaded, words
+
+
+def read_text(text: Path | None) -> str:
+    """Read a text from a file, stdin (``-``) or, for ``demo`` and None, the package, with line ends ``\\n``."""
     if text is None or str(text) == "demo":
-        if text is None and model != "demo":
-            note("text: the demo text; --text names another")
         from tl_posdisent.demo.demo_model import demo_text
 
         return demo_text()

@@ -10,7 +10,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from tl_posdisent.sweeps.sources import DTYPES, MOST_JOBS, Checkpoint, Text, che
 from tl_posdisent.sweeps.versions import installed_versions
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seeds, is_integer, refuse_pair, shown
+from tl_posdisent.utils.words import did_you_mean
 
 
 @functools.cache
@@ -51,8 +51,7 @@ def experiment_named(name: str) -> Callable[..., Any]:
     """Return the experiment of this name, or raise ValueError."""
     known = experiments_by_name()
     if name not in known:
-        near = get_close_matches(name, known, n=1) if isinstance(name, str) else []
-        hint = f": did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, known)
         raise ArgumentError("experiment", f"must be one of {', '.join(sorted(known))}, got {shown(name)}{hint}")
     return known[name]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lazy_loader
+
+from tl_posdisent.utils.words import did_you_mean
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +19,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     >>> import tl_posdisent
     >>> tl_posdisent.phase_noise
     Traceback (most recent call last):
-    AttributeError: tl_posdisent has no 'phase_noise'; did you mean tl_posdisent.hooks.phase_noise?
+    AttributeError: tl_posdisent has no 'phase_noise': did you mean 'tl_posdisent.hooks.phase_noise'?
     """
     find, directory, names = lazy_loader.attach_stub(package, file)
 
@@ -51,8 +52,5 @@ def _suggestion(package: str, name: str) -> str:
         folder = ".".join((ROOT.name, *stub.parent.relative_to(ROOT).parts))
         for public in lazy_loader.attach_stub(folder, str(stub))[2]:
             places.setdefault(public, f"{folder}.{public}")
-    own = {x: place for x, place in places.items() if place.rpartition(".")[0] == package}
-    near = [name] if name in places else []
-    for known in (own, places):
-        near = near or difflib.get_close_matches(name, known, 2, cutoff=0.75)
-    return f"; did you mean {' or '.join(places[x] for x in near)}?" if near else ""
+    own = [x for x, place in places.items() if place.rpartition(".")[0] == package]
+    return did_you_mean(name, places.keys() & {name}, own, places, shown=places.__getitem__)

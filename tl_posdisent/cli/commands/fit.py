@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text, title_of
+from tl_posdisent.cli.inputs import check_name, cut_tokens, load_and_read, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -70,10 +70,9 @@ def fit(
         check_name(model)
         check_out(out)
         chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
-        words = read_text(text, model)
         from tl_posdisent.experiments.attention_scores.additivity import additivity
 
-        loaded = load(model, backend, device, dtype)
+        loaded, words = load_and_read(model, text, backend, device, dtype)
         tokens = cut_tokens(loaded, words, length, texts)
 
         def measure(m: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text
+from tl_posdisent.cli.inputs import check_name, cut_tokens, load_and_read
 from tl_posdisent.cli.options import (
     MOST,
     Backend,
@@ -71,8 +71,7 @@ def report(
         check_out(out, (".html",))
         chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
         sections: Any = _sections(section)
-        words = read_text(text, model)
-        loaded = load(model, backend, device, dtype)
+        loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.page.build import report as write_report
         from tl_posdisent.page.subject import ENOUGH
 
@@ -90,7 +89,7 @@ def report(
             sections=sections,
             title=title,
             seed=seed,
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),  # as typed, to be run again
+            command=shlex.join(["tl-posdisent", *sys.argv[1:]]),  # as typed, to be run again
             progress=progress,
         )
     show([str(path)])

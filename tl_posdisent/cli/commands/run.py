@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tl_posdisent.cli.inputs import check_name, cut_tokens, load, read_text, title_of
+from tl_posdisent.cli.inputs import check_name, cut_tokens, load_and_read, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Device,
@@ -75,8 +75,7 @@ def run(
             from tl_posdisent.sweeps.jobs import check_call, run_experiment
 
             check_call(name, given)
-            words = read_text(text, model)
-            loaded = load(model, backend, device, dtype)
+            loaded, words = load_and_read(model, text, backend, device, dtype)
             tokens = cut_tokens(loaded, words, length, texts)
             table = run_experiment(name, loaded, tokens, given, None, progress=progress)
             save(table, out)

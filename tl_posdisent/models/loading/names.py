@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
+from tl_posdisent.utils.words import did_you_mean
 
 OWN = ("demo", *PACKAGED)
 """Names of models that come in Python packages, this one included."""
@@ -38,9 +38,8 @@ def check_model_name(name: str, argument: str = "model") -> None:
     if name in known:
         return
     # Own names first: many of TransformerLens's are as near.
-    near = difflib.get_close_matches(name.lower(), OWN, 1, 0.7) or difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "pass the path of a folder, or owner/name of a repository"
-    raise ArgumentError(argument, f"must be a known name, got {name[:80]!r}: {hint}")
+    hint = did_you_mean(name, OWN, known, otherwise="pass the path of a folder, or owner/name of a repository")
+    raise ArgumentError(argument, f"must be a known name, got {name[:80]!r}{hint}")
 
 
 def _of_transformer_lens() -> list[str]:

@@ -119,13 +119,15 @@ def matrices_beside(
 ) -> Widget:
     """Draw several matrices of one head side by side, with a menu of heads."""
     charts = [rounded(x, layout.scale) for x in matrices.values()]
-    width = 260 if len(matrices) % 3 == 0 else 320 if len(tokens) <= 16 else 440  # rows of three in a notebook
+    per_row = 3 if len(matrices) % 3 == 0 else 2  # at most, so that rows are full
+    width = 260 if per_row == 3 else 320 if len(tokens) <= 16 else 440
+    least = f"max({width}px,(100% - {10 * (per_row - 1)}px)/{per_row})"
     data = {
         "component": "AttentionPattern",
         "common": layout.common(tokens) | {"maskUpperTri": layout.causal},
         "choices": [[{"attention": matrix} for matrix in heads] for heads in zip(*charts, strict=True)],
         "captions": list(matrices),
-        "columns": f"repeat(auto-fill,minmax(min(100%,{width}px),1fr))",
+        "columns": f"repeat(auto-fill,minmax(min(100%,{least}),1fr))",
         "style": "padding:0 16px;max-width:640px",  # otherwise circuitsvis's negative margins cut the labels
     }
     return layout.widget({"": names}, matrices.values(), _DRAW, data)
