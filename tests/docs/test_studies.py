@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "needles": {"lengths": (24, 48), "texts": 2, "draws": 1, "every": 2, "global_layers": [1]},
     "word_order": {"texts": 2, "length": 80},
-    "retrieval_scores": {"length": 160, "count": 1},
+    "retrieval_scores": {"length": 160},
     "retrieval_knockout": {"lengths": (160, 192), "count": 1},
     "retrieval_rotation": {"lengths": (160, 192), "count": 1},
     "looks": {"copies": 2},
