@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "edges": (1, 12, SHORT),
         "global_layers": [1],
     },
-    "needles": {"lengths": (24, 48), "texts": 2, "draws": 1, "every": 2, "global_layers": [1]},
+    "needles": {"lengths": (160, 192), "pairs": 2, "draws": 1, "every": 2, "global_layers": [1]},
     "word_order": {"texts": 2, "length": 80},
     "retrieval_scores": {"length": 160},
     "retrieval_knockout": {"lengths": (160, 192), "count": 1},
