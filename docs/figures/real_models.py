@@ -140,6 +140,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes 
     "gemma3": {
         "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},
         "without_rotation": {"length": 128, "draws": 2, "edges": (1, 64, 256, 512), "single": 0},
+        "needles": {"pairs": 8},
         "retrieval_knockout": {"lengths": (256,), "pairs": 8},
         "retrieval_rotation": {"lengths": (256,), "pairs": 8},
     }

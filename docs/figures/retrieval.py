@@ -4,6 +4,7 @@ or frequencies of RoPE matter to them (arXiv 2606.21249)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import nan
 from typing import Any, Literal
 
@@ -33,15 +34,16 @@ def _found(
     return tp.retrieval_heads(model, needles, heldout=heldout, by=by, counts=[count], progress=False)
 
 
-def _scored(model: Any, length: int, count: int, pairs: int) -> tp.experiments.RetrievalHeads:
-    """The scores of ``_found``, with as few knock-outs as possible."""
+@cache
+def _scored(model: Any, length: int, pairs: int) -> tp.experiments.RetrievalHeads:
+    """The scores of ``_found``, with as few knock-outs as possible; once for all studies."""
     needles, few = (needle_texts(model, length=length, pairs=n, seed=seed) for seed, n in enumerate((pairs, 2)))
-    return tp.retrieval_heads(model, needles, heldout=few, counts=[count], draws=1, progress=False)
+    return tp.retrieval_heads(model, needles, heldout=few, counts=[1], draws=1, progress=False)
 
 
-def retrieval_scores(model: Any, length: int = LENGTH, count: int = COUNT, pairs: int = PAIRS) -> pd.DataFrame:
+def retrieval_scores(model: Any, length: int = LENGTH, pairs: int = PAIRS) -> pd.DataFrame:
     """Per head: both scores."""
-    return _scored(model, length, count, pairs).heads
+    return _scored(model, length, pairs).heads
 
 
 def retrieval_knockout(
@@ -59,7 +61,7 @@ def retrieval_rotation(
 ) -> pd.DataFrame:
     """Answer minus decoy with distances limited or frequencies removed, in all heads, in those that retrieve and in
     others of their layers; half as many texts of the second length."""
-    found = _scored(model, lengths[0], count, pairs)
+    found = _scored(model, lengths[0], pairs)
     top = found.top(count)
     sets = {"all heads": None, "retrieval heads": top, "other heads": last_heads(found.heads, top)}
     tables = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tl_posdisent as tp
+from tl_posdisent.experiments import logit_difference, needle_texts
 from tl_posdisent.hooks import applied
 
 Head = tuple[int, int]
@@ -30,12 +31,9 @@ LAST = [("unembed.hook_in", lambda x, hook: x[:, -1:])]  # no logits of other to
 NOT_FOR_NEEDLES = (
     "every fourth layer, others",
     "random third",
-    "random local layers",
     "distances at least 16",
     "distances plus 16",
 )
-CITIES = ("Rome", "Paris", "London", "Berlin", "Tokyo", "Madrid")
-WORDS = (" apple", " river", " table", " horse", " music", " stone")
 
 
 class Change(NamedTuple):
@@ -215,8 +213,7 @@ def word_order(
 
 def last_losses(model: Any, contexts: Sequence[Tensor], targets: Tensor, change: Change) -> Tensor:
     """``[text, place]``: nats of the token after each context."""
-    with torch.no_grad(), applied(model, change.hooks):
-        logits = torch.stack([model.run_with_hooks(tokens, fwd_hooks=LAST)[:, -1].float() for tokens in contexts], 1)
+    logits = torch.cat([last_logits(model, tokens, change) for tokens in contexts], 1)
     return -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
@@ -227,56 +224,39 @@ def shuffled(tokens: Tensor, kept: int, seed: int) -> Tensor:
     return torch.cat([tokens[:, :1], tokens[:, order], tokens[:, stop:]], 1)
 
 
-def with_needles(model: Any, filler: Tensor, seed: int) -> tuple[Tensor, list[int]]:
-    """A text with two needles, "The secret word of Rome is apple.", and the beginning of one of them at its end; and
-    the ids of the word that it asks for, of the other, and of one that the text does not have. Seeds 2n and 2n + 1
-    exchange the words of both needles; of four seeds, two ask for the first needle."""
-
-    def ids(text: str) -> Tensor:
-        found: Tensor = model.to_tokens(text, prepend_bos=False)[0]
-        return found
-
-    generator = torch.Generator().manual_seed(seed // 2)
-    cities, words = ([names[x] for x in torch.randperm(6, generator=generator)] for names in (CITIES, WORDS))
-    if seed % 2:
-        words[0], words[1] = words[1], words[0]
-    needles = [ids(f" The secret word of {city} is{word}.") for city, word in zip(cities[:2], words[:2], strict=True)]
-    asked = seed // 2 % 2
-    start, middle, end = filler.tensor_split(3)
-    question = ids(f" The secret word of {cities[asked]} is")
-    tokens = torch.cat([start, needles[0], middle, needles[1], end, question])
-    return tokens, [int(ids(words[x])[0]) for x in (asked, 1 - asked, 2)]
-
-
 def needles(
     model: Any,
-    lengths: Sequence[int] = (128, 512),
-    texts: int = 16,
+    lengths: Sequence[int] = (256, 512),
+    pairs: int = 12,
     draws: int = 2,
     every: int = 4,
     global_layers: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """Two needles in filler: how often the model prefers the word that is asked for to the other needle's, and to a
-    word that the text does not have; a half is chance. Longer texts for some changes."""
-    filler, rows = speeches(model, 4, max(lengths)), list[dict[str, Any]]()
-    changes = [Change("unchanged", "", torch.nan, [])]
+    """A question about one of two needles: logit of the answer minus that of the other needle's word, how often it is
+    positive (a half is chance), and minus the mean of those of words that only other texts have. Standard errors are
+    over pairs of texts. Longer texts for some changes."""
+    rows, changes = list[dict[str, Any]](), [Change("unchanged", "", torch.nan, [])]
     changes += by_layers(model, every, draws, globals_of(model) if global_layers is None else global_layers)
     changes += [*by_distance(model), *by_heads(model, draws, 4)]
     for length in lengths:
-        given = [with_needles(model, filler[seed % 4, :length], seed) for seed in range(texts)]
+        given = needle_texts(model, length=length, pairs=pairs, seed=2)  # those of ``retrieval_rotation``
+        absent = [[x for x in given.words.unique().tolist() if x not in own] for own in given.words.tolist()]
+        from_absent = logit_difference(given.words[:, 0], absent)
         for change in changes:
             if change.name not in BY_LENGTH and (length > min(lengths) or change.name in NOT_FOR_NEEDLES):
                 continue
-            logits = torch.stack([last_logits(model, tokens, change)[ids] for tokens, ids in given])
-            asked, other, absent = logits.unbind(1)
-            rows.append(row(change, "asked over other", f"after {length}", (asked > other).float()))
-            rows.append(row(change, "asked over absent", f"after {length}", (asked > absent).float()))
-            print(change[:3], [round(each["value"], 3) for each in rows[-2:]], flush=True)
-    return pd.DataFrame(rows)
+            logits = torch.cat([last_logits(model, text[None], change) for text in given.tokens])
+            other = given.metric(logits)
+            measures = {"answer minus other": other, "answer over other": (other > 0).float()}
+            measures["answer minus absent"] = from_absent(logits)
+            for measure, values in measures.items():
+                rows.append(row(change, measure, f"{length} tokens", values.view(-1, 2).mean(1)))
+            print(change[:3], [round(each["value"], 3) for each in rows[-3:]], flush=True)
+    return pd.DataFrame(rows).rename(columns={"texts": "pairs"})
 
 
 def last_logits(model: Any, tokens: Tensor, change: Change) -> Tensor:
-    """``[vocab]``: the logits of the next token."""
+    """``[text, 1, vocab]``: the logits of the next token."""
     with torch.no_grad(), applied(model, change.hooks):
-        found: Tensor = model.run_with_hooks(tokens[None], fwd_hooks=LAST)[0, -1].float()
+        found: Tensor = model.run_with_hooks(tokens, fwd_hooks=LAST)[:, -1:].float()
     return found

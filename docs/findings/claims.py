@@ -323,8 +323,9 @@ FINDINGS = [
             ("… low entropy", "pairing", "AUC for retrieval: low entropy", 256),
             ("… small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
         ],
-        "Low entropy is less good, and falls with length. A small share of the distance is as good for induction "
-        "heads, less so for retrieval heads; pairing adds little to it. ± from a bootstrap over heads.",
+        "Low entropy is less good in longer texts. A small share of the distance is as good for induction heads, and "
+        "pairing adds little to it; for the 15 [retrieval heads](retrieval.md) of SmolLM2 it is less good, and Gemma's "
+        "three are too few to tell. ± from a bootstrap over heads.",
     ),
     Finding(
         "**With every distance at 5, a model does no better than with constant outputs**",

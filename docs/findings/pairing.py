@@ -1,8 +1,8 @@
 """Does what is not additive find the heads that match content?
 
 Heads are known by three tests on made texts: *induction* and *duplicate token* on repeated random tokens
-(``head_labels``), *retrieval* by needles. Two statistics of ordinary text, ``pairing`` and 1 − r of ``additivity``, are
-compared with them and with what could explain them away.
+(``head_labels``), *retrieval* by needles (``needle_texts``, 12 pairs of 256 tokens). Two statistics of ordinary text,
+``pairing`` and 1 − r of ``additivity``, are compared with them and with what could explain them away.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ CLOSEST = ["pairing", "1 - r", "low entropy", "small share of distance"]
 LEAST = {"induction": 0.2, "duplicate_token": 0.2, "retrieval": 0.1}  # attention from which a head has the label
 GIVEN = ["low entropy", "small share of distance", "layer"]
 DRAWS = 500
-
-FILLER = 256  # tokens
-CITIES = ["Rome", "Paris", "London", "Berlin", "Tokyo", "Madrid"]
-WORDS = [" apple", " river", " table", " horse", " music", " stone"]
+NEEDLES = {"length": 256, "pairs": 12}  # as those that score heads in docs/figures/retrieval.py
 
 
 def pairing(model: Any, source: Source) -> Iterator[Row]:
     """AUC of each statistic for each label, by length; on shuffled texts, with random weights, at equal entropy."""
-    labels = labels_of(model, source)
+    labels = labels_of(model)
     texts = {length: parts(model, source, how_many(model, source, TEXTS[length]), length) for length in TEXTS}
     by_text = {str(length): statistics(model, some) for length, some in texts.items()}
     by_text["shuffled texts"] = statistics(model, shuffled(texts[LENGTH]))
@@ -76,52 +73,13 @@ def _sharpness(layer: tp.Captured) -> pd.DataFrame:
     return frame.assign(layer=layer.layer, head=range(len(frame)))
 
 
-def labels_of(model: Any, source: Source) -> pd.DataFrame:
+def labels_of(model: Any) -> pd.DataFrame:
     """One row per head: attention to the token that each of the three tests names."""
-    texts = parts(model, source, 2, LENGTH)
-    tables = [tp.head_labels(model, texts, streaming=False, seed=seed, progress=False) for seed in range(3)]
-    found = pd.concat(tables).groupby(HEAD)[["induction", "duplicate_token"]].mean()
-    return found.join(retrieval(model, source).groupby(HEAD)["retrieval"].mean()).reset_index()
-
-
-def retrieval(model: Any, source: Source, prompts: int = 24) -> pd.DataFrame:
-    """One row per prompt, layer and head: attention from the end of the question to the word that it asks for, minus
-    the mean of that to the words of five other needles; ``right``: whether the model prefers that word to the others.
-    """
-    filler, generator, tables = parts(model, source, 1, FILLER)[0], np.random.default_rng(0), []
-    for n in range(prompts):
-        tokens, places = needles(model, filler, generator, asked=n % len(CITIES))
-        with torch.no_grad():
-            right = int(model(tokens)[0, -1, tokens[0, places]].argmax()) == 0
-        for layer, attention in tp.capture(model, tokens, _last_row):
-            values = attention[:, places[0]] - attention[:, places[1:]].mean(1)
-            rows = {"layer": layer, "head": range(len(values)), "retrieval": values.tolist(), "right": right}
-            tables.append(pd.DataFrame(rows))
-    return pd.concat(tables)
-
-
-def needles(model: Any, filler: Tensor, generator: np.random.Generator, asked: int) -> tuple[Tensor, list[int]]:
-    """A text with six needles, "The secret word of Rome is apple.", between parts of the filler, and the beginning of
-    one of them at its end; and the places of the six words, that which is asked for first."""
-
-    def ids(text: str) -> list[int]:
-        return model.to_tokens(text, prepend_bos=False)[0].tolist()  # type: ignore[no-any-return]
-
-    *pieces, end = filler.tensor_split(len(CITIES) + 1)
-    text, places = list[int](), dict[int, int]()
-    words = generator.permutation(WORDS)
-    for piece, city in zip(pieces, generator.permutation(len(CITIES)), strict=True):
-        text += [*piece.tolist(), *ids(f" The secret word of {CITIES[city]} is")]
-        places[int(city)] = len(text)
-        text += [ids(words[city])[0], *ids(".")]
-    text += [*end.tolist(), *ids(f" The secret word of {CITIES[asked]} is")]
-    return torch.tensor([text]), [places.pop(asked), *places.values()]
-
-
-def _last_row(layer: tp.Captured) -> tuple[int, Tensor]:
-    """The layer, and ``[head, key]``: attention of the last query."""
-    mask = layer.spec.mask(layer.scores.shape[-1])[-1]
-    return layer.layer, layer.scores[0, :, -1].double().masked_fill(~mask, -torch.inf).softmax(-1)
+    options: dict[str, Any] = {"streaming": False, "seeds": 0, "progress": False}
+    needles = tp.experiments.needle_texts(model, **NEEDLES)
+    found = tp.head_labels(model, needles=needles, seed=0, **options)
+    tables = [found, *(tp.head_labels(model, seed=seed, **options) for seed in (1, 2))]
+    return pd.concat(tables).groupby(HEAD)[[*LEAST]].mean().reset_index()
 
 
 def shuffled(texts: Tensor) -> Tensor:

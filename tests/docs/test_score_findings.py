@@ -25,7 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "pairing": {
         "TEXTS": {32: 4, 64: 2},
         "LENGTH": 32,
-        "FILLER": 42,
+        "NEEDLES": {"length": 160, "pairs": 2},
         "DRAWS": 20,
         "LEAST": {"induction": 0.05, "retrieval": 0.05},
     },
@@ -51,14 +51,23 @@ def findings() -> Iterator[Any]:
         yield SimpleNamespace(length=length, pairing=pairing, scores=scores, texts=texts)
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def of_context(n: int) -> Any:
     """Two layers of four heads, two key heads, with large random weights and the demo model's tokenizer."""
     size = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    size |= {"num_key_value_heads": 2, "vocab_size": 1100, "max_position_embeddings": 48}
+    size |= {"num_key_value_heads": 2, "vocab_size": 1100, "max_position_embeddings": n}
     config = LlamaConfig(initializer_range=0.3, **size)
     return tp.bridge_from_hf(LlamaForCausalLM(config), tokenizer=demo_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return of_context(48)
+
+
+@pytest.fixture(scope="module")
+def for_needles() -> Any:
+    return of_context(160)
 
 
 def test_the_area_counts_pairs(findings: Any) -> None:
@@ -99,24 +108,17 @@ def test_statistics_of_a_head(findings: Any, model: Any) -> None:
         assert table.loc[(1, head), "variance of scores"] == pytest.approx(np.mean(variance), rel=1e-4)
 
 
-def test_needles_and_attention_to_them(findings: Any, model: Any) -> None:
-    filler = findings.texts.parts(model, "demo", 1, 42)[0]
-    tokens, places = findings.pairing.needles(model, filler, np.random.default_rng(0), asked=2)
-    words = {model.to_tokens(word, prepend_bos=False)[0, 0].item() for word in findings.pairing.WORDS}
-    assert {tokens[0, at].item() for at in places} == words
-    question = model.to_tokens(f" The secret word of {findings.pairing.CITIES[2]} is", prepend_bos=False)[0]
-    assert tokens[0, -len(question) :].tolist() == question.tolist()
-    assert tokens[0, places[0] - len(question) : places[0]].tolist() == question.tolist()
-    with torch.no_grad():
-        _, cache = model.run_with_cache(tokens)
-    row = cache["blocks.1.attn.hook_pattern"][0, 3, -1].double()
-    expected = row[places[0]] - row[places[1:]].mean()
-    ((_, attention),) = [x for x in tp.capture(model, tokens, findings.pairing._last_row) if x[0] == 1]
-    assert (attention[3, places[0]] - attention[3, places[1:]].mean()).item() == pytest.approx(expected.item(), 1e-4)
-    first = findings.pairing.retrieval(model, "demo", prompts=1).query("layer == 1 and head == 3")["retrieval"].item()
-    tokens, places = findings.pairing.needles(model, filler, np.random.default_rng(0), asked=0)
-    ((_, attention),) = [x for x in tp.capture(model, tokens, findings.pairing._last_row) if x[0] == 1]
-    assert first == pytest.approx((attention[3, places[0]] - attention[3, places[1:]].mean()).item())
+def test_label_retrieval_is_attention_to_the_answer_minus_that_to_the_decoy(findings: Any, for_needles: Any) -> None:
+    model = for_needles
+    needles, expected = tp.experiments.needle_texts(model, length=160, pairs=2), list[float]()
+    for tokens, (answer, decoy) in zip(needles.tokens, needles.places.tolist(), strict=True):
+        with torch.no_grad():
+            _, cache = model.run_with_cache(tokens[None])
+        row = cache["blocks.1.attn.hook_pattern"][0, 3, -1]
+        expected.append((row[answer] - row[decoy]).item())
+    labels = findings.pairing.labels_of(model).set_index(["layer", "head"])
+    assert labels.loc[(1, 3), "retrieval"] == pytest.approx(np.mean(expected), abs=1e-6)
+    assert not labels.isna().any(axis=None)
 
 
 def test_the_difference_is_that_of_two_runs(findings: Any, model: Any) -> None:
@@ -140,15 +142,16 @@ def test_outputs_outside_the_circle(findings: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def given(findings: Any, model: Any) -> dict[str, set[str]]:
+def given(findings: Any, model: Any, for_needles: Any) -> dict[str, set[str]]:
     """The names of the rows of each study."""
     found = {}
     for module in (findings.scores, findings.pairing, findings.length):
+        of = for_needles if module is findings.pairing else model
         for study in module.STUDIES:
             source = "wikitext" if module is findings.length else "demo"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(findings.texts, "whole", lambda source: tp.demo_text())
-                found[study] = {row.name for row in getattr(module, study)(model, source)}
+                found[study] = {row.name for row in getattr(module, study)(of, source)}
     return found
 
 
@@ -158,6 +161,16 @@ def test_studies_give_the_rows_of_the_committed_tables(given: dict[str, set[str]
         for study, rows in pd.read_csv(path).groupby("study"):
             if study in given and study not in sized:
                 assert set(rows["name"]) <= given[study], (path.name, study)
+
+
+@pytest.mark.parametrize(("of", "folder"), [("smollm2", "smollm2"), ("gemma3-270m", "gemma3")])
+def test_retrieval_heads_are_those_of_the_page_on_retrieval(of: str, folder: str) -> None:
+    attention = pd.read_csv(ROOT / "docs" / "figures" / folder / "retrieval_scores.csv")["attention"]
+    for path in sorted((FOLDER / "tables").glob(f"{of}_*.csv")):
+        rows = pd.read_csv(path).query("study == 'pairing' and name.str.startswith('AUC for retrieval')")
+        heads = {over.partition(",")[0] for over in rows["over"]}
+        assert heads <= {f"{(attention > 0.1).sum()} of {len(attention)} heads"}, path
+        assert heads or path.stem == "smollm2_wikitext"
 
 
 def test_smollm2_has_the_committed_losses() -> None:

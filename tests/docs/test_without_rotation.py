@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3Fo
 
 import tl_posdisent as tp
 from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.experiments import needle_texts
 
 FIGURES = ROOT / "docs" / "figures"
 LAYERS, TEXTS = 8, 2
@@ -184,37 +185,23 @@ def test_word_order_is_that_of_a_loop(script: Any, plain: LlamaForCausalLM, mode
     assert found["se"] == pytest.approx((expected[0] - expected[1]).abs().item() / 2, abs=1e-4)
 
 
-def test_needles_name_their_words(script: Any, model: Any) -> None:
-    filler = torch.arange(5, 35)
-    asked = []
-    for seed in range(4):
-        tokens, (right, other, absent) = script.with_needles(model, filler, seed)
-        text = model.to_string(tokens)
-        city = text.rpartition(" The secret word of ")[2].removesuffix(" is")
-        word = text.partition(f"The secret word of {city} is")[2].partition(".")[0]
-        assert model.to_tokens(word, prepend_bos=False)[0, 0] == right
-        assert (tokens == right).any()
-        assert (tokens == other).any()
-        assert len({right, other, absent}) == 3
-        assert tokens[:10].tolist() == filler[:10].tolist()
-        asked.append((city, right, other))
-    (a, b, c), (d, e, f) = asked[:2]
-    assert (a, b, c) == (d, f, e)  # the same question, the words exchanged
-
-
-def test_needles_are_counted_by_their_logits(script: Any, plain: LlamaForCausalLM, model: Any) -> None:
-    table = script.needles(model, (24, 40), texts=4, draws=1, global_layers=[3, 7])
-    filler = parts(model, 4, 40)
-    bare = hybrid(plain, [3, 7])
-    right = []
-    for seed in range(4):
-        tokens, ids = script.with_needles(model, filler[seed, :40], seed)
+def test_needles_are_compared_by_the_logits_of_a_model_without_positions(
+    script: Any, plain: LlamaForCausalLM, model: Any
+) -> None:
+    table = script.needles(model, (160, 192), pairs=3, draws=1, global_layers=[3, 7])
+    given, bare = needle_texts(model, length=192, pairs=3, seed=2), hybrid(plain, [3, 7])
+    everywhere, other, absent = set(given.words.flatten().tolist()), [], []
+    for tokens, (answer, decoy) in zip(given.tokens, given.words.tolist(), strict=True):
         with torch.no_grad():
-            asked, other, absent = bare(tokens[None]).logits[0, -1, ids].tolist()
-        right.append((asked > other, asked > absent))
-    rows = table[table["change"].eq("global layers") & table["positions"].eq("after 40")].set_index("measure")["value"]
-    assert rows["asked over other"] == sum(a for a, _ in right) / 4
-    assert rows["asked over absent"] == sum(b for _, b in right) / 4
-    assert set(table[table["positions"] == "after 40"]["change"]) < set(
-        table[table["positions"] == "after 24"]["change"]
-    )
+            logits = bare(tokens[None]).logits[0, -1]
+        other.append((logits[answer] - logits[decoy]).item())
+        absent.append((logits[answer] - logits[[*everywhere - {answer, decoy}]].mean()).item())
+    measures = {"answer minus other": other, "answer over other": [float(x > 0) for x in other]}
+    rows = table[table["change"].eq("global layers") & table["positions"].eq("192 tokens")].set_index("measure")
+    for measure, values in (measures | {"answer minus absent": absent}).items():
+        of_pairs = torch.tensor(values, dtype=torch.float64).view(3, 2).mean(1)
+        assert rows.loc[measure, "value"] == pytest.approx(of_pairs.mean().item(), abs=1e-4)
+        assert rows.loc[measure, "se"] == pytest.approx(of_pairs.std().item() / 3**0.5, abs=1e-4)
+        assert rows.loc[measure, "pairs"] == 3
+    longer = set(table[table["positions"] == "192 tokens"]["change"])
+    assert longer < set(table[table["positions"] == "160 tokens"]["change"])
