@@ -155,7 +155,7 @@ def test_the_report_of_a_text_is_that_of_python(model: Any, tmp_path: Path, monk
     assert out.read_bytes() == other.read_bytes()
     page = other.read_text(encoding="utf-8")
     assert "6 texts of " in page
-    assert "the scores depend mainly on where a key is in" in page
+    assert "the scores depend more on where a key is in" in page
     assert "texts to decide" not in page
 
 

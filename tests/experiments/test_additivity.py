@@ -115,6 +115,22 @@ def test_one_text_has_no_others() -> None:
     assert "r_held_out" not in table_of(zoo.load("hooked", "llama-gqa"), TOKENS[:1])
 
 
+def test_texts_too_short_for_a_fit_have_no_r_of_its_parts_either() -> None:
+    """Three tokens: six scores and as many coefficients, whatever the profile."""
+    table = table_of(zoo.load("hooked", "llama-gqa"), TOKENS[:, :3])
+    assert table[["r", "r_no_distance", "r_held_out"]].isna().all(axis=None)
+
+
+def test_texts_that_are_the_same_are_noticed() -> None:
+    """Each has the profile of the other, which is its own."""
+    model = zoo.load("hooked", "llama-gqa")
+    with pytest.warns(UserWarning, match="some texts are the same, so r_held_out of these"):
+        table = table_of(model, TOKENS[[0, 1, 0]])
+    single = table_of(model, TOKENS[[0, 0]], pool=True)
+    assert "r_held_out" not in single
+    assert len(table) == 3 * len(single)
+
+
 @pytest.mark.parametrize("name", ["opt", "gptj", "gpt_neo"])
 def test_models_that_show_only_their_pattern(name: str, shared_model: Any) -> None:
     """A bridge recomputes their scores, of which the pattern is the softmax."""

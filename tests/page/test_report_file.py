@@ -117,6 +117,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_model_runs(tmp_path
         ("/dev/null", "which is a device or a pipe"),
         (tmp_path / ("x" * 300), "name too long"),
         ("a\0b", "null byte"),
+        (tmp_path / "page.pdf", r"ending in \.html, got .*page\.pdf"),
+        (tmp_path / "page", r"ending in \.html, got"),
         (5, "got int"),
         (b"page.html", "got bytes"),
     ]

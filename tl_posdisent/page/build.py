@@ -25,7 +25,7 @@ from tl_posdisent.page.provenance import analysed, reproduce
 from tl_posdisent.page.sections import TITLES, section
 from tl_posdisent.page.subject import read_subject
 from tl_posdisent.page.verdict import headline, verdict
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.files import check_writable, whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
 from tl_posdisent.viz.widgets.offline import library, policy
@@ -77,8 +77,8 @@ def report(
         progress: show a bar of the sections, and one within those that run heads.
 
     Raises:
-        ValueError: invalid arguments; a path where no file can be written; a model for which none of these
-            sections can be measured.
+        ValueError: invalid arguments; a path that does not end in .html, or where no file can be written; a model for
+            which none of these sections can be measured.
 
     Example:
         >>> import pathlib, tempfile
@@ -92,6 +92,8 @@ def report(
         ('report.html', True)
     """
     target = check_writable("path", path)
+    if target.suffix.lower() != ".html":
+        raise ArgumentError("path", f"must be a file such as report.html, ending in .html, got {brief(target)}")
     subject = read_subject(model, text, attention_mask, layers, heads)
     chosen = check_subset("sections", SECTIONS if sections is None else sections, SECTIONS)
     wanted = [name for name in SECTIONS if name in chosen]

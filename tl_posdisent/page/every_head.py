@@ -33,7 +33,7 @@ BUDGET = 1e12
 few million parameters need less for all heads."""
 DRAWS = 8
 """Draws of labels for the estimates of heads that are not run."""
-LEAST = 8
+LEAST = 6
 """Minimum number of heads that are run."""
 TEXTS = 10
 """Parts of ``SHORTEST`` tokens into which texts are cut for estimates of the ladder. Four are fitted, as a static head

@@ -12,7 +12,8 @@ from tl_posdisent.utils.statistics import significance
 DIFFERENCE = "what − where"
 """The share of the variance of a head's scores that the key alone explains, minus that of the distance alone."""
 ERROR, OVER_RANDOM = f"{DIFFERENCE}_se", f"{DIFFERENCE} over random"
-KINDS = ("where", "what", "undecided")
+AS_RANDOM = "like random"
+KINDS = ("where", "what", AS_RANDOM, "undecided")
 CONFIDENCE = 0.95
 """Confidence of the t-interval over texts that has to exclude 0 and all random heads of the layer."""
 
@@ -21,8 +22,9 @@ def looks_at(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame
     """Decide for each head of tables of ``additivity`` whether it looks at *where* a key is or at *what* it is.
 
     A head is *where* (*what*) if its difference what − where lies below (above) 0 and those of all random heads of its
-    layer, by the 95 % t-interval of its mean over texts; else it is *undecided*. Random weights lean to one side too
-    (the last layer of the demo model to *where*, SmolLM2-135M to *what*), so the sign alone shows nothing learned.
+    layer, by the 95 % t-interval of its mean over texts. It is *like random* if it lies so on one side of 0 alone, else
+    *undecided*. Random weights lean to one side too (the last layer of the demo model to *where*, SmolLM2-135M to
+    *what*), so the sign alone shows nothing learned.
 
     Args:
         trained: a row for each text, layer and head.
@@ -71,7 +73,11 @@ def _decided(heads: pd.DataFrame, low: np.ndarray, high: np.ndarray, known: np.n
     numbers = heads[[DIFFERENCE, "error", "df"]].to_numpy()
     for n, (value, error, df) in enumerate(numbers):
         below, above = np.fmin(low[n], 0.0) - value, value - np.fmax(high[n], 0.0)
-        for name, beyond in (("where", below), ("what", above)):
-            if known[n] and beyond > 0 and significance(beyond, error, df) >= CONFIDENCE:
-                looks.iloc[n] = name
+        for name, beyond, size in (("where", below, -value), ("what", above, value)):
+            if known[n] and _surely_positive(size, error, df):
+                looks.iloc[n] = name if _surely_positive(beyond, error, df) else AS_RANDOM
     return looks
+
+
+def _surely_positive(value: float, error: float, df: float) -> bool:
+    return value > 0 and significance(value, error, df) >= CONFIDENCE

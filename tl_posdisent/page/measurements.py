@@ -30,7 +30,7 @@ from tl_posdisent.page.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKEN
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import number_heads
 
-READ = {"labels": (512, 1024), "perturbation": (512, 512), "ablation": (128, 512), "ladder": (128, 512)}
+READ = {"labels": (512, 1024), "perturbation": (512, 512), "ablation": (96, 384), "ladder": (128, 512)}
 """Positions of each text, and tokens altogether, of sections that read less than the report."""
 
 

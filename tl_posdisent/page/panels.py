@@ -24,7 +24,15 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.texts import read_texts
+from tl_posdisent.models.running.partial_forward import (
+    Clean,
+    after_blocks,
+    are_separate,
+    attempted,
+    has_hooks,
+    run_clean,
+)
+from tl_posdisent.models.running.texts import Texts, read_texts
 from tl_posdisent.page.every_head import HEAD
 from tl_posdisent.page.measurements import powers
 from tl_posdisent.page.subject import Subject
@@ -79,17 +87,36 @@ def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels
 
 
 def _attention(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Measure attention by distance in layers that show it, and under an intervention in one layer at a time."""
+    """Measure attention by distance in layers that show it, and under an intervention in one layer at a time.
+
+    In a layer under its intervention, only that layer is run, if blocks depend on the residual stream alone.
+    """
     reading, texts = subject.reading, read_texts(subject.model, *subject.some(READ, _ATTENTION).texts.values())
-    shown, tables = [spec for spec in specs if spec.pattern or spec.scores], list[pd.DataFrame]()
-    cases = [(UNMODIFIED, shown), *((f"every distance {SAME}", [spec]) for spec in shown)] if shown else []
-    for name, some in cases:
-        with contextlib.suppress(ValueError, RuntimeError, MemoryError):
-            hooks = [] if name == UNMODIFIED else dummy_distance(reading, SAME, layers=[some[0].layer])
-            check_shown(some[0], hooks)
-            chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in some]
-            tables.append(mean_attention(reading, texts, chosen, hooks, whole=False).assign(intervention=name))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["intervention", *HEAD, "distance"])
+    shown = [spec for spec in specs if spec.pattern or spec.scores]
+    chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in shown]
+    tables = [pd.DataFrame(columns=["intervention", *HEAD, "distance"])]
+    if not chosen:
+        return tables[0]
+    with contextlib.suppress(ValueError, RuntimeError, MemoryError):
+        tables.append(mean_attention(reading, texts, chosen, [], whole=False).assign(intervention=UNMODIFIED))
+    clean = _clean_run(reading.model, texts, [spec.layer for spec in shown])
+    for spec, some in chosen:
+        with contextlib.suppress(ValueError, RuntimeError, MemoryError), contextlib.ExitStack() as stack:
+            hooks = dummy_distance(reading, SAME, layers=[spec.layer])
+            check_shown(spec, hooks)
+            if clean is not None:
+                stack.enter_context(after_blocks(reading.model, spec.layer, clean.after.get(spec.layer - 1)))
+            table = mean_attention(reading, texts, [(spec, some)], hooks, whole=False)
+            tables.append(table.assign(intervention=f"every distance {SAME}"))
+    return pd.concat(tables[1:] or tables, ignore_index=True)
+
+
+def _clean_run(model: Any, texts: Texts, layers: Sequence[int]) -> Clean | None:
+    """Store the inputs of layers, if each block can be run alone; None for texts of several lengths."""
+    tokens = texts.groups[0].tokens
+    if len(texts.groups) > 1 or has_hooks(model) or not attempted(lambda: are_separate(model, tokens[:1])):
+        return None
+    return run_clean(model, tokens, layers)
 
 
 def _scores(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> dict[Pair, Any]:

@@ -12,7 +12,7 @@ from tl_posdisent.experiments.attention_scores.trained_vs_random import above_ra
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
 from tl_posdisent.page.atlas import label_words
 from tl_posdisent.page.every_head import IDLE
-from tl_posdisent.page.looks import KINDS, looks_at, looks_of_random
+from tl_posdisent.page.looks import AS_RANDOM, KINDS, looks_at, looks_of_random
 from tl_posdisent.page.markup import head_link, part, render, table
 from tl_posdisent.page.measurements import Found, SectionName, by_head, told_apart
 from tl_posdisent.page.subject import ENOUGH, PERTURBATIONS, Subject
@@ -78,14 +78,9 @@ def _against_controls(found: Found, column: str) -> list[Markup]:
     own = trained.assign(difference=trained[column] - trained["r, foreign keys"])
     mean, error = own["difference"].mean(), error_over_draws(own, "difference", ["batch"])
     said = f"{signed(mean)} ± {number(error, 3)}" if error else signed(mean)
-    why = (
-        "so <em>r</em> says nothing of how a head pairs queries and keys"
-        if mean <= 2 * error
-        else "so <em>r</em> is in part due to how a head pairs queries and keys"
-    )
     sentence = Markup(
         "The queries of each head with the keys of another key head, scores that no head computes, have an <em>r</em> "
-        "of {}, and queries and keys turned at random {}: own minus other keys is {}, {} {}."
+        "of {}, and queries and keys turned at random {}: own minus other keys is {}{} {}."
     )
     means = (number(trained[f"r, {name}"].mean(), 2) for name in ("foreign keys", "turned"))
     top = by_head(trained).dropna(subset="pairing").nlargest(3, "pairing")
@@ -94,11 +89,22 @@ def _against_controls(found: Found, column: str) -> list[Markup]:
         "The scores of {} depend most on pairs of query and key, relative to those with the other keys "
         "(<em>pairing</em>; 1 means as much)."
     )
-    compared = sentence.format(*means, said, Markup(why), link("additivity", found))
+    compared = sentence.format(*means, said, Markup(_due_to_pairing(mean, error)), link("additivity", found))
     return [compared, largest.format(Markup(", ").join(names))] if names else [compared]
 
 
-_DEPENDS = {"where": "mainly on where a key is", "what": "mainly on what it is"}
+def _due_to_pairing(mean: float, error: float) -> str:
+    """Say what the mean difference of own and foreign keys shows of all heads together, given its standard error."""
+    if not error:
+        return ""
+    if mean > 2 * error:
+        return ", so <em>r</em> is in part due to how heads pair queries and keys"
+    if mean < -2 * error:
+        return ", so on average heads pair queries and keys in a way that lowers <em>r</em>"
+    return ", so <em>r</em> says nothing of how heads pair queries and keys on average"
+
+
+_DEPENDS = {"where": "more on where a key is", "what": "more on what it is"}
 
 
 def _looks(found: Found) -> list[Markup]:
@@ -107,6 +113,8 @@ def _looks(found: Found) -> list[Markup]:
     texts = found.trained["batch"].nunique() if "batch" in found.trained else 1
     decided = ", ".join(f"{said} in {counts[kind]}" for kind, said in _DEPENDS.items() if counts[kind])
     clauses = [f"the scores depend {decided}"] if decided else []
+    if n := counts[AS_RANDOM]:
+        clauses.append(f"{are(n)} like random weights")
     if n := counts["undecided"]:
         few = f", and it takes at least {ENOUGH} texts to decide" if texts < ENOUGH else ""
         clauses.append(f"{are(n)} undecided{few}")
@@ -122,7 +130,9 @@ def _looks(found: Found) -> list[Markup]:
     tried = plural(sum(by_chance.values()), "head")
     passed = sum(by_chance[kind] for kind in _DEPENDS) or "none"
     beyond = f"0 and every head of its layer in {copies_in(found.random)}"
-    return [first, rule.format(beyond, f"; of {tried} with random weights, the same rule decides {passed}")]
+    chance = "; beyond 0 alone it is like random weights" if counts[AS_RANDOM] else ""
+    chance += f"; of {tried} with random weights, the same rule decides {passed}" if texts > 1 else ""
+    return [first, rule.format(beyond, chance)]
 
 
 def _counts(looks: pd.Series) -> dict[str, int]:
@@ -188,22 +198,23 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     count, unsure = int(used.sum()), int((~used & ~verdicts["verdict"].isin(IDLE)).sum())
     said = f"{count or 'none'} of {plural(len(verdicts), 'head')}"
     rest = f"; {are(unsure)} undecided" if unsure else ""
-    first = Markup("The predictions surely depend on {}, by more than {} nats per token{} {}.")
-    first = first.format(said, NEGLIGIBLE, rest, link("ladder", found))
+    first = Markup("The predictions depend on {}{}, by more than {} nats per token{} {}.")
     if not count:
-        return [first]
+        return [first.format(said, "", NEGLIGIBLE, rest, link("ladder", found))]
+    sure = int(_used(head_verdicts(found.trained, correction="fdr")).sum())
+    held = f" ({sure} with the false discovery rate held at 5 %)"
+    first = first.format(said, held, NEGLIGIBLE, rest, link("ladder", found))
     n = verdicts[used]["verdict"].value_counts()
     kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "more than static")
     second = Markup(
         "They diverge by so much both with the head’s mean output in its place and with uniform attention there. By "
-        "the simplest attention that recovers 95 % of the latter divergence, the {} counted are: {}."
+        "the simplest attention that recovers 95 % of the latter divergence, the {} are: {}."
     ).format(count, _counted({kind: int(n[kind]) for kind in (*kinds, "undecided") if kind in n}))
     third = Markup(
-        "These are {} tests: of heads that diverge by no more than {} nats, at most {} would be counted by chance. "
-        "With the false discovery rate held at 5 %, {} remain."
+        "Each head has a 95 % interval of its own: of {} heads that diverge by no more than {} nats, at most {} would "
+        "be counted by chance."
     )
-    sure = int(_used(head_verdicts(found.trained, correction="fdr")).sum())
-    return [first, second, third.format(len(verdicts), NEGLIGIBLE, number(0.025 * len(verdicts), 1), sure)]
+    return [first, second, third.format(len(verdicts), NEGLIGIBLE, number(0.025 * len(verdicts), 1))]
 
 
 def _used(verdicts: pd.DataFrame) -> pd.Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -79,7 +80,8 @@ def additivity(
         each component explains alone (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
         key component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to
         the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant.
-        For a text that is longer than all others, it is r over the pairs at a distance that another text has, too. Of
+        Both are NaN where r is. For a text that is longer than all others, it is r over the pairs at a distance that
+        another text has, too. Of
         these numbers ``r_held_out`` separates trained from random weights most clearly (docs/results.md): a deep random
         network is nearly additive on one text, too, but not with one profile for all texts.
 
@@ -117,6 +119,12 @@ def additivity(
             "mask",
             f"must be a boolean tensor of shape (query, key) = {(width, width)}, got {mask.dtype} of shape "
             f"{tuple(mask.shape)}",
+        )
+    if not pool and len(torch.cat([texts.tokens, texts.real.long()], 1).unique(dim=0)) < len(texts.tokens):
+        warnings.warn(
+            "tokens: some texts are the same, so r_held_out of these has the distance profile of the text itself: "
+            "leave repeated texts out",
+            stacklevel=2,
         )
     n_heads = max(spec.n_heads for spec in specs)  # the model computes them all
     for group in texts.groups:
@@ -219,6 +227,8 @@ def columns_of_texts(parts: Sequence[TextMarginals]) -> dict[str, Tensor]:
     r2 = [_given_profiles(*each) for each in zip(parts, fits, profiles, strict=True)]
     names = ["r_no_distance", "r_held_out"] if several else ["r_no_distance"]
     columns = _of_all(fits) | dict(zip(names, torch.cat(r2, 1).clamp_min(0).sqrt(), strict=True))
+    for name in names:  # a text too short for a fit tells nothing of its parts either
+        columns[name] = columns[name].masked_fill(columns["r"].isnan(), torch.nan)
     order = torch.cat([part.rows for part in parts]).argsort()
     return {name: x[order.to(x.device)] for name, x in columns.items()}
 

@@ -41,9 +41,12 @@ def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> st
     mean = trained.groupby(_HEAD)[column].mean().dropna()
     copies = random.groupby([*{"weights", "seed"}.intersection(random), *_HEAD])[column].mean()
     limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
-    low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
-    named = f", all but {', '.join(low[:20])}{' …' if len(low) > 20 else ''}" if low else ""  # the table lists all
-    return f"above the highest random head of their layer: {len(mean) - len(low)} of {plural(len(mean), 'head')}{named}"
+    above = mean.to_numpy() > limit
+    high, low = ([head_label(*place) for place in mean.index[some]] for some in (above, ~above))
+    said = f"above the highest random head of their layer: {len(high)} of {plural(len(mean), 'head')}"
+    fewer = low if len(low) <= len(high) else high
+    named = ", ".join(fewer[:20]) + (" …" if len(fewer) > 20 else "")  # the table lists all
+    return said + (f"{', all but' if fewer is low else ','} {named}" if fewer else "")
 
 
 def trained_vs_random(
