@@ -334,9 +334,11 @@ FINDINGS = [
             ("loss with mean outputs", "rungs", "loss, mean outputs", 256),
             ("loss added by every distance 5", "fixed_distance", "added loss, every distance 5", 256),
             ("… by every distance 0", "fixed_distance", "added loss, every distance 0", 256),
+            ("… by every distance 50", "fixed_distance", "added loss, every distance 50", 256),
             ("… by shuffled positions", "fixed_distance", "added loss, shuffled positions", 256),
         ],
-        "Four distances, three orders of the positions. On WikiText the difference is within the errors.",
+        "The cost depends on the distance: at 0, the loss of SmolLM2 is 0.2 to 0.5 below that with constant outputs, "
+        "with errors of about 0.2, and Gemma's is the same. On WikiText the difference at 5 is within the errors.",
     ),
     Finding(
         "**How far a model must tell distances apart depends on the text**: there is no one range",
