@@ -50,9 +50,9 @@ SHARES = ["share_distance", "share_query", "share_key"]
 _LEAST = 3  # texts of at most this many tokens keep their first key
 _PROFILES = 12  # layers whose distance profiles are drawn
 _BAR = "{l_bar}{bar}| [{elapsed}{postfix}]"
-_PARTS = {"additivity": 8, "distance": 2, "shares": 2, "subspaces": 2, "labels": 2, "heads": 1, "perturbation": 12}
-_PARTS |= {"ablation": 21, "ladder": 44}
-_COPY = 6
+_PARTS = {"additivity": 5, "distance": 2, "shares": 1, "subspaces": 2, "labels": 4, "heads": 1, "perturbation": 14}
+_PARTS |= {"ablation": 19, "ladder": 48}
+_COPY = 4
 """Parts of the bar, in percent, of sections and of each random copy: by measured time, SmolLM2-135M, demo text."""
 
 
