@@ -16,6 +16,7 @@ from support.public_calls import call, needles_of
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
 from tl_posdisent.experiments.attention_scores import additivity as additivity_module
+from tl_posdisent.experiments.attention_scores import score_controls
 from tl_posdisent.experiments.attention_scores.score_controls import Control
 from tl_posdisent.utils.errors import ArgumentError
 
@@ -110,7 +111,7 @@ def test_only_the_layers_and_heads_that_are_asked_for_are_fitted(
     shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    text_marginals, for_each_scores = additivity_module.text_marginals, additivity_module.for_each_scores
+    text_marginals, for_each_scores = additivity_module.text_marginals, score_controls.for_each_scores
 
     def fitted(texts: Any, rows: Any, scores: torch.Tensor, cells_at: Any) -> Any:
         seen.append(tuple(scores.shape[:2]))
@@ -121,7 +122,7 @@ def test_only_the_layers_and_heads_that_are_asked_for_are_fitted(
         for_each_scores(model, tokens, specs, function)
 
     monkeypatch.setattr(additivity_module, "text_marginals", fitted)
-    monkeypatch.setattr(additivity_module, "for_each_scores", captured)
+    monkeypatch.setattr(score_controls, "for_each_scores", captured)
     tp.additivity(shared_model("bridge", "llama-gqa"), TOKENS, heads=["L1H6", "L1H3"], progress=False)
     assert seen == [(3, 2)]
 

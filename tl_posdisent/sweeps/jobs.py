@@ -71,7 +71,7 @@ def settable(name: str) -> dict[str, inspect.Parameter]:
     """Return the arguments of an experiment that a job may set: all but the model, the tokens and the progress bar.
 
     >>> list(settable("controlled_distance"))
-    ['attention_mask', 'distances', 'layers', 'sinks']
+    ['attention_mask', 'distances', 'layers', 'heads', 'sinks']
     """
     parameters = inspect.signature(experiment_named(name)).parameters
     return {x: p for x, p in parameters.items() if x not in ("model", "tokens", "progress")}
