@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tl_posdisent import ablate_heads, head_ablation
 from tl_posdisent.hooks import applied
-from tl_posdisent.hooks.ablate import _real as real_queries
+from tl_posdisent.hooks.ablate import _masked as masked_cells
 from tl_posdisent.hooks.ablate import derangement
+from tl_posdisent.hooks.edits.running_mask import running_mask
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
 
@@ -147,8 +149,12 @@ def test_padding_shows_in_a_pattern_too() -> None:
     left, right = (scores + causal).clone(), (scores + causal).clone()
     left[1, :, :, :2], left[1, :, :2] = -torch.inf, 0.0
     right[1, :, :, 4:] = -torch.inf
-    for x, padded in ((scores + causal, False), (scores, False), (left, True), (right, True)):
-        assert real_queries(x.softmax(-1), torch.float32).all(1).tolist() == [True, not padded]
+    knocked_out = (scores + causal).clone()
+    knocked_out[1, :, 3, 3], knocked_out[1, :, 3:, 2] = -torch.inf, -torch.inf
+    for x, padded in ((scores + causal, False), (scores, False), (left, True), (right, True), (knocked_out, False)):
+        spec = AttentionSpec(0, "", 3, 3, 1, causal=x is not scores, window=None)
+        mask = running_mask(spec, masked_cells(x.softmax(-1), torch.float32))
+        assert mask.padding.any(1).tolist() == [False, padded]
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

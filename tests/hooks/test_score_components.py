@@ -128,6 +128,13 @@ def test_two_axes_need_consecutive_positions(shared_model: Any) -> None:
             torch.testing.assert_close(got, model(tokens, **options), rtol=0, atol=1e-4)
         gap = ones.clone()
         gap[0, 3:6] = 0
-        for options in ({"position_ids": places * 3, "attention_mask": ones}, {"attention_mask": gap}):
-            with pytest.raises(ValueError, match="axes must be 'three' for a text whose positions are not consecutive"):
+        refused = {
+            "axes must be 'three' for a text whose positions are not consecutive": {
+                "position_ids": places * 3,
+                "attention_mask": ones,
+            },
+            "attention_mask must leave one text in each row": {"attention_mask": gap},
+        }
+        for message, options in refused.items():
+            with pytest.raises(ValueError, match=message):
                 model.run_with_hooks(tokens, fwd_hooks=hooks, **options)

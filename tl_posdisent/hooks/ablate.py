@@ -8,11 +8,11 @@ from math import prod
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.hooks.edits.running_positions import real_tokens
+from tl_posdisent.hooks.edits.running_mask import running_mask
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers, read_model
@@ -94,23 +94,25 @@ def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
     """Return hooks that refuse a padded batch, in which a text would receive another text's output at padding."""
     dtype = next(model.parameters()).dtype
 
-    def refuse(scores: Tensor, hook: Any) -> None:
-        if scores.ndim == 4 and not bool(_real(scores.detach(), dtype).all()):
+    def refuse(spec: AttentionSpec, scores: Tensor, hook: Any) -> None:
+        if scores.ndim == 4 and bool(running_mask(spec, _masked(scores.detach(), dtype)).padding.any()):
             raise ValueError(
                 "mode \"resample\" puts one text's output in the place of another's, so texts must have equal length "
                 f"and no padding, got padding at {hook.name}: run texts of each length on their own"
             )
 
-    shown = [(hook_name(spec.layer, "hook_attn_scores"), set(spec.points.values())) for spec, _ in chosen]
-    return [(name, refuse) for name, there in shown if name in there]
+    shown = [(spec, hook_name(spec.layer, "hook_attn_scores")) for spec, _ in chosen]
+    return [(name, partial(refuse, spec)) for spec, name in shown if name in set(spec.points.values())]
 
 
-def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tensor:
-    """Find the queries that are not padding. Some bridges show their pattern at the hook of the scores."""
+def _masked(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Bool[Tensor, "batch head query key"]:
+    """Find the masked cells of scores, or of a pattern, which some bridges show at the hook of the scores."""
     if not is_pattern(x):
-        return real_tokens(x <= masked_below(x.dtype, dtype))
+        return x <= masked_below(x.dtype, dtype)
+    # A query that sees no key gets uniform attention, also to later keys.
     nowhere = (x[:, :, 0, 1:] > 0).any(-1).any(1) & ~(x[:, :, -2:-1, -1] > 0).any(-1).any(1)
-    return real_tokens(x == 0) & ~nowhere[:, None]
+    uniform = (x == x[..., :1]).all(-1, keepdim=True) & nowhere[:, None, None, None]
+    return (x == 0) | uniform
 
 
 def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:

@@ -170,7 +170,7 @@ def _fit(
     """Fit a rung to these heads, given their scores and keys."""
     scores, keys, inside = _side_by_side(spec, of_texts)
     if bool((scores.isneginf() & inside).any()):
-        raise ValueError(spec.other_mask())
+        raise ValueError(spec.other_mask(scores.shape[-1]))
     if rung in PER_HEAD:
         fit = fit_rung(rung, scores, inside, keys, bands=(), pool=True)
         return StoredAttention(fit, tuple(heads), of_keys=rung == "static")

@@ -292,7 +292,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     else:  # where a pattern is 0 inside the mask, one cannot tell whether the cell was masked
         inside = spec.sees(rows[:, None] - positions)
         if bool((theirs[..., ~inside] != 0).any()):
-            raise ValueError(spec.other_mask())
+            raise ValueError(spec.other_mask(end.shape[-1]))
         largest = torch.where(inside, ours, 0.0).abs().amax()
         ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
     theirs = theirs.to(wide)

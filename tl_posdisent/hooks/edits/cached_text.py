@@ -17,13 +17,11 @@ class Positions:
         own: the model's own; None until they are known.
         counted: index of each query in its text, from 0, regardless of its position; None unless it is needed.
         at_slots: whether the model's own are the slots of the batch, 0, 1, 2 …, padding included.
-        from_counts: whether edits take ``counted`` for positions, since padding precedes a text at slots.
     """
 
     own: Tensor | None = None
     counted: Tensor | None = None
     at_slots: bool = False
-    from_counts: bool = False
 
 
 @dataclass(frozen=True)

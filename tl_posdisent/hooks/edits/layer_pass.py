@@ -17,7 +17,6 @@ The steps, each at its own hook (``Step``), in the order in which most models co
 
 If the running text's positions are not the expected ones (padding, ``position_ids``, a KV cache), vectors may have been
 turned for the wrong positions. Then the pass *falls back*: it recomputes the scores of all heads with rotation edits.
-It also does if the model's positions count padding before a text, because edits start each text at 0.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ from tl_posdisent.hooks.edits import running_positions as text
 from tl_posdisent.hooks.edits.agreement import check_result, check_scores
 from tl_posdisent.hooks.edits.cached_text import Positions, TextSoFar, before_and_now
 from tl_posdisent.hooks.edits.layer_plan import Step
-from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_cache, refuse_part
+from tl_posdisent.hooks.edits.layer_state import LayerState, refuse_cache, refuse_part, refuse_start
 from tl_posdisent.hooks.edits.recomputed_scores import edited_scores, own_scores, result_of
 from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, Side
+from tl_posdisent.hooks.edits.running_mask import RunningMask, index_in_text, running_mask
 from tl_posdisent.hooks.edits.turned_vectors import turned_vectors
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import masked_below
@@ -118,14 +118,11 @@ def _measure_rotation(state: LayerState, cos: Tensor, sin: Tensor) -> None:
         state.fall_back()
 
 
-def _fall_back_elsewhere(state: LayerState, real: Tensor | None = None) -> None:
-    """Fall back if ``real`` tokens were turned for other positions than the model's, now or earlier in this text."""
+def _fall_back_elsewhere(state: LayerState) -> None:
+    """Fall back if vectors were turned for other positions than the model's, now or earlier in this text."""
     if state.positions.own is None or not state.plan.turned_before:
         return
-    there = state.own == state.expected
-    if real is not None:
-        there = there.expand(real.shape)[real]
-    if not bool(there.all()) or (state.text.misplaced and state.start > 0):
+    if not bool((state.own == state.expected).all()) or (state.text.misplaced and state.start > 0):
         state.fall_back()
 
 
@@ -187,19 +184,16 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     _check_cache(state, x)
     state.positions = _compared_with_slots(state, x)
     if cached or _reads_mask(state):
-        inside, real = text.inside_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
+        mask = running_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
         unseen = state.positions.own is None
-        state.positions = _read_from_mask(state, inside, real)
+        state.positions = _read_from_mask(state, mask)
         if unseen:
-            _fall_back_elsewhere(state, real)
+            _fall_back_elsewhere(state)
         if state.edits_scores or cached or unseen:
-            check_scores(state, x, inside)
-        # Only now, since the scores that were checked are those of the model's own positions.
-        state.positions = _from_0(state, real)
-        if state.positions.from_counts:
-            state.fall_back()
+            check_scores(state, x, mask.of_text)
+        _check_start(state, mask)
         if state.edits_scores:
-            new = edited_scores(state, x, inside)
+            new = edited_scores(state, x, mask)
     state.text = _extended_text(state, x)
     return new
 
@@ -239,28 +233,41 @@ def _compared_with_slots(state: LayerState, x: Tensor) -> Positions:
     return replace(state.positions, at_slots=torch.equal(own, state.expected))
 
 
-def _read_from_mask(state: LayerState, inside: Tensor, real: Tensor) -> Positions:
-    """Count the queries in their text if needed; if only the mask shows their positions, read these from it."""
-    found, cached = state.positions, inside.shape[-1] > inside.shape[-2]
-    if state.plan.counts or found.own is None or (state.plan.by_place and found.at_slots):
-        before = state.text.positions.counted if cached else None
-        found = replace(found, counted=text.counted_in_text(inside, real, before))
+def _read_from_mask(state: LayerState, mask: RunningMask) -> Positions:
+    """Count the queries in their text if needed; take the slots for positions if the model does not show them.
+
+    Scores depend on differences of positions alone, so padding before a text makes no difference to them.
+    """
+    found, cached = state.positions, mask.visible.shape[-1] > mask.visible.shape[-2]
     if found.own is None:
-        assert found.counted is not None
-        return replace(found, own=text.positions_of(found.counted))
-    if not cached and text.restarts(found.own):
-        text.check_packed(found.own, inside, real)
+        found = replace(found, own=state.expected, at_slots=True)
+    if state.plan.counts:
+        before = state.text.positions.counted if cached else None
+        if before is None:
+            counted = index_in_text(state.expected if found.own is None else found.own, mask.starts)
+        else:
+            counted = before[:, -1:] + 1 + torch.arange(mask.visible.shape[-2], device=before.device)
+        found = replace(found, counted=counted)
+    if not cached and found.own is not None and text.restarts(found.own):
+        text.check_packed(found.own, mask)
     return found
 
 
-def _from_0(state: LayerState, real: Tensor) -> Positions:
-    """Let edits count from 0 if they depend on positions and the model's own count the padding before a text."""
-    found = state.positions
-    if not (state.plan.by_place and found.at_slots):
-        return found
-    assert found.counted is not None
-    shifted = (found.counted != state.own) & (real | (found.counted < 0))  # padding after a text shifts nothing
-    return replace(found, from_counts=bool(shifted.any()))
+def _check_start(state: LayerState, mask: RunningMask) -> None:
+    """Refuse functions of the position if their result depends on whether the first keys are padding or hidden.
+
+    The model's positions are then the slots of the batch, and no token from a ``start`` on sees the keys before.
+    """
+    if not (state.plan.by_place and state.positions.at_slots):
+        return
+    own = state.places(mask.starts.shape[-1])[1]
+    seen = mask.seen.any(1)
+    for start in mask.starts.any(0).nonzero()[:, 0].flip(0).tolist():  # the whole block first
+        row = int(mask.starts[:, start].nonzero()[0])
+        at = own[start:][seen[row, start:]]
+        for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
+            if not edit.same_from(at, int(own[start]), state.spec.require_rotary("rotation edits")):
+                refuse_start(state.spec, edit.tool, row, start, edit.of_slots)
 
 
 def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
@@ -301,12 +308,12 @@ def _put_in(state: LayerState, x: Tensor) -> Tensor | None:
     counted = at[state.cached :]
     own = counted if state.positions.own is None else state.own
     state.positions = replace(state.positions, own=own, counted=counted)
-    inside = state.spec.sees(counted[:, None] - at)
+    mask = running_mask(state.spec, x.new_zeros((len(x), 1, len(counted), len(at)), dtype=torch.bool))
     if state.rescored or state.plan.recomputes:
-        scores = own_scores(state, len(at))
+        scores = own_scores(state, mask)
     else:  # the edits do not read scores
-        scores = x.new_zeros(len(x), state.spec.n_heads, *inside.shape)
-    heads, result = result_of(state, scores, inside)
+        scores = x.new_zeros(len(x), state.spec.n_heads, len(counted), len(at))
+    heads, result = result_of(state, scores, mask)
     _finish(state)
     return x.index_copy(2, torch.tensor(heads, device=x.device), result.to(x.dtype))
 

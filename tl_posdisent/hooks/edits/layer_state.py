@@ -13,6 +13,8 @@ from tl_posdisent.hooks.edits.cached_text import Positions, TextSoFar, before_an
 from tl_posdisent.hooks.edits.layer_plan import Grouped, LayerPlan, can_rescore
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.words import plural
 
 
 @dataclass(frozen=True)
@@ -158,4 +160,15 @@ def refuse_cache(spec: AttentionSpec, size: tuple[int, ...]) -> NoReturn:
     raise ValueError(
         f"layer {spec.layer} sees {size[0]} queries against {size[1]} keys, of which the KV cache was not filled under "
         f"these hooks: fill it with use_cache=True and use it in one model.hooks block, or {WITHOUT_CACHE}"
+    )
+
+
+def refuse_start(spec: AttentionSpec, tool: str, row: int, start: int, knocked_out: str) -> NoReturn:
+    """Refuse an edit whose result depends on whether the first keys of a row are padding or hidden otherwise."""
+    raise ArgumentError(
+        "attention_mask",
+        f"hides the first {plural(start, 'key')} of row {row} from all later tokens in layer {spec.layer}, and {tool} "
+        "depends on whether they are padding or knocked out, which hooks cannot see: for padding, pass position_ids "
+        "that begin at 0 behind it, or, if this model does not show its positions, run the text without it; for "
+        f"keys that are knocked out, give {knocked_out}",
     )

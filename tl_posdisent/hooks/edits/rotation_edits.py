@@ -41,6 +41,7 @@ _NOISE_BLOCK = 64  # positions drawn at a time, so that those of a longer text b
 class RotationEdit(Edit):
     # What to give for parts of a text instead of values per slot; None if values per slot serve parts too.
     by_position: ClassVar[str | None] = "a function of the position"
+    of_slots: ClassVar[str] = "one position for each slot of the batch"
 
     @property
     def slots(self) -> bool:
@@ -51,6 +52,10 @@ class RotationEdit(Edit):
     def by_place(self) -> bool:
         """Whether it depends on the tokens' own positions, not only on the distances between them."""
         return False
+
+    def same_from(self, own: Tensor, start: int, rotary: Rotary) -> bool:
+        """Say whether it does the same to tokens at these positions if their text starts at ``start`` instead of 0."""
+        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,14 @@ class PositionMap(RotationEdit):
     def distances_only(self) -> bool:
         """Whether only the differences of its positions are defined: one distance between all queries and keys."""
         return isinstance(self.queries, (int, float))
+
+    def same_from(self, own: Tensor, start: int, rotary: Rotary) -> bool:
+        if not callable(self.queries) or not own.numel():
+            return True
+        at_slots, in_text = (mapped(self.queries, x.double(), "positions", "positions") for x in (own, own - start))
+        shift = in_text - at_slots  # the same for all tokens changes no distance
+        size = torch.stack([at_slots, in_text]).abs().max()
+        return bool(shift.max() - shift.min() <= 1e-9 * size)
 
     def places(self, which: Side, own: Tensor, texts: int) -> Tensor:
         """Return the new positions of tokens whose own are ``own``, ``(pos,)`` or ``(batch, pos)``."""
@@ -173,6 +186,7 @@ class PhaseNoise(RotationEdit):
     angles: Float[Tensor, "*batch pos subspace"] | Callable[[Rotary], Tensor] | float
     seed: int = 0
     by_position = "a standard deviation"
+    of_slots = "angles for each slot"
 
     @property
     def slots(self) -> bool:
@@ -181,6 +195,11 @@ class PhaseNoise(RotationEdit):
     @property
     def by_place(self) -> bool:
         return not self.slots
+
+    def same_from(self, own: Tensor, start: int, rotary: Rotary) -> bool:
+        if not self.by_place or not own.numel():
+            return True
+        return torch.equal(self.phases(rotary, own, 1), self.phases(rotary, own - start, 1))
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Float[Tensor, "*batch pos subspace"]:
         """Return the angles of tokens at their own positions."""

@@ -1,7 +1,7 @@
-"""Read positions, rotation table, attention mask and cached part of the running text during a forward pass.
+"""Read positions and rotation table of the running text during a forward pass.
 
 Padding, ``position_ids``, a KV cache and rotations that depend on the length of the text all show in what a layer
-computes: in its table of cosines, in its vectors before and after rotation, and in its scores.
+computes: in its table of cosines, and in its vectors before and after rotation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tl_posdisent.hooks.edits.running_mask import RunningMask
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, table_like, to_complex
 from tl_posdisent.utils.errors import ArgumentError
@@ -88,51 +89,19 @@ def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
     return None
 
 
-def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
-    """Find the queries that are not padding: under every mask, a token sees itself unless it is padding."""
-    cached = masked.shape[-1] - masked.shape[-2]
-    return ~masked.diagonal(cached, -2, -1).all(1)
-
-
-def positions_of(counted: Int[Tensor, "batch pos"]) -> Int[Tensor, "*batch pos"]:
-    """Return the positions of tokens with these indices in their texts: one row if it serves all texts."""
-    positions = counted.clamp_min(0)
-    return positions[0] if bool((positions == positions[0]).all()) else positions
-
-
-def counted_in_text(
-    inside: Bool[Tensor, "*lead query key"], real: Bool[Tensor, "batch query"], before: Int[Tensor, "batch seen"] | None
-) -> Int[Tensor, "batch query"]:
-    """Return the index of each query in its text, from 0, whatever its position; ``before`` are those of a cached text.
-
-    Texts packed into one row are told apart by what their tokens see: from any token, go to the first token that it
-    sees, and repeat; this ends at the first token of the text. Padding before a text has the index -1.
-    """
-    count = real.long().cumsum(-1)
-    if before is not None:
-        return before[:, -1:] + count
-    seen = inside if inside.ndim < 4 else inside.any(1)
-    alone = torch.arange(count.shape[-1], device=count.device)
-    first = torch.where(seen.any(-1), seen.to(torch.uint8).argmax(-1), alone).expand(count.shape)
-    for _ in range(count.shape[-1].bit_length()):  # a sliding window needs several steps
-        first = first.gather(-1, first)
-    return torch.where(real, count - count.gather(-1, first), count - 1)
-
-
 def restarts(own: Int[Tensor, "*batch pos"]) -> bool:
     """Say whether positions begin again at 0 within a row."""
     return bool(((own[..., 1:] == 0) & (own[..., :-1] > 0)).any())
 
 
-def check_packed(
-    own: Int[Tensor, "*batch query"], inside: Bool[Tensor, "*lead query key"], real: Bool[Tensor, "batch query"]
-) -> None:
+def check_packed(own: Int[Tensor, "*batch query"], mask: RunningMask) -> None:
     """Refuse texts packed into one row by their positions alone, which the mask does not hide from each other."""
+    real = ~mask.padding
     own, both = own.expand(real.shape), real[:, 1:] & real[:, :-1]
     begins = both & (own[:, 1:] == 0) & (own[:, :-1] > 0)
     packed = begins.any(-1) & (begins | ~both | (own.diff() == 1)).all(-1)
     text = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
-    seen = inside if inside.ndim < 4 else inside.any(1)
+    seen = mask.seen & ~mask.after[:, :, None]
     if bool((seen & (text[:, :, None] != text[:, None, :]))[packed].any()):
         raise ArgumentError(
             "position_ids",
@@ -140,17 +109,6 @@ def check_packed(
             "texts, or a mask [batch, 1, query, key] (with use_cache=False and no attention_mask, transformers makes "
             "one for most models)",
         )
-
-
-def inside_mask(
-    spec: AttentionSpec, masked: Bool[Tensor, "batch head query key"]
-) -> tuple[Bool[Tensor, "*lead query key"], Bool[Tensor, "batch query"]]:
-    """Return the cells in which a real query sees a key, and which queries are real (not padding)."""
-    n_query, n_key = masked.shape[-2:]
-    at = torch.arange(n_key, device=masked.device)
-    seen = spec.sees(at[n_key - n_query :, None] - at)
-    real = real_tokens(masked)
-    return seen & ~masked & real[:, None, :, None], real
 
 
 def check_one_text(spec: AttentionSpec, inside: Bool[Tensor, "*lead query key"], tool: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, HeadRotation, Side, check_patch
@@ -29,6 +29,7 @@ def rotated_scores(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key head d_head"],
     own: tuple[Tensor, Tensor],
+    seen: Bool[Tensor, "batch query key"],
     before: Float[Tensor, "batch head query key"] | None = None,
     part: tuple[int, int] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
@@ -38,6 +39,7 @@ def rotated_scores(
 
     Args:
         own: the positions of queries and of keys.
+        seen: cells in which a query sees a key. The scores of others are arbitrary.
         before: the scores without edits, which are kept where distances do not change.
         part: if a text is run in parts, the slots of the first query and the first key in it. A matrix of distances
             is then that of the whole text.
@@ -54,8 +56,10 @@ def rotated_scores(
         values, index = distances.nan_to_num(0.0, 0.0, 0.0).unique(return_inverse=True)  # masked cells are arbitrary
     else:
         real = own[0][..., :, None] - own[1][..., None, :]
-        low = 0 if spec.causal else int(real.min())
-        values, index = edit.values(low, int(real.max()), q.device), (real - low).clamp_min(0)
+        needed = torch.where(seen, real, 0)  # a function may have no values at other distances
+        low = int(needed.min())
+        values = edit.values(low, int(needed.max()), q.device)
+        index = (real - low).clamp(0, len(values) - 1)
         index = index if index.ndim == 2 else index[:, None]  # positions differ between texts
         pieces = straight_pieces(values, low)
         if pieces is not None:
@@ -63,7 +67,9 @@ def rotated_scores(
     in_place: dict[str, Any] = {"rotary": rotary, "tables": True}  # noise and dropped subspaces
     q = rotation.turned_on(_wide(q), "q", own[0], **in_place)
     k = rotation.turned_on(_wide(k), "k", own[1], **in_place)
-    return pair_scores(replace(spec, rotary=rotation.frequencies(rotary)), q, k, values, index)
+    ahead = seen.triu(1 + k.shape[1] - q.shape[1])  # keys after their query, in the prefix of a prefix LM
+    causal = spec.causal and not bool(ahead.any())
+    return pair_scores(replace(spec, rotary=rotation.frequencies(rotary), causal=causal), q, k, values, index)
 
 
 def rotated_vectors(

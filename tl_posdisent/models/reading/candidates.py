@@ -170,6 +170,12 @@ def chunk_size(attn: Any, layer: int) -> int | None:
     return getattr(config, "attention_chunk_size", None)
 
 
+def chosen_keys(attn: Any) -> int | None:
+    """Return the number of keys that a learned index chooses for each query (DeepSeek V3.2, GLM-5); None without it."""
+    config: Any = getattr(getattr(attn, "original_component", None), "config", None)
+    return getattr(config, "index_topk", None)
+
+
 @dataclass(frozen=True)
 class Temperature:
     """The factor of queries by their position in a whole text, in layers of Llama 4 without rotation.

@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.candidates import (
     OwnNumbers,
     Pair,
     Temperature,
+    chosen_keys,
     chunk_size,
     gate_taps,
     queries_and_keys,
@@ -36,6 +37,7 @@ from tl_posdisent.models.reading.seen import (
     masked_score,
     read,
     short_name,
+    shows_mask,
     shows_scores,
     visible_cells,
 )
@@ -75,6 +77,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
         masked_below=masked_score(seen),
+        shows_mask=shows_mask(seen),
         points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
     )
     if visible is None:
@@ -87,8 +90,12 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
                 else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
             ),
         )
+    chosen = chosen_keys(attn)
+    if chosen is not None:
+        spec = replace(spec, holds_to=chosen, beyond="has a mask that is chosen by the model (a learned index)")
     if not is_mask(visible, causal, window):
-        return replace(spec, problem=_other_mask(visible, chunk_size(attn, layer)))
+        problem = _other_mask(visible, chunk_size(attn, layer), chosen)
+        return replace(spec, problem=problem, no_rotation=f"cannot be read: {problem}")
     pairs = list(queries_and_keys(model, layer, seen))
     if not pairs:
         return replace(spec, problem="hook_q and hook_k do not fire")
@@ -96,6 +103,8 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     factors = dict.fromkeys(scales(attn, seen["hook_q"].shape[-1] if seen["hook_q"].ndim == 4 else cfg.d_head))
     caps = dict.fromkeys(soft_caps(model, attn))  # each once, in order
     spec = _explain_scores(spec, seen, visible, itertools.product(rotations, pairs, factors, caps))
+    if chosen is not None:  # the index that chooses keys reads the tables too: other tables would change the mask
+        spec = replace(spec, cos=None, sin=None)
     if shows_scores(seen) or spec.problem:
         return spec
     spec = _explain_result(_with_limit(spec, attn), seen)
@@ -104,8 +113,13 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
 
 
-def _other_mask(visible: Tensor, chunk: int | None) -> str:
+def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
     """Return the reason given for a mask that is not described."""
+    if chosen is not None and chosen < len(visible):
+        return (
+            f"its mask is chosen by the model (a learned index keeps {chosen} keys a query), and the {len(visible)} "
+            "tokens on which a model is read are more"
+        )
     at = torch.arange(len(visible), device=visible.device)
     if chunk is None or not torch.equal(visible, (at[:, None] >= at) & (at[:, None] // chunk == at // chunk)):
         return "its mask is neither causal nor full nor a sliding window"

@@ -53,6 +53,15 @@ def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
     return visible if is_softmax(pattern, scores, visible) else attended  # some models show unmasked scores
 
 
+def shows_mask(seen: Seen) -> bool:
+    """Say whether the scores show which cells are masked: in some models the mask is applied behind their hook."""
+    if not shows_scores(seen):
+        return False
+    shown = (seen["hook_attn_scores"] > masked_score(seen)).flatten(0, -3).any(0)
+    visible = visible_cells(seen)
+    return visible is None or torch.equal(visible, shown)
+
+
 def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
     """Say whether the pattern is the softmax of these scores, up to the share of a row that attention sinks take."""
     wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)

@@ -51,6 +51,7 @@ class AttentionSpec:
         beyond: what the layer does with longer texts, for messages.
         scaled: whether scores at positions from ``holds_to`` on are scaled by position, whatever the tables.
         masked_below: cells at or below this value are masked (see ``is_masked``).
+        shows_mask: whether the scores show which cells are masked; False if the mask is applied behind their hook.
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
         no_cache: why the model cannot be run with a KV cache, which some of its layers lose; None if it can.
@@ -86,6 +87,7 @@ class AttentionSpec:
     beyond: str = "rotates by other frequencies or scales scores by position"
     scaled: bool = False
     masked_below: float = -1e30
+    shows_mask: bool = True
     problem: str | None = None
     no_rotation: str | None = None
     no_cache: str | None = None
@@ -132,11 +134,16 @@ class AttentionSpec:
         half = torch.finfo(torch.float16).min
         hidden = scores <= (half if self.masked_below > half else self.masked_below)
         if bool((hidden & inside).any() | (~self.is_masked(scores) & ~inside).any()):
-            raise ValueError(self.other_mask())
+            raise ValueError(self.other_mask(scores.shape[-1]))
         return inside
 
-    def other_mask(self) -> str:
-        """Return the error message for a mask other than the one read."""
+    def other_mask(self, length: int) -> str:
+        """Return the error message for a mask other than the one read, of a text of this length."""
+        if self.holds_to is not None and length > self.holds_to:
+            return (
+                f"tokens must be at most {self.holds_to} long, got {length}: beyond, layer {self.layer} of "
+                f"{self.architecture} {self.beyond}"
+            )
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if self.causal else 'full'}, window {self.window}): for padded texts pass "
@@ -174,7 +181,7 @@ class AttentionSpec:
         self,
         pattern: Float[Tensor, "batch head query key"],
         v: Float[Tensor, "batch key kv d_value"],
-        gate: Float[Tensor, "batch query head d_value"] | None = None,
+        gate: Float[Tensor, "batch query head d_gate"] | None = None,
     ) -> Float[Tensor, "batch query head d_value"]:
         """Compute z from a pattern, values and the gate, in the wider of their dtypes.
 

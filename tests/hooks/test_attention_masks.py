@@ -1,0 +1,364 @@
+"""Interventions under attention masks of any kind: a mask hides keys, and changes neither positions nor anything else.
+
+A mask is passed to the model as ``[batch, 1, query, key]``, or made by a hook of the user's at the scores, before or
+behind those of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import zoo
+from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
+from torch import Tensor
+
+from tl_posdisent import (
+    additivity,
+    capture,
+    dummy_distance,
+    lambda_mask,
+    position_interpolation,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import applied, phase_noise
+from tl_posdisent.hooks.edits.running_mask import running_mask
+from tl_posdisent.models.reading.seen import Seen, read, short_name
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.rope.rotary import rotate
+from tl_posdisent.utils.errors import ArgumentError
+
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+
+TEXTS = zoo.random_tokens(L)
+CAUSAL = torch.ones(L, L, dtype=torch.bool).tril()
+SLOT = torch.arange(L)
+
+
+def drawn(density: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return CAUSAL & (torch.rand(len(TEXTS), L, L, generator=generator) < density)
+
+
+def without(*, queries: Any = slice(None), keys: Any = slice(None)) -> Tensor:
+    seen = CAUSAL.clone()
+    seen[queries, keys] = False
+    return seen
+
+
+MASKS = {
+    "causal": CAUSAL,
+    "a token not to itself": without(queries=5, keys=5),
+    "no token to itself": CAUSAL & ~torch.eye(L, dtype=torch.bool),
+    "only to itself": torch.eye(L, dtype=torch.bool),
+    "token 1 not to key 0": without(queries=1, keys=0),
+    "token 7 not to the first keys": without(queries=7, keys=slice(0, 5)),
+    "a key hidden": without(keys=4),
+    "the first keys hidden": without(keys=slice(0, 3)),
+    "the first keys hidden from later tokens": without(queries=slice(3, None), keys=slice(0, 3)),
+    "the last keys hidden": without(keys=slice(9, None)),
+    "a query without keys": without(queries=6),
+    "keys in a range of one query": without(queries=slice(8, 10), keys=slice(2, 6)),
+    "blocks": CAUSAL & (SLOT[:, None] // 4 == SLOT // 4),
+    "first key and window": CAUSAL & ((SLOT == 0) | (SLOT[:, None] - SLOT < 3)),
+    **{f"{int(100 * p)} % at random, {seed}": drawn(p, seed) for p in (0.2, 0.5, 0.9) for seed in (0, 1)},
+    "prefix": CAUSAL | ((SLOT < 5) & (SLOT[:, None] < 5)),
+    "all keys": torch.ones(L, L, dtype=torch.bool),
+    "text by text": torch.stack([without(queries=4, keys=4), without(keys=2)]),
+}
+every_mask = pytest.mark.parametrize("seen", MASKS.values(), ids=MASKS)
+
+# Of the classes of models: positions in tables, in no hook, in vectors; windows, sinks, soft caps, QK-norms, latents.
+ON_BRIDGES = ["llama-gqa", "neox", "codegen", "phi", "qwen3", "gemma2", "gpt_oss", "olmo2-gqa", "deepseek_v3"]
+on_bridges = pytest.mark.parametrize("name", [x for x in ON_BRIDGES if x in zoo.BRIDGE_NAMES])
+
+
+def of_pairs(seen: Tensor) -> Tensor:
+    """The mask ``[batch, 1, query, key]`` of transformers."""
+    seen = seen.expand(len(TEXTS), L, L)
+    return torch.zeros(len(TEXTS), 1, L, L).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+
+
+def hiding(model: Any, seen: Tensor) -> list[Any]:
+    """The user's own hooks, with the same mask."""
+
+    def hide(scores: Tensor, hook: Any) -> Tensor:
+        return scores.masked_fill(~seen.expand(len(TEXTS), L, L)[:, None], torch.finfo(scores.dtype).min)
+
+    return [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in range(model.cfg.n_layers)]
+
+
+def run(model: Any, hooks: Any, **options: Any) -> Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(TEXTS, **options)
+
+
+NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "positions": lambda m: swap_positions(m, lambda p: p),
+    "positions of some heads": lambda m: swap_positions(m, lambda p: p, heads=[1, 6]),
+    "shifted": lambda m: swap_positions(m, lambda p: p + 3.5),
+    "slots": lambda m: swap_positions(m, SLOT),
+    "distances": lambda m: remap_distance(m, lambda d: d.clamp(max=L)),
+    "Λ-mask": lambda m: lambda_mask(m, 2, L, L),
+    "interpolation": lambda m: position_interpolation(m, 1),
+    "no noise": lambda m: phase_noise(m, 0.0),
+}
+
+
+@zoo.needs_bridge
+@every_mask
+@on_bridges
+def test_unchanged_positions_change_nothing(name: str, seen: Tensor, shared_reading: Any) -> None:
+    reading = shared_reading("bridge", name)
+    plain = run(reading.model, [], attention_mask=of_pairs(seen))
+    for tool, make in NEUTRAL.items():
+        got = run(reading.model, make(reading), attention_mask=of_pairs(seen))
+        torch.testing.assert_close(got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}")
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "qwen3", "gemma2"))
+@every_mask
+def test_masks_of_own_hooks_on_either_side(kind: str, name: str, seen: Tensor, shared_reading: Any) -> None:
+    reading = shared_reading(kind, name)
+    if not all(spec.scores_editable for spec in reading.specs()):
+        pytest.skip("edited scores are discarded")
+    own = hiding(reading.model, seen)
+    plain = run(reading.model, own)
+    for tool, make in NEUTRAL.items():
+        hooks = make(reading)
+        for order in ([*own, *hooks], [*hooks, *own]):
+            got = run(reading.model, order)
+            torch.testing.assert_close(
+                got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}"
+            )
+
+
+@zoo.needs_bridge
+@every_mask
+@on_bridges
+def test_distances_are_their_formula(name: str, seen: Tensor, shared_reading: Any) -> None:
+    reading = shared_reading("bridge", name)
+    options = {"attention_mask": of_pairs(seen)}
+    distance = (SLOT[:, None] - SLOT).double()
+    cases: list[tuple[Callable[..., Any], Tensor]] = [
+        (partial(dummy_distance, reading, 5), torch.full_like(distance, 5)),
+        (partial(remap_distance, reading, lambda d: d.clamp(max=2)), distance.clamp(max=2)),
+        (partial(remap_distance, reading, lambda d: d.abs().sqrt()), distance.abs().sqrt()),
+        (partial(remap_distance, reading, 3 - distance), 3 - distance),
+    ]
+    plain = run(reading.model, [], **options)
+    for make, wanted in cases:
+        for heads in (None, [1, 6]):
+            expected = run(reading.model, at_distances(reading, wanted, heads), **options)
+            close(run(reading.model, make(heads=heads), **options), expected, rounding(expected))
+            if heads is None:  # distances matter unless each token sees at most one key
+                assert (expected - plain).abs().max() > 0.05 or not bool((seen.sum(-1) > 1).any())
+
+
+@zoo.needs_bridge
+def test_keys_at_later_positions(shared_reading: Any) -> None:
+    """Position IDs may put a key after its query, which a function of the distance then gets as a negative number."""
+    reading = shared_reading("bridge", "llama-gqa")
+    options = {"attention_mask": torch.ones_like(TEXTS), "position_ids": SLOT.flip(0).expand(len(TEXTS), -1)}
+    later = (SLOT - SLOT[:, None]).double()
+    for function in (lambda d: d.abs().sqrt(), lambda d: d.clamp(min=-3), lambda d: d / 2):
+        expected = run(reading.model, at_distances(reading, function(later), None), **options)
+        close(run(reading.model, remap_distance(reading, function), **options), expected, rounding(expected))
+
+
+def at_distances(reading: Any, distances: Tensor, heads: list[int] | None) -> list[Any]:
+    """Plain hooks that keep queries and keys and put ``scale · ⟨R(d) q, k⟩`` in at the scores that are not masked."""
+    some: Any = slice(None) if heads is None else heads
+    hooks = []
+    for spec in reading.specs():
+        held: Seen = {}
+
+        def keep(name: str, x: Tensor, hook: Any, held: Seen = held) -> None:
+            held[short_name(name)] = x
+
+        def put(scores: Tensor, hook: Any, spec: AttentionSpec = spec, held: Seen = held) -> Tensor:
+            q, k = (read(tap, held).double() for tap in (spec.q, spec.k))
+            own = scores.double()
+            for d in distances.unique():
+                turned = rotate(q, torch.full((L,), float(d)), spec.rotary), rotate(k, torch.zeros(L), spec.rotary)
+                at_d = torch.einsum("bqhd,bkhd->bhqk", turned[0], spec.per_query_head(turned[1])) * spec.scale
+                own = torch.where(distances == d, at_d, own)
+            own = own if spec.soft_cap is None else spec.soft_cap * torch.tanh(own / spec.soft_cap)
+            new = scores.clone()
+            new[:, some] = torch.where(scores > spec.masked_below, own.to(scores.dtype), scores)[:, some]
+            return new
+
+        names = dict.fromkeys([*spec.q.names, *spec.k.names])
+        hooks += [*((name, partial(keep, name)) for name in names), (spec.scores, put)]
+    return hooks
+
+
+GLM_5 = {
+    **{"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "n_group": 1},
+    **{"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "topk_group": 1, "pad_token_id": 0},
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"index_n_heads": 2, "index_head_dim": 16, "max_position_embeddings": 256},
+}
+
+
+def glm_5(index_topk: int) -> Any:
+    """GLM-5, in which a learned index chooses the keys that a query sees."""
+    config = transformers.GlmMoeDsaConfig(**GLM_5, index_topk=index_topk, attn_implementation="eager")
+    model = transformers.GlmMoeDsaForCausalLM(config).float().eval()
+    zoo.randomise(model, 0.15, 1.0)
+    return zoo.as_bridge(model)
+
+
+@zoo.needs_bridge
+def test_a_mask_that_the_model_chooses() -> None:
+    """It stays as it is: rotations of the index are not those of attention."""
+    model = glm_5(11)  # as many keys as there are tokens in the texts on which a model is read
+    reading, plain = read_model(model), run(model, [])
+    masks: list[Tensor] = []
+    watch = [("blocks.0.attn.hook_dsa_mask", lambda x, hook: masks.append(x))]
+    distance = (SLOT[:, None] - SLOT).double()
+    run(model, watch)
+    assert bool((masks[0] < 0)[:, -1].any())  # the index hides a key of the last token
+    for tool, make in NEUTRAL.items():
+        got = run(model, make(reading))
+        torch.testing.assert_close(got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}")
+    for hooks, wanted in (
+        (dummy_distance(reading, 5), torch.full_like(distance, 5)),
+        (swap_positions(reading, SLOT**2 / 3), (SLOT[:, None] ** 2 - SLOT**2) / 3),
+    ):
+        expected = run(model, at_distances(reading, wanted, None))
+        close(run(model, [*hooks, *watch]), expected, rounding(expected))
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+
+
+@zoo.needs_bridge
+def test_refusals_say_that_the_model_chooses_its_mask() -> None:
+    model, few = glm_5(11), glm_5(6)
+    beyond = r"tokens must be at most {} long, got 12: beyond, layer 0 of \w+ has a mask that is chosen by the model"
+    for tool in (capture, partial(additivity, progress=False)):
+        with pytest.raises(ValueError, match=beyond.format(11)):
+            tool(model, TEXTS)
+    with pytest.raises(ValueError, match=beyond.format(6)):
+        additivity(few, TEXTS, progress=False)
+    with pytest.raises(ValueError, match=r"layer 0 of \w+ cannot be read: its mask is chosen by the model"):
+        swap_positions(few, lambda p: p)
+
+
+def rounding(x: Tensor) -> float:
+    """The error that float32 leaves in logits of these models."""
+    return 2e-5 * float(x.abs().max())
+
+
+# --- the first keys hidden from all later tokens: padding, packed texts, or keys that are knocked out
+
+
+BY_POSITION: dict[str, Callable[..., Any]] = {
+    "swap": lambda m, **w: swap_positions(m, lambda p: p**2 / 3, **w),
+    "noise": lambda m, **w: phase_noise(m, 0.7, **w),
+    "Λ": lambda m, **w: lambda_mask(m, 2, 3, L, **w),
+}
+HIDDEN = [x for x in MASKS if x.startswith(("the first keys hidden", "blocks"))]
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("tool", BY_POSITION)
+@pytest.mark.parametrize("where", [{}, {"heads": [1, 6]}], ids=["all", "some"])
+@pytest.mark.parametrize("mask", HIDDEN)
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen", "deepseek_v3"])
+def test_what_could_be_padding_is_refused(name: str, mask: str, where: Any, tool: str, shared_reading: Any) -> None:
+    reading = shared_reading("bridge", name)
+    message = r"attention_mask hides the first \d keys of row 0 from all later tokens in layer 0, and \w+ depends on"
+    with pytest.raises(ArgumentError, match=message):
+        run(reading.model, BY_POSITION[tool](reading, **where), attention_mask=of_pairs(MASKS[mask]))
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("mask", HIDDEN)
+def test_positions_tell_padding_from_keys_that_are_knocked_out(mask: str, shared_reading: Any) -> None:
+    """Position IDs that begin at 0 after the block, or new positions of slots, for each of the two meanings."""
+    reading = shared_reading("bridge", "llama-gqa")
+    start = 8 if mask == "blocks" else 3
+    seen = MASKS[mask]
+    positions = torch.where(start <= SLOT, SLOT - start, SLOT)
+    if mask == "blocks":
+        positions = SLOT % 4
+    given = {"attention_mask": of_pairs(seen), "position_ids": positions.expand(len(TEXTS), -1)}
+    for tool, make in BY_POSITION.items():
+        hooks = make(reading)
+        with torch.no_grad(), applied(reading.model, hooks):
+            close(reading.model(TEXTS, **given)[:, start:], reading.model(TEXTS[:, start:]), 2e-4)
+        if tool == "swap":
+            by_slot = run(reading.model, swap_positions(reading, SLOT**2 / 3), attention_mask=of_pairs(seen))
+            by_hand = run(reading.model, at_positions(reading, SLOT**2 / 3), attention_mask=of_pairs(seen))
+            close(by_slot, by_hand, rounding(by_hand))
+
+
+def at_positions(reading: Any, positions: Tensor) -> list[Any]:
+    """Hooks with the model's own rotation of queries and keys replaced by that to other positions."""
+
+    def put(x: Tensor, hook: Any, spec: AttentionSpec) -> Tensor:
+        plain = rotate(x.double(), -SLOT.double(), spec.rotary)
+        return rotate(plain, positions.double(), spec.rotary).to(x.dtype)
+
+    return [(tap.name, partial(put, spec=spec)) for spec in reading.specs() for tap in (spec.turn_q, spec.turn_k)]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3"))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_texts_with_keys_that_are_knocked_out(kind: str, name: str, side: str, shared_reading: Any) -> None:
+    """Each text is as it is alone, where its own keys are knocked out in the same places."""
+    reading = shared_reading(kind, name)
+    model, pad = reading.model, 4
+    at = slice(pad, L) if side == "left" else slice(0, L - pad)
+    short = TEXTS[:1, :-pad]
+    knocked_out = without(queries=slice(3, None), keys=slice(0, 2)) & without(queries=5, keys=5)
+    tokens, mask = torch.zeros_like(TEXTS), torch.zeros_like(TEXTS)
+    tokens[0, at], mask[0, at], tokens[1], mask[1] = short, 1, TEXTS[1], 1
+
+    def hide(scores: Tensor, hook: Any) -> Tensor:
+        scores, n = scores.clone(), scores.shape[-1]
+        for row, text in zip(scores, [at, slice(0, L)] if n == L else [slice(0, n)], strict=True):
+            size = row[:, text, text].shape[-1]
+            row[:, text, text] = row[:, text, text].masked_fill(
+                ~knocked_out[:size, :size], torch.finfo(scores.dtype).min
+            )
+        return scores
+
+    for tool, make in TOOLS_FOR_ANY_LENGTH.items():
+        own = [(spec.scores, hide) for spec in reading.specs()]
+        for hooks in ([*own, *make(reading)], [*make(reading), *own]):
+            with torch.no_grad(), applied(model, hooks):
+                together, alone = model(tokens, attention_mask=mask), model(short)
+            torch.testing.assert_close(
+                together[0, at], alone[0], rtol=0, atol=rounding(alone), msg=lambda text, of=tool: f"{of}: {text}"
+            )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_starts_and_ends_by_their_definition(seed: int) -> None:
+    """Cell by cell, of masks at random in which blocks at the beginning and the end are hidden."""
+    generator = torch.Generator().manual_seed(seed)
+    n = 9
+    spec = AttentionSpec(0, "", 1, 1, 1, causal=bool(seed % 3), window=(None, 4, 1)[seed % 3 if seed > 10 else 0])
+    masked = torch.rand(3, 2, n, n, generator=generator) < 0.4
+    first, last = torch.randint(0, n, (2, 3), generator=generator).tolist()
+    for row in range(3):
+        masked[row, :, first[row] :, : first[row]] = True
+        masked[row, :, :, last[row] :] |= bool(row % 2)
+    mask = running_mask(spec, masked)
+    for row in range(3):
+        sees = [[not bool(masked[row, :, q, k].all()) for k in range(n)] for q in range(n)]
+        may = [[bool(spec.sees(torch.tensor(q - k))) for k in range(n)] for q in range(n)]
+        for s in range(n):
+            later = [(q, k) for q in range(s, n) for k in range(s)]
+            some = any(sees[q][k] for q in range(s, n) for k in range(n))
+            start = not any(sees[q][k] for q, k in later) and any(may[q][k] for q, k in later) and some
+            assert bool(mask.starts[row, s]) == start, (row, s)
+            assert bool(mask.after[row, s]) == (not any(sees[q][k] for k in range(s, n) for q in range(n)))

@@ -1,0 +1,98 @@
+"""Read the attention mask of a running text from a layer's scores, and where a text may start and end in it.
+
+Hooks do not see ``attention_mask``, only which cells are masked. A block of slots at the beginning or at the end of a
+row is padding if no token outside the block sees its keys. Nothing else is: a token that does not see itself, or a key
+that some tokens do not see, is masked and counts like any other.
+
+The first keys may be hidden from all later tokens without being padding (knocked-out keys, packed texts). Positions
+tell these apart if they begin at 0 after the block. If they do not, edits whose result depends on it are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tl_posdisent.models.reading.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class RunningMask:
+    """The mask of a pass in one layer.
+
+    Attributes:
+        visible: cells in which a query sees a key.
+        starts: keys at which a text may start after a block that may be padding: no query from there on sees a key
+            before, though the layer's own mask would let it.
+        after: queries at the padding after a text: the last slots, if no query sees their keys.
+    """
+
+    visible: Bool[Tensor, "batch head query key"]
+    starts: Bool[Tensor, "batch key"]
+    after: Bool[Tensor, "batch query"]
+
+    @cached_property
+    def seen(self) -> Bool[Tensor, "batch query key"]:
+        """The cells in which some head sees a key."""
+        return self.visible.any(1)
+
+    @property
+    def of_text(self) -> Bool[Tensor, "batch head query key"]:
+        """The visible cells without the queries at the padding after a text, which may see the text's keys."""
+        return self.visible & ~self.after[:, None, :, None] if bool(self.after.any()) else self.visible
+
+    @property
+    def padding(self) -> Bool[Tensor, "batch query"]:
+        """The queries at padding: those after a text, and the first ones, as long as they see no key."""
+        idle = ~self.seen.any(-1)
+        return idle.long().cumprod(-1).bool() | self.after
+
+
+def running_mask(spec: AttentionSpec, masked: Bool[Tensor, "batch head query key"]) -> RunningMask:
+    """Read the mask of a pass from the cells that are masked in a layer's scores."""
+    n_query, n_key = masked.shape[-2:]
+    slot = torch.arange(n_key, device=masked.device)
+    allowed = spec.sees(slot[n_key - n_query :, None] - slot)
+    visible = ~masked if spec.shows_mask else allowed & ~masked
+    seen = visible.any(1)
+    return RunningMask(visible, _starts(seen, allowed), _after(seen))
+
+
+def _starts(seen: Bool[Tensor, "batch query key"], allowed: Bool[Tensor, "query key"]) -> Bool[Tensor, "batch key"]:
+    n_query, n_key = allowed.shape
+    slot = torch.arange(n_key, device=seen.device)
+
+    def earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*batch key"]:
+        """Return, for each slot, the first key that any query from this slot on sees."""
+        first = torch.where(cells, slot, n_key).amin(-1)
+        first = torch.nn.functional.pad(first, (n_key - n_query, 0), value=n_key)
+        return first.flip(-1).cummin(-1).values.flip(-1)
+
+    first = earliest_from(seen)
+    return (slot <= first) & (first < n_key) & (earliest_from(allowed) < slot)
+
+
+def _after(seen: Bool[Tensor, "batch query key"]) -> Bool[Tensor, "batch query"]:
+    unseen = ~seen.any(1)
+    return unseen.flip(-1).long().cumprod(-1).flip(-1)[:, -seen.shape[1] :].bool()
+
+
+def index_in_text(own: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch key"]:
+    """Return the index of each token in its text: from the last start whose position is 0, or from the first slot."""
+    slot = torch.arange(starts.shape[-1], device=starts.device)
+    return slot - torch.where(starts & (own == 0), slot, 0).cummax(-1).values
+
+
+def other_indices(
+    index: Int[Tensor, "*rows key"], own: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]
+) -> Iterator[tuple[int, Int[Tensor, "*_ key"]]]:
+    """Yield starts, and the indices that tokens have if the keys before are padding, where positions do not tell."""
+    slot = torch.arange(starts.shape[-1], device=starts.device)
+    unknown = starts & ~(starts & (own == 0)).any(-1, keepdim=True)
+    for start in unknown.any(0).nonzero()[:, 0].flip(0).tolist():
+        yield start, index - start * (unknown[:, start, None] & (slot >= start))
