@@ -122,6 +122,27 @@ def test_unchanged_positions_change_nothing(name: str, seen: Tensor, shared_read
         torch.testing.assert_close(got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}")
 
 
+SHOW_NO_SCORES = ["gptj", "gemma4", "gemma4-shared", "llama4", "olmo-hybrid", "afmoe", "laguna", "nanochat"]
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("mask", ["a token not to itself", "a key hidden", "blocks", "prefix", "50 % at random, 0"])
+@pytest.mark.parametrize("name", [x for x in SHOW_NO_SCORES if x in (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)])
+def test_models_that_show_no_scores_are_right_or_refuse(name: str, mask: str, shared_reading: Any) -> None:
+    reading = shared_reading("bridge", name)
+    options = {"attention_mask": of_pairs(MASKS[mask])}
+    plain = run(reading.model, [], **options)
+    for tool, make in (NEUTRAL | {"distance 5": lambda m: dummy_distance(m, 5)}).items():
+        hooks = make(reading)
+        try:
+            got = run(reading.model, hooks, **options)
+        except ValueError as error:
+            assert "whole, unpadded texts" in str(error), tool  # noqa: PT017
+            continue
+        assert tool != "distance 5"
+        torch.testing.assert_close(got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}")
+
+
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "qwen3", "gemma2"))
 @every_mask
 def test_masks_of_own_hooks_on_either_side(kind: str, name: str, seen: Tensor, shared_reading: Any) -> None:
@@ -137,6 +158,31 @@ def test_masks_of_own_hooks_on_either_side(kind: str, name: str, seen: Tensor, s
             torch.testing.assert_close(
                 got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}"
             )
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gemma2"))
+@pytest.mark.parametrize("value", [-torch.inf, -1e9, -1e4, -1e3])
+def test_masks_of_any_value(kind: str, name: str, value: float, shared_reading: Any) -> None:
+    """Added to a score or put in its place: also in one cell of one head, which no check of some rows may see."""
+    reading = shared_reading(kind, name)
+    cell = torch.zeros(len(TEXTS), reading.model.cfg.n_heads, L, L, dtype=torch.bool)
+    cell[1, 6, 7, 3] = True
+    for hidden in (cell, ~drawn(0.5, 0)[:, None] & CAUSAL):
+
+        def add(scores: Tensor, hook: Any, hidden: Tensor = hidden) -> Tensor:
+            return scores + torch.where(hidden, value, 0.0)
+
+        def put(scores: Tensor, hook: Any, hidden: Tensor = hidden) -> Tensor:
+            return scores.masked_fill(hidden, value)
+
+        for hide in (add, put):
+            own = [(spec.scores, hide) for spec in reading.specs()]
+            plain = run(reading.model, own)
+            for tool, make in NEUTRAL.items():
+                got = run(reading.model, [*own, *make(reading)])
+                torch.testing.assert_close(
+                    got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}"
+                )
 
 
 @zoo.needs_bridge

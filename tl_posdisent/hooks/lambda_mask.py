@@ -29,7 +29,8 @@ def lambda_mask(
     The mask is shaped like a Λ (arXiv 2308.16137): token i of a text sees token j if ``j < sinks`` or
     ``i - j < window``, counted from the text's first token whatever the positions are (padding, ``position_ids``, a KV
     cache, texts packed into a row). RoPE receives the distance ``min(p_i - p_j, distance_ceiling)`` of the positions.
-    Keys that the layer's own mask hides stay hidden.
+    Keys that the layer's own mask hides stay hidden. A text begins where positions are 0 and no later token sees a key
+    before, or at the first slot.
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its tables of positions see ``longer_context``.
@@ -41,7 +42,8 @@ def lambda_mask(
 
     Raises:
         ValueError: numbers that are not integers or are too small; a layer that is not causal; or what
-            ``swap_positions`` refuses.
+            ``swap_positions`` refuses. While running: a mask that hides the first keys from all later tokens, if
+            positions do not tell whether they are padding and other keys would then be the first.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, load_demo_model

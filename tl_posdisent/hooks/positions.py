@@ -41,18 +41,20 @@ def swap_positions(
     Args:
         model: a model with rotary embeddings.
         positions: ``(pos,)`` or ``(batch, pos)``, finite real numbers, one for each slot of the batch, padding
-            included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token,
-            unless ``position_ids`` other than 0, 1, 2 … are given) to one of the same shape, for texts of any length
-            and for generation.
+            included; or a function from a float64 tensor of the tokens' own positions, as the model gets them (from
+            ``position_ids`` or the attention mask), to one of the same shape, for texts of any length and for
+            generation.
         layers: default all layers with RoPE.
         heads: query heads, default all. A head that shares its keys with others gets its own rotated copy of them.
 
     Raises:
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
             rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose
-            length differs from the text's, a KV cache not filled under these hooks, a model other than ``model``; texts
-            packed into one row by ``position_ids`` that the model does not hide from each other; positions at which one
-            of the layers scales its scores by the position (Ministral 3).
+            length differs from the text's, a KV cache not filled under these hooks, a model other than ``model``; a
+            mask that hides the first keys from all later tokens, if positions do not tell whether they are padding and
+            the function gives other distances for padding; texts packed into one row by ``position_ids`` that the
+            model does not hide from each other; positions at which one of the layers scales its scores by the position
+            (Ministral 3).
 
     Example:
         >>> import torch

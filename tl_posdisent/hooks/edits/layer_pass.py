@@ -42,6 +42,8 @@ from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
 from tl_posdisent.models.running.results import by_heads
 from tl_posdisent.utils.precision import no_autocast
 
+_MARGIN = 1.1  # of the lowest score, above the rounding of any dtype
+
 
 @no_autocast()
 def take_steps(state: LayerState, name: str, x: Tensor) -> Tensor | None:
@@ -184,7 +186,7 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
     _check_cache(state, x)
     state.positions = _compared_with_slots(state, x)
     if cached or _reads_mask(state):
-        mask = running_mask(state.spec, x <= masked_below(x.dtype, state.dtype))
+        mask = running_mask(state.spec, x.detach() <= _masked_below(state, x))
         unseen = state.positions.own is None
         state.positions = _read_from_mask(state, mask)
         if unseen:
@@ -196,6 +198,20 @@ def _scores(state: LayerState, x: Tensor) -> Tensor | None:
             new = edited_scores(state, x, mask)
     state.text = _extended_text(state, x)
     return new
+
+
+def _masked_below(state: LayerState, x: Tensor) -> float:
+    """Return the value at or below which a score is masked: no score of these queries and keys is as low.
+
+    Users mask with numbers of any size, such as -1e4 and -1e9, added to a score or in its place.
+    """
+    by_model, spec = masked_below(x.dtype, state.dtype), state.spec
+    if spec.problem is not None or state.vectors.q is None or any(r.patched for r in state.plan.rotations):
+        return by_model
+    q, k = (v.detach().float().norm(dim=-1).amax() for v in (state.queries, state.keys(x.shape[-1])))
+    factor = max(1.0, spec.rotary.attention_factor**2) if spec.rotary else 1.0
+    lowest = spec.capped(-q * k * abs(spec.require_scale()) * factor)
+    return max(by_model, _MARGIN * float(lowest) - _MARGIN)
 
 
 def _check_cache(state: LayerState, x: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Read the attention mask of a running text from a layer's scores, and where a text may start and end in it.
 
-Hooks do not see ``attention_mask``, only which cells are masked. A block of slots at the beginning or at the end of a
-row is padding if no token outside the block sees its keys. Nothing else is: a token that does not see itself, or a key
-that some tokens do not see, is masked and counts like any other.
+Hooks do not see ``attention_mask``, only which cells are masked. Padding is a block of slots at the beginning of a row
+whose keys no later token sees, or at its end whose keys no token sees. Nothing else is: a token that does not see
+itself, or a key that some tokens do not see, is masked and counts like any other.
 
 The first keys may be hidden from all later tokens without being padding (knocked-out keys, packed texts). Positions
 tell these apart if they begin at 0 after the block. If they do not, edits whose result depends on it are refused.
