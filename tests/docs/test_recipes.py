@@ -11,6 +11,7 @@ from torch import Tensor
 import tl_posdisent as tp
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied, drop_component, substitute_additive
+from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = pytest.mark.tl4
 
@@ -115,6 +116,33 @@ def test_hooks_that_never_fire(model: Any) -> None:
         stopped()
     with pytest.raises(RuntimeError, match="never fired"), applied(model, hooks):
         stopped()
+
+
+def test_a_bridge_ignores_fwd_hooks_of_other_calls() -> None:
+    """Without an error, unlike ``run_with_hooks`` and calls inside ``hooks`` and ``applied``."""
+    bridge = tp.load_demo_model(backend="bridge")
+    hooks = tp.dummy_distance(bridge, 5)
+    few = {"max_new_tokens": 8, "do_sample": False, "verbose": False}
+    with torch.no_grad():
+        plain, generated = bridge(TOKENS), bridge.generate(TOKENS, **few)
+        ignored = bridge(TOKENS, fwd_hooks=hooks), bridge.run_with_cache(TOKENS, fwd_hooks=hooks)[0]
+        assert torch.equal(bridge.generate(TOKENS, fwd_hooks=hooks, **few), generated)
+        effective = [bridge.run_with_hooks(TOKENS, fwd_hooks=hooks)]
+        for block in (bridge.hooks(fwd_hooks=hooks), applied(bridge, hooks)):
+            with block:
+                effective += [bridge(TOKENS), bridge.run_with_cache(TOKENS)[0]]
+                assert not torch.equal(bridge.generate(TOKENS, **few), generated)
+    assert all(near(x, plain) for x in ignored)
+    assert all(near(x, effective[0]) and not near(x, plain, 1.0) for x in effective)
+
+
+@pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+def test_a_hooked_transformer_refuses_fwd_hooks_of_other_calls() -> None:
+    hooked = tp.load_demo_model(backend="hooked")
+    hooks = tp.dummy_distance(hooked, 5)
+    for call in (hooked, hooked.run_with_cache):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'fwd_hooks'"):
+            call(TOKENS, fwd_hooks=hooks)
 
 
 def test_no_head_sees_beyond_the_window(model: Any) -> None:

@@ -37,6 +37,13 @@ def test_the_oldest_lane_takes_what_pyproject_allows() -> None:
         assert re.fullmatch(re.escape(lowest) + r"(\.0)*", pinned[requirement.name]), requirement.name
 
 
+def test_the_page_has_every_upper_bound() -> None:
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    bounds = [f"{x.name}{s}" for x in NEEDED for s in x.specifier if s.operator == "<"]
+    assert len(bounds) == 3
+    assert [bound for bound in bounds if f"`{bound}`" not in page] == []
+
+
 def test_auto_takes_the_class_that_is_there() -> None:
     expected = "HookedTransformer" if zoo.TL_MAJOR < 4 else "TransformerBridge"
     assert type(tp.load_demo_model(backend="auto")).__name__ == expected
