@@ -283,7 +283,7 @@ def _check_start(state: LayerState, mask: RunningMask) -> None:
         at = own[start:][seen[row, start:]]
         for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
             if not edit.same_from(at, int(own[start]), state.spec.require_rotary("rotation edits")):
-                refuse_start(state.spec, edit.tool, row, start, edit.of_slots)
+                refuse_start(state.spec, edit.tool, row, start)
 
 
 def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:

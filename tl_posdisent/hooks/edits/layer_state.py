@@ -163,12 +163,12 @@ def refuse_cache(spec: AttentionSpec, size: tuple[int, ...]) -> NoReturn:
     )
 
 
-def refuse_start(spec: AttentionSpec, tool: str, row: int, start: int, knocked_out: str) -> NoReturn:
+def refuse_start(spec: AttentionSpec, tool: str, row: int, start: int) -> NoReturn:
     """Refuse an edit whose result depends on whether the first keys of a row are padding or hidden otherwise."""
     raise ArgumentError(
         "attention_mask",
         f"hides the first {plural(start, 'key')} of row {row} from all later tokens in layer {spec.layer}, and {tool} "
         "depends on whether they are padding or knocked out, which hooks cannot see: for padding, pass position_ids "
         "that begin at 0 behind it, or, if this model does not show its positions, run the text without it; for "
-        f"keys that are knocked out, give {knocked_out}",
+        "keys that are knocked out, give positions or angles for each slot, or sinks=0",
     )

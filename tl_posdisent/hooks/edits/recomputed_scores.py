@@ -71,7 +71,7 @@ def _check_start(
         other = edit.edit(replace(view, counted=(index[:, -n_query:], index))).to(new.dtype)
         differs = (view.inside & (other != new)).flatten(1).any(1)
         if bool(differs.any()):
-            refuse_start(state.spec, edit.tool, int(differs.nonzero()[0]), start, "sinks=0")
+            refuse_start(state.spec, edit.tool, int(differs.nonzero()[0]), start)
 
 
 def result_of(

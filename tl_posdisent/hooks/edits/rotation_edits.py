@@ -41,7 +41,6 @@ _NOISE_BLOCK = 64  # positions drawn at a time, so that those of a longer text b
 class RotationEdit(Edit):
     # What to give for parts of a text instead of values per slot; None if values per slot serve parts too.
     by_position: ClassVar[str | None] = "a function of the position"
-    of_slots: ClassVar[str] = "one position for each slot of the batch"
 
     @property
     def slots(self) -> bool:
@@ -186,7 +185,6 @@ class PhaseNoise(RotationEdit):
     angles: Float[Tensor, "*batch pos subspace"] | Callable[[Rotary], Tensor] | float
     seed: int = 0
     by_position = "a standard deviation"
-    of_slots = "angles for each slot"
 
     @property
     def slots(self) -> bool:
