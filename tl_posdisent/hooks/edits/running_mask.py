@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Int
@@ -27,19 +26,16 @@ class RunningMask:
 
     Attributes:
         visible: cells in which a query sees a key.
+        seen: those in which any head does.
         starts: keys at which a text may start after a block that may be padding: no query from there on sees a key
             before, though the layer's own mask would let it.
         after: queries at the padding after a text: the last slots, if no query sees their keys.
     """
 
     visible: Bool[Tensor, "batch head query key"]
+    seen: Bool[Tensor, "batch query key"]
     starts: Bool[Tensor, "batch key"]
     after: Bool[Tensor, "batch query"]
-
-    @cached_property
-    def seen(self) -> Bool[Tensor, "batch query key"]:
-        """The cells in which some head sees a key."""
-        return self.visible.any(1)
 
     @property
     def of_text(self) -> Bool[Tensor, "batch head query key"]:
@@ -60,7 +56,7 @@ def running_mask(spec: AttentionSpec, masked: Bool[Tensor, "batch head query key
     allowed = spec.sees(slot[n_key - n_query :, None] - slot)
     visible = ~masked if spec.shows_mask else allowed & ~masked
     seen = visible.any(1)
-    return RunningMask(visible, _starts(seen, allowed), _after(seen))
+    return RunningMask(visible, seen, _starts(seen, allowed), _after(seen))
 
 
 def _starts(seen: Bool[Tensor, "batch query key"], allowed: Bool[Tensor, "query key"]) -> Bool[Tensor, "batch key"]:
