@@ -62,7 +62,7 @@ def check_scores(
             refuse_cache(spec, (n_query, n_key))
         raise ValueError(
             f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and "
-            "rotation give: padding, positions or tables that hooks cannot see here, or other hooks act on its "
+            "rotation give: padding, a mask, positions or tables that hooks cannot see here, or other hooks act on its "
             "attention; run the model on whole, unpadded texts without them"
         )
 
