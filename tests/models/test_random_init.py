@@ -309,7 +309,7 @@ def test_projections_whose_weights_are_no_parameters_are_refused(foreign: str, s
     for layer in original.model.layers:
         setattr(layer.self_attn, side, FOREIGN[foreign](getattr(layer.self_attn, side)))
     model = tp.bridge_from_hf(original)
-    words = rf"model must keep its weights in floating point parameters for weights='{{}}'.* to {{}} of layer 0"
+    words = r"model must keep its weights in floating point parameters for weights='{}'.* to {} of layer 0"
     sides = {"q_proj": "queries", "k_proj": "keys"}
     for weights in ("random_qk", "shuffled"):
         with pytest.raises(ValueError, match=words.format(weights, sides[side])):
@@ -344,7 +344,7 @@ def test_matrices_of_a_hooked_transformer_that_are_no_parameters_are_refused(wei
         attention.register_buffer("W_Q", matrix)
     else:
         torch.nn.utils.parametrize.register_parametrization(attention, "W_Q", Constant(matrix), unsafe=True)
-    with pytest.raises(ValueError, match="in floating point parameters .* the attention of layer 1"):
+    with pytest.raises(ValueError, match=r"in floating point parameters .* the attention of layer 1"):
         random_control(model, weights=weights)
 
 

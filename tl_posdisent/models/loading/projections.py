@@ -1,4 +1,4 @@
-"""A layer's projections to queries and keys, and the check that all their weights are parameters that can be redrawn."""
+"""A layer's projections to queries and keys, and the check that all their weights are parameters."""
 
 from __future__ import annotations
 
