@@ -56,6 +56,7 @@ pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
 LATER = [pytest.mark.slow, pytest.mark.release]
 MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) for name in ("gptj", "neox"))]
+NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
 HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
 HEADS += [pytest.param("bridge", "gptj", None, marks=LATER), pytest.param("bridge", "neox", [1, 6], marks=LATER)]
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
@@ -310,7 +311,7 @@ def test_what_is_no_list_of_hooks_is_refused(shared_model: Any) -> None:
     wrong = [(model, 3), (3, function), ("blocks.0.attn.hook_z",), function, five[0][1], "blocks.0.attn.hook_z", None]
     for given in (*([entry] for entry in wrong), "blocks.0.attn.hook_z", 3, None, {"a": five}):
         for refuse in (lambda hooks: five + hooks, lambda hooks: hooks + five, Hooks.of_list):
-            with pytest.raises(ValueError, match=needed):
+            with pytest.raises(ValueError, match=NO_HOOKS):
                 refuse(given)
 
 
