@@ -18,7 +18,7 @@ from tl_posdisent.models.loading.projections import check_parameters, projection
 from tl_posdisent.models.reading.stored_tables import table_slots
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
+from tl_posdisent.utils.restoring import restoring, usual_defaults, without_gradients
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
@@ -224,16 +224,12 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
             if hasattr(part, name):
                 setattr(part, name, std)
     with _DRAWING:
-        state, default = torch.random.get_rng_state(), torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float32)  # weights are drawn in float32
+        state = torch.random.get_rng_state()
+        with restoring(lambda: torch.random.set_rng_state(state)), usual_defaults():  # weights are drawn in float32
             torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
             fresh = type(model.original_model)(config)
             fresh = fresh.to(device_of(model), dtype_of(model.original_model))
             bridge = _bridged(fresh, model)
-        finally:
-            torch.set_default_dtype(default)
-            torch.random.set_rng_state(state)
     for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: longer tables
         if hasattr(block, "attn"):
             for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
