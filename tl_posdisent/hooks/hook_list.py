@@ -188,7 +188,7 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     Layers and the heads of each are in ascending order. Given a ``tool``, raise if it cannot change the rotation of one
     of these layers.
     """
-    layers, heads = listed(layers), listed(heads)
+    layers, heads = listed("layers", layers), listed("heads", heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)
     single = isinstance(heads, str) or (isinstance(heads, (list, tuple)) and not all(map(is_integer, heads)))

@@ -64,7 +64,7 @@ def swap_positions(
         >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
         True
     """
-    layers, heads = listed(layers), listed(heads)
+    layers, heads = listed("layers", layers), listed("heads", heads)
     edit = positions_edit("swap_positions", positions)
     chosen = any_heads(model, layers, heads)  # includes layers without RoPE: some scale by the position
     unscaled = min((spec.holds_to for spec, _ in chosen if spec.scaled and spec.holds_to is not None), default=None)

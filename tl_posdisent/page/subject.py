@@ -128,7 +128,7 @@ class Subject:
 
 def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
     """Check the arguments of a report and read the model."""
-    reading, heads = read_model(model), listed(heads)
+    reading, heads = read_model(model), listed("heads", heads)
     chosen = reading.heads(layers, heads)
     specs = reading.specs(list(chosen))
     model = reading.model

@@ -24,7 +24,7 @@ from tl_posdisent.models.loading.load import Backend, load_model
 from tl_posdisent.models.running.texts import text_ids
 from tl_posdisent.synthetic.training.loop import load_checkpoint
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.files import found_at
+from tl_posdisent.utils.files import decode_text, found_at
 from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
 Checkpoint = int | str | None
@@ -308,7 +308,7 @@ def _read(path: Path) -> str:
     if found_at(path) is None and os.path.exists(path):  # a job reads its text twice, when it is made and when it runs
         raise ArgumentError("text", f"must be a file, got {shown(str(path))}, which is a device or a pipe")
     try:
-        return path.read_bytes().decode("utf-8")
+        return decode_text(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ArgumentError("text", f"must be a readable UTF-8 file, got {shown(str(path))}: {why}") from error

@@ -26,7 +26,7 @@ from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_tex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns, number_heads
-from tl_posdisent.utils.validation import check_flag, check_integer, check_subset
+from tl_posdisent.utils.validation import check_flag, check_integer, check_subset, listed
 from tl_posdisent.utils.words import plural
 
 _ROUNDING = 1e-9  # below, 1 - r² is rounding
@@ -112,6 +112,7 @@ def additivity(
     check_flag("pool", pool)
     wanted = check_subset("controls", controls, get_args(Control))
     check_integer("control_seed", control_seed, 0)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     specs, by_layer = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}

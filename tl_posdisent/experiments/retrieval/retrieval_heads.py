@@ -31,7 +31,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_counts, check_integer, check_seed, shown
+from tl_posdisent.utils.validation import check_choice, check_counts, check_integer, check_seed, listed, shown
 
 By = Literal["copying", "attention"]
 Mode = Literal["mean", "zero"]
@@ -153,6 +153,7 @@ def retrieval_heads(
     check_choice("mode", mode, get_args(Mode))
     check_integer("draws", draws, 1)
     check_seed(seed)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
     if not all(spec.causal for spec in specs):
