@@ -59,8 +59,12 @@ def test_distances_into_the_future_are_said(shared_model: Any) -> None:
         dummy_distance(model, -5, layers=0)
     with pytest.warns(UserWarning, match="distances: " + told.format(2)):
         remap_distance(model, lambda d: -d)
+    real = (REAL[:, None] - REAL).double()
+    with pytest.warns(UserWarning, match="distances: " + told.format(2)):
+        remap_distance(model, -real)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        remap_distance(model, real)  # negative only for keys after their query
         dummy_distance(model, 0)
         remap_distance(model, lambda d: d / 2)
         dummy_distance(both_ways, -5)

@@ -114,8 +114,8 @@ def test_a_limit_at_a_frequency_keeps_it_in_16_bits(
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(exact)]
     for n, frequency in enumerate(exact):
         for mode in ("drop", "freeze"):
-            below = {"low": between[n - 1] if n else None, "mode": mode, "layers": [0]}
-            above = {"high": between[n] if n < len(between) else None, "mode": mode, "layers": [0]}
+            below = {"low": between[n - 1] if n else 0.0, "mode": mode, "layers": [0]}
+            above = {"low": 0.0, "high": between[n] if n < len(between) else None, "mode": mode, "layers": [0]}
             for end, clear in (("low", below), ("high", above)):
                 for at in (frequency, 2 * math.pi / (2 * math.pi / frequency)):
                     one, other = (logits(model, limit_frequencies(model, **x)) for x in (clear | {end: at}, clear))

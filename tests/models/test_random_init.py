@@ -6,7 +6,7 @@ import random
 import re
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from torch import Tensor
 import tl_posdisent as tp
 from tl_posdisent import head_labels, random_control, read_model, trained_vs_random
 from tl_posdisent.models.loading.load import has_bridge, has_hooked
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
+from tl_posdisent.synthetic.model.config import EncodingName
 
 pytestmark = pytest.mark.tl4
 
@@ -332,9 +334,21 @@ def test_other_weights_that_are_no_parameters_stay_beside_random_queries_and_key
         random_control(model, weights="shuffled")
 
 
+@pytest.mark.parametrize("encoding", get_args(EncodingName))
+def test_synthetic_models_of_any_encoding_have_copies(encoding: Any) -> None:
+    """Tables and fixed positions are no trained weights; latent attention has no projections to queries and keys."""
+    sizes = {"n_layers": 1, "d_model": 48, "n_heads": 3, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 5}
+    model, tokens = SyntheticModel(SyntheticConfig(encoding=encoding, **sizes)), torch.arange(12)[None]
+    for weights in ("random", "shuffled", *([] if "mla" in encoding else ["random_qk"])):
+        copy = next(random_control(model, weights=weights, **({} if weights == "shuffled" else {"std": 0.3})))
+        _, trained = model.run_with_cache(tokens)
+        _, drawn = copy.run_with_cache(tokens)
+        assert not torch.equal(trained["q", 0], drawn["q", 0])
+
+
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 @pytest.mark.parametrize("weights", ["random", "shuffled", "random_qk"])
-@pytest.mark.parametrize("how", ["a buffer", "a parametrization"])
+@pytest.mark.parametrize("how", ["a buffer", "a parametrization", "integers"])
 def test_matrices_of_a_hooked_transformer_that_are_no_parameters_are_refused(weights: Any, how: str) -> None:
     model = zoo.hooked("llama-gqa")
     attention = model.blocks[1].attn
@@ -342,6 +356,8 @@ def test_matrices_of_a_hooked_transformer_that_are_no_parameters_are_refused(wei
     if how == "a buffer":
         del attention.W_Q
         attention.register_buffer("W_Q", matrix)
+    elif how == "integers":
+        attention.W_Q = torch.nn.Parameter((matrix * 100).to(torch.int8), requires_grad=False)
     else:
         torch.nn.utils.parametrize.register_parametrization(attention, "W_Q", Constant(matrix), unsafe=True)
     with pytest.raises(ValueError, match=r"in floating point parameters .* the attention of layer 1"):

@@ -150,7 +150,7 @@ def remap_distance(
         model, layers, heads: as in ``swap_positions``.
 
     Warns:
-        UserWarning: a function with negative values at distances from 0 on, in a causal layer.
+        UserWarning: negative values where a key is not after its query, in a causal layer.
 
     Raises:
         ValueError: neither a function nor a tensor of 2 to 4 axes; values that are not finite; or what
@@ -176,6 +176,7 @@ def remap_distance(
                 "must have shape (query, key), (head, query, key) or (batch, head, query, key), "
                 f"got {tuple(distances.shape)}",
             )
+        future = distances.shape[-1] == distances.shape[-2] and bool((distances.tril() < 0).any())
     elif callable(distances):
         described = getattr(distances, "__name__", "a function")
         real = torch.arange(64.0, dtype=torch.float64, device="cpu")

@@ -79,16 +79,17 @@ def _check_zeros(model: Any, sides: dict[str, torch.nn.Module], weights: str) ->
 
 
 def _has_matrices_elsewhere(attention: torch.nn.Module) -> bool:
-    """Say whether ``W_Q`` or ``W_K`` of a HookedTransformer's attention is no parameter of it."""
+    """Say whether ``W_Q`` or ``W_K`` of a HookedTransformer's attention is no floating point parameter of it."""
     own = {name.lstrip("_") for name in attention._parameters}
     others = {name.lstrip("_") for name in (*attention._buffers, *vars(attention))}
-    return is_parametrized(attention) or bool(_MATRICES & others) or len(_MATRICES & own) == 1
+    return _has_others(attention) or bool(_MATRICES & others) or len(_MATRICES & own) == 1
 
 
 def _has_others(part: torch.nn.Module) -> bool:
     """Say whether a module has weights that are no floating point parameters."""
     own = [x for x in part._parameters.values() if x is not None]
-    stored = [x for name, x in part._buffers.items() if name not in part._non_persistent_buffers_set]
+    fixed = part._non_persistent_buffers_set | {"W_pos"}  # tables, and random positions that are not trained
+    stored = [x for name, x in part._buffers.items() if name not in fixed]
     tables = [x for x in stored if x is not None and x.ndim > 1 and x.dtype != torch.bool]
     linear = hasattr(part, "in_features")
     if is_parametrized(part) or not all(x.is_floating_point() and x.element_size() > 1 for x in own):
