@@ -141,7 +141,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("limit_frequencies", {"unrotated": "drop"}, "unrotated"),
     (
         "limit_frequencies",
-        {"low": 100},
+        {"low": 100, "high": None},
         "low and high",
     ),
     ("patch_vectors", {"q_rot": None, "k_rot": None}, "q_rot or k_rot"),

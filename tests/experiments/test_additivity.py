@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -212,3 +213,20 @@ def test_bfloat16_is_widened_layer_by_layer() -> None:
         )
         of_layer = controlled[controlled["layer"] == layer.layer]["r_three_axis"]
         assert of_layer.tolist() == pytest.approx(shares.to_frame()["r_three_axis"].tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_texts_too_short_for_r_are_said(length: int, shared_model: Any) -> None:
+    """With as many coefficients as pairs, any scores are a sum; 4 tokens are enough."""
+    model = shared_model("bridge", "llama-gqa")
+    told = rf"tokens: r is NaN in 32 of 32 rows, .* the shortest text has {length} tokens. Give longer texts: 4 tokens"
+    with pytest.warns(UserWarning, match=told):
+        assert table_of(model, TOKENS[:, :length])["r"].isna().all()
+    with pytest.warns(UserWarning, match="r is NaN in 16 of 16 rows"):
+        tp.disentanglement(model, TOKENS[:1, :length], progress=False)
+    with pytest.warns(UserWarning, match="r is NaN in 16 of 16 rows"):
+        table_of(model, TOKENS[:1, : length + 2], sinks=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert table_of(model, TOKENS[:, :4])["r"].notna().all()
+        assert table_of(model, TOKENS[:, :6], sinks=2)["r"].notna().all()

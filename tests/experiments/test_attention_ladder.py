@@ -329,3 +329,11 @@ def test_under_hooks_of_the_user(kind: str, name: str, shared_model: Any) -> Non
     found = logits(copy, [])
     own = torch.nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
     assert table["random", "untouched"] == pytest.approx(float(own), abs=1e-5)
+
+
+def test_texts_too_short_for_shares_are_said() -> None:
+    """Of two tokens, one is predicted, by a position that sees itself alone."""
+    model, tokens = load_demo_model(), demo_tokens(length=2)
+    with pytest.warns(UserWarning, match="recovered is NaN in every row, .* the shortest text has 2 tokens: give"):
+        table = attention_ladder(model, tokens, layers=0, rungs=["distance"], progress=False)
+    assert table["recovered"].isna().all()

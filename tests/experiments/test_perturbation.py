@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import zoo
 
-from tl_posdisent import load_demo_model, perturbation_curve, read_model
+from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
 from tl_posdisent.hooks import applied
@@ -269,6 +269,14 @@ def test_questions_are_a_downstream(shared_model: Any) -> None:
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_texts_in_which_nothing_stays_intact_are_said() -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=3)
+    told = "tokens: added_loss and kl are NaN in 1 of 2 rows, because no position .* give longer texts, smaller"
+    with pytest.warns(UserWarning, match=told):
+        table = perturbation_curve(model, tokens, ["order"], [0, 1], seeds=1, progress=False)
+    assert table["added_loss"].isna().tolist() == [False, True]
 
 
 def test_logits_that_are_no_numbers_are_refused(shared_model: Any) -> None:

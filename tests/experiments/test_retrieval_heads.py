@@ -82,6 +82,28 @@ def test_copying_is_the_trapezoid_of_slopes(kind: str, name: str, shared_model: 
     assert slope.abs().max() > 1e-4
 
 
+def test_copying_is_the_fall_where_a_result_comes_from_the_other_text(shared_model: Any) -> None:
+    """The sign of the heads with the largest and smallest, in runs with that exchange; sizes are estimates."""
+    model = shared_model("bridge", "llama-gqa")
+    heads = found_in(model).heads
+    with torch.no_grad():
+        cache = model.run_with_cache(NEEDLES.tokens)[1]
+    swapped = torch.arange(len(NEEDLES.tokens)).view(-1, 2).flip(1).flatten()
+    plain = differences(model, NEEDLES)
+
+    def exchanged(z: Tensor, hook: Any, layer: int, head: int) -> Tensor:
+        z = z.clone()
+        z[:, -1, head] = cache["z", layer][swapped, -1, head]
+        return z
+
+    ends = [*heads.head(3).itertuples(), *heads.tail(3).itertuples()]
+    for row in ends:
+        hook = partial(exchanged, layer=int(row.layer), head=int(row.head))
+        now = differences(model, NEEDLES, [(f"blocks.{row.layer}.attn.hook_z", hook)])
+        assert row.copying * (plain - now).mean() > 0
+    assert ends[0].copying > 0 > ends[-1].copying
+
+
 def test_exchanged_texts_of_pairs_have_the_same_scores(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     order = torch.arange(len(NEEDLES.tokens)).view(-1, 2).flip(1).flatten()

@@ -29,23 +29,34 @@ from support.intervention_cases import (
 from support.untouched import state
 from torch import Tensor
 
+import tl_posdisent as tp
 from tl_posdisent import (
     ablate_heads,
     capture,
     dummy_distance,
     lambda_mask,
     limit_frequencies,
+    position_interpolation,
     read_model,
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import applied, drop_component, patch_vectors, substitute_additive, substitute_attention
+from tl_posdisent.hooks import (
+    applied,
+    drop_component,
+    patch_vectors,
+    phase_noise,
+    substitute_additive,
+    substitute_attention,
+)
+from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.hooks.hook_list import Hooks, joined
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
 LATER = [pytest.mark.slow, pytest.mark.release]
 MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) for name in ("gptj", "neox"))]
+NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
 HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
 HEADS += [pytest.param("bridge", "gptj", None, marks=LATER), pytest.param("bridge", "neox", [1, 6], marks=LATER)]
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
@@ -239,6 +250,69 @@ def test_hooks_describe_themselves(shared_model: Any) -> None:
     ]
     ablated = ablate_heads(model, [(0, 1)])
     assert torch.equal(logits(model, sum((hooks, ablated), [])), logits(model, hooks + ablated))  # noqa: RUF017
+
+
+def test_every_edit_that_acts_is_shown(shared_model: Any) -> None:
+    """An edit that is added twice acts twice; edits of one short form and other contents are several."""
+    model = shared_model("bridge", "llama-gqa")
+    layers = "2 layers × 8 heads"
+
+    def half(d: torch.Tensor) -> torch.Tensor:
+        return d / 2
+
+    twice = position_interpolation(model, 2) + position_interpolation(model, 2)
+    one = position_interpolation(model, 2)
+    for both in (twice, one + one):
+        torch.testing.assert_close(logits(model, both), logits(model, position_interpolation(model, 4)))
+        assert repr(both) == f"position_interpolation(2) on {layers} + position_interpolation(2) on {layers}"
+        assert both.name == "position_interpolation(2) + position_interpolation(2)"
+        assert both.to_frame()["edit"].tolist() == ["position_interpolation(2)"] * 32
+    by_layer = [position_interpolation(model, 2, layers=layer) for layer in (0, 1)]
+    assert repr(by_layer[0] + by_layer[1]) == repr(one)
+    lambdas = [remap_distance(model, f, layers=n) for n, f in enumerate((lambda d: d / 2, lambda d: d * 0))]
+    assert (lambdas[0] + lambdas[1]).name == "remap_distance(<lambda>) + remap_distance(<lambda>)"
+    same = [remap_distance(model, half, layers=layer) for layer in (0, 1)]
+    assert repr(same[0] + same[1]) == f"remap_distance(half) on {layers}"
+    noise = [phase_noise(model, torch.full((12, 4), x), layers=0, heads=0) for x in (0.1, 0.2)]
+    shown = "phase_noise(12×4 angles) on L0H0"
+    assert repr(noise[0] + noise[1]) == f"{shown} + {shown}"
+    mask = lambda_mask(model, 1, 4, 4)  # one call, which edits distances and scores
+    assert repr(mask) == f"lambda_mask(1, 4, 4) on {layers}"
+    mine = ("blocks.0.attn.hook_z", lambda x, hook: None)
+    assert (dummy_distance(model, 5) + one + [mine]).name == "dummy_distance(5) + position_interpolation(2) + 1 more"
+    assert repr(ablate_heads(model, 0, mode="resample")) == "ablate_heads(resample) on L0H0, L1H0"
+    further = [*dummy_distance(model, 5, layers=1)]
+    assert (mask + further).name == "lambda_mask(1, 4, 4) + 1 more"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_list_of_hooks_is_refused(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    five, double = dummy_distance(model, 5), position_interpolation(model, 2)
+    nested = (
+        r"hooks must be a list of \(hook name or filter, function\), got a list of hooks in it, .*: add the lists, a"
+    )
+    for lists in ([five], [five, double], (five, double)):
+        for refuse in (
+            Hooks.of_list,
+            lambda hooks: double + hooks,
+            lambda hooks: hooks + double,
+            lambda hooks: check_hooks(model, hooks),
+            lambda hooks: tp.experiments.intervention_losses(model, TOKENS, {"both": hooks}, progress=False),
+            lambda hooks: tp.experiments.attention_by_distance(model, TOKENS, {"both": hooks}, progress=False),
+            lambda hooks: tp.head_effects(model, TOKENS, {"both": hooks}, exact=1, progress=False),
+            lambda hooks: tp.experiments.length_generalization(model, TOKENS, [0, 4, 8], hooks, progress=False),
+            lambda hooks: tp.viz.show_loss_change(model, TOKENS, hooks),
+            lambda hooks: tp.viz.show_interventions(model, TOKENS, hooks, layer=0),
+        ):
+            with pytest.raises(ValueError, match=nested):
+                refuse(lists)
+    function = lambda x, hook: x  # noqa: E731
+    wrong = [(model, 3), (3, function), ("blocks.0.attn.hook_z",), function, five[0][1], "blocks.0.attn.hook_z", None]
+    for given in (*([entry] for entry in wrong), "blocks.0.attn.hook_z", 3, None, {"a": five}):
+        for refuse in (lambda hooks: five + hooks, lambda hooks: hooks + five, Hooks.of_list):
+            with pytest.raises(ValueError, match=NO_HOOKS):
+                refuse(given)
 
 
 def test_lists_of_different_models_or_times_are_not_added(shared_model: Any) -> None:

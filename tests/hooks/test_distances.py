@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from support import zoo
 from support.edited_scores import Call
 from support.intervention_cases import REAL, L, by_brute_force, close, edited, every_way, logits, mixed_of
+from support.small_models import small_model
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_model, remap_distance
@@ -47,6 +49,26 @@ def test_one_dummy_distance_for_all(kind: str, name: str, shared_model: Any) -> 
         close(mixed_of(model, dummy_distance(model, d)), expected, 2e-5)
     everywhere = torch.full((L, L), 7.0)
     close(logits(model, dummy_distance(model, 7)), logits(model, remap_distance(model, everywhere[None, None])))
+
+
+def test_distances_into_the_future_are_said(shared_model: Any) -> None:
+    """Of causal layers only."""
+    model, both_ways = shared_model("bridge", "llama-gqa"), small_model(encoding="rope", causal=False)
+    told = "must be 0 or more for keys before their query, got .* In {} causal layers? keys are then in the future"
+    with pytest.warns(UserWarning, match="distance: " + told.format(1)):
+        dummy_distance(model, -5, layers=0)
+    with pytest.warns(UserWarning, match="distances: " + told.format(2)):
+        remap_distance(model, lambda d: -d)
+    real = (REAL[:, None] - REAL).double()
+    with pytest.warns(UserWarning, match="distances: " + told.format(2)):
+        remap_distance(model, -real)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remap_distance(model, real)  # negative only for keys after their query
+        dummy_distance(model, 0)
+        remap_distance(model, lambda d: d / 2)
+        dummy_distance(both_ways, -5)
+        remap_distance(both_ways, lambda d: -d)
 
 
 @every_way

@@ -31,12 +31,20 @@ def test_the_whole_band_changes_nothing(kind: str, name: str, shared_model: Any)
     plain = logits(model, [])
     fastest, slowest = (f(read_attention(model, 0).rotary.frequencies).item() for f in (torch.max, torch.min))
     for mode in ("drop", "freeze"):
-        assert limit_frequencies(model, mode=mode) == []
+        assert limit_frequencies(model, low=0, mode=mode) == []
         # Both ends belong to it, however a frequency was read off.
         ends = float(f"{slowest:.8g}"), float(f"{fastest:.8g}")
         assert torch.equal(logits(model, limit_frequencies(model, *ends, mode=mode, layers=[0])), plain)
         one = limit_frequencies(model, fastest, fastest, mode=mode)  # a band may be one frequency
         assert torch.equal(logits(model, one), logits(model, limit_frequencies(model, cut(model), mode=mode)))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"mode": "freeze"}, {"layers": 0}, {"low": None, "side": "outside"}])
+def test_a_call_that_limits_nothing_is_refused(arguments: dict[str, Any], shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match="low or high must be given, or nothing is removed, got None for both: give"):
+        limit_frequencies(model, **arguments)
+    assert (logits(model, limit_frequencies(model, side="inside")) - logits(model, [])).abs().max() > 0
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
@@ -106,8 +114,8 @@ def test_a_limit_at_a_frequency_keeps_it_in_16_bits(
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(exact)]
     for n, frequency in enumerate(exact):
         for mode in ("drop", "freeze"):
-            below = {"low": between[n - 1] if n else None, "mode": mode, "layers": [0]}
-            above = {"high": between[n] if n < len(between) else None, "mode": mode, "layers": [0]}
+            below = {"low": between[n - 1] if n else 0.0, "mode": mode, "layers": [0]}
+            above = {"low": 0.0, "high": between[n] if n < len(between) else None, "mode": mode, "layers": [0]}
             for end, clear in (("low", below), ("high", above)):
                 for at in (frequency, 2 * math.pi / (2 * math.pi / frequency)):
                     one, other = (logits(model, limit_frequencies(model, **x)) for x in (clear | {end: at}, clear))

@@ -6,7 +6,7 @@ import random
 import re
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from torch import Tensor
 import tl_posdisent as tp
 from tl_posdisent import head_labels, random_control, read_model, trained_vs_random
 from tl_posdisent.models.loading.load import has_bridge, has_hooked
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
+from tl_posdisent.synthetic.model.config import EncodingName
 
 pytestmark = pytest.mark.tl4
 
@@ -212,6 +214,154 @@ def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], error: str, 
     model = shared_model(*zoo.cases("llama-gqa")[0].values)
     with pytest.raises(ValueError, match=error):
         random_control(model, **arguments)
+
+
+# --- weights that are no parameters
+
+
+class Quantised(torch.nn.Module):
+    """A linear map whose weights are buffers, as GPTQ's and AWQ's are."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scales", scales)
+        self.register_buffer("qweight", (linear.weight.detach() / scales).round().to(torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.qweight.to(x.dtype) * self.scales)
+
+
+class WithAdapter(Quantised):
+    """Quantised weights with low-rank matrices beside them, which are parameters."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear)
+        self.down = torch.nn.Parameter(torch.randn(2, self.in_features) * 0.01)
+        self.up = torch.nn.Parameter(torch.randn(self.out_features, 2) * 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+class Fused(torch.nn.Linear):
+    """A linear map that computes with a copy of its parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.fused[0])
+
+
+class Constant(torch.nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = [value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value[0]
+
+
+def _fused(linear: torch.nn.Linear) -> torch.nn.Module:
+    linear.__class__, linear.fused = Fused, [linear.weight.detach().clone()]
+    return linear
+
+
+def _as_buffer(linear: torch.nn.Linear) -> torch.nn.Module:
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.register_buffer("weight", weight, persistent=False)
+    return linear
+
+
+def _parametrized(linear: torch.nn.Linear) -> torch.nn.Module:
+    torch.nn.utils.parametrize.register_parametrization(
+        linear, "weight", Constant(linear.weight.detach().clone()), unsafe=True
+    )
+    return linear
+
+
+def _dynamic(linear: torch.nn.Linear) -> torch.nn.Module:
+    linear.qconfig = torch.ao.quantization.default_dynamic_qconfig
+    return torch.ao.nn.quantized.dynamic.Linear.from_float(linear)
+
+
+def _in_integers(linear: torch.nn.Linear) -> torch.nn.Module:
+    linear.weight = torch.nn.Parameter((linear.weight.detach() * 1000).to(torch.int8), requires_grad=False)
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight.to(x.dtype) / 1000)
+    return linear
+
+
+FOREIGN = {
+    "buffers": Quantised,
+    "an adapter": WithAdapter,
+    "a copy": _fused,
+    "a weight that is a buffer": _as_buffer,
+    "a parametrization": _parametrized,
+    "a dynamically quantised map": _dynamic,
+    "integers": _in_integers,
+}
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("side", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_projections_whose_weights_are_no_parameters_are_refused(foreign: str, side: str) -> None:
+    """A copy with other parameters would have the model's own queries or keys; one made anew has others."""
+    original = zoo.hf_model("llama-gqa")
+    for layer in original.model.layers:
+        setattr(layer.self_attn, side, FOREIGN[foreign](getattr(layer.self_attn, side)))
+    model = tp.bridge_from_hf(original)
+    words = r"model must keep its weights in floating point parameters for weights='{}'.* to {} of layer 0"
+    sides = {"q_proj": "queries", "k_proj": "keys"}
+    for weights in ("random_qk", "shuffled"):
+        with pytest.raises(ValueError, match=words.format(weights, sides[side])):
+            random_control(model, weights=weights)
+    drawn = first_inputs(next(random_control(model)))
+    trained = first_inputs(model)
+    assert (drawn[side[0]] - trained[side[0]]).abs().max() > 0.01 * trained[side[0]].abs().max()
+
+
+@zoo.needs_bridge
+def test_other_weights_that_are_no_parameters_stay_beside_random_queries_and_keys() -> None:
+    """Shuffled copies would keep them, too, and are refused."""
+    original = zoo.hf_model("llama-gqa")
+    original.model.layers[1].mlp.down_proj = Quantised(original.model.layers[1].mlp.down_proj)
+    model = tp.bridge_from_hf(original)
+    drawn, trained = first_inputs(next(random_control(model, weights="random_qk"))), first_inputs(model)
+    assert torch.equal(drawn["v"], trained["v"])
+    assert not torch.equal(drawn["q"], trained["q"])
+    with pytest.raises(ValueError, match=r"weights='shuffled'.* a module \(Quantised\) has others"):
+        random_control(model, weights="shuffled")
+
+
+@pytest.mark.parametrize("encoding", get_args(EncodingName))
+def test_synthetic_models_of_any_encoding_have_copies(encoding: Any) -> None:
+    """Tables and fixed positions are no trained weights; latent attention has no projections to queries and keys."""
+    sizes = {"n_layers": 1, "d_model": 48, "n_heads": 3, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 5}
+    model, tokens = SyntheticModel(SyntheticConfig(encoding=encoding, **sizes)), torch.arange(12)[None]
+    for weights in ("random", "shuffled", *([] if "mla" in encoding else ["random_qk"])):
+        copy = next(random_control(model, weights=weights, **({} if weights == "shuffled" else {"std": 0.3})))
+        _, trained = model.run_with_cache(tokens)
+        _, drawn = copy.run_with_cache(tokens)
+        assert not torch.equal(trained["q", 0], drawn["q", 0])
+
+
+@pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+@pytest.mark.parametrize("weights", ["random", "shuffled", "random_qk"])
+@pytest.mark.parametrize("how", ["a buffer", "a parametrization", "integers"])
+def test_matrices_of_a_hooked_transformer_that_are_no_parameters_are_refused(weights: Any, how: str) -> None:
+    model = zoo.hooked("llama-gqa")
+    attention = model.blocks[1].attn
+    matrix = attention.W_Q.detach().clone()
+    if how == "a buffer":
+        del attention.W_Q
+        attention.register_buffer("W_Q", matrix)
+    elif how == "integers":
+        attention.W_Q = torch.nn.Parameter((matrix * 100).to(torch.int8), requires_grad=False)
+    else:
+        torch.nn.utils.parametrize.register_parametrization(attention, "W_Q", Constant(matrix), unsafe=True)
+    with pytest.raises(ValueError, match=r"in floating point parameters .* the attention of layer 1"):
+        random_control(model, weights=weights)
 
 
 # --- under hooks ------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import pytest
 from support import zoo
 from support.documents import Document
 
-from tl_posdisent import demo_tokens, load_demo_model
+from tl_posdisent import demo_tokens, load_demo_model, page
 from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.page.measurements import Found
 from tl_posdisent.page.sections import section
 from tl_posdisent.page.subject import read_subject
 from tl_posdisent.page.verdict import verdict
+from tl_posdisent.rope import COMPONENTS
 
 NAN = float("nan")
 
@@ -50,6 +51,34 @@ def test_heads_are_counted_by_what_explains_more(distance: float, key: float, co
     assert f"Of 4 heads, {unsure} (additivity)." in said
     six = pd.concat([several, several.assign(batch=several["batch"] + 3)])
     assert "it takes at least" not in plain(verdict({"additivity": Found(six)}))
+
+
+def sums_with(component: str) -> tuple[bool, bool]:
+    """Whether the three-axis and the two-axis sum can be a table that only this component makes, by least squares."""
+    sizes = {"distance": 3, "query": 4, "key": 5}
+    table = np.random.default_rng(0).normal(size=tuple(sizes.values()))
+    for axis, name in enumerate(sizes):
+        mean = table.mean(axis, keepdims=True)
+        table = table - mean if name in component.split(":") else np.broadcast_to(mean, table.shape)
+    at = dict(zip(sizes, np.indices(table.shape).reshape(3, -1), strict=True))
+    one = {name: np.eye(size)[at[name]] for name, size in sizes.items()}
+    two = [np.einsum("nx,ny->nxy", one["query"], one[other]).reshape(table.size, -1) for other in ("distance", "key")]
+    designs = (np.hstack([*one.values()]), np.hstack(two))
+    left = (table.ravel() - x @ np.linalg.lstsq(x, table.ravel(), rcond=None)[0] for x in designs)
+    three_axis, two_axis = (bool(np.abs(x).max() < 1e-9) for x in left)
+    return three_axis, two_axis
+
+
+def test_which_interactions_the_sums_have() -> None:
+    """As the report says under the shares of the variance."""
+    said = plain((Path(page.__file__).parent / "templates/sections/shares.html").read_text(encoding="utf-8"))
+    kinds = {name: sums_with(name) for name in COMPONENTS}
+    assert [name for name, (three, _) in kinds.items() if three] == ["distance", "query", "key"]
+    also = [name.replace(":", " × ") for name, (three, two) in kinds.items() if two and not three]
+    neither = [name.replace(":", " × ") for name, (_, two) in kinds.items() if not two]
+    assert "one of query plus one of key, a sum without interactions." in said
+    assert f"it also has the interactions {' and '.join(also)}." in said
+    assert f"The two on top, {' and '.join(neither)}, are in neither sum." in said
 
 
 def climbed(kl: dict[str, float], mean: float = 0.5) -> pd.DataFrame:

@@ -19,7 +19,6 @@ FUNCTIONS = callables()
 QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
 SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
 OTHER: dict[str, dict[str, Any]] = {
-    "limit_frequencies": {"high": 0.5},  # with defaults it makes no hooks
     "patch_vectors": {"k_rot": torch.zeros(2, 12, 8, 8)},  # the model has a key head for every head
     "train": {"config": SHORT},
 }

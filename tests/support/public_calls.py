@@ -134,6 +134,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
+    "limit_frequencies": {"high": 0.5},
     "logit_difference": {"answers": [3]},
     "needle_texts": {"length": 12},
     "MultipleChoice": QUESTION,

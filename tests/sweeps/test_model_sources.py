@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,16 @@ def test_synthetic_checkpoints_read_token_ids(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="1 of 1 jobs failed"):
         sweep(jobs(tmp_path, "additivity", WORDS, checkpoints=[10]), out=tmp_path / "out", progress=False)
     assert "the model has no tokenizer" in failures(tmp_path / "out")["message"][0]
+
+
+def test_checkpoints_may_be_an_iterator(tmp_path: Path) -> None:
+    """Each model has all of them."""
+    for n, (folder, step) in enumerate(itertools.product("ab", (0, 10))):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        save_checkpoint(synthetic(n), tmp_path / folder / f"step-{step:06d}.safetensors")
+    of_both = functools.partial(jobs, [tmp_path / "a", tmp_path / "b"], "additivity", Text.of([1, 2, 3, 4]))
+    assert of_both(checkpoints=iter([10, 0])) == of_both(checkpoints=[10, 0])
+    assert len(of_both(checkpoints=(n for n in (10, 0)))) == 4
 
 
 def test_weights_are_known_by_their_content(tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ def fit_marginals(
     squares, pivot = (read.squares.sum(0), read.pivot[0]) if pool else (read.squares, read.pivot)
 
     # The sums are rounded relative to their terms, where these are larger than the scores.
-    terms = read.squares.maximum(cells.n_cells * torch.as_tensor(size).to(read.squares) ** 2)
+    terms = read.squares.maximum(
+        cells.n_cells * torch.as_tensor(size, dtype=read.squares.dtype, device=read.squares.device) ** 2
+    )
     solution = solve(cells, sums, squares=terms, pool=pool)
     offset, parts = fix_gauge(cells, weights, solution, pool=pool)
 

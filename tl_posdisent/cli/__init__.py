@@ -1,8 +1,8 @@
 """The command line: ``tl-posdisent fit --model demo --out table.csv``.
 
 Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 success, 2 wrong
-usage or input, 130 interrupted, 1 if stdout cannot be written or for a bug. Nothing here imports torch until a command
-runs.
+usage or input, 130 interrupted, 1 if stdout cannot be written, if ``check`` finds a wrong result, or for a bug. Nothing
+here imports torch until a command runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def main(
 
     Results go to stdout, progress and errors to stderr. --out saves the whole table.
 
-    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, or a bug.
+    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, check finds a wrong
+    result, or a bug.
 
     Examples:
       tl-posdisent fit --model demo --out table.csv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from tl_posdisent.cli.output import note
 from tl_posdisent.cli.process import settle
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.files import found_at
+from tl_posdisent.utils.files import decode_text, found_at
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
 _LONGEST = 512  # default of --length
@@ -89,7 +88,7 @@ def read_text(text: Path | None) -> str:
     if len(content) > _MOST_BYTES:
         raise ValueError(f"--text must have at most {_MOST_BYTES // 10**6} MB, but {name} has more")
     try:
-        words = io.StringIO(content.decode("utf-8-sig"), newline=None).read()
+        words = decode_text(content)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{content[error.start]:02x} at position {error.start}"
         raise ValueError(f"--text must be UTF-8, but {name} is not ({byte}); convert it, e.g. by iconv") from error

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.restoring import usual_defaults
 from tl_posdisent.utils.validation import check_flag, check_integer, check_seed
 
 BOS = "<|endoftext|>"
@@ -76,7 +77,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     """
     ids = demo_tokenizer().encode(demo_text())
     check_integer("length", length, 1, len(ids), why="the length of the demo text")
-    return torch.tensor([ids[:length]], device=check_device(device))
+    return torch.tensor([ids[:length]], device=check_device(device) or "cpu")
 
 
 def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | None = None) -> PreTrainedModel:
@@ -96,7 +97,7 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
 
     config = LlamaConfig.from_dict(json.loads(_file("config.json", checkpoint and checkpoint.parent)))
     check_flag("trained", trained)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), usual_defaults():
         torch.manual_seed(check_seed(seed))
         model = LlamaForCausalLM(config)
     if checkpoint is not None or trained:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tl_posdisent.hooks.edits.hook_function import HookFunction
+from tl_posdisent.hooks.hook_list import check_entries
 from tl_posdisent.models.running.forward_pass import Hook, installed
 from tl_posdisent.models.running.model_parts import n_layers
 from tl_posdisent.utils.errors import ArgumentError
@@ -78,17 +79,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
 def check_hooks(model: Any, hooks: Any) -> list[Hook]:
     """Validate a list of hooks for ``fwd_hooks``, and the names in it."""
-    if isinstance(hooks, (str, bytes)) or not isinstance(hooks, Iterable):
-        raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hooks)}")
-    found, there = list(hooks), model.hook_dict
-    for hook in found:
-        _check_hook(hook, there)
+    found, there = check_entries(hooks), model.hook_dict
+    for name, _ in found:
+        if isinstance(name, str) and name not in there:
+            raise ArgumentError("hooks", f"names {name!r}, which the model does not have")
     return found
-
-
-def _check_hook(hook: Any, there: Collection[str]) -> None:
-    pair = isinstance(hook, tuple) and len(hook) == 2 and callable(hook[1])
-    if not pair or not (isinstance(hook[0], str) or callable(hook[0])):
-        raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hook)} in it")
-    if isinstance(hook[0], str) and hook[0] not in there:
-        raise ArgumentError("hooks", f"names {hook[0]!r}, which the model does not have")

@@ -22,7 +22,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, listed
 
 FittedRung = Literal["distance", "distance+sink", "static"]
 
@@ -75,6 +75,7 @@ def fitted_attention(
         True
     """
     check_choice("by", by, get_args(FittedRung))
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
     stored = fit_layers(reading.model, [group.tokens for group in texts.groups], chosen, by, in_turn=False)

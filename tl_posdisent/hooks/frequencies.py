@@ -42,7 +42,8 @@ def limit_frequencies(
 
     Args:
         model: a model with rotary embeddings.
-        low, high: the band, both ends included; None means no limit. An end counts as equal to a frequency that differs
+        low, high: the band, both ends included; None means no limit. At least one is needed, unless the band itself or
+            the part that RoPE does not rotate is removed. An end counts as equal to a frequency that differs
             by 1e-6 of its size, or by the rounding of the model's frequencies or tables (0.8 % in bfloat16, 0.1 % in
             float16). ``high=0`` is the empty band: with ``"freeze"``, the model receives no positions at all, as under
             ``dummy_distance(model, 0)``.
@@ -53,10 +54,11 @@ def limit_frequencies(
         layers, heads: as in ``swap_positions``.
 
     Raises:
-        ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0, or to be removed,
-            that contains no frequency of any of the layers; an unknown mode or side; ``unrotated="drop"`` where all
-            coordinates rotate; or what ``swap_positions`` refuses. While running: a long text that the model rotates by
-            other frequencies (longrope, dynamic NTK), if this changes which subspaces lie in the band.
+        ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; arguments that remove nothing; a
+            band above 0, or to be removed, that contains no frequency of any of the layers; an unknown mode or side;
+            ``unrotated="drop"`` where all coordinates rotate; or what ``swap_positions`` refuses. While running: a long
+            text that the model rotates by other frequencies (longrope, dynamic NTK), if this changes which subspaces
+            lie in the band.
 
     Example:
         >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model
@@ -73,6 +75,12 @@ def limit_frequencies(
             raise ArgumentError(
                 name, f"must be a frequency in radians per position, 0 or more, or None, got {shown(value)}"
             )
+    if low is None and high is None and side == "outside" and unrotated == "keep":
+        raise ArgumentError(
+            "low",
+            "or high must be given, or nothing is removed, got None for both: give the ends of the band in radians per "
+            'position, or unrotated="drop" to remove the part that RoPE does not rotate',
+        )
     if low is not None and high is not None and low > high:
         raise ArgumentError("low", f"must be at most high, got {low!r} and {high!r}")
     low, high = float(low or 0), float("inf") if high is None else float(high)

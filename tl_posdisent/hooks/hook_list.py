@@ -5,7 +5,8 @@ Also how the layers and heads of an intervention are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import pandas as pd
@@ -18,7 +19,7 @@ from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import head_label, is_integer, listed
+from tl_posdisent.utils.validation import head_label, is_integer, listed, shown
 from tl_posdisent.utils.words import plural
 
 Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
@@ -37,6 +38,7 @@ class Hooks(list[Any]):
 
     Attributes:
         interventions: the edits, each with the layer and the heads on which it acts.
+        name: the calls that made them, without heads.
         others: your own hooks in the list.
 
     Example:
@@ -47,6 +49,7 @@ class Hooks(list[Any]):
     """
 
     def __init__(self, interventions: Iterable[Intervention], others: Sequence[Any] = ()) -> None:
+        check_entries(others)
         self._function = HookFunction(tuple(interventions))
         super().__init__([(self._function.accepts, self._function)] if self._function.layers else [])
         super().extend(others)
@@ -54,6 +57,7 @@ class Hooks(list[Any]):
     @classmethod
     def of_list(cls, hooks: Sequence[Any]) -> Hooks:
         """Make a list that knows its interventions from one in which they are entries, such as ``[*hooks, own]``."""
+        check_entries(hooks)
         made = [entry[1] for entry in hooks if isinstance(entry[1], HookFunction)]
         own = [entry for entry in hooks if not isinstance(entry[1], HookFunction)]
         return cls([x for each in made for x in each.interventions], own)
@@ -70,10 +74,10 @@ class Hooks(list[Any]):
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
             return joined([self, other])
-        return Hooks(self.interventions, [*self.others, *other])
+        return Hooks(self.interventions, [*self.others, *check_entries(other)])
 
     def __radd__(self, other: Any) -> Hooks:
-        return Hooks(self.interventions, [*other, *self.others])
+        return Hooks(self.interventions, [*check_entries(other), *self.others])
 
     __iadd__ = __add__
 
@@ -83,16 +87,65 @@ class Hooks(list[Any]):
     __rmul__ = __imul__ = __mul__
 
     def __repr__(self) -> str:
-        found: dict[str, list[Intervention]] = {}
-        for each in self.interventions:
-            found.setdefault(each.edit.call, []).append(each)
-        more = [f"{len(self.others)} more"] if self.others else []
-        return " + ".join([*(f"{call} on {_shown_heads(some)}" for call, some in found.items()), *more]) or "no hooks"
+        calls = [f"{call} on {_shown_heads(some)}" for call, some in _by_call(self.interventions)]
+        return " + ".join([*calls, *self._own()]) or "no hooks"
+
+    @property
+    def name(self) -> str:
+        """The calls that made the hooks, without heads: ``"dummy_distance(5) + limit_frequencies(low=0.01)"``."""
+        return " + ".join([*(call for call, _ in _by_call(self.interventions)), *self._own()])
+
+    def _own(self) -> list[str]:
+        n = sum(not _only_checks(function) for _, function in self.others)
+        return [f"{n} more"] if n else []
 
     def to_frame(self) -> pd.DataFrame:
         """Return the interventions as a table, one row per head and edit: ``layer``, ``head``, ``edit``."""
         rows = [(x.spec.layer, head, x.edit.call) for x in self.interventions for head in x.heads]
         return pd.DataFrame(rows, columns=["layer", "head", "edit"])
+
+
+def _only_checks(function: Any) -> bool:
+    """Say whether this is a function of the package, which may refuse a text and changes nothing."""
+    return inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.")
+
+
+def check_entries(hooks: Any) -> list[Any]:
+    """Return the entries of a list of hooks, or raise unless each is ``(hook name or filter, function)``."""
+    needed = "must be a list of (hook name or filter, function), got"
+    if isinstance(hooks, (str, bytes, Mapping)) or not isinstance(hooks, Iterable):
+        raise ArgumentError("hooks", f"{needed} {shown(hooks)}")
+    entries = list(hooks)
+    for entry in entries:
+        if isinstance(entry, list):
+            raise ArgumentError("hooks", f"{needed} a list of hooks in it, {shown(entry)}: add the lists, a + b")
+        pair = isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])
+        if not pair or not (isinstance(entry[0], str) or callable(entry[0])):
+            raise ArgumentError("hooks", f"{needed} {shown(entry)} in it")
+    return entries
+
+
+def _by_call(interventions: Sequence[Intervention]) -> list[tuple[str, list[Intervention]]]:
+    """Group interventions by the call that made them, with its short form.
+
+    Calls of one short form are told apart by their edits: other contents, or the same head once more.
+    """
+    groups: list[tuple[str, list[Intervention]]] = []
+    for each in interventions:
+        of_call = (some for call, some in groups if call == each.edit.call)
+        group = next((some for some in of_call if not any(_of_another_call(each, x) for x in some)), None)
+        if group is None:
+            groups.append((each.edit.call, [each]))
+        else:
+            group.append(each)
+    return groups
+
+
+def _of_another_call(a: Intervention, b: Intervention) -> bool:
+    if type(a.edit) is not type(b.edit):
+        return False  # one call may edit both distances and scores
+    same_heads = a.spec.layer == b.spec.layer and not set(a.heads).isdisjoint(b.heads)
+    return same_heads or (a.edit is not b.edit and a.edit != b.edit)
 
 
 def _shown_heads(interventions: Sequence[Intervention]) -> str:
@@ -135,7 +188,7 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     Layers and the heads of each are in ascending order. Given a ``tool``, raise if it cannot change the rotation of one
     of these layers.
     """
-    layers, heads = listed(layers), listed(heads)
+    layers, heads = listed("layers", layers), listed("heads", heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)
     single = isinstance(heads, str) or (isinstance(heads, (list, tuple)) and not all(map(is_integer, heads)))

@@ -7,6 +7,7 @@ and interpolation compose with it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, rotation_hooks
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_number, listed, real_tensor, shown
+from tl_posdisent.utils.words import plural
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One position for each slot of the batch, or a function of the tokens' own positions."""
@@ -64,7 +66,7 @@ def swap_positions(
         >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
         True
     """
-    layers, heads = listed(layers), listed(heads)
+    layers, heads = listed("layers", layers), listed("heads", heads)
     edit = positions_edit("swap_positions", positions)
     chosen = any_heads(model, layers, heads)  # includes layers without RoPE: some scale by the position
     unscaled = min((spec.holds_to for spec, _ in chosen if spec.scaled and spec.holds_to is not None), default=None)
@@ -91,15 +93,18 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
     """Set the distance between every query and key to one number.
 
     A head's scores then depend on content alone, at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
-    (arXiv 2503.13305). A negative distance puts every key after its query, where a causal model has never seen one; the
-    formula is exact there, too.
+    (arXiv 2503.13305). A negative distance puts every key after its query. The formula is exact there, too, but no
+    causal model was trained at such a distance, hence a warning.
 
     Args:
         model, layers, heads: as in ``swap_positions``.
-        distance: query position minus key position, in positions; any finite real number, including negative ones.
+        distance: query position minus key position, in positions; any finite real number, from 0 on for causal layers.
 
     Raises:
         ValueError: a distance that is not a finite number, or what ``swap_positions`` refuses.
+
+    Warns:
+        UserWarning: a negative distance in a causal layer.
 
     Example:
         >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
@@ -109,7 +114,21 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
         (True, dummy_distance(5) on 5 layers × 8 heads)
     """
     check_number("distance", distance)
-    return rotation_hooks(model, layers, heads, PositionMap(f"dummy_distance({distance:g})", float(distance), 0.0))
+    edit = PositionMap(f"dummy_distance({distance:g})", float(distance), 0.0)
+    hooks = rotation_hooks(model, layers, heads, edit)
+    if distance < 0:
+        _warn_of_future(hooks, f"distance: must be 0 or more for keys before their query, got {distance:g}")
+    return hooks
+
+
+def _warn_of_future(hooks: Hooks, problem: str) -> None:
+    """Warn that distances are negative, if a layer is causal."""
+    if causal := [each.spec.layer for each in hooks.interventions if each.spec.causal]:
+        warnings.warn(
+            f"{problem}. In {plural(len(causal), 'causal layer')} keys are then in the future, at distances at which "
+            "the model was not trained: give the distance with the other sign, or filter this warning if that is meant",
+            stacklevel=3,
+        )
 
 
 def remap_distance(
@@ -132,6 +151,9 @@ def remap_distance(
             parts against a KV cache, give the matrix of the whole text, or a larger one.
         model, layers, heads: as in ``swap_positions``.
 
+    Warns:
+        UserWarning: negative values where a key is not after its query, in a causal layer.
+
     Raises:
         ValueError: neither a function nor a tensor of 2 to 4 axes; values that are not finite; or what
             ``swap_positions`` refuses. While running: a matrix that does not fit the text.
@@ -146,6 +168,7 @@ def remap_distance(
         False
         True
     """
+    future = False
     if isinstance(distances, Tensor):
         distances = real_tensor("distances", distances, finite=False)
         described = f"{'×'.join(map(str, distances.shape))} distances"
@@ -155,14 +178,17 @@ def remap_distance(
                 "must have shape (query, key), (head, query, key) or (batch, head, query, key), "
                 f"got {tuple(distances.shape)}",
             )
+        future = distances.shape[-1] == distances.shape[-2] and bool((distances.tril() < 0).any())
     elif callable(distances):
         described = getattr(distances, "__name__", "a function")
-        mapped(
-            distances, torch.arange(64.0, dtype=torch.float64, device="cpu"), "distances", "real distances"
-        )  # fail now rather than during a pass
+        real = torch.arange(64.0, dtype=torch.float64, device="cpu")
+        future = bool((mapped(distances, real, "distances", "real distances") < 0).any())  # or fail, before any pass
     else:
         raise ArgumentError("distances", f"must be a function or a tensor, got {type(distances).__name__}")
-    return rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
+    hooks = rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
+    if future:
+        _warn_of_future(hooks, f"distances: must be 0 or more for keys before their query, got less by {described}")
+    return hooks
 
 
 def position_interpolation(model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:

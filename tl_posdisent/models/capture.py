@@ -24,7 +24,7 @@ from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
-from tl_posdisent.utils.validation import check_flag, shown
+from tl_posdisent.utils.validation import check_flag, listed, shown
 
 _ROWS_CHECKED = 32
 _Result = TypeVar("_Result")
@@ -143,6 +143,7 @@ def capture(
     check_flag("scores", scores)
     if function is not None and not callable(function):
         raise ArgumentError("function", f"must be callable with a Captured, got {shown(function)}")
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("capture")
     specs, found = reading.specs(layers), list[Any]()

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.texts import Tokens, read_texts, special_id, token_words
+from tl_posdisent.models.running.texts import Tokens, read_texts, special_id, text_ids, token_words
 from tl_posdisent.models.size import count_parameters
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import listed
@@ -128,7 +128,7 @@ class Subject:
 
 def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
     """Check the arguments of a report and read the model."""
-    reading, heads = read_model(model), listed(heads)
+    reading, heads = read_model(model), listed("heads", heads)
     chosen = reading.heads(layers, heads)
     specs = reading.specs(list(chosen))
     model = reading.model
@@ -156,7 +156,7 @@ def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) 
 
     Each begins with the model's BOS token, if any. The rest of a long text is not read.
     """
-    bare = model.to_tokens(text, truncate=False, prepend_bos=False)[0].to(ids.device)
+    bare = text_ids(model, text, prepend_bos=False)[0].to(ids.device)
     begin = len(ids) - len(bare)
     if begin < 0 or not torch.equal(ids[begin:], bare):
         begin = 0

@@ -217,6 +217,8 @@ def jobs(
         names = ", ".join(name for name, _ in asked)
         raise ArgumentError("seeds", f"must be None, as none of {names} takes one, got {shown(given)}")
     places = []
+    if checkpoints not in (None, "all"):
+        checkpoints = _listed("checkpoints", checkpoints)
     for model in _listed("models", models):
         steps = checkpoint_steps(model) if checkpoints == "all" else [None] if checkpoints is None else checkpoints
         places += [named(model, step) for step in _listed("checkpoints", steps)]

@@ -21,9 +21,10 @@ from torch import Tensor
 from tl_posdisent.demo import demo_model
 from tl_posdisent.demo.demo_model import demo_text
 from tl_posdisent.models.loading.load import Backend, load_model
+from tl_posdisent.models.running.texts import text_ids
 from tl_posdisent.synthetic.training.loop import load_checkpoint
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.files import found_at
+from tl_posdisent.utils.files import decode_text, found_at
 from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
 Checkpoint = int | str | None
@@ -260,10 +261,10 @@ def cut(model: Any, words: str, length: int | None, count: int = 1, first: int =
 
     Each part begins with the model's beginning-of-text token, if it has one.
     """
-    ids: Tensor = model.to_tokens(words, truncate=False)[0]
+    ids: Tensor = text_ids(model, words)[0]
     if length is None:
         return ids[None]
-    begin = model.to_tokens("")[0] if model.to_tokens("").numel() else ids[:0]
+    begin = text_ids(model, "").flatten().to(ids)
     ids, body = ids[len(begin) :], length - len(begin)
     needed = (first + count) * body
     if needed > len(ids):
@@ -307,7 +308,7 @@ def _read(path: Path) -> str:
     if found_at(path) is None and os.path.exists(path):  # a job reads its text twice, when it is made and when it runs
         raise ArgumentError("text", f"must be a file, got {shown(str(path))}, which is a device or a pipe")
     try:
-        return path.read_bytes().decode("utf-8")
+        return decode_text(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ArgumentError("text", f"must be a readable UTF-8 file, got {shown(str(path))}: {why}") from error

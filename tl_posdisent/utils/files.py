@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
 import tempfile
@@ -33,6 +34,15 @@ def found_at(path: str | os.PathLike[str]) -> Literal["file", "folder"] | None:
     except (OSError, ValueError):  # nothing there, or an invalid name: too long, or with a zero byte
         return None
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else None
+
+
+def decode_text(content: bytes) -> str:
+    """Decode a text file in UTF-8, with line ends ``\\n`` and without a byte order mark.
+
+    >>> decode_text("\\ufeffone\\r\\ntwo\\r".encode())
+    'one\\ntwo\\n'
+    """
+    return io.StringIO(content.decode("utf-8-sig"), newline=None).read()
 
 
 def check_writable(name: str, path: Any, kind: Literal["file", "folder"] = "file") -> Path:

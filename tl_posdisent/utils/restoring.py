@@ -25,6 +25,18 @@ def restoring(restore: Callable[[], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def usual_defaults() -> Iterator[None]:
+    """Set torch's default dtype to float32 and its default device to the CPU within the block.
+
+    For libraries that make tensors without naming either.
+    """
+    dtype = torch.get_default_dtype()
+    with restoring(lambda: torch.set_default_dtype(dtype)), torch.device("cpu"):
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
     """Disable gradients, and restore them even if Ctrl-C arrives on entry or exit, unlike ``torch.no_grad()``."""
     before = torch.is_grad_enabled()

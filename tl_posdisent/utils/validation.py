@@ -10,6 +10,7 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -304,9 +305,7 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
     """
     if chosen is None:
         return list(range(n))
-    if is_integer(chosen):
-        chosen = [chosen]
-    check_values(name, chosen)
+    chosen = [chosen] if is_integer(chosen) else listed(name, chosen)
     if isinstance(chosen, (str, bytes, Mapping)) or not isinstance(chosen, Iterable):
         raise ArgumentError(name, f"must be an integer or a sequence of integers, got {shown(chosen)}")
     given = list(chosen)
@@ -321,13 +320,22 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
     return picked
 
 
-def listed(chosen: Any) -> Any:
+def listed(name: str, chosen: Any) -> Any:
     """Convert an iterable of indices to a list, which can be iterated twice; return anything else unchanged.
 
-    A tuple stays one: ``check_heads`` refuses a tuple of two integers.
+    Arrays and tensors become lists of integers, or of pairs, also where they are entries of a list. A tuple stays one:
+    ``check_heads`` refuses a tuple of two integers.
+
+    >>> listed("heads", iter([0, 3])), listed("heads", torch.tensor([[1, 3], [0, 0]]))
+    ([0, 3], [[1, 3], [0, 0]])
     """
-    once = isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping, tuple))
-    return list(chosen) if once else chosen
+    check_values(name, chosen)
+    if isinstance(chosen, (torch.Tensor, np.ndarray)):
+        return chosen.tolist()
+    if not isinstance(chosen, Iterable) or isinstance(chosen, (str, bytes, Mapping)):
+        return chosen
+    entries = [listed(name, x) for x in chosen]
+    return tuple(entries) if isinstance(chosen, tuple) else entries
 
 
 def head_label(layer: int, head: int) -> str:
@@ -352,6 +360,7 @@ def check_heads(
     {0: [1], 4: [2, 0]}
     """
     refuse_pair(heads)
+    heads = listed("heads", heads)
     chosen = sorted(check_indices("layers", layers, n_layers))
     in_each = chosen if layers is not None or default is None else sorted(default)
     if heads is None or is_integer(heads):

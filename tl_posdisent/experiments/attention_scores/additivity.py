@@ -26,7 +26,8 @@ from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_tex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns, number_heads
-from tl_posdisent.utils.validation import check_flag, check_integer, check_subset
+from tl_posdisent.utils.validation import check_flag, check_integer, check_subset, listed
+from tl_posdisent.utils.words import plural
 
 _ROUNDING = 1e-9  # below, 1 - r² is rounding
 
@@ -90,6 +91,9 @@ def additivity(
         a head's scores depend on pairs of query and key more than those of its queries with other keys. It is large
         in heads that match content, such as induction heads. NaN where the foreign keys give an exact sum.
 
+    Warns:
+        UserWarning: texts that are too short for ``r``, which is NaN; repeated texts.
+
     Raises:
         ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys; controls
             for a layer whose scores cannot be recomputed, or foreign keys where no other layer has any.
@@ -108,6 +112,7 @@ def additivity(
     check_flag("pool", pool)
     wanted = check_subset("controls", controls, get_args(Control))
     check_integer("control_seed", control_seed, 0)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     specs, by_layer = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}
@@ -134,7 +139,20 @@ def additivity(
     with progress_bar(total=total, desc="layers", disable=not progress) as bar:
         read = [_read_group(run, texts, group, chosen, mask, sinks, bar) for group in texts.groups]
         tables = {name: _table([parts[name] for parts in read], by_layer, pool) for name in ("own", *wanted)}
+    _warn_of_exact_fits(tables["own"], texts)
     return reading.note(_beside(tables) if wanted else tables["own"])
+
+
+def _warn_of_exact_fits(table: pd.DataFrame, texts: Texts) -> None:
+    """Warn of texts that are too short for r: the model has a coefficient for each pair of query and key."""
+    n = int((table["r"].isna() & table["share_key"].notna()).sum())  # scores that do not vary have no shares either
+    if n:
+        warnings.warn(
+            f"tokens: r is NaN in {n} of {len(table)} rows, because the model fits any scores of so few pairs of query "
+            f"and key; the shortest text has {plural(min(texts.lengths), 'token')}. Give longer texts: 4 tokens after "
+            "the sinks are enough for a causal mask without a window",
+            stacklevel=3,
+        )
 
 
 def _table(read: list[dict[int, TextMarginals]], heads: dict[int, list[int]], pool: bool) -> pd.DataFrame:

@@ -31,7 +31,7 @@ from tl_posdisent.rope.moments import Moments
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns, join_texts, number_heads
-from tl_posdisent.utils.validation import Numbers, check_distinct, check_integer
+from tl_posdisent.utils.validation import Numbers, check_distinct, check_integer, listed
 
 
 def controlled_distance(
@@ -75,6 +75,7 @@ def controlled_distance(
         >>> bool((table["r_two_axis"] >= table["r_three_axis"]).all())  # the two-axis model contains the other
         True
     """
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     at = range(texts.longest) if distances is None else distances
@@ -127,6 +128,7 @@ def dummy_distance_check(
         >>> bool(table[["mean", "component"]].corr().loc["mean", "component"] > 0.5)
         True
     """
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, some = reading.model, any_heads(reading, layers, heads, "dummy_distance_check")
     for spec, _ in some:
@@ -224,6 +226,7 @@ def disentanglement(
         >>> table.columns.tolist(), len(table)
         (['layer', 'head', 'r', 'r_three_axis', 'r_two_axis'], 40)
     """
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
     batch: dict[str, Any] = {"tokens": texts, "progress": progress}

@@ -27,7 +27,7 @@ from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
+from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds, listed
 
 _LENGTH = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
 _HEAD = ["layer", "head"]
@@ -119,6 +119,7 @@ def head_labels(
     check_flag("streaming", streaming)
     check_integer("exact", exact, 0)
     seeds = check_seeds(seeds, 0)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     pairs = pairs_of(any_heads(reading, layers, heads))
     if needles is not None:

@@ -24,7 +24,7 @@ from tl_posdisent.rope.preference_flips import check_distance_sets, preference_f
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.utils.tables import join_texts
-from tl_posdisent.utils.validation import Numbers, check_flag, check_integer, real_numbers
+from tl_posdisent.utils.validation import Numbers, check_flag, check_integer, listed, real_numbers
 
 NEAR = range(8)
 _N_FAR = 8
@@ -66,6 +66,7 @@ def positional_symbolic(
         (16, True)
     """
     check_flag("by_subspace", by_subspace)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
 
@@ -121,6 +122,7 @@ def preference_flips(
     """
     if queries is not None:
         check_integer("queries", queries, 1)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     near_at = real_numbers("near", near, torch.device("cpu"))
@@ -192,6 +194,7 @@ def subspace_patterns(
         >>> bool(mean["semantic"].idxmax() > 3)  # content sits in slow subspaces
         True
     """
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     at, tool = range(texts.longest) if distances is None else distances, "subspace_patterns"

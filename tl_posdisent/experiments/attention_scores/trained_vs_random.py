@@ -25,7 +25,7 @@ from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label
+from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, head_label, listed
 from tl_posdisent.utils.words import plural
 
 from .additivity import TextMarginals, cells_of, columns_of_texts, text_marginals
@@ -98,6 +98,7 @@ def trained_vs_random(
         True
     """
     check_choice("by", by, ("head", "layer"))
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     seeds = check_seeds(seeds)

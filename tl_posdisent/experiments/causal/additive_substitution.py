@@ -29,7 +29,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_seed, check_subset
+from tl_posdisent.utils.validation import check_seed, check_subset, listed
 
 Control = Literal["shuffled fit", "zero"]
 _CONTROLS: tuple[Control, ...] = get_args(Control)
@@ -80,6 +80,7 @@ def additive_substitution(
         True
     """
     extra = check_subset("controls", controls, _CONTROLS)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model = reading.model
     chosen = additive_heads(reading, axes, layers, heads, "additive_substitution")

@@ -18,7 +18,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_integer, listed
 
 
 def head_ablation(
@@ -76,6 +76,7 @@ def head_ablation(
         >>> len(table), bool(abs(loss - top["value"]) < 1e-4)  # the value is the loss without this head
         (16, True)
     """
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
@@ -135,6 +136,7 @@ def streaming_ablation(
         (40, True)
     """
     check_metric(metric)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)

@@ -36,7 +36,7 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import weighted_means
-from tl_posdisent.utils.validation import check_integer, check_seed
+from tl_posdisent.utils.validation import check_integer, check_seed, listed
 
 
 def head_effects(
@@ -127,6 +127,7 @@ def head_effects(
     if most is not None:
         check_integer("most", most, 0)
     check_seed(seed)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -22,7 +23,8 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, check_subset
+from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, check_subset, listed
+from tl_posdisent.utils.words import plural
 
 Control = Literal["shuffled", "random"]
 _CONTROLS: tuple[Control, ...] = ("shuffled",)
@@ -123,6 +125,7 @@ def attention_ladder(
     if exact != "all":
         _check_exact(exact, unit, metric)
     check_seed(seed)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     fitted = read_texts(reading.model, tokens, attention_mask)
     with naming(tokens="heldout", attention_mask="heldout_mask"):
@@ -177,6 +180,13 @@ def attention_ladder(
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
+    if len(table) and bool(table["recovered"].isna().all()):
+        warnings.warn(
+            "tokens: recovered is NaN in every row, because the attention of no chosen head changes the predictions by "
+            f"more than rounding; the shortest text has {plural(min(texts.lengths), 'token')}: give longer texts, or "
+            "other heads",
+            stacklevel=2,
+        )
     table.attrs |= {"random weights": described_copies("random", scales, [seed])} if scales else {}
     table.attrs |= {"search": search} if search else {}
     return reading.note(failures.note(table))

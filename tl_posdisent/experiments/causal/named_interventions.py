@@ -88,7 +88,7 @@ def named_hooks(model: Any, interventions: Any, texts: Texts) -> dict[str, Seque
         ValueError: what is not a mapping from names to hooks, or one list of hooks; an empty list.
     """
     if isinstance(interventions, Hooks):
-        interventions = {repr(interventions).partition(" on ")[0]: interventions}
+        interventions = {interventions.name: interventions}
     named = isinstance(interventions, Mapping) and all(isinstance(name, str) for name in interventions)
     if not named or not interventions:
         raise ArgumentError("interventions", f"must be hooks by name, or hooks, got {shown(interventions)}")

@@ -25,7 +25,7 @@ from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.results import at_results, by_heads
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, real_tensor
+from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, listed, real_tensor
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 
@@ -87,6 +87,7 @@ def head_patching(
     """
     check_choice("activation", activation, get_args(Activation))
     check_metric(metric)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)

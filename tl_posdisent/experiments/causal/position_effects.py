@@ -25,7 +25,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_integer, check_seed
+from tl_posdisent.utils.validation import check_integer, check_seed, listed
 
 
 def position_effects(
@@ -77,6 +77,7 @@ def position_effects(
     check_metric(metric)
     check_integer("draws", draws, 0)
     check_seed(seed)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)

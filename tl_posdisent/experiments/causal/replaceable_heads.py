@@ -36,6 +36,7 @@ from tl_posdisent.utils.validation import (
     check_seed,
     check_subset,
     head_label,
+    listed,
     shown,
 )
 
@@ -184,6 +185,7 @@ def replaceable_heads(
     extra = check_subset("beside", beside, get_args(Order))
     check_integer("random_orders", random_orders, 1)
     check_seed(seed)
+    layers, heads = listed("layers", layers), listed("heads", heads)
     reading = read_model(model, layers)
     model, among = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)

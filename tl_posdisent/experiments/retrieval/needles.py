@@ -24,7 +24,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.model_parts import device_of
-from tl_posdisent.models.running.texts import read_texts, special_id
+from tl_posdisent.models.running.texts import read_texts, special_id, text_ids
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_integer, check_seed, shown
@@ -235,7 +235,7 @@ class _Maker:
             )
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.model.to_tokens(text, prepend_bos=False, truncate=False)[0].tolist()
+        ids: list[int] = text_ids(self.model, text, prepend_bos=False)[0].tolist()
         return ids
 
     def _alike(self, kind: str, options: str, encode: Callable[[str], list[int]]) -> list[str]:

@@ -31,7 +31,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_counts, check_integer, check_seed, shown
+from tl_posdisent.utils.validation import check_choice, check_counts, check_integer, check_seed, listed, shown
 
 By = Literal["copying", "attention"]
 Mode = Literal["mean", "zero"]
@@ -44,8 +44,9 @@ class RetrievalHeads(HasTable):
     """Scores of heads, and what the model loses without the first of them.
 
     Attributes:
-        heads: one row per head, the largest first: ``layer``, ``head``, ``copying``, ``copying_se``, ``attention``,
-            ``attention_se``. The errors are standard errors over pairs of texts.
+        heads: one row per head, the largest first: ``layer``, ``head``, ``copying`` (the estimated fall of the logit of
+            the answer minus that of the decoy if the head's result came from the other text), ``copying_se``,
+            ``attention``, ``attention_se``. The errors are standard errors over pairs of texts.
         knockout: one row per length of the held-out texts, depth of the needle (NaN: all), number ``n`` of heads, and
             ``ablated`` heads: ``"none"``, ``"top"`` (the first n) or ``"random"`` (n others of the same layers, mean
             over draws). ``difference`` is the logit of the answer minus that of the decoy, ``se`` its standard error
@@ -105,9 +106,10 @@ def retrieval_heads(
     * ``attention``: attention from the last token to the answer minus that to the decoy, mean over the pair. A score
       above 0.1 is the criterion of retrieval heads in arXiv 2404.15574.
     * ``copying``: ``(g + g')/2 · (z - z')``, where z and z' are the head's results at the last token in the two texts,
-      and g and g' the gradients there of logit(answer) - logit(decoy) of the first text: the estimated change of this
-      difference, in logits, if the head's result came from the other text (attribution patching by the trapezoid rule;
-      exact if the difference is a quadratic function on the line from one run to the other).
+      and g and g' the gradients there of logit(answer) - logit(decoy) of the first text: by how much this difference
+      is estimated to fall, in logits, if the head's result came from the other text (attribution patching by the
+      trapezoid rule; exact if the difference is a quadratic function on the line from one run to the other). It is
+      positive for a head that helps to find the answer.
 
     A head can attend to the word and change nothing, or have a part in finding the needle without attending to its
     word. The knock-out shows which score names heads that the model needs. The first k heads are taken by the score in
@@ -153,6 +155,7 @@ def retrieval_heads(
     check_choice("mode", mode, get_args(Mode))
     check_integer("draws", draws, 1)
     check_seed(seed)
+    layers = listed("layers", layers)
     reading = read_model(model, layers)
     specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
     if not all(spec.causal for spec in specs):
@@ -191,7 +194,7 @@ def _scores(reading: ModelReading, needles: Needles, specs: Sequence[AttentionSp
 
 
 def _copying(model: Any, needles: Needles, specs: Sequence[AttentionSpec], bar: Any) -> Float64[Tensor, "pair head"]:
-    """Estimate the change of the metric if the result of each head at the last token came from the other text."""
+    """Estimate by how much the metric falls if the result of each head at the last token came from the other text."""
     ends, slopes = list[Tensor](), list[Tensor]()
     for part in parts_of_needles(model, needles, TOKENS):
         tokens = part.texts.groups[0].tokens
@@ -203,8 +206,8 @@ def _copying(model: Any, needles: Needles, specs: Sequence[AttentionSpec], bar: 
         bar.update(len(tokens))
     z, gradient = torch.cat(ends), torch.cat(slopes)
     # The metric of a pair's second text is that of its first with the sign exchanged, and so is its gradient.
-    change: Tensor = ((gradient[::2] - gradient[1::2]) / 2 * (z[::2] - z[1::2])).sum(-1)
-    return change
+    fall: Tensor = ((gradient[::2] - gradient[1::2]) / 2 * (z[::2] - z[1::2])).sum(-1)
+    return fall
 
 
 def _sum_of(metric: Metric, outputs: list[Tensor]) -> Tensor:

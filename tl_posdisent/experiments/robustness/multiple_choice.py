@@ -14,7 +14,7 @@ from tl_posdisent.experiments.causal.runs import run_under
 from tl_posdisent.experiments.robustness.perturb import Perturb
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.model_parts import device_of
-from tl_posdisent.models.running.texts import check_tokens, refuse_padding
+from tl_posdisent.models.running.texts import check_tokens, refuse_padding, text_ids
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
@@ -104,5 +104,4 @@ def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " po
         return text.to(device_of(model), torch.int64)
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("context and choices were given as text, but the model has no tokenizer: pass token ids")
-    row: Tensor = model.to_tokens(text, truncate=False, **({} if begins else {"prepend_bos": False}))[0]
-    return row.to(device_of(model))
+    return text_ids(model, text, **({} if begins else {"prepend_bos": False}))[0].to(device_of(model))

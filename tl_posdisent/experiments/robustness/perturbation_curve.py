@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -108,6 +109,12 @@ def perturbation_curve(
             rows.append({"kind": kind, "fraction": fraction, **row})
     by_setting = pd.DataFrame(rows).groupby(["kind", "fraction"], sort=False)
     mean, error = by_setting.mean(), by_setting.sem()
+    if undefined := int(mean["added_loss"].isna().sum()):
+        warnings.warn(
+            f"tokens: added_loss and kl are NaN in {undefined} of {len(mean)} rows, because no position and its next "
+            "token kept their places: give longer texts, smaller fractions or more seeds",
+            stacklevel=2,
+        )
     table = mean[["moved", "intact"]].copy()
     for name in [*_MEASURES, *(["downstream"] if score else [])]:
         table[name], table[f"{name}_se"] = mean[name], error[name]

@@ -29,7 +29,7 @@ from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
 from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
-from tl_posdisent.utils.restoring import without_gradients
+from tl_posdisent.utils.restoring import usual_defaults, without_gradients
 from tl_posdisent.utils.validation import first_line, printable, shown
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     _check_hf_model(hf_model)
     training = hf_model.training
     try:
-        model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
+        with usual_defaults():
+            model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
     finally:
         hf_model.train(training)
     config = hf_model.config.get_text_config()
@@ -187,6 +188,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     return wrapped(hf_model, _own_tokenizer(tokenizer))
 
 
+@usual_defaults()
 def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, check: bool = True) -> Any:
     """Wrap ``hf_model`` in a TransformerBridge that keeps this very tokenizer.
 
@@ -320,7 +322,8 @@ def load_model(
             device = _lens("transformer_lens.utilities.devices.get_device", "transformer_lens.utils.get_device")()
         with contextlib.suppress(ValueError):  # raised if the name is already a repository
             source = str(_lens(*_OFFICIAL_NAME)(source))
-    hf_model, tokenizer = _read(source, dtype or torch.float32)
+    with usual_defaults():
+        hf_model, tokenizer = _read(source, dtype or torch.float32)
     if device is not None:
         hf_model.to(device)
     return as_backend(hf_model, tokenizer, backend)

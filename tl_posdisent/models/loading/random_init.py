@@ -14,10 +14,11 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
+from tl_posdisent.models.loading.projections import check_parameters, projections
 from tl_posdisent.models.reading.stored_tables import table_slots
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
+from tl_posdisent.utils.restoring import restoring, usual_defaults, without_gradients
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
@@ -28,7 +29,6 @@ Scale: TypeAlias = float | Literal["config"]
 
 USUAL_STD = 0.02  # the default of transformers' configurations
 _SCALES = ("initializer_range", "init_std")  # its name in configurations; OPT uses the second
-_OF_QK = ("W_Q", "W_K", "b_Q", "b_K")  # HookedTransformer's names; grouped keys have `_W_K`
 _DRAWING = threading.Lock()  # all threads share torch's random state and default dtype
 _OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks", "ctx")
 
@@ -74,7 +74,9 @@ def random_control(
     Raises:
         ValueError: seeds that are not integers, repeated or missing; unknown ``weights``; a std that is not above 0, or
             given for ``"shuffled"``, which uses none; ``"random_qk"`` for a model that does not have one projection to
-            queries and one to keys (as with latent attention); not a TransformerLens model.
+            queries and one to keys (as with latent attention); not a TransformerLens model; weights that are no
+            floating point parameters and would stay trained (quantised, such as GPTQ's and AWQ's, or parametrized),
+            except for a TransformerBridge with ``"random"``, whose copies are made from the configuration.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, random_control
@@ -96,11 +98,15 @@ def random_control(
             raise ArgumentError(
                 "std", f'must be "config" for weights="shuffled", which keeps the weights, got {shown(std)}'
             )
+        check_parameters(model, weights, everywhere=True)
         return (_shuffled(model, seed) for seed in numbers)
     scales = initial_scales(model, std)
     if weights == "random_qk":
         for layer in range(layers):
-            _projections(model, layer)  # or raise before anything is copied
+            projections(model, layer)  # or raise before anything is copied
+        check_parameters(model, weights, everywhere=False)
+    elif _drawn_in_place(model):
+        check_parameters(model, weights, everywhere=True)
     one = {"random": _initialised, "random_qk": _with_random_qk}[weights]
     return (one(model, scale, seed) for scale in scales for seed in numbers)
 
@@ -182,9 +188,13 @@ def _copied(model: Any) -> Any:
     return fresh.eval()
 
 
+def _drawn_in_place(model: Any) -> bool:
+    """Say whether random weights replace those of a copy; another model is made from its configuration."""
+    return getattr(getattr(model, "original_model", None), "config", None) is None
+
+
 def _initialised(model: Any, std: float, seed: int) -> Any:
-    original = getattr(model, "original_model", None)
-    fresh = (_drawn if getattr(original, "config", None) is None else _built_anew)(model, std, seed)
+    fresh = (_drawn if _drawn_in_place(model) else _built_anew)(model, std, seed)
     fresh.cfg.initializer_range = std
     return fresh
 
@@ -214,16 +224,12 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
             if hasattr(part, name):
                 setattr(part, name, std)
     with _DRAWING:
-        state, default = torch.random.get_rng_state(), torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float32)  # weights are drawn in float32
+        state = torch.random.get_rng_state()
+        with restoring(lambda: torch.random.set_rng_state(state)), usual_defaults():  # weights are drawn in float32
             torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
             fresh = type(model.original_model)(config)
             fresh = fresh.to(device_of(model), dtype_of(model.original_model))
             bridge = _bridged(fresh, model)
-        finally:
-            torch.set_default_dtype(default)
-            torch.random.set_rng_state(state)
     for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: longer tables
         if hasattr(block, "attn"):
             for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
@@ -254,30 +260,7 @@ def _shuffled(model: Any, seed: int) -> Any:
 def _with_random_qk(model: Any, std: float, seed: int) -> Any:
     fresh, generator = _copied(model), torch.Generator().manual_seed(seed)
     for layer in range(n_layers(fresh)):
-        for name, parameter in _projections(fresh, layer):
+        for name, parameter in projections(fresh, layer):
             _draw(name, parameter, std, generator)
     fresh.cfg.initializer_range = std
     return fresh
-
-
-def _projections(model: Any, layer: int) -> list[tuple[str, Tensor]]:
-    """Return names and parameters of a layer's projections to queries and keys."""
-    attention = getattr(model.blocks[layer], "attn", None)
-    if attention is None:  # a layer without attention has none
-        return []
-    own = [(name, x) for name, x in attention.named_parameters(recurse=False) if name.lstrip("_") in _OF_QK]
-    parts = _parts(model, layer)
-    found = own + [each for part in parts.values() for each in part.named_parameters()]
-    has_keys = "k" in parts or any("k" in _parts(model, earlier) for earlier in range(layer))  # some layers share keys
-    if not own and not ("q" in parts and has_keys):
-        raise ValueError(
-            f'weights="random_qk" needs a projection to queries and one to keys, which layer {layer} of '
-            f'{type(model).__name__} does not have: use weights="random" or "shuffled"'
-        )
-    return found
-
-
-def _parts(model: Any, layer: int) -> dict[str, torch.nn.Module]:
-    """Return a layer's projections to queries ("q") and keys ("k") that are modules of their own."""
-    sides = ((side, getattr(getattr(model.blocks[layer], "attn", None), side, None)) for side in "qk")
-    return {side: part for side, part in sides if isinstance(part, torch.nn.Module)}

@@ -241,7 +241,7 @@ def check_turns(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequ
 
     def disturb(x: Tensor, hook: Any) -> Tensor:
         size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)  # smaller noise is lost in large vectors
-        noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device)
+        noise = torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x.device)
         return x + (noise * size).to(x.dtype)
 
     turning = [s for s in specs if s.turn_q and s.turn_k]
@@ -274,7 +274,7 @@ def check_tables_and_scores(
     """Test which layers use edited rotation tables and edited scores, under the edits ``first``."""
     generator = torch.Generator().manual_seed(2)
     edits: list[Hook] = [*first]
-    positions = (torch.arange(tokens.shape[1], device=tokens.device) * 2 + 3).flip(0) ** 1.5
+    positions = (torch.arange(tokens.shape[1], device=tokens.device).double() * 2 + 3).flip(0) ** 1.5
     before: dict[int, Tensor] = {}
 
     def exchange(rotary: Rotary, which: str, x: Tensor, hook: Any) -> Tensor:
@@ -282,7 +282,9 @@ def check_tables_and_scores(
 
     def disturb(spec: AttentionSpec, x: Tensor, hook: Any) -> Tensor:
         before[spec.layer] = x.detach().clone()
-        return torch.where(spec.is_masked(x), x, torch.randn(x.shape, generator=generator, device="cpu").to(x))
+        return torch.where(
+            spec.is_masked(x), x, torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x)
+        )
 
     for spec in specs:
         if spec.cos and spec.sin and spec.rotary:

@@ -257,7 +257,14 @@ def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
             raise ArgumentError("tokens", f"were given as text that is not valid UTF-8: {error}") from error
-    return [model.to_tokens(text, truncate=False) for text in texts]
+    return [text_ids(model, text) for text in texts]
+
+
+def text_ids(model: Any, text: str, **options: Any) -> Int[Tensor, "1 _pos"]:
+    """Encode a text with the model's tokenizer, without truncation; ``options`` are those of ``to_tokens``."""
+    with torch.device("cpu"):  # tokenizers make tensors on the default device
+        ids: Tensor = model.to_tokens(text, truncate=False, **options)
+    return ids
 
 
 def special_id(model: Any, which: Literal["pad", "bos", "eos"]) -> int | None:

@@ -123,7 +123,8 @@ def _vectors(
     length, layers = tokens.shape[1], range(model.cfg.n_layers)
     with torch.inference_mode(False):  # tensors made in inference mode cannot take part in a gradient
         tokens, labels = tokens.clone(), labels.clone()
-        nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
+        shape = (len(layers), len(tokens), model.cfg.n_heads, length, length)
+        nothing = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
         nothing.requires_grad_()
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
     hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n].to(x.dtype)) for n in layers]

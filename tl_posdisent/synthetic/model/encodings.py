@@ -88,7 +88,7 @@ class Learned(Encoding):
     def __init__(self, config: SyntheticConfig, *, trained: bool = True) -> None:
         super().__init__(config)
         self.longest = config.n_ctx
-        vectors = nn.Parameter(torch.empty(config.n_ctx, config.d_model))
+        vectors = nn.Parameter(torch.empty(config.n_ctx, config.d_model, dtype=torch.float32))
         if trained:
             self.W_pos = vectors
         else:
@@ -99,7 +99,7 @@ class Learned(Encoding):
 
     @without_gradients()
     def initialise(self, generator: torch.Generator) -> None:
-        self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator, device="cpu"))
+        self.W_pos.copy_(torch.randn(self.W_pos.shape, dtype=torch.float32, generator=generator, device="cpu"))
 
 
 # --- added to the scores ----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class ALiBi(Encoding):
         super().__init__(config)
         n = config.n_heads
         slopes = alibi_slopes(n) if config.alibi_slopes == "powers" else [math.exp(-h / n) for h in range(n)]
-        self.register_buffer("slopes", torch.tensor(slopes, device="cpu"), persistent=False)
+        self.register_buffer("slopes", torch.tensor(slopes, dtype=torch.float32, device="cpu"), persistent=False)
         self.register_buffer("table", self._table(config.n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "head query key"]:
@@ -138,7 +138,7 @@ class T5Bias(Encoding):
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.table = nn.Parameter(torch.empty(config.n_heads, config.t5_buckets))
+        self.table = nn.Parameter(torch.empty(config.n_heads, config.t5_buckets, dtype=torch.float32))
 
     def bias(self, length: int) -> Float[Tensor, "head query key"]:
         c, distance = self.config, torch.arange(1 - length, length, device=self.table.device)
@@ -147,7 +147,7 @@ class T5Bias(Encoding):
 
     @without_gradients()
     def initialise(self, generator: torch.Generator) -> None:
-        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator, device="cpu"))
+        self.table.copy_(0.02 * torch.randn(self.table.shape, dtype=torch.float32, generator=generator, device="cpu"))
 
 
 def alibi_slopes(n_heads: int) -> list[float]:

@@ -35,7 +35,7 @@ _KINDS |= dict.fromkeys(("sinusoidal", "learned", "random"), "standard") | {"ali
 class Embed(nn.Module):
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
-        self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model))
+        self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model, dtype=torch.float32))
 
 
 class Unembed(nn.Module):
@@ -43,8 +43,8 @@ class Unembed(nn.Module):
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
-        self.W_U = nn.Parameter(torch.empty(config.d_model, config.n_out))
-        self.b_U = nn.Parameter(torch.zeros(config.n_out))
+        self.W_U = nn.Parameter(torch.empty(config.d_model, config.n_out, dtype=torch.float32))
+        self.b_U = nn.Parameter(torch.zeros(config.n_out, dtype=torch.float32))
         self.hook_in, self.hook_out = HookPoint(), HookPoint()  # [batch, (pos,) d_model or n_out]
 
     def forward(self, x: Float[Tensor, "*lead d_model"]) -> Float[Tensor, "*lead n_out"]:
@@ -58,7 +58,8 @@ class LayerNorm(nn.Module):
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.w, self.b = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model))
+        self.w = nn.Parameter(torch.ones(d_model, dtype=torch.float32))
+        self.b = nn.Parameter(torch.zeros(d_model, dtype=torch.float32))
         self.hook_scale = HookPoint()  # [batch, pos, 1]
         self.hook_normalized = HookPoint()  # [batch, pos, d_model]
 
@@ -74,10 +75,10 @@ class LayerNorm(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
-        self.W_in = nn.Parameter(torch.empty(config.d_model, config.d_mlp))
-        self.b_in = nn.Parameter(torch.zeros(config.d_mlp))
-        self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model))
-        self.b_out = nn.Parameter(torch.zeros(config.d_model))
+        self.W_in = nn.Parameter(torch.empty(config.d_model, config.d_mlp, dtype=torch.float32))
+        self.b_in = nn.Parameter(torch.zeros(config.d_mlp, dtype=torch.float32))
+        self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model, dtype=torch.float32))
+        self.b_out = nn.Parameter(torch.zeros(config.d_model, dtype=torch.float32))
         self.activation = config.activation
         self.hook_pre, self.hook_post = HookPoint(), HookPoint()  # [batch, pos, d_mlp]
 
@@ -124,7 +125,8 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
 
     Args:
         config: sizes and options.
-        seed: seed of the weights; the global random state does not change.
+        seed: seed of the weights, which are float32 whatever torch's default dtype is; the global random state does
+            not change.
 
     Attributes:
         config: as given.
@@ -179,7 +181,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             if last == "W_pos":
                 continue
             drawn = torch.rand if as_torch and last != "W_E" else torch.randn
-            values = drawn(named[name].shape, generator=generator, device="cpu")
+            values = drawn(named[name].shape, dtype=torch.float32, generator=generator, device="cpu")
             if drawn is torch.rand:
                 values = 2 * values - 1
             elif last in ("W_O", "W_out"):
@@ -187,7 +189,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             named[name].copy_(scale * values)
         for name in named if as_torch else ():  # each bias like its matrix, b_Q like W_Q
             if (matrix := name.replace(".b_", ".W_")) != name and matrix in scales:
-                values = 2 * torch.rand(named[name].shape, generator=generator, device="cpu") - 1
+                values = 2 * torch.rand(named[name].shape, dtype=torch.float32, generator=generator, device="cpu") - 1
                 named[name].copy_(scales[matrix] * values)
         self.encoding.initialise(generator)
 

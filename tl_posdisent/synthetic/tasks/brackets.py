@@ -111,7 +111,8 @@ def _steps(
     """Draw steps of 1 and -1 in random order, ``up`` of them 1, and zeros after ``length`` steps."""
     place = torch.arange(width, device=generator.device)
     after = place >= length[:, None]
-    order = torch.rand(len(up), width, generator=generator, device=generator.device).masked_fill(after, 2.0).argsort(-1)
+    keys = torch.rand(len(up), width, dtype=torch.float32, generator=generator, device=generator.device)
+    order = keys.masked_fill(after, 2.0).argsort(-1)
     steps = torch.full_like(order, -1).scatter_(1, order, 2 * (place < up[:, None]).long() - 1)
     return steps.masked_fill_(after, 0)
 

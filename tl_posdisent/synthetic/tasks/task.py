@@ -155,7 +155,10 @@ def uniform(least: int, most: int, shape: tuple[int, ...], generator: torch.Gene
 def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Generator) -> Int[Tensor, "n length"]:
     """Draw integers as ``uniform``, but distinct within each row; in parts, because each row sorts all integers."""
     rows, device = torch.arange(shape[0], device="cpu").split(4096), generator.device
-    keys = (torch.rand(len(some), most - least + 1, generator=generator, device=device) for some in rows)
+    keys = (
+        torch.rand(len(some), most - least + 1, dtype=torch.float32, generator=generator, device=device)
+        for some in rows
+    )
     return torch.cat([least + key.argsort(-1)[:, : shape[1]] for key in keys])
 
 

@@ -78,7 +78,7 @@ class TriggerCount(Task):
         tokens = uniform(self.n_triggers + 1, self.d_vocab - 1, (n, self.n_ctx), generator)
         triggers = uniform(1, self.n_triggers, (n, self.n_ctx), generator)
         place = torch.arange(self.n_ctx, device=tokens.device)
-        keys = torch.rand(n, self.n_ctx, generator=generator, device=tokens.device)
+        keys = torch.rand(n, self.n_ctx, dtype=torch.float32, generator=generator, device=tokens.device)
         order = keys.masked_fill_(place >= length[:, None], 2.0).argsort(-1)  # positions in random order
         chosen = torch.zeros(n, self.n_ctx, dtype=torch.bool, device=place.device)
         chosen.scatter_(1, order, place < count[:, None])

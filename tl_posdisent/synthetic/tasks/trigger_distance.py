@@ -103,7 +103,7 @@ class TriggerDistance(Task):
         if self.max_length is not None:
             length = length.clamp(max=self.max_length - self.min_gap - 2)
         counts = torch.bincount(length * self.gaps + gap, minlength=(int(length.max()) + 1) * self.gaps)
-        return float(counts.view(-1, self.gaps).amax(1).sum() / counts.sum())
+        return int(counts.view(-1, self.gaps).amax(1).sum()) / int(counts.sum())
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
         gap = uniform(self.min_gap, self.max_gap, (n,), generator)

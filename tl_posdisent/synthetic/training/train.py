@@ -387,13 +387,13 @@ class TaskTraining(TrainingLoop):
         self.lengths = lengths_of(self.split.train_tokens, self.pad).cpu()
         self.pieces = config.pieces or (1 if on_gpu else 4)
         self.half = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
-        self.epoch, self.order = -1, torch.empty(0, device="cpu")
+        self.epoch, self.order = -1, torch.empty(0, dtype=torch.int64, device="cpu")
 
     def gradients(self) -> dict[str, Tensor]:
         """Add the gradients of the mean loss over the step's samples, without ignored ones."""
         torch.manual_seed(_seed_of(self.config.seed, "dropout", self.done))
         chosen = self.samples()
-        loss = right = torch.zeros((), device=self.device)
+        loss = right = torch.zeros((), dtype=torch.float32, device=self.device)
         counted = (self.split.train_labels[chosen.to(self.device)] != IGNORED).sum().clamp_min(1)
         for piece in chosen.tensor_split(min(self.pieces, len(chosen))):
             there = piece.to(self.device, non_blocking=True)

@@ -21,6 +21,10 @@ from .tables import By, add_title, check_table, head_index, mean_over_texts, met
 def plot_shares(table: pd.DataFrame, *, by: By = "head", title: str | None = None) -> go.Figure:
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
+    From below: ``distance``, ``query`` and ``key``, which make the three-axis sum; ``query:key`` and
+    ``distance:query``, which the two-axis sum has as well; and ``distance:key`` and ``distance:query:key``, which are
+    in neither.
+
     Args:
         table: table of ``controlled_distance``, or of ``to_frame`` of ``VarianceShares``: one row per head or layer,
             with a column for each of ``COMPONENTS``.

@@ -13,13 +13,13 @@ from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.result import AdditiveFit, as_fitted
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.experiments.attention_scores.attention_by_distance import check_shown
-from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.applied import applied, check_hooks
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.texts import check_tokens, token_words
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
+from tl_posdisent.utils.validation import check_choice, check_flag, is_integer, listed
 from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick
 from tl_posdisent.viz.widgets.offline import Widget
 
@@ -293,12 +293,13 @@ def show_interventions(
     check_choice("what", what, get_args(What))
     spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
-    options = Options(heads, text, positions, scale, title, layer)
+    options = Options(listed("heads", heads), text, listed("positions", positions), scale, title, layer)
     # Refuse what cannot be drawn before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
     tap = spec.pattern if what == "pattern" else spec.scores
     if tap is None:
         raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
+    hooks = check_hooks(model, hooks)
     before, after = _seen(model, ids, tap, []), _seen(model, ids, tap, hooks)
     check_shown(spec, hooks)
     words, mask = token_words(model, ids[text]), spec.mask(ids.shape[1], before.device)

@@ -14,6 +14,7 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.causal.runs import run_texts
 from tl_posdisent.experiments.causal.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
+from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import check_tokens, read_texts, token_words
@@ -149,7 +150,7 @@ def show_loss_change(
     ids = check_tokens(model, tokens)
     check_integer("text", text, 0, len(ids) - 1)
     ids = ids[text : text + 1]
-    texts = read_texts(model, ids, None)
+    texts, hooks = read_texts(model, ids, None), check_hooks(model, hooks)
     runs = [run_texts(model, texts, [some])[0] for some in ([], hooks)]
     before, after = (token_losses(as_log_probabilities(logits), ids.to(logits.device)) for logits in runs)
     added = after - before
