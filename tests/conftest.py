@@ -29,7 +29,8 @@ if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     from support.accelerator import register
 
     register()  # before autograd runs for the first time
-torch.set_num_threads(1)  # the models are tiny, and pytest-xdist runs several processes
+# One thread unless more are asked for: the models are tiny, and pytest-xdist runs several processes.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # Tests that a script starts in the background, and their processes, would otherwise ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,6 +42,13 @@ WITH_MODELS = ("models", "hooks", "experiments")  # examples in their docstrings
 
 OWN_ROTATION = "gptj"  # whose bridge discards edited scores: the HookedTransformer alone takes every edit
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get("POSDISENT_MARGINS"):
+        from support.margins import Margins
+
+        config.pluginmanager.register(Margins(Path(path).resolve()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
