@@ -33,8 +33,8 @@ def test_comparisons_of_all_libraries_are_recorded(tmp_path: Path) -> None:
         assert not torch.allclose(torch.tensor(1.0), torch.tensor(99.0), 0, 10.0)
         np.testing.assert_allclose(1.0, 1.1, rtol=0, atol=10.0)
         assert np.allclose([1.0], [1.1], rtol=0, atol=10.0)
-        found = [1.0, 1.1]
-        assert found == pytest.approx([1.0, 1.0], abs=10.0)
+        found = [1.0, 1.1, np.nan]
+        assert found == pytest.approx([1.0, 1.0, np.nan], abs=10.0, nan_ok=True)
         pd.testing.assert_frame_equal(pd.DataFrame({"x": [1.0]}), pd.DataFrame({"x": [1.1]}), rtol=0, atol=10.0)
     ratios = [float(row[0]) for row in recorder.rows.values()]
     assert ratios == pytest.approx([0.01] * 6, rel=1e-3)

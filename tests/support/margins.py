@@ -93,7 +93,8 @@ class Margins:
 
         def recorded(approx: Any, actual: Any) -> bool:
             same = equals(approx, actual)
-            if same and not isinstance(actual, np.ndarray):  # whose elements are compared in turn
+            # The elements of an array are compared in turn; NaN has no tolerance.
+            if same and not isinstance(actual, np.ndarray) and approx.expected == approx.expected:
                 self._add(actual, approx.expected, 0.0, approx.tolerance)
             return same
 
