@@ -22,6 +22,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from support.zoo_configs import ARCHITECTURES, MECHANISMS
 from torch.utils import backend_registration
 
@@ -31,6 +32,9 @@ if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     register()  # before autograd runs for the first time
 # One thread unless more are asked for: the models are tiny, and pytest-xdist runs several processes.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+# The same examples in every run, which may take their time: a slow or busy machine is no failure.
+settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # Tests that a script starts in the background, and their processes, would otherwise ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
