@@ -92,7 +92,7 @@ class Margins:
         equals = scalar.__eq__
 
         def recorded(approx: Any, actual: Any) -> bool:
-            same = equals(approx, actual)
+            same: bool = equals(approx, actual)
             # The elements of an array are compared in turn; NaN has no tolerance.
             if same and not isinstance(actual, np.ndarray) and approx.expected == approx.expected:
                 self._add(actual, approx.expected, 0.0, approx.tolerance)
