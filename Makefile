@@ -3,6 +3,7 @@
 
 PYTHON     ?= python3
 WORKERS    ?= 2
+THREADS    ?= 1
 ARGS       ?=
 TORCH_ARGS ?=
 # pyproject.toml allows 2.6.0, of which PyPI has no build for CPUs.
@@ -14,8 +15,8 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Otherwise every worker recompiles the package and re-runs pytest's assertion rewriting.
 unexport PYTHONDONTWRITEBYTECODE
 
-# $(call tests,environment,marks): one process per core, one thread per process. Plain pytest also checks annotations.
-tests = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+# $(call tests,environment,marks): one process per core, THREADS threads per process. Plain pytest also checks annotations.
+tests = OMP_NUM_THREADS=$(THREADS) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
     -o addopts='--doctest-modules --strict-markers --strict-config' -m $(2) $(ARGS)
 # $(call marked,mark): the files that have a mark. Others need packages that the oldest environment lacks.
 marked = $$(grep -rl 'mark\.$(1)' tests)
@@ -24,7 +25,7 @@ marked = $$(grep -rl 'mark\.$(1)' tests)
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, or for smollm2)  TORCH_ARGS= (for pip, when it installs torch)"
+	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  THREADS=$(THREADS) (of each)  ARGS= (more for pytest, or for smollm2)  TORCH_ARGS= (for pip, when it installs torch)"
 
 demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
 	mkdir -p out

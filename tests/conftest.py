@@ -22,6 +22,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from support.zoo_configs import ARCHITECTURES, MECHANISMS
 from torch.utils import backend_registration
 
@@ -29,7 +30,11 @@ if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     from support.accelerator import register
 
     register()  # before autograd runs for the first time
-torch.set_num_threads(1)  # the models are tiny, and pytest-xdist runs several processes
+# One thread unless more are asked for: the models are tiny, and pytest-xdist runs several processes.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+# The same examples in every run, which may take their time: a slow or busy machine is no failure.
+settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # Tests that a script starts in the background, and their processes, would otherwise ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,6 +46,13 @@ WITH_MODELS = ("models", "hooks", "experiments")  # examples in their docstrings
 
 OWN_ROTATION = "gptj"  # whose bridge discards edited scores: the HookedTransformer alone takes every edit
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get("POSDISENT_MARGINS"):
+        from support.margins import Margins
+
+        config.pluginmanager.register(Margins(Path(path).resolve()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 from support import zoo
+from support.tolerance import of_float32
 from train_demo_model import HELD_OUT, order_report, perplexity, read_documents, text_windows
 
 from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokenizer, demo_tokens, load_demo_model
@@ -29,10 +30,12 @@ needs_data = pytest.mark.skipif(not (DATA / HELD_OUT).is_file(), reason=f"POSDIS
 @pytest.mark.parametrize("trained", [True, False])
 def test_backends_compute_what_hugging_face_computes(backend: Any, trained: bool) -> None:
     tokens = demo_tokens(length=512)
-    expected = hf_logits(demo_hf_model(trained=trained, seed=3), tokens)
+    model = demo_hf_model(trained=trained, seed=3)
     with torch.no_grad():
+        expected = hf_logits(model, tokens)
+        atol = of_float32(expected, hf_logits(model.double(), tokens))
         got = load_demo_model(backend=backend, trained=trained, seed=3)(tokens)
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

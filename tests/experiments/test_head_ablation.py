@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.tolerance import rounding
 from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
@@ -19,6 +21,7 @@ from tl_posdisent.experiments.causal import runs
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
+LOSS = log(61)  # of models with random weights and this vocabulary
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "bloom"))
 
 
@@ -45,9 +48,11 @@ def loop(model: Any, metric: Any = loss, tokens: Tensor = TOKENS, mode: str = "z
     return torch.tensor(values, dtype=torch.float64)
 
 
-def agree(table: pd.DataFrame, values: Tensor, atol: float = 1e-6) -> None:
+def agree(table: pd.DataFrame, values: Tensor) -> None:
+    """Both are means of a metric of float32 logits."""
+    atol = rounding(values, 2)
     torch.testing.assert_close(torch.tensor(table["value"].to_numpy()), values, rtol=0, atol=atol)
-    assert values.std() > 1e-4  # there is something to agree about
+    assert values.std() > 10 * atol  # there is something to agree about
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "opt"))
@@ -62,7 +67,7 @@ def test_the_numbers_of_the_plain_loop(kind: str, name: str, mode: Any, shared_m
     agree(table, loop(model, mode=mode))
     with torch.no_grad():
         baseline = float(loss(model(TOKENS), TOKENS).mean())
-    assert table["baseline"].tolist() == pytest.approx([baseline] * len(table), abs=1e-6)
+    assert table["baseline"].tolist() == pytest.approx([baseline] * len(table), abs=rounding(baseline))
     assert (table["effect"] == table["value"] - table["baseline"]).all()
 
 
@@ -241,11 +246,11 @@ def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts
     giver.register_forward_hook(lambda module, args, output: kept.update(given=_stream(output)))
     taker.register_forward_hook(take)
     expected = loop(model, tokens=tokens)
-    agree(head_ablation(model, tokens, progress=False), expected, atol=3e-6)
+    agree(head_ablation(model, tokens, progress=False), expected)
     effects = head_effects(model, tokens, ablate_heads(model, None), exact="all", progress=False)
     with torch.no_grad():
         baseline = float(loss(model(tokens), tokens).double().mean())
-    agree(effects.assign(value=effects["exact"] + baseline), expected, atol=3e-6)
+    agree(effects.assign(value=effects["exact"] + baseline), expected)
 
 
 @zoo.needs_bridge
@@ -343,7 +348,7 @@ def test_a_head_that_fails_is_a_row_of_nan(shared_model: Any) -> None:
         table = head_ablation(model, TOKENS, metric, layers=0, progress=False)
     expected = head_ablation(model, TOKENS, layers=0, progress=False)
     expected.loc[2, ["value", "effect"]] = torch.nan
-    pd.testing.assert_frame_equal(table, expected, atol=1e-6)
+    pd.testing.assert_frame_equal(table, expected, atol=rounding(LOSS, 2))
     assert list(table.attrs["failures"]) == ["L0H2"]
     values = iter([1.0])
     with pytest.raises(ValueError, match="metric must return finite numbers"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import log
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support import zoo
 from support.small_models import small_model
+from support.tolerance import rounding
 from support.untouched import state
 from torch import Tensor, nn
 
@@ -28,6 +30,7 @@ from tl_posdisent.hooks import drop_component, substitute_attention
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
+CLOSE = rounding(log(61), 2)  # of the difference of two losses of logits in float32
 MECHANISMS = zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "opt")
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 
@@ -84,8 +87,8 @@ def test_exact_effects_are_those_of_a_loop(kind: str, name: str, shared_model: A
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
             changed = model(TOKENS)
         effect, kl = losses(changed, TOKENS) - losses(clean, TOKENS), divergences(clean, changed)
-        assert row["exact"] == pytest.approx(effect.mean().item(), abs=2e-6)
-        assert row["exact_se"] == pytest.approx(effect.std().item() / 3**0.5, abs=2e-6)
+        assert row["exact"] == pytest.approx(effect.mean().item(), abs=CLOSE)
+        assert row["exact_se"] == pytest.approx(effect.std().item() / 3**0.5, abs=CLOSE)
         assert row["kl"] == pytest.approx(kl.mean().item(), abs=2e-6)
         sizes.append(abs(row["exact"]))
     assert len(sizes) == 4 * table.index.get_level_values(0).nunique()
@@ -98,7 +101,7 @@ def test_exact_effects_are_those_of_a_loop(kind: str, name: str, shared_model: A
 @FEW
 @pytest.mark.parametrize("metric", ["loss", "logit difference", "own"])
 def test_the_first_order_is_that_of_finite_differences(kind: str, name: str, metric: str) -> None:
-    model, step = in_float64(kind, name), 1e-2
+    model, step = in_float64(kind, name), 4e-3  # whose square is the error of differences
     chosen: Any = {
         "loss": (),
         "logit difference": (logit_difference([3, 5, 8], wrong=[9, 4, 2], position=[-1, 4, -3]),),
@@ -302,7 +305,7 @@ def test_hooks_that_change_results_in_one_direction(shift: float, shared_model: 
                 losses(model.run_with_hooks(TOKENS, fwd_hooks=x), TOKENS).mean()
                 for x in ([], [("blocks.1.attn.hook_z", moved)])
             )
-        assert effect == pytest.approx((changed - clean).item(), abs=2e-6)
+        assert effect == pytest.approx((changed - clean).item(), abs=CLOSE)
     assert len(found) > 0
 
 
@@ -356,7 +359,7 @@ def test_the_user_has_hooks_on_the_model(kind: str, name: str) -> None:
             before = losses(model(TOKENS), TOKENS)
             with model.hooks(fwd_hooks=dummy_distance(model, 2, layers=[int(layer)], heads=[int(head)])):
                 loop.append((losses(model(TOKENS), TOKENS) - before).mean().item())
-    assert table["exact"].tolist() == pytest.approx(loop, abs=2e-6)
+    assert table["exact"].tolist() == pytest.approx(loop, abs=CLOSE)
     with pytest.raises(ValueError, match="interventions must be hooks of this package if the model has other hooks"):
         effects(model, {"less": scaled(0.5)})
 
@@ -416,18 +419,18 @@ def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
             with torch.no_grad():
                 changed = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_z", write)])
             effect = losses(changed, TOKENS) - losses(clean, TOKENS)
-            assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=2e-6)
-            assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
+            assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=CLOSE)
+            assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=CLOSE)
     alias = [(lambda name: name in ("blocks.0.attn.hook_z", "blocks.0.attn.o.hook_in"), lambda z, hook: z * 0.3)]
     named = {"alias": five + alias, "z": five + own}
     tables = [some["exact"].tolist() for _, some in effects(model, named, exact="all").groupby("intervention")]
-    assert tables[0] == pytest.approx(tables[1], abs=1e-6)
+    assert tables[0] == pytest.approx(tables[1], abs=CLOSE)
     front = [("blocks.0.attn.hook_z", lambda z, hook: z + 0.3), *ablate_heads(model, None, layers=0)]
     with pytest.raises(ValueError, match="your own hooks behind those of this package, got some before them in 'x'"):
         effects(model, {"x": front})
     with torch.no_grad():
         loss = losses(model.run_with_hooks(TOKENS, fwd_hooks=front), TOKENS).mean().item()
-    assert intervention_losses(model, TOKENS, {"x": front}, progress=False)["loss"][1] == pytest.approx(loss, abs=2e-6)
+    assert intervention_losses(model, TOKENS, {"x": front}, progress=False)["loss"][1] == pytest.approx(loss, abs=CLOSE)
     with pytest.raises(ValueError, match="must be hooks of this package alone, got functions of your own"):
         replaceable_heads(model, TOKENS, {"both": five + own}, heldout=TOKENS, progress=False)
 
@@ -449,7 +452,7 @@ def test_own_hooks_where_results_are_split_by_another_size(shared_model: Any) ->
         with torch.no_grad():
             changed = model.run_with_hooks(TOKENS, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", halved)])
         row = table.loc[(layer, head)]
-        assert row["exact"] == pytest.approx((losses(changed, TOKENS) - losses(clean, TOKENS)).mean().item(), abs=2e-6)
+        assert row["exact"] == pytest.approx((losses(changed, TOKENS) - losses(clean, TOKENS)).mean().item(), abs=CLOSE)
         assert row["kl"] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
 
 

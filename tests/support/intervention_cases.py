@@ -37,6 +37,7 @@ from tl_posdisent.models.running.texts import read_texts
 
 from . import zoo
 from .edited_scores import Call, Layer, edited_results
+from .tolerance import rounding
 
 L = 12
 TOKENS = zoo.random_tokens(L)
@@ -72,7 +73,12 @@ def distances(positions: Tensor) -> Tensor:
     return positions.double()[..., :, None] - positions.double()[..., None, :]
 
 
-def close(got: Tensor, expected: Tensor, atol: float = 1e-4) -> None:
+def close(got: Tensor, expected: Tensor, atol: float | None = None, *, layers: int = 2) -> None:
+    """By default, up to the rounding of eight computations in turn in every layer.
+
+    They are norm, queries and keys, rotation, scores, pattern, results, output, and MLP.
+    """
+    atol = rounding(expected, 8 * layers) if atol is None else atol
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
