@@ -370,8 +370,8 @@ def test_a_head_that_does_not_reach_the_output_has_no_effect() -> None:
     table = effects(model, {"zero": ablate_heads(model, None)}, tokens=TOKENS % 20, exact=6).set_index(
         ["layer", "head"]
     )
-    assert table.loc[(1, 2), ["first", "curvature", "estimate", "exact", "kl"]].abs().max() == 0
-    assert (table.drop(index=(1, 2))["kl"] > 1e-6).all()
+    assert table.loc[(1, 2), ["first", "curvature", "estimate", "exact", "kl"]].abs().max() < CLOSE
+    assert (table.drop(index=(1, 2))["kl"] > 10 * CLOSE).all()
 
 
 @pytest.mark.parametrize("read_out", ["mean", "last"])

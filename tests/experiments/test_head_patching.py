@@ -11,6 +11,7 @@ import torch
 import transformers
 from support import zoo
 from support.intervention_cases import TOKENS, UNORDERED, logits
+from support.tolerance import rounding
 from support.untouched import state
 from support.zoo_configs import ARCHITECTURES
 from torch import Tensor
@@ -21,6 +22,7 @@ from tl_posdisent.experiments.causal import runs
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)
+CLOSE = rounding(5.0, 2)  # of the difference of two logits
 ACTIVATIONS = ["z", "q", "k", "v", "pattern"]
 KINDS = [*zoo.cases("llama-gqa", "gptj", "qwen3"), ("bridge", "gpt2"), ("bridge", "bloom"), ("bridge", "falcon")]
 
@@ -60,7 +62,7 @@ def test_the_numbers_of_transformer_lens(kind: str, name: str, activation: str, 
     theirs = theirs.repeat_interleave(8 // theirs.shape[1], 1)
     ours = table(model, activation)
     assert ours[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in range(2) for head in range(8)]
-    assert ours["value"].tolist() == pytest.approx(theirs.flatten().tolist(), abs=1e-6)
+    assert ours["value"].tolist() == pytest.approx(theirs.flatten().tolist(), abs=CLOSE)
     assert ours["effect"].tolist() == pytest.approx(
         [(x - corrupted) / (clean - corrupted) for x in theirs.flatten().tolist()], abs=1e-4
     )
@@ -172,8 +174,8 @@ def test_a_change_without_effect_proves_nothing(shared_model: Any, monkeypatch: 
     ours = table(model, "q", positions=[0, 5], layers=[1], heads=[6, 3])
     for _, row in ours.iterrows():
         at = (slice(None), int(row["position"]), int(row["head"]))
-        assert row["value"] == pytest.approx(by_hand(model, hook, at, held[at]), abs=1e-6)
-    assert ours[ours["position"] == 0]["value"].tolist() == pytest.approx([ours["baseline"][0]] * 2, abs=1e-6)
+        assert row["value"] == pytest.approx(by_hand(model, hook, at, held[at]), abs=CLOSE)
+    assert ours[ours["position"] == 0]["value"].tolist() == pytest.approx([ours["baseline"][0]] * 2, abs=CLOSE)
 
 
 def test_positions_of_padded_texts_are_counted_in_each(shared_model: Any) -> None:

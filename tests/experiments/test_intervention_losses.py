@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from math import log
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support import zoo
+from support.tolerance import rounding
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import intervention_losses
 
 TOKENS = zoo.random_tokens(length=24, batch=4)
+CLOSE = rounding(log(61), 2)  # of the difference of two losses of logits in float32
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -58,9 +61,9 @@ def test_losses_are_those_of_runs_with_hooks(kind: str, name: str, shared_model:
     for label, row in table.iterrows():
         losses, after, right = by_token(model, texts, named.get(str(label), []))
         kl = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(before, after, strict=True)]).numpy()
-        assert row["loss"] == pytest.approx(losses.mean(), abs=2e-6)
-        assert row["added_loss"] == pytest.approx((losses - clean).mean(), abs=2e-6)
-        assert row["added_loss_se"] == pytest.approx(error(losses - clean, sizes), abs=2e-6)
+        assert row["loss"] == pytest.approx(losses.mean(), abs=CLOSE)
+        assert row["added_loss"] == pytest.approx((losses - clean).mean(), abs=CLOSE)
+        assert row["added_loss_se"] == pytest.approx(error(losses - clean, sizes), abs=CLOSE)
         assert row["kl"] == pytest.approx(kl.mean(), abs=2e-6)
         assert row["kl_se"] == pytest.approx(error(kl, sizes), abs=2e-6)
         assert row["accuracy"] == right.mean()
