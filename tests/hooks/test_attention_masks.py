@@ -332,6 +332,19 @@ def test_what_could_be_padding_is_refused(name: str, mask: str, where: Any, tool
 
 
 @zoo.needs_bridge
+def test_every_row_counts(shared_reading: Any) -> None:
+    """The function is a shift where the first text sees keys, and no longer at the end of the second."""
+    reading, seen = shared_reading("bridge", "llama-gqa"), torch.stack([MASKS["the first keys hidden"]] * 2)
+    seen[0, :, 6:] = False
+    hooks = swap_positions(reading, lambda p: torch.where(p > 7, 2 * p, p))
+    with pytest.raises(ArgumentError, match="attention_mask hides the first 3 keys of row 0"):
+        run(reading.model, hooks, attention_mask=of_pairs(seen))
+    seen[1, :, 6:] = False
+    options = {"attention_mask": of_pairs(seen)}
+    close(run(reading.model, hooks, **options)[:, 3:6], run(reading.model, [], **options)[:, 3:6], 1e-4)
+
+
+@zoo.needs_bridge
 @pytest.mark.parametrize("mask", HIDDEN)
 def test_positions_tell_padding_from_keys_that_are_knocked_out(mask: str, shared_reading: Any) -> None:
     """Position IDs that begin at 0 after the block, or new positions of slots, for each of the two meanings."""

@@ -42,7 +42,7 @@ from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE
 from tl_posdisent.models.running.results import by_heads
 from tl_posdisent.utils.precision import no_autocast
 
-_MARGIN = 1.1  # of the lowest score, above the rounding of any dtype
+_MARGIN = 0.1  # of the lowest possible score: more than its rounding in any dtype
 
 
 @no_autocast()
@@ -210,8 +210,8 @@ def _masked_below(state: LayerState, x: Tensor) -> float:
         return by_model
     q, k = (v.detach().float().norm(dim=-1).amax() for v in (state.queries, state.keys(x.shape[-1])))
     factor = max(1.0, spec.rotary.attention_factor**2) if spec.rotary else 1.0
-    lowest = spec.capped(-q * k * abs(spec.require_scale()) * factor)
-    return max(by_model, _MARGIN * float(lowest) - _MARGIN)
+    lowest = float(spec.capped(-q * k * abs(spec.require_scale()) * factor))
+    return max(by_model, lowest - _MARGIN * (1 - lowest))
 
 
 def _check_cache(state: LayerState, x: Tensor) -> None:
@@ -254,18 +254,20 @@ def _read_from_mask(state: LayerState, mask: RunningMask) -> Positions:
 
     Scores depend on differences of positions alone, so padding before a text makes no difference to them.
     """
-    found, cached = state.positions, mask.visible.shape[-1] > mask.visible.shape[-2]
-    if found.own is None:
-        found = replace(found, own=state.expected, at_slots=True)
+    found, cached = state.positions, mask.seen.shape[-1] > mask.seen.shape[-2]
+    own = found.own
+    if own is None:
+        own = state.expected
+        found = replace(found, own=own, at_slots=True)
     if state.plan.counts:
         before = state.text.positions.counted if cached else None
         if before is None:
-            counted = index_in_text(state.expected if found.own is None else found.own, mask.starts)
+            counted = index_in_text(own, mask.starts)
         else:
-            counted = before[:, -1:] + 1 + torch.arange(mask.visible.shape[-2], device=before.device)
+            counted = before[:, -1:] + 1 + torch.arange(own.shape[-1], device=own.device)
         found = replace(found, counted=counted)
-    if not cached and found.own is not None and text.restarts(found.own):
-        text.check_packed(found.own, mask)
+    if not cached and text.restarts(own):
+        text.check_packed(own, mask)
     return found
 
 
@@ -279,11 +281,11 @@ def _check_start(state: LayerState, mask: RunningMask) -> None:
     own = state.places(mask.starts.shape[-1])[1]
     seen = mask.seen.any(1)
     for start in mask.starts.any(0).nonzero()[:, 0].flip(0).tolist():  # the whole block first
-        row = int(mask.starts[:, start].nonzero()[0])
-        at = own[start:][seen[row, start:]]
+        rows = mask.starts[:, start]
+        at = own[start:][seen[rows, start:].any(0)]
         for edit in {edit for rotation in state.plan.rotations for edit in rotation.edits}:
             if not edit.same_from(at, int(own[start]), state.spec.require_rotary("rotation edits")):
-                refuse_start(state.spec, edit.tool, row, start)
+                refuse_start(state.spec, edit.tool, int(rows.nonzero()[0]), start)
 
 
 def _extended_text(state: LayerState, x: Tensor) -> TextSoFar:
