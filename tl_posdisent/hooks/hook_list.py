@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import pandas as pd
@@ -107,6 +108,7 @@ class Hooks(list[Any]):
 
 def _only_checks(function: Any) -> bool:
     """Say whether this is a function of the package, which may refuse a text and changes nothing."""
+    function = function.func if isinstance(function, partial) else function
     return inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.")
 
 

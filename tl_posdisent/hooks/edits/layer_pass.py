@@ -257,7 +257,7 @@ def _read_from_mask(state: LayerState, mask: RunningMask) -> Positions:
     found, cached = state.positions, mask.seen.shape[-1] > mask.seen.shape[-2]
     own = found.own
     if own is None:
-        own = state.expected
+        own = state.start + torch.arange(mask.seen.shape[-2], device=mask.seen.device)
         found = replace(found, own=own, at_slots=True)
     if state.plan.counts:
         before = state.text.positions.counted if cached else None
