@@ -32,13 +32,15 @@ PARTS = {"report", "check_model"}  # which call what is tried here, for minutes
 OF_A_LAYER = {"distance_sources", "patch_vectors", "show_interventions"}  # heads of the one layer that they take
 QUICK = {"additivity", "capture", "dummy_distance", "ablate_heads", "head_ablation"}
 CASES = [
-    pytest.param(f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}", marks=[pytest.mark.slow] * slow)
+    pytest.param(
+        f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}", marks=[pytest.mark.slow, pytest.mark.release] * later
+    )
     for parameter, lists in {"layers": [[0], [0, 1]], "heads": [[0, 3], [(1, 3), (0, 0)]]}.items()
     for f in functions(parameter)
     if f.__name__ not in PARTS
     for n, chosen in enumerate(lists)
     if not (f.__name__ in OF_A_LAYER and parameter == "heads" and isinstance(chosen[0], tuple))
-    for slow in [f.__name__ not in QUICK]
+    for later in [f.__name__ not in QUICK]
 ]
 
 

@@ -115,7 +115,7 @@ def test_a_model_that_counts_padding_as_positions(side: str, shared_reading: Any
                 assert (shifted - reading.model.run_with_hooks(TEXTS, fwd_hooks=hooks)).abs().max() > 0.1, tool
     for tool, make in (ABSOLUTE | TOOLS).items():
         for where in ({}, {"heads": [1, 6]}) if tool != "beside others" else ({},):
-            unclear = zoo.TL_MAJOR == 3 and side == "left" and (tool in ABSOLUTE or tool in BY_POSITION)
+            unclear = side == "left" and (tool in ABSOLUTE or tool in BY_POSITION)
             if unclear:
                 with pytest.raises(ValueError, match=f"hides the first {PAD} keys of row 0 from all later tokens"):
                     check(reading, make, side, 2e-4, **where)

@@ -71,7 +71,7 @@ def test_check_model_finds_nothing_wrong(name: str, shared_model: Any) -> None:
     tools = ["additivity", "capture", "swap_positions", "remap_distance", "ablate_heads", "head_patching"]
     table = check_model(shared_model("bridge", name), tools=tools, lengths=12, progress=False)
     refuses = not zoo.ARCHITECTURES[name].rotary or name in ("bamba", "olmo-hybrid")
-    refuses = refuses or (name == "qwen3.5" and zoo.TL_MAJOR < 4)  # positions that count the padding
+    refuses = refuses or name == "qwen3.5"  # its positions count the padding
     expected = {"works", "refused"} if refuses else {"works"}
     assert set(table["verdict"]) == expected, table.to_string()
 
