@@ -16,10 +16,12 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+import concentration
+import far_distance
 import heads
+import layer_tolerance
 import length
 import page
-import pairing
 import pandas as pd
 import positions
 import robustness
@@ -31,7 +33,7 @@ from texts import SOURCES, Source, digest, parts
 import tl_posdisent as tp
 
 FOLDER = Path(__file__).with_name("tables")
-MODULES = (scores, pairing, positions, heads, robustness, length)
+MODULES = (scores, concentration, far_distance, positions, heads, robustness, layer_tolerance, length)
 STUDIES: dict[str, Study] = {name: getattr(module, name) for module in MODULES for name in module.STUDIES}
 
 

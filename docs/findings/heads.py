@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from rows import Row, losses, row
-from texts import Source, how_many, parts
+from texts import Source, how_many, parts, repeated
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -22,30 +22,43 @@ Head = tuple[int, int]
 
 
 def sets(model: Any, source: Source) -> Iterator[Row]:
-    """With every distance 5 in all heads, what the own distances of a few give back: those of the largest curvature and
+    """With one distance in all heads, what the own distances of a few give back: those of the largest curvature and
     those of a greedy search among the 40 of largest curvature (in the first halves of the texts), both chosen on two
-    texts and measured on others, and random ones. The control: what the same heads' mean outputs give back."""
+    texts at distance 5 and measured on others, and random ones. Controls: what the same heads' mean outputs give back,
+    and another distance in the others."""
     texts = parts(model, source, CHOOSING + how_many(model, source, MEASURED), LENGTH)
     chosen_on, measured = texts[:CHOOSING], texts[CHOOSING:]
     ranked = by_curvature(model, chosen_on)
     orders = [torch.randperm(len(ranked), generator=torch.Generator().manual_seed(seed)) for seed in range(SETS)]
     drawn = [[ranked[n] for n in order[:HEADS].tolist()] for order in orders]
-    collapsed = losses(model, measured, tp.dummy_distance(model, 5))
-    yield row("added loss, all heads", collapsed - losses(model, measured), LENGTH, "dummy_distance(model, 5)")
     chosen = {f"{HEADS} heads of largest curvature": ranked[:HEADS]}
     if how_many(model, source, MEASURED) == MEASURED:
         found = greedy(model, chosen_on[:, : LENGTH // 2], ranked[:CANDIDATES], HEADS)
-        chosen |= {f"{n} heads of a greedy search": found[:n] for n in (HEADS, HEADS // 2, HEADS // 4)}
-    for what, reference in (("", None), (", mean outputs instead", chosen_on)):
+        chosen[f"{HEADS} heads of a greedy search"] = found
+    yield from given_back(model, measured, ranked, chosen, drawn, chosen_on)
+
+
+def given_back(
+    model: Any,
+    texts: Tensor,
+    every: Sequence[Head],
+    chosen: dict[str, Sequence[Head]],
+    drawn: Sequence[Sequence[Head]],
+    reference: Tensor,
+) -> Iterator[Row]:
+    """Nats that the distances of some heads give back, and their mean outputs, where the others have one distance."""
+    base = losses(model, texts)
+    for distance, what, outputs in ((5, "", None), (5, ", mean outputs instead", reference), (0, "", None)):
+        collapsed, others = losses(model, texts, tp.dummy_distance(model, distance)), f"the others at {distance}"
+        if outputs is None:
+            yield row(f"added loss, all heads at {distance}", collapsed - base, LENGTH, "dummy_distance")
         for name, some in chosen.items():
-            back = collapsed - losses(model, measured, kept(model, ranked, some, reference))
-            yield row(f"nats given back by {name}{what}", back, LENGTH, shown(some))
-        by_draw = [losses(model, measured, kept(model, ranked, some, reference)) for some in drawn]
-        back = (collapsed - torch.stack(by_draw)).mean(1)
-        name = f"nats given back by {HEADS} random heads{what}"
-        yield row(name, back, LENGTH, "torch.randperm", f"draws, {len(measured)} texts")
-        yield Row(
-            f"{name}, standard deviation", back.std().item(), torch.nan, f"{SETS} draws", LENGTH, "torch.randperm"
+            back = collapsed - losses(model, texts, kept(model, every, some, distance, outputs))
+            yield row(f"nats given back by {name}{what}, {others}", back, LENGTH, shown(some))
+        by_draw = [losses(model, texts, kept(model, every, some, distance, outputs)) for some in drawn]
+        name = f"nats given back by {HEADS} random heads{what}, {others}"
+        yield row(
+            name, (collapsed - torch.stack(by_draw)).mean(1), LENGTH, "torch.randperm", f"draws, {len(texts)} texts"
         )
 
 
@@ -56,9 +69,11 @@ def by_curvature(model: Any, texts: Tensor) -> list[Head]:
     return [(int(layer), int(head)) for layer, head in table[["layer", "head"]].to_numpy()]
 
 
-def kept(model: Any, every: Sequence[Head], some: Sequence[Head], reference: Tensor | None = None) -> Any:
-    """Every distance 5 in all heads but some; these keep theirs or, with a reference, have their mean output."""
-    hooks = tp.dummy_distance(model, 5, heads=[head for head in every if head not in some])
+def kept(
+    model: Any, every: Sequence[Head], some: Sequence[Head], distance: int = 5, reference: Tensor | None = None
+) -> Any:
+    """One distance in all heads but some; these keep theirs or, with a reference, have their mean output."""
+    hooks = tp.dummy_distance(model, distance, heads=[head for head in every if head not in some])
     return hooks if reference is None else hooks + tp.ablate_heads(model, some, mode="mean", reference=reference)
 
 
@@ -88,32 +103,26 @@ def shown(heads: Sequence[Head]) -> str:
 
 def rungs(model: Any, source: Source) -> Iterator[Row]:
     """The share of attention that is kept where all heads are replaced at once, of the loss between mean outputs and
-    the model itself: static attention, predicted for other texts; banded, fitted to the predicted texts;
-    and the heads' own attention in a window of the last keys and the first token."""
+    the model itself: the heads' own attention in a window of the last keys and the first token, also on the second copy
+    of a passage; and static attention, predicted for other texts."""
     n = how_many(model, source, HELD_OUT)
     texts = parts(model, source, n + (FITTED // 2 if source == "demo" else FITTED), LENGTH)
     heldout, fitted = texts[:n], texts[n:]
-    base, mean = losses(model, heldout), losses(model, heldout, ablated(model, fitted))
-    yield row("loss, mean outputs", mean, LENGTH, 'ablate_heads(model, None, mode="mean", reference=fitted)')
-    for window in WINDOWS:
-        hooks = tp.lambda_mask(model, 1, window, LENGTH)
-        share = (mean - losses(model, heldout, hooks)) / (mean - base)
-        name = f"attention kept, own in a window of {window} and the first token"
-        yield row(name, share, LENGTH, f"lambda_mask(model, 1, {window}, {LENGTH})")
-    yield from ladder(model, fitted, heldout, {"static": "other texts", "banded": "the predicted text"})
-    if n == HELD_OUT:
-        yield from ladder(model, fitted[:2], heldout, {"static": "two other texts"})
+    copied = repeated(heldout)
+    for kind, some, first in (("", heldout, 1), (", second copy of a passage", copied, copied.shape[1] // 2 + 2)):
+        base, mean = losses(model, some, first=first), losses(model, some, ablated(model, fitted), first)
+        yield row(f"loss, mean outputs{kind}", mean, some.shape[1], "ablate_heads(model, None, reference=fitted)")
+        for window in WINDOWS:
+            hooks = tp.lambda_mask(model, 1, window, LENGTH)
+            share = (mean - losses(model, some, hooks, first)) / (mean - base)
+            name = f"attention kept, own in a window of {window} and the first token{kind}"
+            yield row(name, share, some.shape[1], f"lambda_mask(model, 1, {window}, {LENGTH})")
+    options: dict[str, Any] = {"unit": "all", "rungs": ["static"], "controls": [], "progress": False}
+    table = tp.attention_ladder(model, fitted, heldout=heldout, **options).set_index("rung")
+    value, error, blocks = table.loc["static", ["recovered_mean", "se_mean", "blocks"]]
+    call = f'attention_ladder(model, fitted, heldout=texts, unit="all"), {len(fitted)} fitted'
+    yield Row("attention kept, static, fitted to other texts", value, error, f"{int(blocks)} blocks", LENGTH, call)
 
 
 def ablated(model: Any, reference: Tensor) -> Any:
     return tp.ablate_heads(model, None, mode="mean", reference=reference)
-
-
-def ladder(model: Any, fitted: Tensor, heldout: Tensor, names: dict[str, str]) -> Iterator[Row]:
-    """Rungs of ``attention_ladder`` in all heads, with the texts to which each is fitted."""
-    options: dict[str, Any] = {"unit": "all", "rungs": list(names), "controls": [], "progress": False}
-    table = tp.attention_ladder(model, fitted, heldout=heldout, **options).set_index("rung")
-    for name, to in names.items():
-        value, error, blocks = table.loc[name, ["recovered_mean", "se_mean", "blocks"]]
-        call = f'attention_ladder(model, fitted, heldout=texts, unit="all"), {len(fitted)} fitted'
-        yield Row(f"attention kept, {name}, fitted to {to}", value, error, f"{int(blocks)} blocks", LENGTH, call)

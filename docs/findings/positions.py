@@ -9,17 +9,16 @@ from typing import Any
 import pandas as pd
 import torch
 from rows import Row, losses, row
-from texts import Source, how_many, parts, random_tokens, repeated
+from texts import Source, how_many, parts
 from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.rope import Moments, interaction_bound, rotate, to_complex
 
 TEXTS, LENGTH = 8, 256
-LONG_TEXTS, LONG = 4, 1024
 FEWER = 4  # texts of studies that take many passes for each
 DISTANCES = (1, 8, 64)  # of ``key_component``
-STUDIES = ("fixed_distance", "ceilings", "layers", "key_component", "bound")
+STUDIES = ("fixed_distance", "layers", "key_component", "bound")
 
 
 def trained_and_random(model: Any) -> dict[str, Any]:
@@ -39,24 +38,6 @@ def fixed_distance(model: Any, source: Source) -> Iterator[Row]:
     yield row("added loss, shuffled positions", shuffled.mean(0), LENGTH, "swap_positions", "texts, 3 orders")
     added = losses(model, texts, tp.swap_positions(model, places // 2 * 2)) - base
     yield row("added loss, positions rounded to even numbers", added, LENGTH, "swap_positions(model, places // 2 * 2)")
-
-
-def ceilings(model: Any, source: Source) -> Iterator[Row]:
-    """The loss added by a limit on distances, by the length of the text and by what it has to copy."""
-    prose = parts(model, source, how_many(model, source, TEXTS), LENGTH)
-    long = parts(model, source, how_many(model, source, LONG_TEXTS), LONG)
-    copies = {"a passage": repeated(prose), "random tokens": repeated(random_tokens(model, len(prose), LENGTH))}
-    kinds = {"prose": (prose, 1), "prose, second half": (long, LONG // 2)}
-    # The first token of a copy cannot be copied: nothing says that a copy begins.
-    kinds |= {f"second copy of {what}": (texts, texts.shape[1] // 2 + 2) for what, texts in copies.items()}
-    for kind, (texts, first) in kinds.items():
-        length = texts.shape[1]
-        base = losses(model, texts, first=first)
-        yield row(f"loss, {kind}", base, length, f"positions from {first} on")
-        for top in (16, 32, 64):
-            hooks = tp.remap_distance(model, lambda d, top=top: d.clamp(max=top))
-            added = losses(model, texts, hooks, first) - base
-            yield row(f"added loss, distances at most {top}, {kind}", added, length, f"d.clamp(max={top})")
 
 
 def layers(model: Any, source: Source) -> Iterator[Row]:
@@ -96,9 +77,10 @@ def key_component(model: Any, source: Source) -> Iterator[Row]:
     """
     texts = parts(model, source, how_many(model, source, FEWER), LENGTH)
     for name, one in trained_and_random(model).items():
-        by_text = [pd.concat([unchanged(layer) for layer in captured(one, text)]).mean() for text in texts]
-        for column, values in pd.DataFrame(by_text).items():
-            yield row(f"{column}, {name}", torch.tensor(values.to_numpy()), LENGTH, "dummy_distance_check")
+        tables = [pd.concat([unchanged(layer) for layer in captured(one, text)]) for text in texts]
+        for what, by_text in (("", [t.mean() for t in tables]), ("median head, ", [t.median() for t in tables])):
+            for column, values in pd.DataFrame(by_text).items():
+                yield row(f"{column}, {what}{name}", torch.tensor(values.to_numpy()), LENGTH, "fit_additive(scores)")
 
 
 def captured(model: Any, text: Tensor) -> list[Any]:

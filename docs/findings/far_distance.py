@@ -1,0 +1,78 @@
+"""Which distances must a model tell apart? Those up to a number stay exact, and all others become one far distance.
+
+A limit, ``d.clamp(max=16)``, changes two things: far keys are no longer told apart, and they look near. With the far
+distance free, each is changed alone. The idea is that of ReRoPE (Su, 2023), whose far distance is the limit itself, and
+of LM-Infinite (arXiv 2308.16137), which limits distances where it does not hide the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rows import Row, losses, row
+from texts import Source, how_many, parts, random_tokens, repeated
+from torch import Tensor
+
+import tl_posdisent as tp
+
+STUDIES = ("far_distance", "far_by_layer")
+EXACT, FAR = (4, 8, 16, 32), 255
+LENGTH, LONG, LONGEST = 256, 1024, 2048
+
+
+def far(model: Any, exact: int, distance: int, **where: Any) -> Any:
+    """Hooks: distances up to ``exact`` as they are, all others one distance."""
+    return tp.remap_distance(model, lambda d: torch.where(d > exact, distance, d), **where)
+
+
+def far_distance(model: Any, source: Source) -> Iterator[Row]:
+    """The loss added by the number of exact distances and the far distance, by what the text asks for."""
+    for kind, (texts, first) in kinds(model, source).items():
+        length = texts.shape[1]
+        base = losses(model, texts, first=first)
+        yield row(f"loss, {kind}", base, length, f"positions from {first} on")
+        for name, hooks in changes(model, length).items():
+            added = losses(model, texts, hooks, first) - base
+            yield row(f"added loss, {name}, {kind}", added, length, "remap_distance(model, function)")
+
+
+def kinds(model: Any, source: Source) -> dict[str, tuple[Tensor, int]]:
+    """Texts, and the first position whose loss counts. The first token of a copy cannot be copied: nothing says that a
+    copy begins."""
+    prose = parts(model, source, how_many(model, source, 8), LENGTH)
+    copied = {"a passage": repeated(prose[:4]), "random tokens": repeated(random_tokens(model, 4, LENGTH))}
+    copied["1024 random tokens"] = repeated(random_tokens(model, 2, LONG))
+    found = {"prose": (prose, 1)}
+    for length, n in ((LONG, 4), (LONGEST, 2)):
+        if len(texts := parts(model, source, how_many(model, source, n), length)):
+            found[f"prose, second half of {length}"] = texts, length // 2
+    return found | {f"second copy of {what}": (texts, texts.shape[1] // 2 + 2) for what, texts in copied.items()}
+
+
+def changes(model: Any, length: int) -> dict[str, Any]:
+    """Hooks by name. Two controls change one thing: far keys look near but stay apart, or are mixed up but stay far."""
+    found = {f"{n} exact, others {d}": far(model, n, d) for n in EXACT for d in (n, FAR)}
+    if length >= LONGEST:
+        found = {name: hooks for name, hooks in found.items() if int(name.split()[0]) >= 16}
+    for distance in (64, length * 3 // 4):
+        found[f"16 exact, others {distance}"] = far(model, 16, distance)
+    mixed = torch.cat([torch.arange(17), 17 + torch.randperm(length, generator=torch.Generator().manual_seed(0))])
+    found["16 exact, others in 16 to 64"] = tp.remap_distance(
+        model, lambda d: torch.where(d > 16, 16 + (d - 16) * 48 / (length - 16), d)
+    )
+    found["16 exact, others mixed up"] = tp.remap_distance(model, lambda d: mixed[d.long().clamp(min=0)].to(d))
+    found["16 exact, others hidden but the first"] = tp.lambda_mask(model, 1, 17, length)
+    return found
+
+
+def far_by_layer(model: Any, source: Source) -> Iterator[Row]:
+    """The same in a third of the layers at a time, in the second half of long texts."""
+    texts = parts(model, source, how_many(model, source, 4), LONG)
+    base, n = losses(model, texts, first=LONG // 2), model.cfg.n_layers
+    for third, start in (("first", 0), ("second", 1), ("last", 2)):
+        layers = list(range(n * start // 3, n * (start + 1) // 3))
+        for distance in (16, 255):
+            added = losses(model, texts, far(model, 16, distance, layers=layers), LONG // 2) - base
+            yield row(f"added loss, 16 exact, others {distance}, {third} third of the layers", added, LONG, "layers=…")
