@@ -60,7 +60,19 @@ def keys_at(label: str, row: str) -> Line:
 
 
 def shift(label: str, row: str) -> Line:
-    return label, "key_component", f"mean score at a distance and distance component, distances, {row}", 256
+    return label, "key_component", f"mean score at a distance and distance component, distances{row}", 256
+
+
+def ratio(label: str, row: str) -> Line:
+    return label, "perturbation", f"added loss, {row}, error over texts", 256
+
+
+def tolerance(label: str, row: str) -> Line:
+    return label, "layer_tolerance", f"rank correlation of r with the cost of exchanged neighbours, {row}", 256
+
+
+def shares(label: str, row: str) -> Line:
+    return label, "far_shares", f"share of {row}", 256
 
 
 CLAIMS_A = [
@@ -88,33 +100,43 @@ CLAIMS_A = [
         "Random initialisation is far from it",
         "far lower",
         [
-            ("*r*, three-axis, random", "controlled", "r_three_axis, random", 256),
-            ("*r*, two-axis, random", "controlled", "r_two_axis, random", 256),
+            ("*r*, three-axis, trained", "controlled", "r_three_axis, trained", 256),
+            ("… random weights, standard deviation 1/24 (Gemma: 0.02)", "controlled", "r_three_axis, random", 256),
+            ("… random weights, 0.02", "controlled", "r_three_axis, random of 0.02", 256),
+            ("*r*, two-axis, trained", "controlled", "r_two_axis, trained", 256),
+            ("… random weights, standard deviation 1/24 (Gemma: 0.02)", "controlled", "r_two_axis, random", 256),
+            ("… random weights, 0.02", "controlled", "r_two_axis, random of 0.02", 256),
         ],
-        "Reproduced",
-        "The two-axis sum separates less.",
+        "Partly reproduced",
+        "At the standard deviation of the configuration. A random copy of 0.02 is nearly as additive as SmolLM2, and "
+        "the two-axis sum separates less.",
     ),
     Claim(
         "At a dummy distance the key component stays as it is",
         "stays",
         [
             keys_at("correlation of the own key component with that at distance 64", "own and distance 64, trained"),
-            keys_at("… at distance 1", "own and distance 1, trained"),
-            keys_at("… at distance 64, random weights", "own and distance 64, random"),
+            keys_at("… random weights", "own and distance 64, random"),
+            keys_at("correlation of the own key component with that at distance 1", "own and distance 1, trained"),
+            keys_at("… random weights", "own and distance 1, random"),
         ],
         "Partly reproduced",
-        "At far distances only: next to the query not more than with random weights.",
+        "At far distances only: next to the query little more than with random weights, on the demo text less.",
     ),
     Claim(
         "At a dummy distance the scores move by the distance component",
         "shift",
         [
-            shift("mean score at a distance against the component: correlation", "correlation, trained"),
-            shift("… slope", "slope, trained"),
-            shift("… correlation, random weights", "correlation, random"),
+            shift("correlation with the component, median head", ", correlation, median head, trained"),
+            shift("… random weights", ", correlation, median head, random"),
+            shift("slope, distances below 16", " below 16, slope, trained"),
+            shift("… random weights", " below 16, slope, random"),
+            shift("slope, distances 16 to 127", " from 16 on, slope, trained"),
+            shift("… random weights", " from 16 on, slope, random"),
         ],
         "Partly reproduced",
-        "They move by two thirds as much; with random weights even more closely.",
+        "In the median head they follow the component closely, but move by less, most of all below 16. With random "
+        "weights they do so, too.",
     ),
     Claim(
         "Observation 1: keys are alike in fast subspaces, content is in slow ones",
@@ -129,9 +151,17 @@ CLAIMS_A = [
             ("… random weights", "subspaces", "key_concentration, wavelengths below 16, random", 256),
             ("share of content, wavelengths above 4096", "subspaces", "semantic, wavelengths above 4096, trained", 256),
             ("… random weights", "subspaces", "semantic, wavelengths above 4096, random", 256),
+            (
+                "share of \\|q\\| \\|k\\|, wavelengths above 4096",
+                "subspaces",
+                "size, wavelengths above 4096, trained",
+                256,
+            ),
+            ("… random weights", "subspaces", "size, wavelengths above 4096, random", 256),
+            ("share of the subspaces", "subspaces", "share of subspaces, wavelengths above 4096", 256),
         ],
-        "Partly reproduced",
-        "Content is in slow subspaces without training, too.",
+        "Reproduced",
+        "Both halves are learned: with random weights, slow subspaces hold as much as their number.",
     ),
     Claim(
         "Theorem 2: the spread of keys bounds the interaction",
@@ -163,31 +193,51 @@ CLAIMS_A = [
             ("loss added by order, 25 %", "perturbation", "added loss, order, 25%", 256),
             ("accuracy, order, 0 %", "perturbation", "accuracy, order, 0%", 256),
             ("accuracy, order, 5 %", "perturbation", "accuracy, order, 5%", 256),
+            ("accuracy, order, 10 %", "perturbation", "accuracy, order, 10%", 256),
+            ("accuracy, order, 25 %", "perturbation", "accuracy, order, 25%", 256),
             ("questions right, order, 10 %", "questions", "right, order, 10%", 0),
             ("questions right, order, 100 %", "questions", "right, order, 100%", 0),
         ],
         "Reproduced",
-        "At 5 % accuracy falls by a tenth or less. Most questions need no order.",
+        "At 5 % accuracy falls by a tenth or less, at 25 % by up to two fifths. Most questions need no order.",
     ),
     Claim(
         "Order, positions and rotary features are tolerated alike",
         "alike",
         [
-            (
-                "loss added by order over that by positions, 5 %",
-                "perturbation",
-                "added loss, order over index, 5%, error over draws",
-                256,
-            ),
-            (
-                "loss added by features over that by positions, 5 %",
-                "perturbation",
-                "added loss, feature over index, 5%, error over draws",
-                256,
-            ),
+            ratio("loss added by order over that by positions, 5 %, ± over texts", "order over index, 5%"),
+            ratio("loss added by features over that by positions, 5 %, ± over texts", "feature over index, 5%"),
         ],
         "Not reproduced",
-        "Order costs most, features least.",
+        "Features cost least. Order costs more than positions, but on WikiText by less than the error over texts.",
+    ),
+    Claim(
+        "More additive scores tolerate more",
+        "an explanation",
+        [
+            tolerance("layers: rank correlation of *r* with the cost of exchanged neighbours", "layers"),
+            tolerance("… given the cost of distance 5", "given that of distance 5, layers"),
+            tolerance("… p of a random order", "given that of distance 5, layers, p of a random order"),
+            tolerance("heads: rank correlation of *r* with the cost of exchanged neighbours", "heads"),
+            tolerance("… given the cost of distance 5", "given that of distance 5, heads"),
+            tolerance("… p of a random order", "given that of distance 5, heads, p of a random order"),
+        ],
+        "Not reproduced",
+        "TOLWHY",
+    ),
+    Claim(
+        "In long texts scores weigh keys by content, not by distance",
+        "an explanation",
+        [
+            line
+            for first, last in ((0, 15), (16, 255), (256, 1023), (1024, 4095))
+            for line in (
+                shares(f"share of the distance, {first} to {last}", f"distance, distances {first} to {last}, trained"),
+                shares("… random weights", f"distance, distances {first} to {last}, random"),
+            )
+        ],
+        "Reproduced",
+        "SHARESWHY",
     ),
     Claim(
         "Limited distances keep outputs in the region of training",
@@ -272,7 +322,52 @@ CLAIMS_B = [
 ]
 
 
+def by_far_distance(label: str, kind: str, length: int) -> list[Line]:
+    """A limit on distances, which changes resolution and place, and each alone; and far keys hidden."""
+    lines = {
+        f"{label}: all others at 255": "16 exact, others 255",
+        "… all others at 16": "16 exact, others 16",
+        "… the others in their order in 16 to 64": "16 exact, others in 16 to 64",
+        "… the others hidden, but the first": "16 exact, others hidden but the first",
+    }
+    return [(name, "far_distance", f"added loss, {row}, {kind}", length) for name, row in lines.items()]
+
+
+def far(label: str, row: str) -> Line:
+    return label, "far_distance", f"added loss, {row}, prose, second half of 1024", 1024
+
+
+def given_back(label: str, row: str) -> Line:
+    return label, "sets", f"nats given back by 16 {row}", 256
+
+
+def layers(label: str, row: str) -> Line:
+    return label, "layers", row, 256
+
+
+def fixed(label: str, row: str) -> Line:
+    return label, "fixed_distance", row, 256
+
+
 FINDINGS = [
+    Finding(
+        "**About sixteen exact distances and one far distance are enough.** FARSENT",
+        [
+            *by_far_distance("prose, 256 tokens", "prose", 256),
+            *by_far_distance("second half of 1024 tokens", "prose, second half of 1024", 1024),
+            *by_far_distance("second half of 2048 tokens", "prose, second half of 2048", 2048),
+            *by_far_distance("second copy of a passage", "second copy of a passage", 255),
+            *by_far_distance("second copy of 127 random tokens", "second copy of random tokens", 255),
+            *by_far_distance("second copy of 511 random tokens", "second copy of 1024 random tokens", 1023),
+            far("second half of 1024 tokens, 4 exact, all others at 255", "4 exact, others 255"),
+            far("… 8 exact", "8 exact, others 255"),
+            far("… 32 exact", "32 exact, others 255"),
+            far("… 16 exact, all others at 64", "16 exact, others 64"),
+            far("… 16 exact, all others at 768", "16 exact, others 768"),
+            far("… 16 exact, the others mixed up", "16 exact, others mixed up"),
+        ],
+        "FARATTACK",
+    ),
     Finding(
         "**Additivity is learned.** With the distance component of other texts, trained scores are more additive than "
         "any with redrawn weights, in every layer",
@@ -287,119 +382,60 @@ FINDINGS = [
         "deviation of 0.02 *r* of one text does not separate them.",
     ),
     Finding(
-        "**It is mostly concentration, not pairing.** Scores of queries with keys that their head never meets are "
-        "about as additive",
+        "**It is concentration: queries and keys that never meet are as additive**, and the heads that match "
+        "content are known by the covariances of their queries and keys",
         [
-            ("*r* held out, own", "additive", "r_held_out, trained", 256),
-            ("… foreign keys", "additive", "r_held_out, foreign keys", 256),
-            ("share of heads below foreign keys", "additive", "share of heads below foreign keys", 256),
-        ],
-        "It refutes that a head computes a sum: queries and keys are each close to a mean. In Gemma foreign keys are "
-        "another layer's.",
-    ),
-    Finding(
-        "**Heads that match content stand out in ordinary text.** *Pairing* is (1 − r²) over that with foreign keys",
-        [
-            ("AUC for induction heads: pairing", "pairing", "AUC for induction: pairing", 256),
-            ("… low entropy of the attention", "pairing", "AUC for induction: low entropy", 256),
-            ("… small share of distance", "pairing", "AUC for induction: small share of distance", 256),
-            ("… pairing, 1024 tokens", "pairing", "AUC for induction: pairing", 1024),
-            ("… low entropy, 1024 tokens", "pairing", "AUC for induction: low entropy", 1024),
+            ("*r*, own", "concentration", "r, own", 256),
+            ("… keys of another text", "concentration", "r, keys of another text", 256),
+            ("… queries and keys at permuted positions", "concentration", "r, permuted positions", 256),
+            ("… normal distribution with their two moments", "concentration", "r, normal distribution", 256),
+            ("… keys of another key head or layer", "concentration", "r, foreign keys", 256),
+            ("… random weights", "concentration", "r, random weights", 256),
+            ("AUC of 1 − *r* for induction heads, own", "concentration", "AUC of 1 - r for induction heads, own", 256),
             (
-                "… pairing, among sharp heads of small share",
-                "pairing",
-                "AUC for induction: pairing, sharp heads of small share alone",
+                "… keys of another text",
+                "concentration",
+                "AUC of 1 - r for induction heads, keys of another text",
                 256,
             ),
-            ("… pairing, shuffled text", "pairing", "AUC for induction: pairing, shuffled texts", 256),
-            ("… pairing, random weights", "pairing", "AUC for induction: pairing, random weights", 256),
             (
-                "rank correlation of pairing with induction, given entropy, share and layer",
-                "pairing",
-                "rank correlation with induction, given low entropy, small share of distance, layer: pairing",
+                "… normal distribution with their two moments",
+                "concentration",
+                "AUC of 1 - r for induction heads, normal distribution",
                 256,
             ),
-            ("AUC for retrieval heads: pairing", "pairing", "AUC for retrieval: pairing", 256),
-            ("… low entropy", "pairing", "AUC for retrieval: low entropy", 256),
-            ("… small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
+            ("… random weights", "concentration", "AUC of 1 - r for induction heads, random weights", 256),
         ],
-        "Low entropy is less good in longer texts. A small share of the distance is as good for induction heads, and "
-        "pairing adds little to it; for the 15 [retrieval heads](retrieval.md) of SmolLM2 it is less good, and Gemma's "
-        "three are too few to tell. ± from a bootstrap over heads.",
+        "Keys of another text keep the distributions and no pair; a normal distribution keeps two moments. Both find "
+        "induction heads as well as the head's own scores do. In Gemma keys of another head are another layer's. ± of "
+        "AUC from a bootstrap over heads.",
     ),
     Finding(
         "**With every distance at 5, a model does no better than with constant outputs**",
         [
-            ("loss", "fixed_distance", "loss", 256),
-            ("loss with mean outputs", "rungs", "loss, mean outputs", 256),
-            ("loss added by every distance 5", "fixed_distance", "added loss, every distance 5", 256),
-            ("… by every distance 0", "fixed_distance", "added loss, every distance 0", 256),
-            ("… by every distance 50", "fixed_distance", "added loss, every distance 50", 256),
-            ("… by shuffled positions", "fixed_distance", "added loss, shuffled positions", 256),
+            fixed("loss", "loss"),
+            fixed("loss added by mean outputs", "added loss, mean outputs"),
+            fixed("loss added by every distance 5", "added loss, every distance 5"),
+            fixed("… by every distance 0", "added loss, every distance 0"),
+            fixed("… by every distance 50", "added loss, every distance 50"),
+            fixed("… by shuffled positions", "added loss, shuffled positions"),
         ],
         "The cost depends on the distance: at 0, the loss of SmolLM2 is 0.2 to 0.5 below that with constant outputs, "
         "with errors of about 0.2, and Gemma's is the same. On WikiText the difference at 5 is within the errors.",
     ),
     Finding(
-        "**How far a model must tell distances apart depends on the text**: there is no one range",
+        "**Which layers use distances differs between models**: the first two thirds in SmolLM2, mostly the first in "
+        "Gemma",
         [
-            (
-                "loss added by distances at most 16: prose, 256 tokens",
-                "ceilings",
-                "added loss, distances at most 16, prose",
-                256,
-            ),
-            ("… second half of 1024 tokens", "ceilings", "added loss, distances at most 16, prose, second half", 1024),
-            (
-                "… second copy of a passage",
-                "ceilings",
-                "added loss, distances at most 16, second copy of a passage",
-                255,
-            ),
-            (
-                "… second copy of random tokens",
-                "ceilings",
-                "added loss, distances at most 16, second copy of random tokens",
-                255,
-            ),
-            (
-                "loss added by distances at most 64: prose, 256 tokens",
-                "ceilings",
-                "added loss, distances at most 64, prose",
-                256,
-            ),
-            (
-                "… second copy of random tokens",
-                "ceilings",
-                "added loss, distances at most 64, second copy of random tokens",
-                255,
-            ),
-        ],
-        "The other rows: 256 tokens of prose alone said that 16 to 32 distances are enough.",
-    ),
-    Finding(
-        "**Which layers use distances differs between models**: the first two thirds in SmolLM2, mostly the "
-        "first in Gemma",
-        [
-            (
-                "share of what single layers restore: first third",
-                "layers",
-                "share of restored, first third of the layers",
-                256,
-            ),
-            ("… second third", "layers", "share of restored, second third of the layers", 256),
-            ("… last third", "layers", "share of restored, last third of the layers", 256),
-            (
+            layers("share of what single layers restore: first third", "share of restored, first third of the layers"),
+            layers("… second third", "share of restored, second third of the layers"),
+            layers("… last third", "share of restored, last third of the layers"),
+            layers(
                 "share of what single layers cost, changed alone: first third",
-                "layers",
                 "share of alone, first third of the layers",
-                256,
             ),
-            (
-                "sum of the costs of single layers over the cost of all",
-                "layers",
-                "costs of single layers over the cost of all",
-                256,
+            layers(
+                "sum of the costs of single layers over the cost of all", "costs of single layers over the cost of all"
             ),
         ],
         "Restoring a layer where all others have distance 5, beside changing it alone. Shares in SmolLM2 depend on the "
@@ -408,27 +444,29 @@ FINDINGS = [
     Finding(
         "**A few heads are not enough** to give distances back",
         [
-            ("loss added by every distance 5", "sets", "added loss, all heads", 256),
-            (
-                "nats given back by 16 heads of largest curvature",
-                "sets",
-                "nats given back by 16 heads of largest curvature",
-                256,
+            ("loss added by every distance 5", "sets", "added loss, all heads at 5", 256),
+            given_back(
+                "nats given back by 16 heads of largest curvature", "heads of largest curvature, the others at 5"
             ),
-            ("… by 16 heads of a greedy search", "sets", "nats given back by 16 heads of a greedy search", 256),
-            ("… by 16 random heads", "sets", "nats given back by 16 random heads", 256),
-            (
+            given_back("… by 16 heads of a greedy search", "heads of a greedy search, the others at 5"),
+            given_back("… by 16 random heads", "random heads, the others at 5"),
+            given_back(
                 "… by mean outputs of the 16, by curvature",
-                "sets",
-                "nats given back by 16 heads of largest curvature, mean outputs instead",
-                256,
+                "heads of largest curvature, mean outputs instead, the others at 5",
             ),
+            ("loss added by every distance 0", "sets", "added loss, all heads at 0", 256),
+            given_back(
+                "nats given back by 16 heads of largest curvature", "heads of largest curvature, the others at 0"
+            ),
+            given_back("… by 16 heads of a greedy search", "heads of a greedy search, the others at 0"),
+            given_back("… by 16 random heads", "random heads, the others at 0"),
         ],
-        "A search in place of a ranking, chosen on other texts; five random sets.",
+        "A search in place of a ranking, on other texts; five random sets; another distance in the other heads, at "
+        "which the same sixteen give back a third; their mean outputs.",
     ),
     Finding(
-        "**Most of attention is what a head does with near keys.** A window keeps as much as an additive fit of the "
-        "text itself. Attention without the query keeps a quarter to a half",
+        "**In ordinary text, most of attention is what a head does with near keys.** On a copied passage a window of "
+        "32 keeps half",
         [
             (
                 "attention kept: own, last 8 keys and the first token",
@@ -443,36 +481,15 @@ FINDINGS = [
                 256,
             ),
             (
-                "… banded, fitted to the text itself",
+                "… the same, second copy of a passage",
                 "rungs",
-                "attention kept, banded, fitted to the predicted text",
-                256,
+                "attention kept, own in a window of 32 and the first token, second copy of a passage",
+                255,
             ),
             ("… static, fitted to other texts", "rungs", "attention kept, static, fitted to other texts", 256),
         ],
-        "The window has no parameters. Relative to mean outputs; ± of fits over blocks of the texts.",
-    ),
-    Finding(
-        "**Curvature chooses heads that can be replaced together**, the first order (attribution patching) less well",
-        [
-            (
-                "loss added by static attention in 60 heads, by curvature",
-                "replaced",
-                "static, 60 heads, curvature",
-                256,
-            ),
-            ("… by the size of the first order", "replaced", "static, 60 heads, first order", 256),
-            ("… in random order, ± over five orders", "replaced", "static, 60 heads, random", 256),
-            (
-                "loss added by static attention in 32 heads, by curvature",
-                "replaced",
-                "static, 32 heads, curvature",
-                256,
-            ),
-            ("… by the size of the first order", "replaced", "static, 32 heads, first order", 256),
-            ("… in random order, ± over five orders", "replaced", "static, 32 heads, random", 256),
-        ],
-        "Five random orders; other texts for fits, order and cost.",
+        "The window has no parameters; a text that copies. Relative to mean outputs; ± of the static fit over blocks "
+        "of the texts.",
     ),
     Finding(
         "**Beyond its training length a model fails late, not at once**",
@@ -485,6 +502,19 @@ FINDINGS = [
         "The same tokens at earlier positions; three texts, one model.",
     ),
 ]
+
+TRAINED = "trained"
+CONTROLS = ("random", "random of 0.02", "shuffled", "random queries and keys")
+"""How the last part of a row's name says of which weights it is."""
+
+TWO_AT_ONCE = {
+    "16 exact, others 16,": ("16 exact, others 255,", "16 exact, others in 16 to 64,"),  # resolution and place
+    "16 heads of largest curvature, the others at 5": (
+        "16 heads of largest curvature, mean outputs instead, the others at 5",  # any output, or these distances
+        "16 heads of largest curvature, the others at 0",  # distances of the heads, and of the others
+    ),
+}
+"""Parts of the names of rows whose intervention changes two things at once, and of those that change one."""
 
 HEADINGS = {
     "B": "## Claims of [B]\n\nAccuracies and drops of small models; seeds and intervals are on the page "

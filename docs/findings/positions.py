@@ -26,10 +26,14 @@ def trained_and_random(model: Any) -> dict[str, Any]:
 
 
 def fixed_distance(model: Any, source: Source) -> Iterator[Row]:
-    """The loss added where all pairs have one distance, where positions are shuffled, and where they are rounded."""
-    texts, places = parts(model, source, how_many(model, source, TEXTS), LENGTH), torch.arange(LENGTH)
-    base = losses(model, texts)
+    """The loss added where all pairs have one distance, where positions are shuffled, where they are rounded; and where
+    all heads have their mean output over other texts."""
+    n = how_many(model, source, TEXTS)
+    texts, places = parts(model, source, n, LENGTH), torch.arange(LENGTH)
+    base, others = losses(model, texts), parts(model, source, FEWER, LENGTH, skip=n)
     yield row("loss", base, LENGTH, "model(texts)")
+    added = losses(model, texts, tp.ablate_heads(model, None, mode="mean", reference=others)) - base
+    yield row("added loss, mean outputs", added, LENGTH, f"ablate_heads(model, None, reference={len(others)} texts)")
     for d in (0, 1, 5, 50):
         added = losses(model, texts, tp.dummy_distance(model, d)) - base
         yield row(f"added loss, every distance {d}", added, LENGTH, f"dummy_distance(model, {d})")

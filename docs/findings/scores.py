@@ -89,9 +89,11 @@ def subspaces(model: Any, source: Source) -> Iterator[Row]:
     for name, one in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
         tables = [_by_band(one, text) for text in texts]
         for band in tables[0].index:
-            for column in ("key_concentration", "distance", "semantic", "size", "subspaces"):
+            for column in ("key_concentration", "distance", "semantic", "size"):
                 values = torch.tensor([table.loc[band, column] for table in tables])
                 yield row(f"{column}, wavelengths {band}, {name}", values, LENGTH, "subspace_patterns(model, text)")
+    for band, share in tables[0]["subspaces"].items():
+        yield Row(f"share of subspaces, wavelengths {band}", share, torch.nan, "", LENGTH, "subspace_patterns")
 
 
 BANDS = {"below 16": 16.0, "16 to 256": 256.0, "256 to 4096": 4096.0, "above 4096": float("inf")}

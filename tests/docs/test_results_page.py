@@ -44,6 +44,36 @@ def test_every_line_is_a_row_of_the_page(findings: Any) -> None:
     assert written == [[label for label, *_ in each.lines] for each in shown]
 
 
+def test_a_control_stands_beside_trained_weights_at_the_same_setting(findings: Any) -> None:
+    """A claim that prints a row of other weights prints it for each row that it has of trained ones, and vice versa."""
+    of_weights = [findings.claims.TRAINED, *findings.claims.CONTROLS]
+    compared = 0
+    for each in [*findings.claims.CLAIMS_A, *findings.claims.FINDINGS]:
+        settings: dict[str, set[Any]] = {}
+        for _, study, row, length in each.lines:
+            what, _, weights = row.rpartition(", ")
+            if weights in of_weights:
+                settings.setdefault(weights, set()).add((study, what, length))
+        compared += len(settings) > 1
+        for weights in set(settings) - {findings.claims.TRAINED}:
+            assert settings[weights] == settings[findings.claims.TRAINED], (each[0], weights)
+    assert compared >= 5
+
+
+def test_what_changes_two_things_at_once_stands_beside_what_changes_one(findings: Any) -> None:
+    """In the same table, for the same text and length."""
+    for both, controls in findings.claims.TWO_AT_ONCE.items():
+        rows = [
+            (row, each) for each in [*findings.claims.CLAIMS_A, *findings.claims.FINDINGS] for _, *row in each.lines
+        ]
+        changed = [(row, each) for row, each in rows if both in row[1]]
+        assert changed, both
+        for (study, name, length), each in changed:
+            shown = {tuple(key) for _, *key in each.lines}
+            for control in controls:
+                assert (study, name.replace(both, control), length) in shown, (name, control)
+
+
 def test_there_are_at_most_ten_findings_and_each_names_its_attack(findings: Any) -> None:
     assert len(findings.claims.FINDINGS) <= 10
     assert all(each.attack for each in findings.claims.FINDINGS)
