@@ -140,11 +140,26 @@ def counting() -> pd.Series:
     return resumed.finished(TABLE, KEY).query("task == 'count'").iloc[0]
 
 
-def one_necessary(table: pd.DataFrame, mode: str) -> pd.Series:
+def one_necessary(table: pd.DataFrame, mode: str, measure: str = "accuracy") -> pd.Series:
     """The models with one necessary head: without it (``"zero"``), or with its mean in its place (``"mean"``), accuracy
-    falls by 0.1 or more, four times as far as for any other head."""
-    largest, second = table[f"{mode}_accuracy_drop"], table[f"{mode}_accuracy_second"]
+    falls (or the loss grows) by 0.1 or more, four times as far as for any other head."""
+    largest, second = table[f"{mode}_{measure}_drop"], table[f"{mode}_{measure}_second"]
     return (largest >= 0.1) & (largest >= 4 * second)
+
+
+def by_distances(table: pd.DataFrame) -> pd.DataFrame:
+    """How many models with all heads rotary have one necessary head, by number of distances."""
+    table = table[table["rotary_heads"] == HEADS]
+    counts = {
+        f"{measure}, {word}": one_necessary(table, mode, measure).astype(int)
+        for measure in ("accuracy", "loss")
+        for mode, word in (("zero", "zeroed"), ("mean", "mean"))
+    }
+    labels = table["task"].str.extract(r"gap(\d+)", expand=False).astype(float).fillna(1000)
+    found = pd.DataFrame({"models": 1, **counts}).groupby(labels).sum()
+    found.loc[math.inf] = found.sum()
+    found.insert(0, "distances", [*(str(int(n)) for n in found.index[:-2]), "70, the paper's size", "all"])
+    return found
 
 
 def spread(values: pd.Series, digits: int = 2) -> str:
@@ -226,7 +241,7 @@ if __name__ == "__main__":
     where, words = Path(sys.argv[1]), sys.argv[2:]
     if words == ["finish"]:
         displaced(where).to_csv(ANGLES, index=False)
-        print(markdown(summary(finished())), markdown(on_the_page(finished())), sep="\n")
+        print(*(markdown(f(finished())) for f in (summary, on_the_page, by_distances)), sep="\n")
     elif words == ["paper"]:
         main(where, math.inf, [cell("paper", *key) for key in STEPS])
     elif words == ["few"]:

@@ -5,6 +5,7 @@ python docs/findings/page.py
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ COLUMNS = {
     "Gemma 3, speeches": "gemma3-270m_speeches",
 }
 MISSING = "–"
+SYNTHETIC = HERE / "tables" / "synthetic.csv"
 GPU = HERE.parent / "figures" / "deposit_gpu.csv"
 PAPER_B = {
     ("distance", "sinusoidal_rope"): ("RoPE, with sinusoidal positions", "0.93; one head of layer 0 costs about 0.60"),
@@ -41,9 +43,20 @@ class Number(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        digits = 3 if self.error < 0.005 or abs(self.value) < 0.05 else 2
+        digits = 1 if abs(self.value) >= 10 else 3 if self.error < 0.005 or abs(self.value) < 0.05 else 2
         spread = "" if pd.isna(self.error) else f"±{self.error:.{digits}f}"
         return f"{self.value:.{digits}f}{spread}".replace("-", "−")
+
+
+def filled(text: str) -> str:
+    """A text with the numbers of small models in place of ``{study: row}``."""
+    rows = pd.read_csv(SYNTHETIC).set_index(["study", "name"])
+
+    def number(place: re.Match[str]) -> str:
+        row = rows.loc[(place[1], place[2])]
+        return str(Number(row["value"], row["error"]))
+
+    return re.sub(r"{(\w+): ([^}]*)}", number, text)
 
 
 def tables(instead: Path | None = None) -> dict[str, dict[tuple[str, str, int], Number]]:
@@ -137,7 +150,8 @@ def page(instead: Path | None = None, gpu: Path = GPU) -> str:
     """The whole page; the tables of a folder take the place of ours."""
     known = tables(instead)
     synthetic = table(
-        ["claim", "paper", "here", "status"], [[x.claim, x.paper, x.here, f"**{x.status}.** {x.why}"] for x in CLAIMS_B]
+        ["claim", "paper", "here", "status"],
+        [[x.claim, x.paper, filled(x.here), f"**{x.status}.** {filled(x.why)}"] for x in CLAIMS_B],
     )
     parts = [OPENING, *of_claims(CLAIMS_A, known), HEADINGS["B"], synthetic, *of_gpu(gpu)]
     return "\n\n".join([*parts, HEADINGS["findings"], *of_findings(FINDINGS, known)]) + "\n"

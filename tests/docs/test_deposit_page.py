@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +60,7 @@ def test_the_tables_are_of_the_measurements(
 ) -> None:
     assert on_page(heads.markdown(positions.summary(positions.finished())))
     assert on_page(heads.markdown(heads.on_the_page(heads.finished())))
+    assert on_page(heads.markdown(heads.by_distances(heads.finished())))
     assert on_page(heads.markdown(small.summary(small.finished())))
     assert on_page(heads.markdown(lengths.by_encoding(lengths.finished())))
 
@@ -88,14 +90,61 @@ def test_the_model_that_counts_at_the_papers_size(heads: ModuleType) -> None:
 
 
 def test_models_with_one_necessary_head(heads: ModuleType) -> None:
-    """The sentences that count them, in words up to ten, by both ablations."""
+    """The sentences that count them, in words up to ten, by both ablations and both measures."""
     table: pd.DataFrame = heads.finished()
     table = table[table["rotary_heads"] == heads.HEADS]
-    zero, mean = (NUMBERS[int(heads.one_necessary(table, mode).sum())] for mode in ("zero", "mean"))
-    stated = f"Of {len(table)} rotary models with 96 heads, {zero} have one head that matters if heads are zeroed"
-    assert f"{stated}. {mean.title()} have one if each is replaced by its mean." in README
-    assert f"{NUMBERS.index(zero)} of {len(table)} models with all heads rotary have one necessary head" in PAGE
-    assert f"by mean ablation {NUMBERS.index(mean)}" in PAGE
+    every, eight = len(table), table["task"] == "gap8"
+    pairs = itertools.product(("accuracy", "loss"), ("zero", "mean"))
+    found = {(measure, mode): heads.one_necessary(table, mode, measure) for measure, mode in pairs}
+    counts = {key: (int(one.sum()), int(one[eight].sum()), int(one[~eight].sum())) for key, one in found.items()}
+    (zero, few, others), (mean, mean_few, mean_others) = counts["accuracy", "zero"], counts["accuracy", "mean"]
+    eights, rest = int(eight.sum()), int((~eight).sum())
+    of_eight = f"{NUMBERS[few]} of the {NUMBERS[eights]} that learn eight distances"
+    stated = f"Of {every} rotary models with 96 heads, {NUMBERS[zero]} have one head that matters if heads are zeroed"
+    assert f"{stated}: {of_eight}, and {NUMBERS[others]} of the other {rest}." in README
+    assert f"{NUMBERS[mean].title()} have one if each is replaced by its mean." in README
+    assert f"{zero} of {every} models with all heads rotary have one necessary head ({interval(zero, every)})" in PAGE
+    assert f"by mean ablation {mean} ({interval(mean, every, '')})" in PAGE
+    by_loss = [counts["loss", mode][0] for mode in ("zero", "mean")]
+    first, second = (f"{n} ({interval(n, every, '')})" for n in by_loss)
+    assert f"By loss it is {first} and {second}" in PAGE
+    assert f"{few} of {eights} models ({interval(few, eights, '')})" in PAGE
+    assert f"against {others} of {rest} ({interval(others, rest, '')})" in PAGE
+    p = [exact(*counts[measure, "zero"][1:], eights, rest) for measure in ("accuracy", "loss")]
+    assert f"Fisher's exact p is {p[0]:.2f} by accuracy and {p[1]:.2f} by loss" in PAGE
+    loss_few, loss_others = counts["loss", "mean"][1:]
+    means = f"({mean_few} of {eights} and {mean_others} of {rest}; by loss {loss_few} and {loss_others})"
+    assert f"Mean ablation does not show it {means}" in PAGE
+    assert f"{min(mean, zero)} to {max(by_loss)} have such a head" in PAGE
+    often = sum(one.astype(int) for one in found.values())
+    assert (int((often > 0).sum()), int((often == 4).sum())) == (12, 4)
+    assert "Twelve models have one by any of the four, four by all" in PAGE
+
+
+def interval(count: int, of: int, name: str = "95 % interval ") -> str:
+    low, high = stats.binomtest(count, of).proportion_ci()
+    return f"{name}{low:.2f} to {high:.2f}"
+
+
+def exact(few: int, others: int, eights: int, rest: int) -> float:
+    return float(stats.fisher_exact([[few, eights - few], [others, rest - others]]).pvalue)
+
+
+def test_one_necessary_head_by_other_thresholds(heads: ModuleType) -> None:
+    table: pd.DataFrame = heads.finished()
+    table = table[table["rotary_heads"] == heads.HEADS]
+    eight, drops = table["task"] == "gap8", {"accuracy": (0.05, 0.1, 0.2, 0.3), "loss": (0.05, 0.1, 0.2, 0.3, 0.5, 1)}
+    counts, chances = {}, []
+    for measure, mode in itertools.product(drops, ("zero", "mean")):
+        largest, second = (table[f"{mode}_{measure}_{name}"] for name in ("drop", "second"))
+        by_threshold = [(largest >= x) & (largest >= n * second) for x in drops[measure] for n in (2, 4, 8)]
+        counts[measure, mode] = min(map(sum, by_threshold)), max(map(sum, by_threshold))
+        if mode == "zero":
+            chances += [exact(sum(x[eight]), sum(x[~eight]), sum(eight), sum(~eight)) for x in by_threshold]
+    ranges = {key: f"{low} to {high}" for key, (low, high) in counts.items()}
+    assert f"it is {ranges['accuracy', 'zero']} zeroed and {ranges['accuracy', 'mean']} by mean ablation" in PAGE
+    assert f"By loss (0.05 to 1 nat) it is {ranges['loss', 'zero']} and {ranges['loss', 'mean']}" in PAGE
+    assert f"It is {min(chances):.2f} to {max(chances):.2f} with other thresholds" in PAGE
 
 
 def test_one_necessary_head_is_one(heads: ModuleType) -> None:

@@ -92,5 +92,5 @@ def test_numbers_of_synthetic_models_are_those_of_their_page(findings: Any) -> N
     """That page is compared with its tables."""
     page = (ROOT / "docs" / "deposit.md").read_text(encoding="utf-8")
     for each in findings.claims.CLAIMS_B:
-        for number in re.findall(r"\d\.\d+", each.here + each.why):
+        for number in re.findall(r"\d\.\d+", re.sub("{.*?}", "", each.here + each.why)):
             assert number in page, (each.claim, number)
