@@ -29,7 +29,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "DRAWS": 20,
         "LEAST": {"induction": 0.05, "retrieval": 0.05},
     },
-    "length": {"TRAINED": 48, "LONGEST": 72, "BEYOND": 64, "PART": 8, "WATCHED": (0, 1), "EDGES": [40, 48, 56, 64]},
+    "length": {
+        "TRAINED": 48,
+        "LONGEST": 72,
+        "BEYOND": 64,
+        "PART": 8,
+        "EDGES": [40, 48, 56, 64],
+        "TEXTS": 2,
+        "SHORT": 24,
+        "COMPARED": 8,
+    },
 }
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 
@@ -48,6 +57,7 @@ def findings() -> Iterator[Any]:
             for size, value in sizes.items():
                 patch.setattr(sys.modules[name], size, value)
         patch.setattr(length, "whole", lambda source: tp.demo_text())
+        patch.setattr(length, "parts", lambda model, source, *sizes: texts.parts(model, "demo", *sizes))
         yield SimpleNamespace(length=length, pairing=pairing, scores=scores, texts=texts)
 
 
@@ -132,13 +142,6 @@ def test_the_difference_is_that_of_two_runs(findings: Any, model: Any) -> None:
             for x in (whole, torch.cat([whole[:, :1], whole[:, 25:]], 1))
         ]
     torch.testing.assert_close(difference, found[0][24:] - found[1], rtol=1e-3, atol=1e-4)
-
-
-def test_outputs_outside_the_circle(findings: Any) -> None:
-    z = torch.randn(2, 4000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([9.0, 4.0, 1.0])
-    circle = findings.length.plane(z)
-    assert findings.length.outside(z, circle) == pytest.approx(0.01, abs=0.001)
-    assert findings.length.outside(z + 100, circle) == 1
 
 
 @pytest.fixture(scope="module")
