@@ -207,6 +207,18 @@ CLAIMS_A = [
                 "… positions to 8191 and 4351, both trained", "far_positions", "within the training length", 512
             ),
             *in_layers("… positions to 12 031, distances at most 8191", "far_positions", "beyond it, ceiling", 512),
+            (
+                "AUC of the distance, positions to 12 031 and 8191: highest layer",
+                "far_positions",
+                "distance, beyond it, highest layer",
+                512,
+            ),
+            (
+                "… positions to 8191 and 4351",
+                "far_positions",
+                "distance, within the training length, highest layer",
+                512,
+            ),
             ("loss beyond 8192 tokens", "remedies", "loss beyond the training length, plain", 12288),
             (
                 "… distances at most 8191",
