@@ -1,27 +1,22 @@
-"""Causes of length failure, apart from each other, in two models: ``length_causes.csv`` and ``output_projection.svg``.
+"""Causes of length failure, apart from each other, in two models: ``length_causes.csv``.
 
-``python docs/figures/length_causes.py`` takes some minutes of one core; ``… project`` only makes the figure. It needs
-the story model of ``POSDISENT_DATA`` (see ``two_models.py``).
+``python docs/figures/length_causes.py`` takes some minutes of one core. It needs the story model of ``POSDISENT_DATA``
+(see ``two_models.py``).
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 from two_models import Case, both
 
 import tl_posdisent as tp
-from tl_posdisent.experiments import output_projection
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import longer_context
-from tl_posdisent.viz.palette import GREY, HUES
 
 TABLE = Path(__file__).with_name("length_causes.csv")
 TRAINED = 512
@@ -89,36 +84,5 @@ def measure() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def project() -> go.Figure:
-    """The last layer's attention outputs: every 32nd position, within and beyond the training length."""
-    cases = both()
-    names = {"as it is": "as it is", "ceiling alone": "ceiling", "window and 4 sinks at the ceiling": "window, ceiling"}
-    titles = [f"{case.name}: {short}" for case in cases for short in names.values()]
-    figure = make_subplots(rows=len(cases), cols=len(names), subplot_titles=titles, vertical_spacing=0.14)
-    for row, case in enumerate(cases, start=1):
-        for column, name in enumerate(names, start=1):
-            hooks, last = ways(case)[name], case.model.cfg.n_layers - 1
-            table = output_projection(case.model, case.long, hooks, in_range=TRAINED, start=HALF // 4)
-            beyond, far = ~table["in_range"], table[["pc1", "pc2"]].pow(2).sum(axis=1).pow(0.5)
-            limit = far[~beyond].groupby(table["layer"]).quantile(0.99)
-            outside = (far > table["layer"].map(limit))[beyond].groupby(table["layer"]).mean()
-            explained = {layer: round(sum(shares), 2) for layer, shares in table.attrs["explained"].items()}
-            print(case.name, "|", name, "| outside by layer:", outside.round(3).to_dict(), explained, flush=True)
-            of_last = table[(table["layer"] == last) & (table["pos"] % 32 == 0)]
-            for inside, colour, label in ((True, GREY, "trained positions"), (False, HUES[1], "beyond")):
-                some = of_last[of_last["in_range"] == inside]
-                marker = {"size": 4, "color": colour, "opacity": 0.6}
-                style = {"name": label, "legendgroup": label, "showlegend": row == column == 1}
-                figure.add_scatter(
-                    x=some["pc1"], y=some["pc2"], mode="markers", marker=marker, row=row, col=column, **style
-                )
-    figure.update_layout(legend={"orientation": "h", "x": 0.5, "xanchor": "center", "y": -0.12})
-    return figure.update_xaxes(title="first component", row=len(cases)).update_yaxes(title="second", col=1)
-
-
 if __name__ == "__main__":
-    from make import save
-
-    if "project" not in sys.argv:
-        measure().round(3).to_csv(TABLE, index=False)
-    save(project(), "output_projection", 960, 620, None)
+    measure().round(3).to_csv(TABLE, index=False)

@@ -1,4 +1,5 @@
-"""Findings about texts beyond the training length, read in parts against a KV cache. One to two hours of one core."""
+"""Findings about texts beyond the training length, read in parts against a KV cache (one to two hours of one core), and
+about short texts at positions beyond it (three minutes)."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from outputs import compare, outputs, positions
 from rows import Row, row
-from texts import Source, whole
+from texts import Source, parts, whole
 from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.models import longer_context
 from tl_posdisent.models.running.kv_cache import empty_cache
 
-STUDIES = ("beyond", "remedies")
+STUDIES = ("beyond", "remedies", "far_positions")
 TRAINED, LONGEST, BEYOND = 8192, 12288, 11264  # tokens: of training, of one text in several ways, of three texts
 EDGES = [TRAINED - 1024, TRAINED, 9728, 10240, 10752, BEYOND]
 PART = 512
-WATCHED = (1, 8, 16, 24, 29)  # layers whose outputs are compared
+TEXTS, SHORT, COMPARED = 8, 512, 256  # texts and tokens at far positions
 
 
 def beyond(model: Any, source: Source) -> Iterator[Row]:
@@ -40,13 +42,12 @@ def difference(model: Any, text: int) -> Tensor:
     tokens = torch.cat([ids[:1], ids[1 + text * (BEYOND - 1) :][: BEYOND - 1]])[None]
     shorter = torch.cat([tokens[:, :1], tokens[:, half + 1 :]], 1)
     with longer_context(model, BEYOND):
-        longer, part = (in_parts(model, x, [])[0] for x in (tokens, shorter))
+        longer, part = (in_parts(model, x, []) for x in (tokens, shorter))
     return longer[half:] - part
 
 
 def remedies(model: Any, source: Source) -> Iterator[Row]:
-    """One text of 12 288 tokens, plain and with remedies: loss beyond the training length, and the share of attention
-    outputs outside the circle with 99 % of those within it, on their two principal components."""
+    """The loss beyond the training length of one text of 12 288 tokens, plain and with remedies."""
     if not applies(model, source):
         return
     tokens = model.to_tokens(whole("wikitext"), truncate=False)[:, :LONGEST]
@@ -56,16 +57,25 @@ def remedies(model: Any, source: Source) -> Iterator[Row]:
         "half of it and 4 sinks": tp.lambda_mask(model, 4, TRAINED // 2, TRAINED // 2),
         "positions divided by 1.5": tp.position_interpolation(model, 1.5),
     }
-    planes: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     with longer_context(model, LONGEST):
         for name, hooks in ways.items():
-            loss, outputs = in_parts(model, tokens, hooks)
-            planes = planes or {layer: plane(z[:, PART:TRAINED]) for layer, z in outputs.items()}
-            far = {layer: outside(outputs[layer][:, TRAINED:], planes[layer]) for layer in planes}
-            for what, value in (("loss", loss[TRAINED:].mean().item()), ("outputs outside", max(far.values()))):
-                yield Row(
-                    f"{what} beyond the training length, {name}", value, torch.nan, "1 text", LONGEST, "lambda_mask"
-                )
+            loss = in_parts(model, tokens, hooks)[TRAINED:].mean().item()
+            yield Row(f"loss beyond the training length, {name}", loss, torch.nan, "1 text", LONGEST, "lambda_mask")
+
+
+def far_positions(model: Any, source: Source) -> Iterator[Row]:
+    """Attention outputs at the same tokens behind the same keys, in three steps of equal size away from these: two end
+    within the training length, the last beyond it, there also with a ceiling on distances."""
+    if not applies(model, source):
+        return
+    texts, step = parts(model, source, TEXTS, SHORT), (TRAINED - SHORT) // 2
+    first, second, third = (positions(SHORT, COMPARED, n * step) for n in (1, 2, 3))
+    ceiling = (third[:, None] - third).clamp(0, TRAINED - 1)
+    near, edge, far = (outputs(model, texts, COMPARED, tp.swap_positions(model, p)) for p in (first, second, third))
+    limited = outputs(model, texts, COMPARED, tp.remap_distance(model, ceiling))
+    yield from compare("within the training length", near, edge, SHORT)
+    yield from compare("beyond it", edge, far, SHORT)
+    yield from compare("beyond it, ceiling", edge, limited, SHORT)
 
 
 def applies(model: Any, source: Source) -> bool:
@@ -73,30 +83,12 @@ def applies(model: Any, source: Source) -> bool:
     return source == "wikitext" and model.cfg.n_ctx <= TRAINED
 
 
-def in_parts(model: Any, tokens: Tensor, hooks: list[Any]) -> tuple[Tensor, dict[int, Tensor]]:
-    """``[pos - 1]`` nats, and ``[head, pos, d_head]`` attention outputs of the watched layers."""
-    kept: dict[int, list[Tensor]] = {layer: [] for layer in WATCHED}
-    watch = [(f"blocks.{n}.attn.hook_z", lambda z, hook, n=n: kept[n].append(z[0].clone())) for n in WATCHED]
+def in_parts(model: Any, tokens: Tensor, hooks: list[Any]) -> Tensor:
+    """``[pos - 1]`` nats."""
     found, cache = [], empty_cache(model, tokens)
-    with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, *watch]):
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         for start in range(0, tokens.shape[1], PART):
             logits = model(tokens[:, start : start + PART], **cache)[0].float()
             targets = tokens[0, start + 1 : start + 1 + PART]
             found.append(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none"))
-    return torch.cat(found), {n: torch.cat(z).transpose(0, 1) for n, z in kept.items()}
-
-
-def plane(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of ``[head, pos, d_head]`` outputs, two principal components in standard deviations, and the radius of
-    the circle with 99 % of the outputs."""
-    x = z.transpose(0, 1).flatten(1).double()
-    mean = x.mean(0)
-    _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
-    scaled = axes[:2].T / spread[:2] * len(x) ** 0.5
-    return mean, scaled, ((x - mean) @ scaled).norm(dim=1).quantile(0.99)
-
-
-def outside(z: Tensor, circle: tuple[Tensor, Tensor, Tensor]) -> float:
-    mean, axes, radius = circle
-    points = (z.transpose(0, 1).flatten(1).double() - mean) @ axes
-    return (points.norm(dim=1) > radius).double().mean().item()
+    return torch.cat(found)

@@ -19,6 +19,8 @@ COLUMNS = {
     "SmolLM2, WikiText": "smollm2_wikitext",
     "SmolLM2, demo text": "smollm2_demo",
     "Gemma 3, speeches": "gemma3-270m_speeches",
+    "demo model": "demo_length",
+    "story model": "story_length",
 }
 MISSING = "–"
 SYNTHETIC = HERE / "tables" / "synthetic.csv"
