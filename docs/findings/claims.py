@@ -43,11 +43,13 @@ an attempt to refute it, which is named below its numbers.
 
 [A] is Han and Ji, [arXiv 2503.13305](https://arxiv.org/abs/2503.13305); [B] is Gu et al., [arXiv
 2505.13027](https://arxiv.org/abs/2505.13027). *Models*: SmolLM2-135M-Instruct (30 layers of 9 heads) and Gemma 3 270M
-(18 layers of 4 heads, five in six with a window of 512 tokens), both with 4-bit weights. *Texts*: eight of 256 tokens
-unless a row says otherwise, four of 1024, fewer of the demo text. *Rows*: … repeats the beginning of a row above, – was
-not measured, ± is a standard error over texts or over what the row names. *Random* weights have the standard deviation
-of the model's configuration; `additivity` defines the other controls. `docs/findings/tables` has every number, with the
-call that gives it.
+(18 layers of 4 heads, five in six with a window of 512 tokens), both with 4-bit weights; two small models in one claim.
+*Texts*: eight of 256 tokens unless a row says otherwise, four of 1024, fewer of the demo text. *Rows*: … repeats the
+beginning of a row above, – was not measured, ± is a standard error over texts or over what the row names. *Random*
+weights have the standard deviation of the model's configuration; `additivity` defines the other controls. *How numbers
+are made*: a sentence that names a baseline has its row at the same setting (distance, length, text), and an
+intervention that changes two things at once has the control that changes one. `docs/findings/tables` has every number,
+with the call that gives it.
 
 `make findings` measures the column *demo text* in a clone, in 13 minutes (`docs/findings/__main__.py`). No number is
 corrected for multiple comparisons.
