@@ -298,36 +298,6 @@ FINDINGS = [
         "another layer's.",
     ),
     Finding(
-        "**Heads that match content stand out in ordinary text.** *Pairing* is (1 − r²) over that with foreign keys",
-        [
-            ("AUC for induction heads: pairing", "pairing", "AUC for induction: pairing", 256),
-            ("… low entropy of the attention", "pairing", "AUC for induction: low entropy", 256),
-            ("… small share of distance", "pairing", "AUC for induction: small share of distance", 256),
-            ("… pairing, 1024 tokens", "pairing", "AUC for induction: pairing", 1024),
-            ("… low entropy, 1024 tokens", "pairing", "AUC for induction: low entropy", 1024),
-            (
-                "… pairing, among sharp heads of small share",
-                "pairing",
-                "AUC for induction: pairing, sharp heads of small share alone",
-                256,
-            ),
-            ("… pairing, shuffled text", "pairing", "AUC for induction: pairing, shuffled texts", 256),
-            ("… pairing, random weights", "pairing", "AUC for induction: pairing, random weights", 256),
-            (
-                "rank correlation of pairing with induction, given entropy, share and layer",
-                "pairing",
-                "rank correlation with induction, given low entropy, small share of distance, layer: pairing",
-                256,
-            ),
-            ("AUC for retrieval heads: pairing", "pairing", "AUC for retrieval: pairing", 256),
-            ("… low entropy", "pairing", "AUC for retrieval: low entropy", 256),
-            ("… small share of distance", "pairing", "AUC for retrieval: small share of distance", 256),
-        ],
-        "Low entropy is less good in longer texts. A small share of the distance is as good for induction heads, and "
-        "pairing adds little to it; for the 15 [retrieval heads](retrieval.md) of SmolLM2 it is less good, and Gemma's "
-        "three are too few to tell. ± from a bootstrap over heads.",
-    ),
-    Finding(
         "**With every distance at 5, a model does no better than with constant outputs**",
         [
             ("loss", "fixed_distance", "loss", 256),
@@ -451,28 +421,6 @@ FINDINGS = [
             ("… static, fitted to other texts", "rungs", "attention kept, static, fitted to other texts", 256),
         ],
         "The window has no parameters. Relative to mean outputs; ± of fits over blocks of the texts.",
-    ),
-    Finding(
-        "**Curvature chooses heads that can be replaced together**, the first order (attribution patching) less well",
-        [
-            (
-                "loss added by static attention in 60 heads, by curvature",
-                "replaced",
-                "static, 60 heads, curvature",
-                256,
-            ),
-            ("… by the size of the first order", "replaced", "static, 60 heads, first order", 256),
-            ("… in random order, ± over five orders", "replaced", "static, 60 heads, random", 256),
-            (
-                "loss added by static attention in 32 heads, by curvature",
-                "replaced",
-                "static, 32 heads, curvature",
-                256,
-            ),
-            ("… by the size of the first order", "replaced", "static, 32 heads, first order", 256),
-            ("… in random order, ± over five orders", "replaced", "static, 32 heads, random", 256),
-        ],
-        "Five random orders; other texts for fits, order and cost.",
     ),
     Finding(
         "**Beyond its training length a model fails late, not at once**",
