@@ -113,13 +113,6 @@ PICTURES = [
         "widgets.md",
     ),
     Picture(
-        "smollm2_replaced_heads.svg",
-        "Heads that need no query",
-        "The loss added if the first n of 270 heads of SmolLM2-135M are replaced together by simpler attention.",
-        "replaceable_heads(model, tokens, replacements, heldout=others).plot()",
-        "head_effects.md#heads-that-need-no-query",
-    ),
-    Picture(
         "substitution.svg",
         "Attention from the components alone",
         "The loss added if the scores keep only some components of their fit.",

@@ -1,8 +1,7 @@
-"""Studies of ``real_models.py``: the search for the largest effects, verdicts on heads, heads replaced together."""
+"""Studies of ``real_models.py``: the search for the largest effects, and verdicts on heads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.demo.demo_model import demo_text
-from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 
 def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
@@ -69,54 +67,3 @@ def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:
     """The two halves of each text, the second behind the text's first token too, of equal length."""
     n = texts.shape[1] // 2
     return texts[:, :n], torch.cat([texts[:, :1], texts[:, n : 2 * n - 1]], 1)
-
-
-SHARES = (1, 2, 4, 6, 9)  # of all heads, in ninths
-REPLACEMENTS = ("static", "window", "cheapest of three")
-
-
-def replaced_heads(
-    model: Any, shares: Sequence[float] = SHARES, by: Sequence[str] = REPLACEMENTS, *, control: bool = True
-) -> pd.DataFrame:
-    """The cost of the first n heads replaced together, in nats per token of the first parts of four speeches; attention
-    is fitted to parts of four others, and heads are ordered by parts of two more. With ``control`` also in a copy with
-    random weights, in the order by curvature."""
-    parts = trained_and_random.texts(model)
-    texts = {"fitted": parts[14:18], "ordered": parts[[8, 9, 18, 19]], "heldout": parts[:4]}
-    tables = [curves(model, **texts, shares=shares, by=by).assign(weights="trained")]
-    if control:
-        copy = next(tp.random_control(model))
-        tables.append(curves(copy, **texts, shares=shares, by=by[:2], beside=()).assign(weights="random"))
-    columns = ["weights", "replaced_by", "order", "heads", "loss", "added_loss", "se", "sd", "kl"]
-    return pd.concat(tables, ignore_index=True)[columns].round(5)
-
-
-def curves(
-    model: Any,
-    fitted: Tensor,
-    ordered: Tensor,
-    heldout: Tensor,
-    *,
-    shares: Sequence[float] = SHARES,
-    by: Sequence[str] = REPLACEMENTS,
-    beside: Sequence[Any] = ("first order", "random"),
-) -> pd.DataFrame:
-    """Cost by what replaces heads, order and number of heads."""
-    n_heads = model.cfg.n_layers * model.cfg.n_heads
-    counts, tables = sorted({max(1, round(n_heads * share / 9)) for share in shares}), []
-    for name, some in replacements(model, fitted).items():
-        if name in by:
-            options: dict[str, Any] = {"counts": counts, "beside": beside, "progress": False}
-            found = tp.replaceable_heads(model, ordered, some, heldout=heldout, **options)
-            print(name, found, found.order["intervention"].value_counts().to_dict(), flush=True)
-            tables.append(found.curve.assign(replaced_by=name))
-    return pd.concat(tables, ignore_index=True)
-
-
-def replacements(model: Any, fitted: Tensor) -> dict[str, Any]:
-    """Static attention, first keys and a window, and the cheaper of these and of uniform attention, by name."""
-    n = fitted.shape[1]
-    static = fitted_attention(model, fitted)
-    window = tp.lambda_mask(model, min(4, n // 8), min(32, n // 4), n)
-    three = {"static": static, "window": window, "uniform": substitute_attention(model, "uniform")}
-    return {"static": static, "window": window, "cheapest of three": three}

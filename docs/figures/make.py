@@ -163,16 +163,6 @@ def smollm2_by_layer() -> go.Figure:
     return tp.plot_heads(table, "r_held_out", by="layer", title="SmolLM2-135M: held-out r by layer")
 
 
-def smollm2_replaced_heads() -> go.Figure:
-    """Curves of static attention and of a window, which fit into one figure, also with random weights."""
-    table = pd.read_csv(FOLDER / "smollm2" / "replaced_heads.csv")
-    table = table[table["replaced_by"].isin(["static", "window"])]
-    random = table["weights"] == "random"
-    table["replaced_by"] += random.map({True: ", random weights", False: ""})
-    figure = tp.viz.plot_replaced_heads(table, title="SmolLM2-135M: added loss by heads replaced")
-    return figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1})
-
-
 def how_much_text() -> go.Figure:
     tables = (pd.read_csv(FOLDER / "smollm2" / f"{name}.csv") for name in ("text_needed", "draws_needed"))
     return text_needed.picture(*tables)
@@ -194,7 +184,6 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     trained_and_random: (960, 330),
     smollm2_heads: (340, 620),
     smollm2_by_layer: (680, 300),
-    smollm2_replaced_heads: (760, 380),
     how_much_text: (900, 420),
 }
 

@@ -2,7 +2,7 @@
 pages, one csv per study, in ``docs/figures/smollm2/`` and ``docs/figures/gemma3/``.
 
     python docs/figures/real_models.py heads copying             # of SmolLM2; by default all studies
-    python docs/figures/real_models.py gemma3-270m replaced_heads  # minutes of one core each
+    python docs/figures/real_models.py gemma3-270m heads     # minutes of one core each
 
 Texts: the first 256 tokens of speeches of 2001 to 2021 from the folder that ``POSDISENT_DATA`` names.
 """
@@ -132,13 +132,12 @@ def idle(model: Any, heads: Sequence[tuple[int, int]] = IDLE) -> pd.DataFrame:
 
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, rounding]
-STUDIES += [head_effects.head_search, head_effects.every_verdict, head_effects.replaced_heads]
+STUDIES += [head_effects.head_search, head_effects.every_verdict]
 STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
 STUDIES += [without_rotation.without_rotation, without_rotation.needles, without_rotation.word_order]
 STUDIES += [looks.looks, retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_rotation]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
-        "replaced_heads": {"shares": (2, 4, 9), "by": ("static", "window")},
         "without_rotation": {"length": 128, "draws": 2, "edges": (1, 64, 256, 512), "single": 0},
         "needles": {"pairs": 8},
         "retrieval_knockout": {"lengths": (256,), "pairs": 8},

@@ -26,6 +26,7 @@ import pandas as pd
 import positions
 import robustness
 import scores
+import static_heads
 import torch
 from rows import Row, Study
 from texts import SOURCES, Source, digest, parts
@@ -33,7 +34,7 @@ from texts import SOURCES, Source, digest, parts
 import tl_posdisent as tp
 
 FOLDER = Path(__file__).with_name("tables")
-MODULES = (scores, concentration, far_distance, positions, heads, robustness, layer_tolerance, length)
+MODULES = (scores, concentration, far_distance, positions, heads, robustness, layer_tolerance, static_heads, length)
 STUDIES: dict[str, Study] = {name: getattr(module, name) for module in MODULES for name in module.STUDIES}
 
 

@@ -73,19 +73,7 @@ def tables(instead: Path | None = None) -> dict[str, dict[tuple[str, str, int], 
         )
         keys = zip(rows["study"], rows["name"], rows["length"], strict=True)
         found[column] = dict(zip(keys, map(Number, rows["value"], rows["error"]), strict=True))
-    for column, folder in {"SmolLM2, speeches": "smollm2", "Gemma 3, speeches": "gemma3"}.items():
-        found[column] |= replaced_heads(HERE.parent / "figures" / folder / "replaced_heads.csv")
     return found
-
-
-def replaced_heads(path: Path) -> dict[tuple[str, str, int], Number]:
-    """The loss added by heads that are replaced together; the error of random orders is their standard deviation."""
-    rows = pd.read_csv(path)
-    rows = rows[rows["weights"] == "trained"]
-    names = rows["replaced_by"] + ", " + rows["heads"].astype(str) + " heads, " + rows["order"]
-    errors = rows["se"].where(rows["sd"].isna(), rows["sd"])
-    numbers = map(Number, rows["added_loss"], errors)
-    return {("replaced", name, 256): number for name, number in zip(names, numbers, strict=True)}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -184,7 +184,7 @@ OF_A_RESULT = {
         "plot_perturbation",
         "plot_shares",
     ),
-    *("plot_replaced_heads", "plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
+    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
     *("shapley_values", "dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
@@ -210,7 +210,7 @@ WITHOUT_KIND = words_of(
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
     *("DistanceSources", "LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
-    *("ReplaceableHeads", "RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
+    *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used

@@ -85,7 +85,7 @@ def test_controls_and_texts_as_strings(set_default: str) -> None:
     def results() -> list[Any]:
         model, quiet = tp.load_demo_model(), {"progress": False}
         copies = [next(tp.random_control(model, weights=x)) for x in ("random", "shuffled", "random_qk")]
-        controls = ["foreign keys", "turned", "random queries and keys"]
+        controls = ["foreign keys", "random queries and keys"]
         return [
             *(copy(tp.demo_tokens(length=16)) for copy in (model, *copies)),
             tp.additivity(model, texts, layers=[0], controls=controls, **quiet),

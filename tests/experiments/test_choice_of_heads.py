@@ -24,12 +24,11 @@ TOKENS = zoo.random_tokens(14, batch=3)
 REAL = torch.arange(14) >= torch.tensor([[0], [4], [0]])  # the second text is padded on the left
 TEXTS: dict[str, Any] = {"tokens": TOKENS.where(REAL, 0), "attention_mask": REAL.long(), "progress": False}
 HEADS = [(1, 6), (0, 2), (1, 3)]
-CONTROLS: tuple[Control, ...] = ("foreign keys", "turned", "random queries and keys")
+CONTROLS: tuple[Control, ...] = ("foreign keys", "random queries and keys")
 
 # Rows or columns that say what heads do together, or which of those that are asked for were run.
 TOGETHER = {"additive_substitution": "scope == 'head'"}
 SEARCHED = {"exact", "exact_se", "kl", "kl_se"}
-SETS = {"replaceable_heads"}  # the order of a set of heads
 
 Call = Callable[..., pd.DataFrame]
 
@@ -50,7 +49,6 @@ def tables_of_heads() -> Any:
         if inspect.isfunction(function)
         and function.__module__.startswith("tl_posdisent.experiments")
         and {"attention_mask", "layers", "heads"} <= set(inspect.signature(function).parameters)
-        and name not in SETS
     ]
     return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
 

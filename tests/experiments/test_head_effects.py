@@ -22,7 +22,6 @@ from tl_posdisent import (
     dummy_distance,
     head_effects,
     logit_difference,
-    replaceable_heads,
 )
 from tl_posdisent.experiments import intervention_losses
 from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
@@ -431,8 +430,6 @@ def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
     with torch.no_grad():
         loss = losses(model.run_with_hooks(TOKENS, fwd_hooks=front), TOKENS).mean().item()
     assert intervention_losses(model, TOKENS, {"x": front}, progress=False)["loss"][1] == pytest.approx(loss, abs=CLOSE)
-    with pytest.raises(ValueError, match="must be hooks of this package alone, got functions of your own"):
-        replaceable_heads(model, TOKENS, {"both": five + own}, heldout=TOKENS, progress=False)
 
 
 def test_own_hooks_where_results_are_split_by_another_size(shared_model: Any) -> None:

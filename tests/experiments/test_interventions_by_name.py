@@ -15,7 +15,6 @@ from tl_posdisent.sweeps.jobs import experiments_by_name, run_experiment
 
 TOKENS = zoo.random_tokens(length=12, batch=2)
 MORE: dict[str, dict[str, Any]] = {"length_generalization": {"lengths": [2, 8, 12]}, "output_projection": {"start": 2}}
-MORE |= {"replaceable_heads": {"heldout": zoo.random_tokens(length=12, batch=3, seed=1)}}
 TAKES = {
     name: argument
     for name, function in experiments_by_name().items()
@@ -29,7 +28,7 @@ def arguments(name: str, intervention: Any) -> dict[str, Any]:
 
 
 def test_there_are_experiments_with_interventions() -> None:
-    assert {"head_effects", "length_generalization", "replaceable_heads"} <= set(TAKES)
+    assert {"head_effects", "length_generalization"} <= set(TAKES)
 
 
 @pytest.mark.parametrize("name", TAKES)

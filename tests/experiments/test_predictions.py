@@ -50,8 +50,7 @@ def test_the_tools_have_one_divergence(kind: str, name: str, shared_model: Any) 
             p, q = (model.run_with_hooks(tokens, fwd_hooks=x)[:, :-1].double().log_softmax(-1) for x in ([], some))
         expected = float((p.exp() * (p - q)).sum(-1).mean())
         assert expected > 1e-4
-        set_of_one = tp.replaceable_heads(model, tokens, some, heldout=tokens, counts=[1], **one, **quiet)
-        found = [effects[kind_of_change], set_of_one.curve["kl"].iloc[-1]]
+        found = [effects[kind_of_change]]
         if kind_of_change == "zero":
             table = tp.additive_substitution(model, tokens, layers=layer, controls=["zero"], **quiet)
             found += table[(table["head"] == head) & (table["put_in"] == "zero")]["kl"].tolist()
@@ -64,5 +63,5 @@ def test_the_tools_have_one_divergence(kind: str, name: str, shared_model: Any) 
             ]
             assert ladders[1]["exact"].all()
             found += [x.set_index("rung")["kl"]["mean_output"] for x in ladders]
-        assert len(found) >= 3
+        assert len(found) >= 2
         assert found == pytest.approx([expected] * len(found), rel=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tl_posdisent.models import read_model
 pytestmark = pytest.mark.oldest
 
 TOKENS = zoo.random_tokens(24)
-CONTROLS = ("foreign keys", "turned", "random queries and keys")
+CONTROLS = ("foreign keys", "random queries and keys")
 NUMBERS = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_no_distance", "r_held_out"]
 
 
@@ -32,14 +31,6 @@ def scores_of(control: Any, model: Any, tokens: Tensor = TOKENS, seed: int = 0, 
 
     for_each_control([control], seed, model, tokens, specs, keep)
     return found
-
-
-def explained(scores: Tensor, *axes: np.ndarray) -> float:
-    """r² of a sum over these axes, all cells, by numpy."""
-    y, size = scores.numpy().ravel(), len(scores)
-    design = np.hstack([np.eye(2 * size)[axis.ravel()] for axis in axes])
-    rest = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
-    return float(1 - (rest**2).sum() / ((y - y.mean()) ** 2).sum())
 
 
 # --- foreign keys ---------------------------------------------------------------------------------------------
@@ -112,48 +103,6 @@ def test_foreign_keys_of_heads_that_are_sums_give_what_a_formula_says() -> None:
         expected = 1 - pairs / (mean_q @ of_k @ mean_q + mean_k @ of_q @ mean_k + pairs)
         assert 0.1 < expected < 0.9
         assert table.loc[("foreign keys", head), "r_no_distance"] ** 2 == pytest.approx(expected.item(), abs=1e-5)
-    assert table.loc["own", "pairing"].to_numpy() == pytest.approx(0, abs=1e-6)
-
-
-# --- turned ---------------------------------------------------------------------------------------------------
-
-
-def matrix(scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """M in scores = q M kᵀ."""
-    return torch.linalg.lstsq(q, torch.linalg.lstsq(k, scores.mT).solution.mT).solution
-
-
-@pytest.mark.tl4
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
-def test_turned_scores_are_those_of_queries_and_keys_turned_at_random(kind: str, name: str, shared_model: Any) -> None:
-    """Without RoPE scores are q M kᵀ, M orthogonal: another for each head, layer and seed, the same for each text."""
-    model, tokens = shared_model(kind, name), zoo.random_tokens(24)
-    turns = []
-    for seed in (0, 1):
-        found = scores_of("turned", model, tokens, seed)
-        for layer in capture(model, tokens):
-            scale = layer.spec.require_scale()
-            for head in (0, 1):
-                vectors = [(layer.q[n, :, head].double(), layer.k[n, :, head].double()) for n in (0, 1)]
-                texts = [matrix(found[layer.layer][n, head] / scale, *vectors[n]) for n in (0, 1)]
-                torch.testing.assert_close(*texts, rtol=0, atol=1e-3)
-                turns.append(texts[0])
-    for n, turn in enumerate(turns):
-        torch.testing.assert_close(turn @ turn.T, torch.eye(len(turn)).double(), rtol=0, atol=1e-3)
-        assert all((turn - other).abs().max() > 0.1 for other in turns[:n])
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_vectors_are_turned_before_the_rotation(kind: str, name: str, shared_model: Any) -> None:
-    """At distance 0 RoPE cancels, so the diagonal is q M kᵀ with an M that keeps the size of every vector."""
-    model, tokens = shared_model(kind, name), zoo.random_tokens(120)
-    found = scores_of("turned", model, tokens)
-    for layer in capture(model, tokens, layers=[1], scores=False):  # in layer 0 equal tokens have equal queries
-        q, k = layer.q[:, :, 0].double().flatten(0, 1), layer.k[:, :, 0].double().flatten(0, 1)
-        values = found[layer.layer][:, 0].diagonal(dim1=-2, dim2=-1).flatten() / layer.spec.require_scale()
-        products = torch.einsum("nd,ne->nde", q, k).flatten(1)
-        turn = torch.linalg.lstsq(products, values).solution.view(q.shape[1], -1)
-        torch.testing.assert_close(turn @ turn.T, torch.eye(len(turn)).double(), rtol=0, atol=1e-2)
 
 
 # --- random queries and keys ----------------------------------------------------------------------------------
@@ -192,7 +141,7 @@ def test_the_copy_has_the_residual_stream_of_the_model(kind: str, name: str, sha
 @pytest.mark.tl4
 @pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"layers": [1]}])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2"))
-def test_own_scores_and_pairing_of_the_table(kind: str, name: str, options: dict[str, Any], shared_model: Any) -> None:
+def test_own_scores_of_the_table(kind: str, name: str, options: dict[str, Any], shared_model: Any) -> None:
     model, logits = shared_model(kind, name), None
     with torch.no_grad():
         logits = model(TOKENS)
@@ -201,10 +150,6 @@ def test_own_scores_and_pairing_of_the_table(kind: str, name: str, options: dict
     assert table["scores"].unique().tolist() == ["own", *CONTROLS]
     own = table[table["scores"] == "own"].reset_index(drop=True)
     pd.testing.assert_frame_equal(own[alone.columns], alone)
-    foreign = table[table["scores"] == "foreign keys"].reset_index(drop=True)
-    expected = (1 - own["r"] ** 2) / (1 - foreign["r"] ** 2)
-    np.testing.assert_allclose(own["pairing"], expected, rtol=1e-6)
-    assert table.loc[table["scores"] != "own", "pairing"].isna().all()
     assert not table[NUMBERS].isna().any().any()
     with torch.no_grad():
         assert torch.equal(model(TOKENS), logits)
@@ -224,18 +169,16 @@ def test_padded_texts_equal_each_text_alone(shared_model: Any) -> None:
 def test_pooled_fits_have_controls(shared_model: Any) -> None:
     table = additivity(shared_model("hooked", "llama-gqa"), TOKENS, pool=True, controls="foreign keys", progress=False)
     assert table.groupby("scores").size().to_dict() == {"own": 16, "foreign keys": 16}
-    assert table.loc[table["scores"] == "own", "pairing"].gt(0).all()
 
 
-@pytest.mark.parametrize(("name", "control"), [("bloom", "foreign keys"), ("bloom", "turned")])
-def test_scores_with_a_bias_of_the_distance_have_no_controls(name: str, control: Any, shared_model: Any) -> None:
-    model = shared_model("bridge", name)
+def test_scores_with_a_bias_of_the_distance_have_no_foreign_keys(shared_model: Any) -> None:
+    model = shared_model("bridge", "bloom")
     additivity(model, TOKENS, progress=False)
     with pytest.raises(ValueError, match=f"layer 0 of {type(model.original_model).__name__}"):
-        additivity(model, TOKENS, controls=[control], progress=False)
+        additivity(model, TOKENS, controls=["foreign keys"], progress=False)
 
 
-@pytest.mark.parametrize("control", [["foreign"], "own", 3, ["turned", "turned"]])
+@pytest.mark.parametrize("control", [["foreign"], "own", 3, ["turned"], ["foreign keys", "foreign keys"]])
 def test_unknown_controls_are_refused(control: Any, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=r"^controls must be some of foreign keys, turned"):
+    with pytest.raises(ValueError, match=r"^controls must be some of foreign keys, random queries and keys"):
         additivity(shared_model("hooked", "llama-gqa"), TOKENS, controls=control, progress=False)

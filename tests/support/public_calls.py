@@ -124,7 +124,6 @@ OWN: dict[str, dict[str, Any]] = {
     "dummy_distance_check": {"distances": [1, 2]},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
-    "replaceable_heads": {"heldout": TOKENS},
     "retrieval_heads": {
         "needles": needles_of(TOKENS),
         "heldout": needles_of(TOKENS.flip(1)),

@@ -35,7 +35,7 @@ from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
-TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "ReplaceableHeads", "RopeHadamard", "ScoreSources"}
+TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "RopeHadamard", "ScoreSources"}
 TABLES |= {"SufficientHeads"}
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 

@@ -21,7 +21,6 @@ from tl_posdisent import (
     plot_heads,
     plot_shares,
 )
-from tl_posdisent.experiments.causal.replaceable_heads import ReplaceableHeads
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
 from tl_posdisent.viz import (
@@ -30,7 +29,6 @@ from tl_posdisent.viz import (
     plot_dynamics,
     plot_length,
     plot_perturbation,
-    plot_replaced_heads,
     plot_subspaces,
     plot_substitution,
     plot_verdicts,
@@ -76,10 +74,6 @@ PERTURBATION = pd.DataFrame(
     [("order", 0.5, 0.3, 0.1), ("order", 0.0, 0.0, 0.0), ("order", 1.0, NAN, NAN), ("index", 0.1, 0.2, NAN)],
     columns=["kind", "fraction", "added_loss", "added_loss_se"],
 )
-REPLACED = pd.DataFrame(
-    [("curvature", 6, 0.5, 0.1), ("curvature", 0, 0.0, 0.0), ("random", 6, 0.5, 0.1), ("random", 3, 0.4, NAN)],
-    columns=["order", "heads", "added_loss", "se"],
-)
 LENGTH = pd.DataFrame({"start": [100, 0], "stop": [300, 100], "loss": [5.0, 3.0], "entropy": [2.0, 1.0]})
 MARGINS = pd.DataFrame(
     [(20, 1, 0, 4.0), (20, 0, 1, 3.0), (0, 1, 1, 2.0), (0, 0, 0, 1.0)], columns=["step", "layer", "head", "margin"]
@@ -101,14 +95,13 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_deposit, better="lower"), HEADS, ["layer", "head", "effect"]),
     (plot_substitution, SUBSTITUTION, ["scope", "put_in", "keep", "change"]),
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),
-    (plot_replaced_heads, REPLACED, ["order", "heads", "added_loss", "se"]),
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
     (partial(plot_dynamics, value="margin"), MARGINS, ["step", "layer", "margin"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
     (plot_attention_by_distance, ATTENTION, [*ATTENTION]),
 ]
 NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation"]
-NAMES += ["replaced", "length", "dynamics", "verdicts", "attention"]
+NAMES += ["length", "dynamics", "verdicts", "attention"]
 
 
 # --- what holds for all of them ---------------------------------------------------------------------------------
@@ -518,40 +511,6 @@ def test_perturbation_bands_are_mean_and_standard_error() -> None:
     assert (index.name, list(index.y), len(index_band.x)) == ("index", [0.2], 0)  # a single seed has no error
     assert order_band.fillcolor == faint(order.line.color) != faint(index.line.color)
     assert order.marker.symbol != index.marker.symbol
-
-
-def test_replaced_heads_have_a_line_per_order_over_the_share_of_heads() -> None:
-    by, random = plot_replaced_heads(REPLACED).data
-    assert (by.name, random.name) == ("by curvature", "random order")
-    assert (list(by.x), list(by.y)) == ([0, 1], [0, 0.5])  # sorted
-    assert (list(random.x), list(random.y)) == ([0.5, 1], [0.4, 0.5])
-    np.testing.assert_array_equal(random.error_y.array, [NAN, 0.1])
-    assert [list(line.customdata) for line in (by, random)] == [[0, 6], [3, 6]]
-    assert by.line.color != random.line.color == GREY
-    assert by.marker.symbol != random.marker.symbol
-    assert list(plot_replaced_heads(REPLACED, n_heads=12).data[0].x) == [0, 0.5]
-    with pytest.raises(ValueError, match="n_heads must be an integer of at least 6, got 5"):
-        plot_replaced_heads(REPLACED, n_heads=5)
-    with pytest.raises(ValueError, match="must have one row for each order and number of heads"):
-        plot_replaced_heads(pd.concat([REPLACED, REPLACED]))
-
-
-def test_several_random_orders_have_their_standard_deviation_as_error() -> None:
-    by, random = plot_replaced_heads(REPLACED.assign(sd=[NAN, NAN, 0.3, 0.2])).data
-    assert (by.name, random.name) == ("by curvature", "random order, ± sd over orders")
-    np.testing.assert_array_equal(by.error_y.array, [0, 0.1])
-    np.testing.assert_array_equal(random.error_y.array, [0.2, 0.3])
-
-
-def test_replaced_heads_of_a_result_have_its_number_of_heads_and_its_budget() -> None:
-    order = pd.DataFrame({"layer": 0, "head": range(12)})
-    found = ReplaceableHeads(order, REPLACED, budget=0.45, n=0)
-    figure = plot_replaced_heads(found)
-    assert list(figure.data[1].x) == [0.25, 0.5]
-    assert [(line.y0, line.y1) for line in figure.layout.shapes] == [(0.45, 0.45)]
-    assert "0 of 12 heads within 0.45 nats per token" in figure.layout.title.text
-    assert found.plot(title="Mine").to_dict() == plot_replaced_heads(found, title="Mine").to_dict()
-    assert not plot_replaced_heads(REPLACED).layout.shapes
 
 
 def test_length_is_level_over_each_bucket() -> None:

@@ -19,7 +19,6 @@ from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_patterns
-from tl_posdisent.experiments.attention_scores.score_controls import Control
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores, of_heads
 from tl_posdisent.models.loading.random_init import random_control
@@ -193,17 +192,16 @@ def _common(subject: Subject) -> dict[str, Any]:
 
 
 def _additivity_and_controls(subject: Subject, seed: int) -> pd.DataFrame:
-    """Measure additivity, with the r of each control as a column, ``r, turned``, and ``pairing``."""
-    names = get_args(Control)[:2]
+    """Measure additivity, with the r of foreign keys as a column, ``r, foreign keys``."""
     try:
-        table = additivity(**_common(subject), controls=names, control_seed=seed)
+        table = additivity(**_common(subject), controls=["foreign keys"])
     except ValueError as error:  # scores that are not those of queries and keys alone, or the model's only layer
         found = _without_first(subject, additivity(**_common(subject)))
         found.attrs["failures"] = {"controls": str(error)}
         return found
     rows = {name: part.reset_index(drop=True) for name, part in table.groupby("scores")}
     own = rows["own"].drop(columns="scores")
-    own = own.assign(**{f"r, {name}": rows[name][told_apart(own)] for name in names})
+    own = own.assign(**{"r, foreign keys": rows["foreign keys"][told_apart(own)]})
     return _without_first(subject, own)
 
 

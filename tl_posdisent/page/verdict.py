@@ -71,7 +71,7 @@ _FITS = {
 
 
 def _against_controls(found: Found, column: str) -> list[Markup]:
-    """Compare the mean r with that of scores that no head computes, and name the heads with the largest pairing."""
+    """Compare the mean r with that of scores that no head computes."""
     trained = found.trained
     if "r, foreign keys" not in trained or trained["r, foreign keys"].isna().all():
         return []
@@ -80,28 +80,21 @@ def _against_controls(found: Found, column: str) -> list[Markup]:
     said = f"{signed(mean)} ± {number(error, 3)}" if error else signed(mean)
     sentence = Markup(
         "The queries of each head with the keys of another key head, scores that no head computes, have an <em>r</em> "
-        "of {}, and queries and keys turned at random {}: own minus other keys is {}{} {}."
+        "of {}: own minus other keys is {}{} {}."
     )
-    means = (number(trained[f"r, {name}"].mean(), 2) for name in ("foreign keys", "turned"))
-    top = by_head(trained).dropna(subset="pairing").nlargest(3, "pairing")
-    names = [head_link(x["layer"], x["head"]) + f" ({number(x['pairing'], 2)})" for _, x in top.iterrows()]
-    largest = Markup(
-        "The scores of {} depend most on pairs of query and key, relative to those with the other keys "
-        "(<em>pairing</em>; 1 means as much)."
-    )
-    compared = sentence.format(*means, said, Markup(_due_to_pairing(mean, error)), link("additivity", found))
-    return [compared, largest.format(Markup(", ").join(names))] if names else [compared]
+    foreign, concluded = number(trained["r, foreign keys"].mean(), 2), Markup(_compared(mean, error))
+    return [sentence.format(foreign, said, concluded, link("additivity", found))]
 
 
-def _due_to_pairing(mean: float, error: float) -> str:
-    """Say what the mean difference of own and foreign keys shows of all heads together, given its standard error."""
+def _compared(mean: float, error: float) -> str:
+    """Say which keys have the larger mean r, given the standard error of the difference; not why."""
     if not error:
         return ""
     if mean > 2 * error:
-        return ", so <em>r</em> is in part due to how heads pair queries and keys"
+        return ", so on average heads are more additive with their own keys"
     if mean < -2 * error:
-        return ", so on average heads pair queries and keys in a way that lowers <em>r</em>"
-    return ", so <em>r</em> says nothing of how heads pair queries and keys on average"
+        return ", so on average heads are less additive with their own keys"
+    return ", so on average <em>r</em> does not tell own keys from other keys"
 
 
 _DEPENDS = {"where": "more on where a key is", "what": "more on what it is"}

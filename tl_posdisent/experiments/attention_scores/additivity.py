@@ -29,8 +29,6 @@ from tl_posdisent.utils.tables import index_columns, number_heads
 from tl_posdisent.utils.validation import check_flag, check_integer, check_subset, listed
 from tl_posdisent.utils.words import plural
 
-_ROUNDING = 1e-9  # below, 1 - r² is rounding
-
 
 def additivity(
     model: Any,
@@ -65,14 +63,12 @@ def additivity(
         controls: scores that no head computes, fitted in the same way. Each answers what *r* of the heads is due to:
 
             * ``"foreign keys"``: the head's queries with the keys of the layer's next key head, or of the model's next
-              layer where all heads share one. Is the head's own pairing of queries and keys needed, or does it suffice
-              that each are concentrated around a mean? In the same pass (one more with a single key head).
-            * ``"turned"``: queries and keys multiplied, before RoPE, by a random orthogonal matrix for each head. Does
-              it matter where in the rotary subspaces they lie, and how they lie to each other? In the same pass.
+              layer where all heads share one. Is *r* due to queries and keys that belong together, or does it
+              suffice that each are concentrated around a mean? In the same pass (one more with a single key head).
             * ``"random queries and keys"``: random projections of the residual stream of this model, unlike
               ``random_control(weights="random_qk")``, whose stream changes too. Is the residual stream enough? Two
               passes, and a copy of the model.
-        control_seed: seed of the random matrices and projections of the controls.
+        control_seed: seed of the random projections.
         progress: show a progress bar.
 
     Returns:
@@ -87,9 +83,6 @@ def additivity(
         network is nearly additive on one text, too, but not with one profile for all texts.
 
         With ``controls``, a column ``scores`` after ``head`` (``"own"`` or the control), and as many rows for each.
-        With ``"foreign keys"``, also ``pairing`` = (1 − r²) / (1 − r² of the foreign keys), for own scores: above 1 if
-        a head's scores depend on pairs of query and key more than those of its queries with other keys. It is large
-        in heads that match content, such as induction heads. NaN where the foreign keys give an exact sum.
 
     Warns:
         UserWarning: texts that are too short for ``r``, which is NaN; repeated texts.
@@ -105,9 +98,9 @@ def additivity(
         >>> by_layer = table.groupby("layer")["r"].mean()  # 5 layers of 8 heads
         >>> len(table), bool(by_layer[0] < 0.4), bool(by_layer[4] > 0.8)
         (40, True, True)
-        >>> beside = additivity(load_demo_model(), demo_tokens(length=128), controls=["turned"], progress=False)
+        >>> beside = additivity(load_demo_model(), demo_tokens(length=128), controls=["foreign keys"], progress=False)
         >>> beside.groupby("scores")["r"].mean().round(2).to_dict()
-        {'own': 0.72, 'turned': 0.66}
+        {'foreign keys': 0.73, 'own': 0.72}
     """
     check_flag("pool", pool)
     wanted = check_subset("controls", controls, get_args(Control))
@@ -168,11 +161,7 @@ def _table(read: list[dict[int, TextMarginals]], heads: dict[int, list[int]], po
 
 
 def _beside(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Join the heads' own scores and the controls' in one table, with ``scores`` after ``head``; add ``pairing``."""
-    own, foreign = tables["own"], tables.get("foreign keys")
-    if foreign is not None:  # rows of both are in the same order
-        unexplained = 1 - foreign["r2"]
-        own["pairing"] = (1 - own["r2"]) / unexplained.where(unexplained > _ROUNDING)
+    """Join the heads' own scores and the controls' in one table, with ``scores`` after ``head``."""
     for name, table in tables.items():
         table.insert(list(table.columns).index("head") + 1, "scores", name)
     return pd.concat(tables.values(), ignore_index=True)

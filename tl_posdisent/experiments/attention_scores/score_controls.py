@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
-from scipy.stats import ortho_group
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
@@ -20,7 +18,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.utils.errors import ArgumentError
 
-Control = Literal["foreign keys", "turned", "random queries and keys"]
+Control = Literal["foreign keys", "random queries and keys"]
 """Which scores are fitted beside those of the heads: see ``additivity``."""
 
 _Function = Callable[[str, AttentionSpec, Tensor], None]
@@ -36,24 +34,19 @@ def for_each_control(
 ) -> None:
     """Call ``function`` with ``"own"`` or a control, each layer's spec, and the scores ``[batch, head, query, key]``.
 
-    Own scores and controls of a layer's queries and keys take one pass together, layer by layer.
+    Own scores and those with foreign keys take one pass together, layer by layer.
 
     Raises:
         ValueError: a layer whose scores cannot be computed from queries and keys; no other keys for a layer with one
             key head; what ``random_control`` refuses.
     """
-    of_vectors: dict[Control, Callable[[Captured], Tensor]] = {}
     if "foreign keys" in controls:
-        of_vectors["foreign keys"] = _foreign_keys(model, tokens, specs)
-    if "turned" in controls:
-        of_vectors["turned"] = partial(_turned, seed)
+        with_foreign_keys = _foreign_keys(model, tokens, specs)
 
-    def visit(layer: Captured) -> None:
-        function("own", layer.spec, layer.scores)
-        for name, scores in of_vectors.items():
-            function(name, layer.spec, scores(layer))
+        def visit(layer: Captured) -> None:
+            function("own", layer.spec, layer.scores)
+            function("foreign keys", layer.spec, with_foreign_keys(layer))
 
-    if of_vectors:
         for_each_layer(model, tokens, specs, visit)
     else:  # in layers whose scores cannot be computed from queries and keys, too
         for_each_scores(model, tokens, specs, partial(function, "own"))
@@ -96,21 +89,6 @@ def _other_layer(model: Any, spec: AttentionSpec) -> int:
             f"key head, and no other layer has a single one with {spec.d_head} coordinates",
         )
     return next((layer for layer in alike if layer > spec.layer), alike[0])
-
-
-def _turned(seed: int, layer: Captured) -> Tensor:
-    """Multiply queries and keys, before their rotation by RoPE, by a random orthogonal matrix for each head."""
-    at = torch.arange(layer.q.shape[1], device=layer.q.device)
-    generator = np.random.default_rng((seed, layer.layer))
-    q_rot, k_rot = (layer.spec.rotated(_turn(x, generator), at) for x in (layer.q, layer.k))
-    return layer.spec.score(q_rot, k_rot)
-
-
-def _turn(x: Float[Tensor, "batch pos head d_head"], generator: np.random.Generator) -> Tensor:
-    n, d = x.shape[2:]
-    turns = torch.from_numpy(ortho_group.rvs(d, size=n, random_state=generator)).view(n, d, d)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.einsum("bphd,hde->bphe", x.to(wide), turns.to(x.device, wide))
 
 
 def _random_projections(

@@ -1,4 +1,4 @@
-"""Line charts over distances, perturbed fractions, shares of heads, positions of a text, and training steps."""
+"""Line charts over distances, perturbed fractions, positions of a text, and training steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import plotly.graph_objects as go
 
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.experiments.causal.replaceable_heads import ReplaceableHeads
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_flag, check_integer, head_label
 from tl_posdisent.utils.words import plural
-from tl_posdisent.viz.palette import BLUE, DASHES, GREY, HUES, ORANGE, SEQUENTIAL, faint, line_style, on_scale
+from tl_posdisent.viz.palette import GREY, HUES, SEQUENTIAL, faint, line_style, on_scale
 
 from .tables import (
     By,
@@ -34,8 +33,6 @@ _EXACT = 32  # largest distance that is drawn without averaging
 _LEVEL = 0.2  # least height of an axis of plot_length, relative to the largest number
 _PANELS = 6  # panels of layers per row
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
-_ORDERS = {"curvature": "by curvature", "first order": "by first order", "random": "random order"}
-_OF_ORDERS = {"curvature": BLUE, "first order": ORANGE, "random": GREY}
 
 
 def plot_distance(
@@ -265,73 +262,6 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
     figure.update_xaxes(title="tokens out of place (% of the text)", tickformat=".0%", rangemode="tozero")
     figure.update_yaxes(title=title_of(measure, table), rangemode="tozero")
     return add_title(figure, title, f"{without_unit(title_of(measure, table))}, by tokens out of place")
-
-
-def plot_replaced_heads(
-    table: ReplaceableHeads | pd.DataFrame, *, n_heads: int | None = None, title: str | None = None
-) -> go.Figure:
-    """Plot the added loss against the share of heads that are replaced, a line per order.
-
-    Error bars are standard errors over the texts; those of several random orders are standard deviations over these.
-
-    Args:
-        table: result of ``replaceable_heads``, whose budget is a dotted line; or its ``curve``. Several curves in one
-            table have a column ``replaced_by``: each has a colour, and its orders differ in dashes.
-        n_heads: number of heads of the model; default that of the result, or the largest number in the table.
-        title: title of the figure; default a description.
-
-    Raises:
-        ValueError: a table without ``order``, ``heads``, ``added_loss`` and ``se``, or with several rows for a number
-            of heads of one curve; ``n_heads`` below a number in the table.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model, replaceable_heads
-        >>> from tl_posdisent.viz import plot_replaced_heads
-        >>> model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
-        >>> same = dummy_distance(model, 5)
-        >>> found = replaceable_heads(model, tokens[:2], same, heldout=tokens[2:], counts=[10, 40], progress=False)
-        >>> first, second = plot_replaced_heads(found).data
-        >>> first.name, second.name, first.x.tolist(), first.y.tolist() == found.curve["added_loss"][:3].tolist()
-        ('by curvature', 'random order, ± sd over orders', [0.0, 0.25, 1.0], True)
-    """
-    found = table if isinstance(table, ReplaceableHeads) else None
-    curve = check_table(found.curve if found else table, ["order"], ["heads", "added_loss", "se"], "replaceable_heads")
-    named = ["replaced_by"] if "replaced_by" in curve else []
-    if bool(curve.duplicated([*named, "order", "heads"]).any()):
-        of = ", ".join([*named, "order"])
-        raise ArgumentError("table", f"must have one row for each {of} and number of heads, got several: select rows")
-    most = max(int(curve["heads"].max()), 1)
-    every = len(found.order) if found else most
-    n_heads = every if n_heads is None else check_integer("n_heads", n_heads, most)
-    figure, replaced_by = go.Figure(), list(curve["replaced_by"].unique()) if named else []
-    orders = list(curve["order"].unique())
-    groups: Any = curve.groupby([*named, "order"], sort=False)
-    for which, rows in groups:
-        name, rows = _ORDERS.get(which[-1], str(which[-1])), rows.sort_values("heads")
-        several = "sd" in rows and bool(rows["sd"].notna().any())
-        name, error = (f"{name}, ± sd over orders", rows["sd"]) if several else (name, rows["se"])
-        colour, dash = _OF_ORDERS.get(which[-1], HUES[orders.index(which[-1]) % len(HUES)]), "solid"
-        if len(replaced_by) > 1:
-            colour = HUES[replaced_by.index(which[0]) % len(HUES)]
-            name, dash = f"{which[0]}, {name}", DASHES[orders.index(which[-1]) % len(DASHES)]
-        figure.add_scatter(
-            x=rows["heads"].to_numpy() / n_heads,
-            y=rows["added_loss"].to_numpy(),
-            error_y={"array": error.to_numpy(), "thickness": 1, "width": 3},
-            customdata=rows["heads"].to_numpy(),
-            name=name,
-            mode="lines+markers",
-            line={"color": colour, "dash": dash},
-            marker={"symbol": _SYMBOLS[orders.index(which[-1]) % len(_SYMBOLS)], "size": 7},
-            hovertemplate=f"%{{customdata}} of {n_heads} heads: %{{y:.4g}}",
-        )
-    if found:
-        figure.add_hline(y=found.budget, line={"color": GREY, "dash": "dot"}, annotation_text="budget")
-    figure.update_layout(showlegend=len(figure.data) > 1)
-    figure.update_xaxes(title="heads replaced together (% of all)", tickformat=".0%", rangemode="tozero")
-    figure.update_yaxes(title=title_of("added_loss", curve), rangemode="tozero")
-    note = f"{found.n} of {n_heads} heads within {found.budget:g} nats per token" if found else ""
-    return add_title(figure, title, "Added loss by heads replaced", note)
 
 
 def plot_length(
