@@ -572,7 +572,7 @@ FINDINGS = [
     ),
     Finding(
         "**In ordinary text, most of attention is what a head does with near keys.** On a copied passage a window of "
-        "32 keeps half",
+        "32 keeps less than half",
         [
             (
                 "attention kept: own, last 8 keys and the first token",

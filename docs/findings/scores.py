@@ -43,7 +43,7 @@ def additive(model: Any, source: Source) -> Iterator[Row]:
 
 def copies(model: Any) -> dict[str, Any]:
     """The model, and a copy with random weights: of the configuration's standard deviation, and of 0.02."""
-    random, small = tp.random_control(model, [0], std=["config", 0.02])
+    random, small = (next(tp.random_control(model, [0], std=std)) for std in ("config", 0.02))
     return {"trained": model, "random": random, "random of 0.02": small}
 
 
