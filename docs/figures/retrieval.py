@@ -1,4 +1,4 @@
-"""Studies of ``real_models.py``: heads that retrieve needles, what the model loses without them, in needles and in other
+"""Studies of ``real_models.py``: heads that retrieve needles, what the model loses without them, in needles and other
 texts, and which frequencies of RoPE they need (arXiv 2606.21249)."""
 
 from __future__ import annotations
