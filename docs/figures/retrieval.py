@@ -60,35 +60,37 @@ def retrieval_knockout(
 def retrieval_losses(
     model: Any, texts: int = 4, draws: int = 3, count: int = COUNT, pairs: int = PAIRS, length: int = LENGTH
 ) -> pd.DataFrame:
-    """What prose and the second copy of random tokens lose without the first heads by copying, without the first alone,
-    without those of most induction attention, and without others of the layers; and needles, without two of these."""
+    """What prose, the second copy of random tokens and needles lose without heads (``losing``)."""
     found, labels = scored(model, length, pairs), tp.head_labels(model, streaming=False, seeds=0, progress=False)
-    top, names = found.top(count), labels.set_index(["layer", "head"])
-    sets = [("first heads", nan, top), ("first head", nan, top[:1])]
-    sets.append(("most induction", nan, names["induction"].nlargest(count).index.tolist()))
-    sets += [("random heads", seed, random_heads(names.index.tolist(), top, seed)) for seed in range(draws)]
-    needles = needle_texts(model, length=length, pairs=pairs, seed=1)
-    copied = (length - 1) // 2
+    top, induction = found.top(count), labels.set_index(["layer", "head"])["induction"]
+    needles, copied = needle_texts(model, length=length, pairs=pairs, seed=1), (length - 1) // 2
     kinds = {"prose": (speeches(model, texts, length), 1), "second copy": (copies(model, texts, copied), copied + 2)}
     rows = list[dict[str, Any]]()
     for kind, (tokens, first) in kinds.items():
         base = losses(model, tokens)[:, first - 1 :].mean(1)
         rows.append(row(Change("none", "", nan, []), kind, f"from {first} on", base))
-        for name, draw, heads in sets:
-            hooks = tp.ablate_heads(model, heads, mode="mean", reference=tokens[:2])
-            added = losses(model, tokens, hooks)[:, first - 1 :].mean(1) - base
-            rows.append(row(of_names(name, draw, heads), kind, f"from {first} on", added))
-            print(*rows[-1].values(), flush=True)
-    for name, draw, heads in sets[1:3]:
-        hooks = tp.ablate_heads(model, heads, mode="mean", reference=needles.tokens[:4])
-        values = needle_differences(model, needles, hooks).view(-1, 2).mean(1)
-        rows.append(row(of_names(name, draw, heads), "needles", "last", values))
-        print(*rows[-1].values(), flush=True)
+        for change in losing(model, top, induction, draws, tokens[:2]):
+            added = losses(model, tokens, change.hooks)[:, first - 1 :].mean(1) - base
+            rows.append(row(change, kind, f"from {first} on", added))
+    for change in losing(model, top, induction, 0, needles.tokens[:4]):
+        values = needle_differences(model, needles, change.hooks).view(-1, 2).mean(1)
+        rows.append(row(change, "needles", "last", values))
     return pd.DataFrame(rows).rename(columns={"change": "ablated", "where": "heads"})
 
 
-def of_names(name: str, draw: float, heads: Sequence[Head]) -> Change:
-    return Change(name, " ".join(f"L{layer}H{head}" for layer, head in heads), draw, [])
+def losing(model: Any, top: list[Head], induction: pd.Series, draws: int, reference: Tensor) -> Iterator[Change]:
+    """Mean ablation of the first heads; the first alone; as many of most induction attention; those of the first that
+    are among these, and the others; and random ones of the layers of the first."""
+    most = induction.nlargest(len(top)).index.tolist()
+    sets = {"first heads": top, "first head": top[:1], "most induction": most}
+    sets["first heads, most induction"] = [head for head in top if head in most]
+    sets["first heads, others"] = [head for head in top if head not in most]
+    sets |= {f"random heads #{seed}": random_heads([*induction.index], top, seed) for seed in range(draws)}
+    for name, heads in sets.items():
+        if heads:
+            where = " ".join(f"L{layer}H{head}" for layer, head in heads)
+            hooks = tp.ablate_heads(model, heads, mode="mean", reference=reference)
+            yield Change(name.partition(" #")[0], where, float(name.partition(" #")[2] or nan), hooks)
 
 
 def random_heads(heads: Sequence[Head], top: Sequence[Head], seed: int) -> list[Head]:
