@@ -68,3 +68,14 @@ def test_slow_subspaces_carry_content() -> None:
         assert (other["slowest 0.25"] < 0.55 * own["difference"]) == (model == "smollm2")
         if model == "gemma3":
             assert found.loc["as much energy as slowest 0.5", "max"] < 0.23
+
+
+def test_the_first_heads_copy_and_the_very_first_retrieves() -> None:
+    rows = table("smollm2", "losses").set_index(["measure", "ablated"]).sort_index()["value"]
+    prose, copies, needles = (
+        rows[measure].groupby("ablated").agg(["min", "max"]) for measure in ("prose", "second copy", "needles")
+    )
+    assert prose.loc["first heads", "max"] < prose.loc["random heads", "min"]
+    assert copies.loc["first heads, most induction", "min"] > 3 * copies.loc["first heads, others", "max"]
+    assert copies.loc["first head", "max"] < copies.loc["random heads", "min"]
+    assert needles["max"].max() == needles.loc["first head", "max"] < 0.7
