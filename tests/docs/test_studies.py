@@ -45,7 +45,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 VERDICTS = ("verdict", "between", "estimate", "simplest", "at_most", "label", "model")
 # Names that the size of the text or of the model gives.
-BY_SIZE = ("intervention", "length", "wavelengths below", "where", "heads", "positions", "row", "table", "source")
+BY_SIZE = (
+    "intervention",
+    "length",
+    "wavelengths below",
+    "where",
+    "heads",
+    "ablated",
+    "positions",
+    "row",
+    "table",
+    "source",
+)
 
 
 @pytest.fixture(scope="module")
