@@ -18,6 +18,7 @@ from typing import Any
 
 import head_effects
 import looks
+import needle_distances
 import pandas as pd
 import retrieval
 import score_terms
@@ -135,13 +136,16 @@ STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, ro
 STUDIES += [head_effects.head_search, head_effects.every_verdict]
 STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
 STUDIES += [without_rotation.without_rotation, without_rotation.needles, without_rotation.word_order]
-STUDIES += [looks.looks, retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_rotation]
+STUDIES += [looks.looks, retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_losses]
+STUDIES += [retrieval.retrieval_rotation, needle_distances.retrieval_distances]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
         "without_rotation": {"length": 128, "draws": 2, "edges": (1, 64, 256, 512), "single": 0},
         "needles": {"pairs": 8},
         "retrieval_knockout": {"lengths": (256,), "pairs": 8},
+        "retrieval_losses": {"pairs": 8, "draws": 2, "texts": 3},
         "retrieval_rotation": {"lengths": (256,), "pairs": 8},
+        "retrieval_distances": {"lengths": (256,), "pairs": (8,), "seeds": (2,)},
     }
 }
 

@@ -1,5 +1,5 @@
-"""Studies of ``real_models.py``: heads that retrieve needles, what the model loses without them, and whether distances
-or frequencies of RoPE matter to them (arXiv 2606.21249)."""
+"""Studies of ``real_models.py``: heads that retrieve needles, what the model loses without them, in needles and other
+texts, and which frequencies of RoPE they need (arXiv 2606.21249)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from torch import Tensor
+from without_rotation import Change, copies, losses, row, speeches
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import Needles, needle_texts
@@ -35,7 +36,7 @@ def _found(
 
 
 @cache
-def _scored(model: Any, length: int, pairs: int) -> tp.experiments.RetrievalHeads:
+def scored(model: Any, length: int, pairs: int) -> tp.experiments.RetrievalHeads:
     """The scores of ``_found``, with as few knock-outs as possible; once for all studies."""
     needles, few = (needle_texts(model, length=length, pairs=n, seed=seed) for seed, n in enumerate((pairs, 2)))
     return tp.retrieval_heads(model, needles, heldout=few, counts=[1], draws=1, progress=False)
@@ -43,7 +44,7 @@ def _scored(model: Any, length: int, pairs: int) -> tp.experiments.RetrievalHead
 
 def retrieval_scores(model: Any, length: int = LENGTH, pairs: int = PAIRS) -> pd.DataFrame:
     """Per head: both scores."""
-    return _scored(model, length, pairs).heads
+    return scored(model, length, pairs).heads
 
 
 def retrieval_knockout(
@@ -56,14 +57,60 @@ def retrieval_knockout(
     return found.assign(pairs=found["length"].map({n: pairs // (1 + m) for m, n in enumerate(lengths)}))
 
 
+def retrieval_losses(
+    model: Any, texts: int = 4, draws: int = 3, count: int = COUNT, pairs: int = PAIRS, length: int = LENGTH
+) -> pd.DataFrame:
+    """What prose, the second copy of random tokens and needles lose without heads (``losing``)."""
+    found, labels = scored(model, length, pairs), tp.head_labels(model, streaming=False, seeds=0, progress=False)
+    top, induction = found.top(count), labels.set_index(["layer", "head"])["induction"]
+    needles, copied = needle_texts(model, length=length, pairs=pairs, seed=1), (length - 1) // 2
+    kinds = {"prose": (speeches(model, texts, length), 1), "second copy": (copies(model, texts, copied), copied + 2)}
+    rows = list[dict[str, Any]]()
+    for kind, (tokens, first) in kinds.items():
+        base = losses(model, tokens)[:, first - 1 :].mean(1)
+        rows.append(row(Change("none", "", nan, []), kind, f"from {first} on", base))
+        for change in losing(model, top, induction, draws, tokens[:2]):
+            added = losses(model, tokens, change.hooks)[:, first - 1 :].mean(1) - base
+            rows.append(row(change, kind, f"from {first} on", added))
+    for change in losing(model, top, induction, 0, needles.tokens[:4]):
+        values = needle_differences(model, needles, change.hooks).view(-1, 2).mean(1)
+        rows.append(row(change, "needles", "last", values))
+    return pd.DataFrame(rows).rename(columns={"change": "ablated", "where": "heads"})
+
+
+def losing(model: Any, top: list[Head], induction: pd.Series, draws: int, reference: Tensor) -> Iterator[Change]:
+    """Mean ablation of the first heads; the first alone; as many of most induction attention; those of the first that
+    are among these, and the others; and random ones of the layers of the first."""
+    most = induction.nlargest(len(top)).index.tolist()
+    sets = {"first heads": top, "first head": top[:1], "most induction": most}
+    sets["first heads, most induction"] = [head for head in top if head in most]
+    sets["first heads, others"] = [head for head in top if head not in most]
+    sets |= {f"random heads #{seed}": random_heads([*induction.index], top, seed) for seed in range(draws)}
+    for name, heads in sets.items():
+        if heads:
+            where = " ".join(f"L{layer}H{head}" for layer, head in heads)
+            hooks = tp.ablate_heads(model, heads, mode="mean", reference=reference)
+            yield Change(name.partition(" #")[0], where, float(name.partition(" #")[2] or nan), hooks)
+
+
+def random_heads(heads: Sequence[Head], top: Sequence[Head], seed: int) -> list[Head]:
+    """As many heads of each layer as it has among the first, drawn from the others."""
+    generator, found = np.random.default_rng(seed), list[Head]()
+    for layer in sorted({layer for layer, _ in top}):
+        others = [head for head in heads if head[0] == layer and head not in top]
+        n = sum(each == layer for each, _ in top)
+        found += [others[place] for place in generator.choice(len(others), n, replace=False)]
+    return found
+
+
 def retrieval_rotation(
     model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT, pairs: int = PAIRS
 ) -> pd.DataFrame:
-    """Answer minus decoy with distances limited or frequencies removed, in all heads, in those that retrieve and in
-    others of their layers; half as many texts of the second length."""
-    found = _scored(model, lengths[0], pairs)
+    """Answer minus decoy with frequencies removed, in heads that retrieve and in others of their layers; half as many
+    texts of the second length."""
+    found = scored(model, lengths[0], pairs)
     top = found.top(count)
-    sets = {"all heads": None, "retrieval heads": top, "other heads": last_heads(found.heads, top)}
+    sets = {"retrieval heads": top, "other heads": last_heads(found.heads, top)}
     tables = []
     for m, length in enumerate(lengths):
         needles = needle_texts(model, length=length, pairs=pairs // (1 + m), seed=2)
@@ -84,30 +131,23 @@ def last_heads(heads: pd.DataFrame, top: Sequence[Head]) -> list[Head]:
     return [*pd.concat(some)[["layer", "head"]].itertuples(index=False, name=None)]
 
 
-def changes(model: Any, tokens: Tensor, heads: list[Head] | None, bands: int) -> Iterator[tuple[str, float, Any]]:
+def changes(model: Any, tokens: Tensor, heads: list[Head], bands: int) -> Iterator[tuple[str, float, Any]]:
     """Names, the energy that is removed, and hooks."""
-    chosen = {} if heads is None else {"heads": heads}
-    for most in (16, 64):
-        yield f"distances at most {most}", nan, tp.remap_distance(model, lambda d, m=most: d.clamp(max=m), **chosen)
     energies = energy(model, tokens, heads)
     for share in QUARTERS:
         n = round(share * len(energies))
         slow, *others = equal_bands(energies, n, bands)
-        for mode in ("drop", "freeze"):
-            for name, band in (
-                (f"slowest {share:g}", slow),
-                *((f"as much energy as slowest {share:g}", x) for x in others),
-            ):
-                ends = energies.index[band[0]], energies.index[band[-1]]
-                hooks = tp.limit_frequencies(model, min(ends), max(ends), mode=mode, side="inside", **chosen)
-                yield f"{name}: {mode}", float(energies.iloc[list(band)].sum()), hooks
+        named = [(f"slowest {share:g}", slow), *((f"as much energy as slowest {share:g}", x) for x in others)]
+        for name, band in named:
+            ends = energies.index[band[0]], energies.index[band[-1]]
+            hooks = tp.limit_frequencies(model, min(ends), max(ends), mode="drop", side="inside", heads=heads)
+            yield name, float(energies.iloc[list(band)].sum()), hooks
 
 
-def energy(model: Any, tokens: Tensor, heads: list[Head] | None) -> pd.Series:
+def energy(model: Any, tokens: Tensor, heads: list[Head]) -> pd.Series:
     """The share of each frequency in ``Σ_c |q_c| |k_c|``, mean over heads, by frequency, the slowest first."""
     table = tp.subspace_patterns(model, tokens, progress=False)
-    if heads is not None:
-        table = table.set_index(["layer", "head"]).loc[heads].reset_index()
+    table = table.set_index(["layer", "head"]).loc[heads].reset_index()
     size = (
         (table["query_size"] * table["key_size"])
         .groupby([table["layer"], table["head"]])

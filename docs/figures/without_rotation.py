@@ -4,7 +4,7 @@ prose and on the second copy of random tokens; by distance; and how much of the 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,20 +20,8 @@ from tl_posdisent.hooks import applied
 Head = tuple[int, int]
 SKIPPED, COPY = 256, 48  # tokens of the beginnings of speeches, many of which are alike; tokens of a copy
 EDGES = (1, 64, 256, 512, 1024)  # positions of a long text between which the loss is averaged
-BY_LENGTH = (
-    "unchanged",
-    "all layers",
-    "every fourth layer",
-    "global layers",
-    "distances at most 16",
-)  # longer texts, too
+BY_LENGTH = ("unchanged", "all layers", "every fourth layer", "global layers")  # longer texts, too
 LAST = [("unembed.hook_in", lambda x, hook: x[:, -1:])]  # no logits of other tokens: half of the time of a pass
-NOT_FOR_NEEDLES = (
-    "every fourth layer, others",
-    "random third",
-    "distances at least 16",
-    "distances plus 16",
-)
 
 
 class Change(NamedTuple):
@@ -55,9 +43,10 @@ def speeches(model: Any, n: int, length: int, skip: int = 0) -> Tensor:
     return torch.stack(found)
 
 
-def copies(model: Any, n: int) -> Tensor:
-    """``[n, 1 + 2 * COPY]``: random tokens twice, behind the BOS."""
-    drawn = torch.randint(1000, model.cfg.d_vocab, (n, COPY), generator=torch.Generator().manual_seed(0))
+def copies(model: Any, n: int, size: int | None = None) -> Tensor:
+    """``[n, 1 + 2 * size]``: random tokens twice, behind the BOS; by default ``COPY``."""
+    shape = (n, COPY if size is None else size)
+    drawn = torch.randint(1000, model.cfg.d_vocab, shape, generator=torch.Generator().manual_seed(0))
     return torch.cat([model.to_tokens("")[:, :1].expand(n, 1), drawn, drawn], 1)
 
 
@@ -93,20 +82,15 @@ def globals_of(model: Any) -> list[int]:
 
 
 def by_layers(model: Any, every: int, draws: int, global_layers: Sequence[int]) -> Iterator[Change]:
-    """All layers; thirds; every fourth layer, as models without positions in some layers have it; global layers alone;
-    and as many layers drawn at random, local ones twice as often."""
+    """All layers; every fourth layer, as models without positions in some layers have it; global layers alone; and as
+    many layers drawn at random, local ones twice as often."""
     n = model.cfg.n_layers
     yield of_layers(model, "all layers", range(n))
-    for place, name in enumerate(("first", "second", "last")):
-        yield of_layers(model, f"{name} third", range(n * place // 3, n * (place + 1) // 3))
     yield of_layers(model, "every fourth layer", range(every - 1, n, every))
-    for offset in range(every - 1):
-        yield of_layers(model, "every fourth layer, others", range(offset, n, every))
-    sizes = {"random third": (n // 3, range(n)), "random fourth": (len(range(every - 1, n, every)), range(n))}
+    sizes: dict[str, tuple[int, Sequence[int]]] = {"random fourth": (len(range(every - 1, n, every)), range(n))}
     if global_layers:
         local = [layer for layer in range(n) if layer not in global_layers]
         yield of_layers(model, "global layers", global_layers)
-        yield of_layers(model, "local layers", local)
         sizes["random local layers"] = (len(global_layers), local)
     for name, (size, among) in sizes.items():
         for seed in range(2 * draws if name == "random local layers" else draws):
@@ -136,17 +120,6 @@ def of_heads(model: Any, name: str, heads: Sequence[Head], draw: float = torch.n
     return Change(name, where, draw, tp.dummy_distance(model, 0, heads=sorted(heads)))
 
 
-def by_distance(model: Any) -> Iterator[Change]:
-    """Distances of all layers: exact up to a limit and equal beyond it, the opposite, and all larger by a number."""
-    maps: dict[str, Callable[[Tensor], Tensor]] = {}
-    for n in (4, 16):
-        maps[f"distances at most {n}"] = lambda d, n=n: d.clamp(max=n)
-        maps[f"distances at least {n}"] = lambda d, n=n: d.clamp(min=n)
-        maps[f"distances plus {n}"] = lambda d, n=n: d + n
-    for name, function in maps.items():
-        yield Change(name, "all", torch.nan, tp.remap_distance(model, function))
-
-
 def without_rotation(
     model: Any,
     texts: int = 4,
@@ -172,7 +145,8 @@ def without_rotation(
     unchanged = Change("unchanged", "", torch.nan, [])
     base = measured([], texts)
     rows += [row(unchanged, measure, positions[measure], values) for measure, values in base.items()]
-    changes = [*by_layers(model, every, draws, global_layers), *by_distance(model), *by_heads(model, draws, texts)]
+    changes = [*by_layers(model, every, draws, global_layers), *by_heads(model, draws, texts)]
+    changes.append(Change("distances plus 4", "all", torch.nan, tp.remap_distance(model, lambda d: d + 4)))
     changes += [of_layers(model, "one layer", [layer]) for layer in range(model.cfg.n_layers if single else 0)]
     for change in changes:
         n = single if change.name == "one layer" else texts
@@ -189,7 +163,7 @@ def without_rotation(
 
 
 def word_order(
-    model: Any, texts: int = 4, orders: int = 2, length: int = SKIPPED, kept: Sequence[int] = (1, 16)
+    model: Any, texts: int = 4, orders: int = 2, length: int = SKIPPED, kept: Sequence[int] = (1,)
 ) -> pd.DataFrame:
     """Does the order of words still matter? Loss of a token where those before it, but the last few, are shuffled,
     minus that where they are not; with and without rotation. Eight places in each text."""
@@ -237,13 +211,12 @@ def needles(
     over pairs of texts. Longer texts for some changes."""
     rows, changes = list[dict[str, Any]](), [Change("unchanged", "", torch.nan, [])]
     changes += by_layers(model, every, draws, globals_of(model) if global_layers is None else global_layers)
-    changes += [*by_distance(model), *by_heads(model, draws, 4)]
     for length in lengths:
         given = needle_texts(model, length=length, pairs=pairs, seed=2)  # those of ``retrieval_rotation``
         absent = [[x for x in given.words.unique().tolist() if x not in own] for own in given.words.tolist()]
         from_absent = logit_difference(given.words[:, 0], absent)
         for change in changes:
-            if change.name not in BY_LENGTH and (length > min(lengths) or change.name in NOT_FOR_NEEDLES):
+            if change.name not in BY_LENGTH and length > min(lengths):
                 continue
             logits = torch.cat([last_logits(model, text[None], change) for text in given.tokens])
             other = given.metric(logits)

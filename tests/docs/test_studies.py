@@ -37,13 +37,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "word_order": {"texts": 2, "length": 80},
     "retrieval_scores": {"length": 160},
     "retrieval_knockout": {"lengths": (160, 192), "count": 1},
+    "retrieval_losses": {"length": 160, "texts": 2, "draws": 1, "count": 1, "pairs": 2},
     "retrieval_rotation": {"lengths": (160, 192), "count": 1},
+    "retrieval_distances": {"lengths": (160, 192), "pairs": (2, 2), "seeds": (2, 3), "count": 1},
     "looks": {"copies": 2},
     "score_terms": {"heads": {"induction": (1, 0), "previous token": (1, 1)}},
 }
 VERDICTS = ("verdict", "between", "estimate", "simplest", "at_most", "label", "model")
 # Names that the size of the text or of the model gives.
-BY_SIZE = ("intervention", "length", "wavelengths below", "where", "positions", "row", "table", "source")
+BY_SIZE = (
+    "intervention",
+    "length",
+    "wavelengths below",
+    "where",
+    "heads",
+    "ablated",
+    "positions",
+    "row",
+    "table",
+    "source",
+)
 
 
 @pytest.fixture(scope="module")
