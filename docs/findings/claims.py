@@ -457,7 +457,8 @@ def fixed(label: str, row: str) -> Line:
 
 FINDINGS = [
     Finding(
-        "**About sixteen exact distances and one far distance are enough.** FARSENT",
+        "**About sixteen exact distances and one far distance are enough.** What a limit on distances costs in long "
+        "texts and in copies, it costs because far keys then look near",
         [
             *by_far_distance("prose, 256 tokens", "prose", 256),
             *by_far_distance("second half of 1024 tokens", "prose, second half of 1024", 1024),
@@ -472,7 +473,10 @@ FINDINGS = [
             far("… 16 exact, all others at 768", "16 exact, others 768"),
             far("… 16 exact, the others mixed up", "16 exact, others mixed up"),
         ],
-        "FARATTACK",
+        "Longer texts; text that only copies; more and fewer exact distances; other far distances; far keys that are "
+        "near but apart, or far but mixed up. Far keys are used: hidden, they cost much more. The far distance must be "
+        "one that training had: Gemma's local layers had none beyond 512. Equal far distances are the idea of ReRoPE, "
+        "limits that of LM-Infinite ([arXiv 2308.16137](https://arxiv.org/abs/2308.16137)).",
     ),
     Finding(
         "**Additivity is learned.** With the distance component of other texts, trained scores are more additive than "

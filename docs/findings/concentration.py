@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rows import Row, row
-from scipy.stats import mannwhitneyu
+from rows import Row, area, row
 from texts import Source, how_many, parts
 from torch import Tensor
 
@@ -40,7 +39,9 @@ def concentration(model: Any, source: Source) -> Iterator[Row]:
         yield row(f"r, {name}", by_text, LENGTH, "fit_additive(scores)")
         by_head = some.groupby(HEAD)["r"].mean().reset_index().merge(matching)
         if (has := (by_head["induction"] > INDUCTION).to_numpy()).sum() > 1:
-            yield area(name, 1 - by_head["r"].to_numpy(), has)
+            values, over = 1 - by_head["r"].to_numpy(), f"{has.sum()} of {len(has)} heads"
+            name = f"AUC of 1 - r for induction heads, {name}"
+            yield Row(name, area(values, has), bootstrap(values, has), over, LENGTH, "fit_additive(scores)")
 
 
 def measure(model: Any, texts: Tensor) -> pd.DataFrame:
@@ -87,15 +88,8 @@ def induction(model: Any) -> pd.DataFrame:
     )
 
 
-def area(name: str, values: np.ndarray, has: np.ndarray) -> Row:
-    """The probability that a head with the label has the larger value (AUC); its error from a bootstrap over heads."""
-    generator, (with_it, without) = np.random.default_rng(0), (values[has], values[~has])
-
-    def auc(a: np.ndarray, b: np.ndarray) -> float:
-        return float(mannwhitneyu(a, b).statistic / (len(a) * len(b)))
-
-    drawn = [auc(*(generator.choice(x, len(x)) for x in (with_it, without))) for _ in range(DRAWS)]
-    over = f"{len(with_it)} of {len(values)} heads"
-    return Row(
-        f"AUC of 1 - r for induction heads, {name}", auc(with_it, without), float(np.std(drawn)), over, LENGTH, ""
-    )
+def bootstrap(values: np.ndarray, has: np.ndarray) -> float:
+    """The standard error of the area, by drawing heads with and without the label again."""
+    generator, groups = np.random.default_rng(0), [np.flatnonzero(has == label) for label in (True, False)]
+    drawn = [np.concatenate([generator.choice(group, len(group)) for group in groups]) for _ in range(DRAWS)]
+    return float(np.std([area(values[some], has[some]) for some in drawn]))

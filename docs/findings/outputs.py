@@ -14,8 +14,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from pairing import area
-from rows import Row, row
+from rows import Row, area, row
 from texts import parts
 from torch import Tensor
 

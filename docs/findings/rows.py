@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.stats import mannwhitneyu
 from texts import Source
 from torch import Tensor
 
@@ -49,3 +51,9 @@ def losses(model: Any, tokens: Tensor, hooks: Any = (), first: int = 1) -> Tenso
             logits = model(text[None])[0, first - 1 : -1].float()
             found.append(torch.nn.functional.cross_entropy(logits, text[first:]))
     return torch.stack(found)
+
+
+def area(values: np.ndarray, has: np.ndarray) -> float:
+    """The probability that a value with the label exceeds one without it (area under the ROC curve, AUC)."""
+    n = int(has.sum())
+    return float(mannwhitneyu(values[has], values[~has]).statistic / (n * (len(has) - n)))
