@@ -429,14 +429,19 @@ CLAIMS_B = [
 
 
 def by_far_distance(label: str, kind: str, length: int) -> list[Line]:
-    """A limit on distances, which changes resolution and place, and each alone; and far keys hidden."""
+    """One far distance; a limit on distances, which changes resolution and place; place alone; and far keys hidden."""
     lines = {
-        f"{label}: all others at 255": "16 exact, others 255",
+        f"{label}: all others at {length * 3 // 4}": f"16 exact, others {length * 3 // 4}",
+        "… all others at 255": "16 exact, others 255",
         "… all others at 16": "16 exact, others 16",
         "… the others in their order in 16 to 64": "16 exact, others in 16 to 64",
         "… the others hidden, but the first": "16 exact, others hidden but the first",
     }
     return [(name, "far_distance", f"added loss, {row}, {kind}", length) for name, row in lines.items()]
+
+
+def third_of(distance: int, third: str) -> str:
+    return f"added loss, 16 exact, others {distance}, {third} third of the layers"
 
 
 def far(label: str, row: str) -> Line:
@@ -457,12 +462,12 @@ def fixed(label: str, row: str) -> Line:
 
 FINDINGS = [
     Finding(
-        "**About sixteen exact distances and one far distance are enough.** What a limit on distances costs in long "
-        "texts and in copies, it costs because far keys then look near",
+        "**About sixteen exact distances and one far distance are enough**, if it is far for the length of the text. "
+        "What a limit on distances costs in long texts and in copies, it costs because far keys then look near",
         [
             *by_far_distance("prose, 256 tokens", "prose", 256),
             *by_far_distance("second half of 1024 tokens", "prose, second half of 1024", 1024),
-            *by_far_distance("second half of 2048 tokens", "prose, second half of 2048", 2048),
+            *by_far_distance("second half of 2048 tokens", "prose, second half of 2048", 2048)[:-1],
             *by_far_distance("second copy of a passage", "second copy of a passage", 255),
             *by_far_distance("second copy of 127 random tokens", "second copy of random tokens", 255),
             *by_far_distance("second copy of 511 random tokens", "second copy of 1024 random tokens", 1023),
@@ -470,8 +475,17 @@ FINDINGS = [
             far("… 8 exact", "8 exact, others 255"),
             far("… 32 exact", "32 exact, others 255"),
             far("… 16 exact, all others at 64", "16 exact, others 64"),
-            far("… 16 exact, all others at 768", "16 exact, others 768"),
             far("… 16 exact, the others mixed up", "16 exact, others mixed up"),
+            *(
+                (
+                    f"… 16 exact, all others at {d}, {third} third of the layers",
+                    "far_by_layer",
+                    third_of(d, third),
+                    1024,
+                )
+                for third in ("first", "second", "last")
+                for d in (16, 255)
+            ),
         ],
         "Longer texts; text that only copies; more and fewer exact distances; other far distances; far keys that are "
         "near but apart, or far but mixed up. Far keys are used: hidden, they cost much more. The far distance must be "
