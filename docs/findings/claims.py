@@ -440,8 +440,8 @@ def by_far_distance(label: str, kind: str, length: int) -> list[Line]:
     return [(name, "far_distance", f"added loss, {row}, {kind}", length) for name, row in lines.items()]
 
 
-def third_of(distance: int, third: str) -> str:
-    return f"added loss, 16 exact, others {distance}, {third} third of the layers"
+def third_of(label: str, others: str, third: str) -> Line:
+    return label, "far_by_layer", f"added loss, 16 exact, others {others}, {third} third of the layers", 1024
 
 
 def far(label: str, row: str) -> Line:
@@ -477,14 +477,9 @@ FINDINGS = [
             far("… 16 exact, all others at 64", "16 exact, others 64"),
             far("… 16 exact, the others mixed up", "16 exact, others mixed up"),
             *(
-                (
-                    f"… 16 exact, all others at {d}, {third} third of the layers",
-                    "far_by_layer",
-                    third_of(d, third),
-                    1024,
-                )
+                third_of(f"… {third} third of the layers: 16 exact, all others {shown}", others, third)
                 for third in ("first", "second", "last")
-                for d in (16, 255)
+                for others, shown in (("255", "at 255"), ("16", "at 16"), ("in 16 to 64", "in 16 to 64"))
             ),
         ],
         "Longer texts; text that only copies; more and fewer exact distances; other far distances; far keys that are "

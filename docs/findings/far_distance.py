@@ -27,6 +27,11 @@ def far(model: Any, exact: int, distance: int, **where: Any) -> Any:
     return tp.remap_distance(model, lambda d: torch.where(d > exact, distance, d), **where)
 
 
+def squeezed(model: Any, length: int, **where: Any) -> Any:
+    """Hooks: distances up to 16 as they are, all others in their order in 16 to 64."""
+    return tp.remap_distance(model, lambda d: torch.where(d > 16, 16 + (d - 16) * 48 / (length - 16), d), **where)
+
+
 def far_distance(model: Any, source: Source) -> Iterator[Row]:
     """The loss added by the number of exact distances and the far distance, by what the text asks for."""
     for kind, (texts, first) in kinds(model, source).items():
@@ -60,9 +65,7 @@ def changes(model: Any, length: int, exact: Sequence[int]) -> dict[str, Any]:
     for distance in (64, length * 3 // 4):
         found[f"16 exact, others {distance}"] = far(model, 16, distance)
     mixed = torch.cat([torch.arange(17), 17 + torch.randperm(length, generator=torch.Generator().manual_seed(0))])
-    found["16 exact, others in 16 to 64"] = tp.remap_distance(
-        model, lambda d: torch.where(d > 16, 16 + (d - 16) * 48 / (length - 16), d)
-    )
+    found["16 exact, others in 16 to 64"] = squeezed(model, length)
     found["16 exact, others mixed up"] = tp.remap_distance(model, lambda d: mixed[d.long().clamp(min=0)].to(d))
     found["16 exact, others hidden but the first"] = tp.lambda_mask(model, 1, 17, length)
     return found
@@ -74,6 +77,8 @@ def far_by_layer(model: Any, source: Source) -> Iterator[Row]:
     base, n = losses(model, texts, first=LONG // 2), model.cfg.n_layers
     for third, start in (("first", 0), ("second", 1), ("last", 2)):
         layers = list(range(n * start // 3, n * (start + 1) // 3))
-        for distance in (16, 255):
-            added = losses(model, texts, far(model, 16, distance, layers=layers), LONG // 2) - base
-            yield row(f"added loss, 16 exact, others {distance}, {third} third of the layers", added, LONG, "layers=…")
+        near, apart = far(model, 16, 16, layers=layers), squeezed(model, LONG, layers=layers)
+        for name, hooks in (("255", far(model, 16, FAR, layers=layers)), ("16", near), ("in 16 to 64", apart)):
+            added = losses(model, texts, hooks, LONG // 2) - base
+            name = f"added loss, 16 exact, others {name}, {third} third of the layers"
+            yield row(name, added, LONG, "remap_distance(model, function, layers=…)")
