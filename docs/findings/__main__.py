@@ -1,7 +1,7 @@
 """The numbers behind the page of results, for one model and one source of texts:
 
     python docs/findings smollm2 demo                        # all studies; see ``make findings``
-    python docs/findings gemma3-270m speeches ceilings       # some of them
+    python docs/findings gemma3-270m speeches concentration  # some of them
     python docs/findings demo speeches perturbation          # of the package's demo model
 
 Each study yields rows; ``tables/MODEL_SOURCE.csv`` has those of all studies, and a study that runs again replaces its

@@ -67,11 +67,14 @@ def controlled(model: Any, source: Source) -> Iterator[Row]:
         yield Row(name, share, torch.nan, over, LENGTH, 'controlled_distance(model, text)["r_three_axis"]')
 
 
-RANGES = ((0, 16), (16, 256), (256, 1024), (1024, 4096))
+RANGES = ((0, 256), (256, 512), (1024, 1280), (3840, 4096))
 
 
 def far_shares(model: Any, source: Source) -> Iterator[Row]:
-    """What the scores depend on among near and among far keys: shares of the variance over a range of distances."""
+    """What the scores depend on among near and among far keys: shares of the variance over ranges of equal width. Only
+    of models whose layers all see far keys."""
+    if "local" in set(read_model(model).to_frame()["attention"]):
+        return
     texts = parts(model, source, 4, LENGTH)
     for name, one in list(copies(model).items())[:2]:
         for start, stop in RANGES:
@@ -89,7 +92,7 @@ def subspaces(model: Any, source: Source) -> Iterator[Row]:
     for name, one in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
         tables = [_by_band(one, text) for text in texts]
         for band in tables[0].index:
-            for column in ("key_concentration", "distance", "semantic", "size"):
+            for column in ("key_concentration", "distance", "semantic", "content", "size"):
                 values = torch.tensor([table.loc[band, column] for table in tables])
                 yield row(f"{column}, wavelengths {band}, {name}", values, LENGTH, "subspace_patterns(model, text)")
     for band, share in tables[0]["subspaces"].items():
@@ -101,7 +104,7 @@ BANDS = {"below 16": 16.0, "16 to 256": 256.0, "256 to 4096": 4096.0, "above 409
 
 def _by_band(model: Any, text: torch.Tensor) -> pd.DataFrame:
     """Means over heads: the concentration within a band, and the sums over its subspaces of shares of the variance, of
-    mean |q| · mean |k|, and of the number of subspaces."""
+    mean |q| · mean |k|, and of the number of subspaces; the band's share of the content's variance."""
     table = tp.subspace_patterns(model, text[None], sinks=8, progress=False)
     table["band"] = pd.cut(table["wavelength"], [0.0, *BANDS.values()], labels=list(BANDS))
     of_head = table.groupby(["layer", "head"])
@@ -110,7 +113,8 @@ def _by_band(model: Any, text: torch.Tensor) -> pd.DataFrame:
     table["subspaces"] = 1 / of_head["subspace"].transform("size")
     heads = table.groupby(["layer", "head", "band"], observed=True)
     shares = heads[["distance", "semantic", "size", "subspaces"]].sum().join(heads["key_concentration"].mean())
-    return shares.groupby("band", observed=True).mean()
+    means = shares.groupby("band", observed=True).mean()
+    return means.assign(content=means["semantic"] / means["semantic"].sum())
 
 
 def capacity(model: Any, source: Source) -> Iterator[Row]:
