@@ -133,12 +133,12 @@ def mean_scores(layer: Any) -> Tensor:
 
 
 def shifts(means: Tensor, component: Tensor) -> dict[str, Tensor]:
-    """By range of distances, up to half of the text: how the mean score at a distance follows the distance component,
-    up to a straight line, which the fit cannot tell from the other components: its correlation and slope, and that with
-    another head's."""
+    """By range of distances, from 1 (0 is a token with itself) up to half of the text: how the mean score at a distance
+    follows the distance component, up to a straight line, which the fit cannot tell from the other components: its
+    correlation and slope, and that with another head's."""
     columns, half = {}, means.shape[1] // 2
     near = min(16, half - 3)
-    for name, start, stop in (("", 0, half), (" below 16", 0, near), (" from 16 on", near, half)):
+    for name, start, stop in (("", 1, half), (" below 16", 1, near), (" from 16 on", near, half)):
         a, b = (without_line(x[:, start:stop]) for x in (means, component))
         weights = torch.ones(stop - start)
         what = f"mean score at a distance and distance component, distances{name}"
