@@ -51,7 +51,7 @@ error over texts or over what the row names. *Random* weights have the standard 
 same setting (distance, length, text), and an intervention that changes two things at once has the control that changes
 one. `docs/findings/tables` has every number, with the number of texts and the call that gives it.
 
-`make findings` measures the column *demo text* in a clone, in 13 minutes (`docs/findings/__main__.py`). No number is
+`make findings` measures the column *demo text* in a clone (`docs/findings/__main__.py`, tens of minutes). No number is
 corrected for multiple comparisons.
 
 ## Claims of [A]"""
