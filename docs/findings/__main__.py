@@ -22,13 +22,12 @@ import heads
 import layer_tolerance
 import length
 import page
-import pandas as pd
 import positions
 import robustness
 import scores
 import static_heads
 import torch
-from rows import Row, Study
+from rows import Row, Study, write
 from texts import SOURCES, Source, digest, parts
 
 import tl_posdisent as tp
@@ -36,18 +35,7 @@ import tl_posdisent as tp
 FOLDER = Path(__file__).with_name("tables")
 MODULES = (scores, concentration, far_distance, positions, heads, robustness, layer_tolerance, static_heads, length)
 STUDIES: dict[str, Study] = {name: getattr(module, name) for module in MODULES for name in module.STUDIES}
-
-
-def write(path: Path, study: str, rows: list[Row]) -> None:
-    """Replace the rows of a study in a table."""
-    new = pd.DataFrame(rows).round(4)
-    new.insert(0, "study", study)
-    if path.exists():
-        old = pd.read_csv(path)
-        new = pd.concat([old[old["study"] != study], new])
-    order = ["texts", *STUDIES]
-    new = new.sort_values("study", key=lambda names: names.map(order.index), kind="stable")
-    new.to_csv(path, index=False)
+ORDER = ["texts", *STUDIES]
 
 
 def main(name: str, source: Source, wanted: list[str], folder: Path) -> None:
@@ -55,14 +43,14 @@ def main(name: str, source: Source, wanted: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}_{source}.csv"
     model = tp.load_demo_model() if name == "demo" else tp.load_model(name)
-    write(path, "texts", [of_texts(model, source, length) for length in (256, 1024)])
+    write(path, "texts", [of_texts(model, source, length) for length in (256, 1024)], ORDER)
     for study in wanted:
         start, rows = time.monotonic(), []
         for each in STUDIES[study](model, source):
             rows.append(each)
             spread = "" if each.error != each.error else f" ± {each.error:.3f}"
             print(f"{study}: {each.name}: {each.value:.3f}{spread} ({each.over} of {each.length})", flush=True)
-        write(path, study, rows)
+        write(path, study, rows, ORDER)
         print(f"{study}: {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.stats import mannwhitneyu
 from texts import Source
@@ -57,3 +59,13 @@ def area(values: np.ndarray, has: np.ndarray) -> float:
     """The probability that a value with the label exceeds one without it (area under the ROC curve, AUC)."""
     n = int(has.sum())
     return float(mannwhitneyu(values[has], values[~has]).statistic / (n * (len(has) - n)))
+
+
+def write(path: Path, study: str, rows: list[Row], order: Sequence[str]) -> None:
+    """Replace the rows of a study in a table whose studies stand in this order."""
+    new = pd.DataFrame(rows).round(4)
+    new.insert(0, "study", study)
+    if path.exists():
+        old = pd.read_csv(path)
+        new = pd.concat([old[old["study"] != study], new])
+    new.sort_values("study", key=lambda names: names.map(order.index), kind="stable").to_csv(path, index=False)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from rows import Row, row
+from rows import Row, row, write
 from torch import Tensor
 
 from tl_posdisent.experiments import content_position_terms, positional_subspace, rope_hadamard
@@ -207,17 +207,6 @@ def displaced(folder: str) -> Iterator[Row]:
 STUDIES = {study.__name__: study for study in (initial, accuracy, margins, leading, toeplitz, angles, displaced)}
 
 
-def write(study: str, rows: list[Row]) -> None:
-    """Replace the rows of a study."""
-    new = pd.DataFrame(rows).round(4)
-    new.insert(0, "study", study)
-    if TABLE.exists():
-        old = pd.read_csv(TABLE)
-        new = pd.concat([old[old["study"] != study], new])
-    new = new.sort_values("study", key=lambda names: names.map([*STUDIES].index), kind="stable")
-    new.to_csv(TABLE, index=False)
-
-
 def main(studies: list[str], folder: str) -> None:
     """Run studies, print their rows and write them; models are trained into the folder."""
     for study in studies:
@@ -225,7 +214,7 @@ def main(studies: list[str], folder: str) -> None:
         for each in STUDIES[study](folder):
             rows.append(each)
             print(f"{study}: {each.name}: {each.value:.3f} ± {each.error:.3f} ({each.over})", flush=True)
-        write(study, rows)
+        write(TABLE, study, rows, [*STUDIES])
         print(f"{study}: {time.monotonic() - start:.0f} s", flush=True)
 
 
