@@ -47,19 +47,18 @@ def given_back(
     reference: Tensor,
 ) -> Iterator[Row]:
     """Nats that the distances of some heads give back, and their mean outputs, where the others have one distance."""
-    base = losses(model, texts)
+    base, collapsed = losses(model, texts), {d: losses(model, texts, tp.dummy_distance(model, d)) for d in (5, 0)}
+    for distance, loss in collapsed.items():
+        yield row(f"added loss, all heads at {distance}", loss - base, LENGTH, "dummy_distance")
     for distance, what, outputs in ((5, "", None), (5, ", mean outputs instead", reference), (0, "", None)):
-        collapsed, others = losses(model, texts, tp.dummy_distance(model, distance)), f"the others at {distance}"
-        if outputs is None:
-            yield row(f"added loss, all heads at {distance}", collapsed - base, LENGTH, "dummy_distance")
+        others = f"the others at {distance}"
         for name, some in chosen.items():
-            back = collapsed - losses(model, texts, kept(model, every, some, distance, outputs))
+            back = collapsed[distance] - losses(model, texts, kept(model, every, some, distance, outputs))
             yield row(f"nats given back by {name}{what}, {others}", back, LENGTH, shown(some))
         by_draw = [losses(model, texts, kept(model, every, some, distance, outputs)) for some in drawn]
         name = f"nats given back by {HEADS} random heads{what}, {others}"
-        yield row(
-            name, (collapsed - torch.stack(by_draw)).mean(1), LENGTH, "torch.randperm", f"draws, {len(texts)} texts"
-        )
+        back = (collapsed[distance] - torch.stack(by_draw)).mean(1)
+        yield row(name, back, LENGTH, "torch.randperm", f"draws, {len(texts)} texts")
 
 
 def by_curvature(model: Any, texts: Tensor) -> list[Head]:

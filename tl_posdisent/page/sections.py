@@ -84,7 +84,7 @@ def _additivity(subject: Subject, found: Found) -> dict[str, Any]:
     limits = bounded_limits(main, shown[main])  # the same colours in both maps
     drawn = plot_heads(trained, main, limits=limits)
     maps = [head_map(drawn, f"{named} of this model", subject, linked=len(trained) <= ROWS)]
-    beside = [name for name in ("r, foreign keys",) if name in trained]
+    beside = ["r, foreign keys"] if "r, foreign keys" in trained else []
     columns = [*HEAD, *held_out, "r", *SHARES]
     if found.random is not None:
         random = by_head(found.random)
