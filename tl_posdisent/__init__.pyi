@@ -39,6 +39,7 @@ from .experiments.robustness.length_generalization import length_generalization 
 from .experiments.robustness.perturbation_curve import perturbation_curve as perturbation_curve
 from .hooks.ablate import ablate_heads as ablate_heads
 from .hooks.frequencies import limit_frequencies as limit_frequencies
+from .hooks.knock_out import knock_out as knock_out
 from .hooks.lambda_mask import lambda_mask as lambda_mask
 from .hooks.positions import dummy_distance as dummy_distance
 from .hooks.positions import position_interpolation as position_interpolation

@@ -12,10 +12,10 @@ from outputs import compare, outputs, positions
 from rows import Row, row
 from texts import Source, parts, whole
 from torch import Tensor
+from transformers import DynamicCache
 
 import tl_posdisent as tp
 from tl_posdisent.models import longer_context
-from tl_posdisent.models.running.kv_cache import empty_cache
 
 STUDIES = ("beyond", "remedies", "far_positions")
 TRAINED, LONGEST, BEYOND = 8192, 12288, 11264  # tokens: of training, of one text in several ways, of three texts
@@ -42,12 +42,12 @@ def difference(model: Any, text: int) -> Tensor:
     tokens = torch.cat([ids[:1], ids[1 + text * (BEYOND - 1) :][: BEYOND - 1]])[None]
     shorter = torch.cat([tokens[:, :1], tokens[:, half + 1 :]], 1)
     with longer_context(model, BEYOND):
-        longer, part = (in_parts(model, x, []) for x in (tokens, shorter))
+        longer, part = (in_parts(model, x) for x in (tokens, shorter))
     return longer[half:] - part
 
 
 def remedies(model: Any, source: Source) -> Iterator[Row]:
-    """The loss beyond the training length of one text of 12 288 tokens, plain and with remedies."""
+    """The loss beyond the training length of one text of 12 288 tokens, plain and with remedies (40 GiB of memory)."""
     if not applies(model, source):
         return
     tokens = model.to_tokens(whole("wikitext"), truncate=False)[:, :LONGEST]
@@ -59,7 +59,8 @@ def remedies(model: Any, source: Source) -> Iterator[Row]:
     }
     with longer_context(model, LONGEST):
         for name, hooks in ways.items():
-            loss = in_parts(model, tokens, hooks)[TRAINED:].mean().item()
+            losses = whole_text(model, tokens, hooks) if hooks else in_parts(model, tokens)
+            loss = losses[TRAINED:].mean().item()
             yield Row(f"loss beyond the training length, {name}", loss, torch.nan, "1 text", LONGEST, "lambda_mask")
 
 
@@ -83,12 +84,24 @@ def applies(model: Any, source: Source) -> bool:
     return source == "wikitext" and model.cfg.n_ctx <= TRAINED
 
 
-def in_parts(model: Any, tokens: Tensor, hooks: list[Any]) -> Tensor:
-    """``[pos - 1]`` nats."""
-    found, cache = [], empty_cache(model, tokens)
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+def in_parts(model: Any, tokens: Tensor) -> Tensor:
+    """``[pos - 1]`` nats, against a KV cache."""
+    losses, cache = [], DynamicCache()
+    with torch.no_grad():
         for start in range(0, tokens.shape[1], PART):
-            logits = model(tokens[:, start : start + PART], **cache)[0].float()
+            logits = model(tokens[:, start : start + PART], use_cache=True, past_key_values=cache)[0].float()
             targets = tokens[0, start + 1 : start + 1 + PART]
-            found.append(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none"))
-    return torch.cat(found)
+            losses.append(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none"))
+    return torch.cat(losses)
+
+
+def whole_text(model: Any, tokens: Tensor, hooks: list[Any]) -> Tensor:
+    """``[pos - 1]`` nats in one pass, as hooks need it."""
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)[0, :-1]
+    return torch.cat(
+        [
+            torch.nn.functional.cross_entropy(x.float(), y, reduction="none")
+            for x, y in zip(logits.split(PART), tokens[0, 1:].split(PART), strict=True)
+        ]
+    )

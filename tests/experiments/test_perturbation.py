@@ -17,6 +17,7 @@ from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
 from tl_posdisent.hooks import applied
+from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 
 TEXT = zoo.random_tokens(24)
 CURVE = partial(perturbation_curve, progress=False)
@@ -134,16 +135,15 @@ def test_index_gives_every_pair_of_tokens_the_score_that_order_gives_it(
     assert (here - plain)[:, both].abs().max() > 0.1
 
 
-def phase_errors(model: Any, perturbed: Any, spec: Any) -> torch.Tensor:
-    """By what factor of length 1 the keys of head 0 are turned too far, ``[batch, pos, subspace]``."""
-    n, tap = len(spec.rotary.frequencies), spec.turn_k
-
-    def complexes(hooks: Any) -> torch.Tensor:
-        x = tap.read(seen_at(model, TEXT, hooks, tap.name)).double()[:, :, 0, : 2 * n]
-        half = spec.rotary.pairing == "half"
-        return torch.view_as_complex((x.unflatten(-1, (2, n)).mT if half else x.unflatten(-1, (n, 2))).contiguous())
-
-    return complexes(perturbed.hooks) / complexes([])
+def phase_errors(perturbed: Any, spec: Any) -> torch.Tensor:
+    """By what factor of length 1 queries and keys are turned too far, ``[batch, pos, subspace]``."""
+    (edit,) = (x.edit for x in perturbed.hooks.interventions if x.spec.layer == spec.layer)
+    places = torch.arange(TEXT.shape[1])
+    if isinstance(edit, PhaseNoise):
+        angles = edit.phases(spec.rotary, places, len(TEXT))
+    else:
+        angles = spec.rotary.angles(edit.new(places, len(TEXT))) - spec.rotary.angles(places)
+    return torch.exp(1j * angles)
 
 
 @pytest.mark.parametrize(("kind", "name"), WAYS)
@@ -153,7 +153,7 @@ def test_feature_has_the_phase_errors_of_index_dealt_out_anew(kind: str, name: s
     spec = read_model(model, [0]).specs()[0]
     frequencies = spec.rotary.frequencies
     index, feature = (perturb(model, TEXT, k, 0.8, seed=7, window=5) for k in KINDS[1:])
-    told, dealt = (phase_errors(model, p, spec) for p in (index, feature))
+    told, dealt = (phase_errors(p, spec) for p in (index, feature))
     shifts = told[..., frequencies.argmin()].angle() / frequencies.min()
     belonging = torch.exp(1j * shifts[..., None] * frequencies)
     torch.testing.assert_close(told, belonging, rtol=0, atol=2e-3)

@@ -1,12 +1,12 @@
 """Several interventions at once: the oracle's scores, in any order, however installed, in every state of the run.
 
-Two lists that are added act together as the oracle says, or are refused when they are added. Two that are
-installed separately do the same where they act on different things; on the same head they are refused while running.
+Two lists that are added act together as the oracle says, or are refused when they are added. Two that are installed
+separately do the same, or are refused while running.
 """
 
 from __future__ import annotations
 
-import threading
+import re
 from itertools import combinations, permutations
 from typing import Any
 
@@ -37,7 +37,6 @@ from tl_posdisent import (
     lambda_mask,
     limit_frequencies,
     position_interpolation,
-    read_model,
     remap_distance,
     swap_positions,
 )
@@ -59,9 +58,11 @@ MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) f
 NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
 HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
 HEADS += [pytest.param("bridge", "gptj", None, marks=LATER), pytest.param("bridge", "neox", [1, 6], marks=LATER)]
-POSITIONS = {"swap", "dummy", "remap", "lambda"}
+OTHERS = "other hooks act on its attention; .* act together if they are added"
+POSITIONS = {"swap", "dummy", "remap"}
+ROTATING = {*POSITIONS, "lambda", "interpolate", "freeze", "drop", "noise", "vectors"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
-REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {
+REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "lambda", "noise", "vectors", "scores")} | {
     frozenset(("vectors", "dummy")),
     frozenset(("vectors", "remap")),
     frozenset(("vectors", "lambda")),
@@ -93,33 +94,38 @@ WAYS = {"nested": nested, "separately": separately, "copied": copied}
 
 @pytest.mark.parametrize(("kind", "name", "heads"), HEADS)
 def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, shared_model: Any) -> None:
+    """Added, they act together; installed separately, edits of the rotation do the same or raise."""
     model = shared_model(kind, name)
-    editable = read_model(model).specs(0)[0].scores_editable
     plain, chosen = mixed_of(model, []), list(range(8)) if heads is None else heads
     rest = [h for h in range(8) if h not in chosen]
     made = {tool: make(model, layers=[0], heads=heads) for tool, make in TOOLS.items()}
     calls = {tool: case(tool, model, heads) for tool in TOOLS}
+    n_raised = 0
     for n, (a, b) in enumerate(combinations(TOOLS, 2)):
         a, b = (a, b) if n % 2 else (b, a)
+        way = WAYS[list(WAYS)[n % 3]]
         try:
             both = made[a] + made[b]
         except ValueError as error:
             assert frozenset((a, b)) in REFUSED, (a, b, error)  # noqa: PT017
             assert "layer 0, head " in str(error)  # noqa: PT017
-            both = None
-        else:
-            assert frozenset((a, b)) not in REFUSED, (a, b)
-            expected = edited(model, [calls[a], calls[b]])
-            got = mixed_of(model, both)
-            assert (got - expected)[:, chosen].abs().max() < 1e-4, (a, b)
-            assert torch.equal(got[:, rest], plain[:, rest]), (a, b)
-        way = list(WAYS)[n % 3]
-        apart = "ablation" in (a, b) and editable  # of another thing: what the head gathers
-        if apart:
-            assert torch.equal(WAYS[way](model, made[a], made[b]), both and mixed_of(model, both)), (a, b, way)
+            if {a, b} <= ROTATING:
+                with pytest.raises(ValueError, match=OTHERS):
+                    way(model, made[a], made[b])
             continue
-        with pytest.raises(ValueError, match=r"installed separately: add the lists, a \+ b.*is that of an experiment"):
-            WAYS[way](model, made[a], made[b])
+        assert frozenset((a, b)) not in REFUSED, (a, b)
+        expected, got = edited(model, [calls[a], calls[b]]), mixed_of(model, both)
+        assert (got - expected)[:, chosen].abs().max() < 1e-4, (a, b)
+        assert torch.equal(got[:, rest], plain[:, rest]), (a, b)
+        if not {a, b} & ROTATING:
+            continue  # edits of scores act in the order in which they are installed
+        try:
+            close(way(model, made[a], made[b]), got, 1e-4)
+        except ValueError as error:
+            # a list that fits scores takes keys that another has hidden for those of several texts
+            assert re.search(f"{OTHERS}|must leave one text in each row", str(error)), (a, b, error)  # noqa: PT017
+            n_raised += 1
+    assert n_raised > 10
 
 
 DISTANCES = {
@@ -209,17 +215,15 @@ def test_separate_lists_on_different_heads_act_as_if_added(kind: str, name: str,
 def test_hooks_are_applied_once(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     before = state(model)
-    for tool, make in TOOLS.items():
+    for make in TOOLS.values():
         hooks = make(model, layers=[0], heads=[1])
-        if tool in ("component", "three axes", "two axes", "attention", "scores", "ablation"):
-            continue  # done once more they do the same
         for way in WAYS.values():
-            with pytest.raises(ValueError, match="are applied twice: apply them once"):
+            with pytest.raises(ValueError, match="from its beginning, or see it twice: apply them once"):
                 way(model, hooks, hooks)
         with pytest.raises(ValueError, match="applied once: they cannot be multiplied"):
             2 * hooks
     resampled = ablate_heads(model, [(0, 1)], mode="resample")
-    with pytest.raises(ValueError, match="are applied twice"):
+    with pytest.raises(ValueError, match="see it twice: apply them once"):
         mixed_of(model, [resampled[0], *resampled])
     assert state(model) == before
 
@@ -359,37 +363,6 @@ def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:
         assert torch.equal(logits(model, second), expected)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own models", "one model"])
-def test_threads_with_hooks_of_their_own(shared: bool) -> None:
-    """Each thread with a model of its own gets what it asked for; on one model, a thread is refused or right."""
-    models = [zoo.load("bridge", "llama-gqa") for _ in range(1 if shared else 2)]
-    models = models * 2 if shared else models
-    makes = [lambda m: dummy_distance(m, 5, layers=[0], heads=[1]), lambda m: swap_positions(m, UNORDERED, layers=[1])]
-    expected = [logits(m, make(m)) for m, make in zip(models, makes, strict=True)]
-    refused, wrong, barrier = [], [], threading.Barrier(2)
-
-    def work(n: int) -> None:
-        hooks = makes[n](models[n])
-        barrier.wait()
-        for _ in range(30):
-            try:
-                with torch.no_grad(), models[n].hooks(fwd_hooks=hooks):
-                    got = models[n](TOKENS)
-            except ValueError as error:
-                refused.append(str(error))
-                continue
-            wrong.extend([n] * (not torch.equal(got, expected[n])))
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
-    assert shared or not refused
-    assert all("give each thread a model of its own" in error for error in refused)
-
-
 def test_a_model_that_was_changed_since_is_noticed() -> None:
     model = zoo.load("hooked", "llama-gqa")
     hooks = dummy_distance(model, 3, heads=[1])
@@ -399,7 +372,7 @@ def test_a_model_that_was_changed_since_is_noticed() -> None:
     logits(model, dummy_distance(model, 3, heads=[1]))
 
 
-# --- the same on padded batches and while generating ------------------------------------------------------------
+# --- the same on padded batches -----------------------------------------------------------------------------------
 
 PAIRS = [(a, b) for a, b in combinations(TOOLS_FOR_ANY_LENGTH, 2) if frozenset((a, b)) not in REFUSED]
 PAD = 4
@@ -420,14 +393,3 @@ def test_pairs_on_a_padded_text_are_as_on_the_text_alone(kind: str, name: str, s
             together, alone, long = model(tokens, attention_mask=mask), model(TOKENS[:1, : L - PAD]), model(TOKENS[1:])
         close(together[0, at], alone[0], 2e-4)
         close(together[1], long[0], 2e-4)
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_pairs_while_generating_are_as_in_one_pass(kind: str, name: str, shared_model: Any) -> None:
-    from hooks.test_generation import step_by_step
-
-    model = shared_model(kind, name)
-    for n, (a, b) in enumerate(PAIRS):
-        heads = None if n % 2 else [1, 6]
-        hooks = sum((TOOLS_FOR_ANY_LENGTH[tool](model, heads=heads) for tool in (a, b)), Hooks([]))
-        close(step_by_step(model, kind, hooks, TOKENS), logits(model, hooks), 2e-4)

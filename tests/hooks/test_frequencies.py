@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, logits
+from support.intervention_cases import logits
 
 from tl_posdisent import limit_frequencies, read_attention
 from tl_posdisent.hooks.edits.rotation_edits import within_band
@@ -45,27 +45,6 @@ def test_a_call_that_limits_nothing_is_refused(arguments: dict[str, Any], shared
     with pytest.raises(ValueError, match="low or high must be given, or nothing is removed, got None for both: give"):
         limit_frequencies(model, **arguments)
     assert (logits(model, limit_frequencies(model, side="inside")) - logits(model, [])).abs().max() > 0
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
-def test_exact_in_the_models_own_numbers(kind: str, name: str, shared_model: Any) -> None:
-    """What stays in the band is not touched by rounding: queries of 0 and tables of position 0 are exact."""
-    model = shared_model(kind, name)
-    low = cut(model)
-    spec = read_attention(model, 0)
-    outside = spec.rotary.frequencies < low
-    coordinates = torch.cat([outside, outside])
-    name = spec.turn_q.name
-    with torch.no_grad():
-        plain = model.run_with_cache(TOKENS, names_filter=name)[1][name]
-        unrotated = model.run_with_cache(TOKENS, names_filter=spec.q.name)[1][spec.q.name]
-        for mode in ("drop", "freeze"):
-            with model.hooks(fwd_hooks=limit_frequencies(model, low, mode=mode, layers=[0])):
-                got = model.run_with_cache(TOKENS, names_filter=name)[1][name]
-            assert torch.equal(got[..., ~coordinates], plain[..., ~coordinates])
-            wanted = torch.zeros_like(got) if mode == "drop" else unrotated
-            assert torch.allclose(got[..., coordinates], wanted[..., coordinates], atol=1e-5)
-            assert mode == "freeze" or torch.equal(got[..., coordinates], wanted[..., coordinates])
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
@@ -129,22 +108,6 @@ def test_float16_keeps_slow_frequencies_coarsely() -> None:
     for n, frequency in enumerate(slow.tolist()):
         assert within_band(rotary, frequency, frequency).tolist() == [n == i for i in range(4)]
     assert not within_band(rotary, 0.0, 0.0).any()
-
-
-@zoo.needs_bridge
-@pytest.mark.parametrize("mode", ["drop", "freeze"])
-def test_a_limit_at_a_frequency_keeps_it_in_texts_rotated_by_others(mode: Any) -> None:
-    """Their frequencies are measured on their tables."""
-    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "factor": 8 / 3}
-    rope |= {"long_factor": [1.0, 1.0, 3.0, 5.0], "original_max_position_embeddings": 48}
-    model = zoo.bridge("phi3", rope_parameters=rope, original_max_position_embeddings=48)
-    _, second, third, _ = read_attention(model, 0).rotary.frequencies.tolist()
-    tokens = zoo.random_tokens(100)
-    clear = logits(model, limit_frequencies(model, math.sqrt(second * third), mode=mode), tokens)
-    assert torch.equal(logits(model, limit_frequencies(model, second, mode=mode), tokens), clear)
-    for low in (third / 2, third):  # which is in the band in short texts alone
-        with pytest.raises(ValueError, match="leave other subspaces in this text than in short ones"):
-            logits(model, limit_frequencies(model, low, mode=mode), tokens)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("bridge", "smollm3"), ("bridge", "gemma3")])

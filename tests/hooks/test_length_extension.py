@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hooks.test_generation import step_by_step
 from support import zoo
 from support.edited_scores import Call
 from support.intervention_cases import REAL, TOKENS, L, close, edited, every_way, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance
+from tl_posdisent import lambda_mask, position_interpolation, read_attention
 from tl_posdisent.hooks import applied
 
 pytestmark = pytest.mark.tl4
@@ -70,37 +69,17 @@ def test_sinks_are_the_first_tokens_at_any_positions(name: str, shared_model: An
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "mistral", "gemma2"))
-def test_sinks_of_a_text_behind_padding_and_against_a_cache(kind: str, name: str, shared_model: Any) -> None:
-    """Each text as it is alone, in one pass and in parts of any length; a bridge also at positions of its own."""
+def test_sinks_of_a_text_behind_padding(kind: str, name: str, shared_model: Any) -> None:
+    """Each text as it is alone."""
     model, pad = shared_model(kind, name), 3
     tokens, mask = TOKENS.clone(), torch.ones_like(TOKENS)
     tokens[0, :pad], mask[0, :pad] = 0, 0
     for heads in (None, [1, 6]):
         hooks = lambda_mask(model, 2, 3, 5, heads=heads)
         alone = run(model, hooks, TOKENS[:1, pad:])[0]
-        for ends in ((L,), (7, 8, 9, 12), (6, 8, 12), (4, 12)):
-            got = step_by_step(model, kind, hooks, tokens, mask, ends)
-            close(got[0, pad:], alone, 3e-4)
-            close(got[1:], run(model, hooks, TOKENS[1:]), 3e-4)
-
-
-@zoo.needs_bridge
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
-def test_sinks_against_a_cache_at_positions_of_the_users_own(name: str, shared_model: Any) -> None:
-    """Unequal steps, which no part of the text shows for the keys before it."""
-    model = shared_model("bridge", name)
-    positions = torch.tensor([7, 9, 10, 20, 21, 22, 40, 41, 45, 46, 60, 61]).expand(2, -1)
-    for make in (lambda: lambda_mask(model, 2, 3, 5), lambda: remap_distance(model, lambda d: d.clamp(max=9))):
-        hooks = make()
-        whole = run(model, hooks, attention_mask=torch.ones_like(TOKENS), position_ids=positions)
-        for ends in ((7, 8, 12), (5, 9, 10, 11, 12)):
-            parts, cache = [], {}
-            with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-                for start, end in zip((0, *ends), ends, strict=False):
-                    given = {"attention_mask": torch.ones(2, end), "position_ids": positions[:, start:end], **cache}
-                    logits, kept = model(TOKENS[:, start:end], return_type="logits_and_cache", use_cache=True, **given)
-                    parts, cache = [*parts, logits], {"past_key_values": kept}
-            close(torch.cat(parts, 1), whole, 3e-4)
+        got = run(model, hooks, tokens, attention_mask=mask)
+        close(got[0, pad:], alone, 3e-4)
+        close(got[1:], run(model, hooks, TOKENS[1:]), 3e-4)
 
 
 @zoo.needs_bridge

@@ -10,8 +10,8 @@ from support import zoo
 from support.intervention_cases import L, close, logits
 
 from tl_posdisent import read_model
-from tl_posdisent.hooks import applied, phase_noise
-from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.hooks import phase_noise
+from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 
 pytestmark = pytest.mark.tl4
 
@@ -21,11 +21,11 @@ def subspaces(model: Any, layer: int = 0) -> int:
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_zero_changes_nothing_and_a_common_angle_next_to_nothing(kind: str, name: str, shared_model: Any) -> None:
+def test_zero_and_a_common_angle_change_nothing(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     plain, n = logits(model, []), subspaces(model)
-    assert torch.equal(logits(model, phase_noise(model, 0.0)), plain)
-    assert torch.equal(logits(model, phase_noise(model, torch.zeros(L, n))), plain)
+    close(logits(model, phase_noise(model, 0.0)), plain)
+    close(logits(model, phase_noise(model, torch.zeros(L, n))), plain)
     close(logits(model, phase_noise(model, 0, heads=[1])), plain)
     common = torch.randn(n, dtype=torch.float64).expand(L, n)
     close(logits(model, phase_noise(model, common)), plain)
@@ -37,26 +37,18 @@ def test_zero_changes_nothing_and_a_common_angle_next_to_nothing(kind: str, name
 def test_angles_drawn(kind: str, name: str, shared_model: Any) -> None:
     """As large as asked for, of each position and subspace its own, common to texts, heads, queries and keys."""
     model, long = shared_model(kind, name), zoo.random_tokens(100)
-    spec = read_model(model).specs([1])[0]
+    rotary = read_model(model).specs([1])[0].require_rotary("noise")
 
-    def angles(hooks: list[Hook], tap: Any) -> torch.Tensor:
-        def read(hooks: list[Hook]) -> torch.Tensor:
-            held = {}
-            with torch.no_grad(), applied(model, [*hooks, (tap.name, lambda x, hook: held.update(x=tap.read(x)))]):
-                model(long)
-            n = len(spec.rotary.frequencies)
-            half = held["x"].unflatten(-1, (2, -1)).transpose(-1, -2) if spec.rotary.pairing == "half" else None
-            x = (half if half is not None else held["x"][..., : 2 * n].unflatten(-1, (-1, 2))).double()
-            return torch.view_as_complex(x.contiguous())
+    def angles(size: float, seed: int = 4) -> torch.Tensor:
+        (hooks,) = phase_noise(model, size, seed=seed, layers=[1]).interventions
+        assert isinstance(hooks.edit, PhaseNoise)
+        return hooks.edit.phases(rotary, torch.arange(100), 1)
 
-        return (read(hooks) / read([])).angle()
-
-    drawn = angles(phase_noise(model, 0.3, seed=4, layers=[1]), spec.turn_k)
-    one = drawn[0, :, 0]
-    close(drawn, one[:, None].expand_as(drawn), 1e-4)
-    close(angles(phase_noise(model, 0.3, seed=4, layers=[1]), spec.turn_q)[1, :, 5], one, 1e-4)
-    assert 0.25 < one.std() < 0.35
-    assert one.T.corrcoef().fill_diagonal_(0).abs().max() < 0.4  # subspaces
-    assert (one[1:] * one[:-1]).mean().abs() < 0.03  # neighbours
-    close(angles(phase_noise(model, 0.6, seed=4, layers=[1]), spec.turn_k)[0, :, 0], 2 * one, 1e-4)
-    assert (angles(phase_noise(model, 0.3, seed=5, layers=[1]), spec.turn_k)[0, :, 0] - one).abs().mean() > 0.1
+    drawn = angles(0.3)
+    assert 0.25 < drawn.std() < 0.35
+    assert drawn.T.corrcoef().fill_diagonal_(0).abs().max() < 0.4  # subspaces
+    assert (drawn[1:] * drawn[:-1]).mean().abs() < 0.03  # neighbours
+    close(angles(0.6), 2 * drawn, 1e-12)
+    assert (angles(0.3, seed=5) - drawn).abs().mean() > 0.1
+    given = logits(model, phase_noise(model, drawn, layers=[1]), long)
+    close(logits(model, phase_noise(model, 0.3, seed=4, layers=[1]), long), given, 0)

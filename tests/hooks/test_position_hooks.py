@@ -13,8 +13,6 @@ from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, TOOLS_FO
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
-from tl_posdisent.models.running.kv_cache import empty_cache, with_mask
-
 pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
 
 
@@ -69,18 +67,3 @@ def test_a_pass_without_a_cache_leaves_nothing_in_memory(kind: str, name: str, s
         for tool, make in TOOLS_FOR_ANY_LENGTH.items():
             with model.hooks(fwd_hooks=make(model, heads=[1, 6])):
                 assert left() == plain, tool
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_what_is_kept_of_a_cached_text_is_released(kind: str, name: str, shared_model: Any) -> None:
-    """By the next pass without a cache; until then the keys are needed."""
-    model, text = shared_model(kind, name), zoo.random_tokens(100, 1)
-    with torch.no_grad(), model.hooks(fwd_hooks=TOOLS_FOR_ANY_LENGTH["remap"](model)), LiveBytes() as live:
-        model(text, **with_mask(empty_cache(model, text), text))
-        gc.collect()
-        keys = model.cfg.n_layers * 100 * (model.cfg.n_key_value_heads or model.cfg.n_heads) * model.cfg.d_head * 4
-        assert keys <= live.now
-        model(TOKENS)
-        gc.collect()
-        assert live.now < keys / 10

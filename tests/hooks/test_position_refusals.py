@@ -9,7 +9,6 @@ import torch
 from support import zoo
 from support.intervention_cases import (
     BROKEN,
-    EVERY_INTERVENTION,
     TOKENS,
     UNORDERED,
     L,
@@ -75,18 +74,6 @@ def test_another_number_of_texts_is_refused(kind: str, name: str, shared_model: 
     hole = torch.zeros(8, L, L)
     hole[3, 5, 5] = torch.inf
     refused(model, remap_distance(model, hole), "distances must be finite inside the mask")
-
-
-@EVERY_INTERVENTION
-@every_way
-def test_a_cache_that_was_filled_without_the_hooks_is_refused(
-    kind: str, name: str, intervention: Any, shared_model: Any
-) -> None:
-    from hooks.test_generation import continuing
-
-    model = shared_model(kind, name)
-    message = "KV cache was not filled under these hooks|12 tokens, and the model runs on 1|use_past_kv_cache=False"
-    refused(model, intervention(model), message, tokens=TOKENS[:, :1], **continuing(model, kind, TOKENS))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "falcon", "qwen3"])

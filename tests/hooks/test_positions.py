@@ -39,10 +39,7 @@ def test_positions_are_the_position_ids_of_hugging_face(kind: str, name: str, sh
     plain, expected = logits(model, []), zoo.hf_logits(name, TOKENS, position_ids=UNORDERED)
     scale = plain.abs().max().item()
     assert (expected - plain).abs().max() > 0.1 * scale
-    if name in ("llama4", "gemma4-shared"):  # whose scores are computed: no hook after the norm, or shared keys
-        close(logits(model, swap_positions(model, REAL)), plain)
-    else:
-        assert torch.equal(logits(model, swap_positions(model, REAL)), plain)
+    close(logits(model, swap_positions(model, REAL)), plain)
     close(logits(model, swap_positions(model, REAL + 37)), plain)
     close(logits(model, swap_positions(model, UNORDERED)), expected)
     close(logits(model, remap_distance(model, distances(UNORDERED)[:, None])), expected)
@@ -82,8 +79,6 @@ def test_far_positions(kind: str, name: str, shared_model: Any) -> None:
     assert (expected - logits(model, [])).abs().max() > 0.5
     got = logits(model, swap_positions(model, reach))
     close(got, expected, 1e-4 if kind == "bridge" else 3e-2)
-    if read_model(model).specs([0])[0].cos and name != "falcon":  # which in any case sums in another order
-        assert torch.equal(got, expected)
     plain = logits(model, [])
     close(logits(model, swap_positions(model, REAL + 100_000)), plain, 0.2)
 

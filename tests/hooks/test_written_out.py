@@ -37,7 +37,6 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import drop_component, patch_vectors, phase_noise, substitute_additive
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.running.kv_cache import empty_cache
 
 pytestmark = [zoo.needs_bridge, pytest.mark.tl4]
 
@@ -175,19 +174,6 @@ def test_layers_that_share_keys_are_changed_apart(layer: int, shared_model: Any)
     agree(model, name, hooks, Change(lambda at, d: pairs if at == layer else d))
     hooks = remap_distance(model, lambda d: d.clamp(max=2), layers=[layer], heads=[3])
     agree(model, name, hooks, Change(lambda at, d: only({layer: 3}, d.clamp(max=2), d, at)))
-
-
-@every_family
-@pytest.mark.parametrize("keeps", ["all keys", "keys in the window"])
-def test_a_text_in_parts_is_the_whole_text(name: str, keeps: str, model: Any) -> None:
-    given = empty_cache(model, TOKENS)
-    if keeps == "keys in the window":
-        given = {"use_cache": True, "past_key_values": transformers.DynamicCache(config=model.original_model.config)}
-    hooks = swap_positions(model, lambda at: at**2 / L, heads=[1, 2]) + remap_distance(model, lambda d: d / 2, heads=3)
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        whole = model(TOKENS)
-        parts = [model(part, **given) for part in (TOKENS[:, :7], *TOKENS[:, 7:].split(1, 1))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=tolerance(name))
 
 
 def test_the_text_part_of_a_multimodal_model(shared_model: Any) -> None:

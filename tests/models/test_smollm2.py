@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hooks.test_generation import step_by_step
 from support.edited_scores import Call, Layer, edited_results
 from support.intervention_cases import hooks_of
 from support.packaged_models import packaged_model
@@ -113,10 +112,9 @@ def test_heads_under_edits_are_the_oracles(layer: int, edit: str, model: Any, to
 
 
 @pytest.mark.parametrize("edit", ["dummy", "ceiling", "lambda", "two"])
-def test_generating_and_padding(edit: str, model: Any, tokens: Tensor) -> None:
+def test_padding(edit: str, model: Any, tokens: Tensor) -> None:
     text, hooks = tokens[:, :12], under(edit, model)
     whole = logits(model, text, hooks)
-    torch.testing.assert_close(step_by_step(model, "bridge", hooks, text), whole, rtol=0, atol=2e-3)
     padded = torch.cat([torch.zeros_like(text[:, :4]), text], 1)
     mask = torch.cat([torch.zeros_like(text[:, :4]), torch.ones_like(text)], 1)
     both, masks = torch.cat([padded, tokens[:, :16]]), torch.cat([mask, torch.ones_like(mask)])

@@ -74,6 +74,15 @@ class Layer:
         return head // (self.q.shape[2] // self.k.shape[2])
 
 
+def edited_scores(layer: Layer, calls: Sequence[Call]) -> Tensor:
+    """Scores of heads under these calls, ``[batch, head, query, key]``, -inf where a key is hidden."""
+    out: list[Any] = [None] * layer.q.shape[2]
+    for heads, acting in _alike(layer, calls):
+        for head, x in zip(heads, _scores(layer, heads, acting).unbind(1), strict=True):
+            out[head] = x
+    return torch.stack(out, 1)
+
+
 def edited_results(layer: Layer, calls: Sequence[Call], read: Callable[[Tensor], Layer] | None = None) -> Tensor:
     """What heads gather under these calls, ``[batch, head, pos, d_head]``; ``read`` gives the layer in another text."""
     out: list[Any] = [None] * layer.q.shape[2]
@@ -121,8 +130,14 @@ def _rotated(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
     noise = sum((_noise(call, layer) for call in calls if call.tool == "phase_noise"), torch.zeros(1, 1, len(theta)))
     turned = [torch.exp(1j * noise)[:, :, None] * spec.rotary.attention_factor * z for z in (zq, zk)]
     places = [_places(call, at) for call in calls if call.tool in _POSITIONS] or [(at.double()[None],) * 2]
+    if any(call.get("unrotated") == "drop" for call in calls):
+        q_rest = torch.zeros_like(q_rest)
+        dropped = dropped | (theta == 0) & (spec.rotary.frequencies == 0)
     patches = [call for call in calls if call.tool == "patch_vectors"]
-    apart = [_distances(call, heads, at) for call in calls if call.tool in _DISTANCES]
+    apart = [_distances(call, heads, at) for call in calls if call.tool == "remap_distance"]
+    if ceilings := [call["distance_ceiling"] for call in calls if call.get("distance_ceiling") is not None]:
+        real = apart[0] if apart else (places[0][0][:, :, None] - places[0][1][:, None])[:, None]
+        apart = [real.clamp(max=min(ceilings))]
     if patches or not apart:
         turned = [
             z * torch.exp(1j * (p[..., None] * theta))[:, :, None] for z, p in zip(turned, places[0], strict=True)
@@ -131,6 +146,8 @@ def _rotated(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
         for given in (call[which].double() for call in patches if call.get(which) is not None):
             some = heads if n == 0 else [layer.key_head(h) for h in heads]
             turned[n], rest = _complex(given[:, :, some], spec)
+            if n == 0 and any(call.get("unrotated") == "drop" for call in calls):
+                rest = torch.zeros_like(rest)
             q_rest, k_rest = (rest, k_rest) if n == 0 else (q_rest, rest)
     terms = turned[0].movedim(1, 2)[:, :, :, None] * turned[1].conj().movedim(1, 2)[:, :, None]
     if apart:
@@ -156,7 +173,7 @@ def _frequencies(spec: Any, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
         if call.tool == "limit_frequencies":
             low, high = call.get("low") or 0.0, math.inf if call.get("high") is None else call["high"]
             outside = (theta < low * (1 - 1e-6)) | (theta > high * (1 + 1e-6))
-            gone[call.get("mode", "drop")] |= outside & (theta != 0)
+            gone[call.get("mode", "drop")] |= (~outside if call.get("side") == "inside" else outside) & (theta != 0)
     factor = math.prod(call["factor"] for call in calls if call.tool == "position_interpolation")
     return torch.where(gone["freeze"], 0.0, theta / factor), gone["drop"]
 
@@ -185,20 +202,24 @@ def _places(call: Call, at: Tensor) -> tuple[Tensor, Tensor]:
     return places, places
 
 
-_DISTANCES = ("remap_distance", "lambda_mask")
-
-
 def _distances(call: Call, heads: list[int], at: Tensor) -> Tensor:
     """Distances ``[batch or 1, head or 1, query, key]``."""
     real = (at[:, None] - at).double()
-    if call.tool == "lambda_mask":
-        cells = real.clamp(max=call["distance_ceiling"])
-    elif isinstance(call["distances"], Tensor):
+    if isinstance(call["distances"], Tensor):
         cells = call["distances"].double()
     else:
         cells = call["distances"](real.clamp_min(0).flatten()).view(real.shape)
     cells = cells[(None,) * (4 - cells.ndim)].nan_to_num()  # cells outside the mask may hold anything
     return cells if cells.shape[1] == 1 else cells[:, heads]
+
+
+def _knocked_out(call: Call, at: Tensor) -> Tensor:
+    """The hidden cells, ``[query, key]``."""
+    if call.get("cells") is not None:
+        return call["cells"]
+    chosen = (at.tolist() if call.get(side) is None else list(call[side]) for side in ("queries", "keys"))
+    rows, columns = (torch.isin(at, torch.tensor(slots) % len(at)) for slots in chosen)
+    return rows[:, None] & columns
 
 
 def _capped(scores: Tensor, spec: Any) -> Tensor:
@@ -214,6 +235,10 @@ def _scores(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
     for call in (x for x in calls if x.tool == "lambda_mask"):
         ahead = layer.at[:, None] - layer.at
         inside = inside & ((layer.at < call["sinks"]) | (ahead < call["window"]))
+    for call in (x for x in calls if x.tool == "knock_out"):
+        inside = inside & ~_knocked_out(call, layer.at)
+    if bool((blind := ~inside.any(-1)).any()):
+        raise ValueError(f"query {int(blind.nonzero()[0, -1])} would see no key")
     scores = torch.where(inside, scores, 0.0)
     patches = [call for call in calls if call.tool == "component_patching"]
     if patches:

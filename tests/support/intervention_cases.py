@@ -14,6 +14,7 @@ from tl_posdisent import (
     ablate_heads,
     capture,
     dummy_distance,
+    knock_out,
     lambda_mask,
     limit_frequencies,
     position_interpolation,
@@ -43,8 +44,8 @@ L = 12
 TOKENS = zoo.random_tokens(L)
 REAL = torch.arange(L)
 ROTARY = zoo.cases(*zoo.ROTARY_NAMES)
-# One of each way: tables exchanged, rotated vectors turned, unrotated ones turned, scores or z recomputed; with groups,
-# norms between, windows, soft caps, sinks.
+# Models that show positions by tables, by rotated vectors or not at all, scores or none; with groups, norms between,
+# windows, soft caps, sinks.
 WAYS = [
     *zoo.cases("llama-gqa", "gptj", "gemma2"),
     *(("bridge", name) for name in ("neox", "codegen", "falcon", "olmo2-gqa", "gpt_oss")),
@@ -117,7 +118,7 @@ def hooks_of(model: Any, call: Call, layers: Sequence[int] | None = None) -> Hoo
 _PUBLIC: dict[str, Callable[..., Hooks]] = {
     tool.__name__: tool
     for tool in (
-        *(ablate_heads, drop_component, dummy_distance, lambda_mask, limit_frequencies, phase_noise),
+        *(ablate_heads, drop_component, dummy_distance, knock_out, lambda_mask, limit_frequencies, phase_noise),
         *(position_interpolation, remap_distance, substitute_additive, substitute_attention, swap_positions),
     )
 }
@@ -180,6 +181,7 @@ def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:
 CALLS: dict[str, Call] = {
     **{tool: call for tool, call in CALLS_FOR_ANY_LENGTH.items() if tool != "noise"},
     "swap": Call("swap_positions", positions=UNORDERED),
+    "knock-out": Call("knock_out", queries=[3, 4, -1], keys=[0, 2]),
     "three axes": Call("substitute_additive"),
     "two axes": Call("substitute_additive", axes="two"),
     "attention": Call("substitute_attention", by="distance+sink"),
@@ -204,5 +206,5 @@ def _on_first_layer(tool: str, model: Any, *, layers: Any = None, heads: Any = N
 
 
 # Each on a text of this length, on heads of the first layer.
-ORDER = [*TOOLS_FOR_ANY_LENGTH, "vectors", "scores", "three axes", "two axes", "attention", "component"]
+ORDER = [*TOOLS_FOR_ANY_LENGTH, "knock-out", "vectors", "scores", "three axes", "two axes", "attention", "component"]
 TOOLS: dict[str, Callable[..., Hooks]] = {tool: partial(_on_first_layer, tool) for tool in ORDER}

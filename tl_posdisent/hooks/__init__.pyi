@@ -2,6 +2,7 @@ from .ablate import ablate_heads as ablate_heads
 from .applied import applied as applied
 from .fitted_attention import fitted_attention as fitted_attention
 from .frequencies import limit_frequencies as limit_frequencies
+from .knock_out import knock_out as knock_out
 from .lambda_mask import lambda_mask as lambda_mask
 from .patch import patch_vectors as patch_vectors
 from .phase_noise import phase_noise as phase_noise

@@ -15,6 +15,7 @@ from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.hooks.edits.running_mask import running_mask
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.running.forward_pass import Hook, running
@@ -38,6 +39,7 @@ def ablate_heads(
     mode: AblationMode = "zero",
     reference: Tokens | None = None,
     seed: int = 0,
+    positions: Slots = None,
 ) -> Hooks:
     """Ablate heads at ``hook_z`` (zero, mean or resample).
 
@@ -60,11 +62,14 @@ def ablate_heads(
         reference: for ``"mean"`` only: ids ``[batch, pos]`` without padding, or text or texts (a list, of any lengths)
             if the model has a tokenizer. It is run now, with the hooks that are on the model.
         seed: for ``"resample"``: the seed from which σ is drawn.
+        positions: tokens at which z is replaced, as slots of the batch, padding included: an index (negative from the
+            end), a range, a slice, several indices or booleans ``(pos,)``; None for all.
 
     Raises:
         ValueError: heads out of range, repeated or missing; an unknown mode; a reference with a mode that needs none,
-            or none with ``"mean"``; invalid tokens; a layer whose heads cannot be ablated at ``hook_z``. While running:
-            ``"resample"`` in a batch of one text or with padding.
+            or none with ``"mean"``; invalid tokens; positions that are not integers; a layer whose heads cannot be
+            ablated at ``hook_z``. While running: ``"resample"`` in a batch of one text or with padding; positions
+            beyond the text, or with a KV cache.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
@@ -82,12 +87,22 @@ def ablate_heads(
     check_mode(mode, reference, seed)
     check_reach(reading, [spec.layer for spec, _ in chosen])
     replace = stand_in(reading.model, [spec.layer for spec, _ in chosen], mode, reference, seed)
-    hooks = hooks_for(chosen, ResultEdit(f"ablate_heads({mode})", replace))
+    call = f"ablate_heads({mode})"
+    if positions is not None:
+        slots = checked_slots("positions", positions)
+        call, replace = f"ablate_heads({mode}, {slots_text(slots)})", partial(_at_slots, replace=replace, slots=slots)
+    hooks = hooks_for(chosen, ResultEdit(call, replace, by_slot=positions is not None))
     return hooks + (_padding_watchers(reading.model, chosen) if mode == "resample" else [])
 
 
 def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
     return hooks_for([(spec, heads)], ResultEdit("ablate_heads", replace))
+
+
+def _at_slots(layer: int, heads: Sequence[int], z: Tensor, *, replace: StandIn, slots: ChosenSlots) -> Tensor:
+    """Replace z at some tokens alone."""
+    here = slot_mask("positions", slots, z.shape[1], z.device)
+    return torch.where(here[:, None, None], replace(layer, heads, z).to(z.dtype), z)
 
 
 def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:

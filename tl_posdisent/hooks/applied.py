@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tl_posdisent.hooks.edits.hook_function import HookFunction
+from tl_posdisent.hooks.edits.hook import HookFunction
 from tl_posdisent.hooks.hook_list import check_entries
 from tl_posdisent.models.running.forward_pass import Hook, installed
 from tl_posdisent.models.running.model_parts import n_layers

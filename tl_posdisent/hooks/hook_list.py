@@ -14,7 +14,7 @@ import pandas as pd
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.edit import Edit, Intervention
-from tl_posdisent.hooks.edits.hook_function import HookFunction
+from tl_posdisent.hooks.edits.hook import HookFunction
 from tl_posdisent.hooks.edits.rotation_edits import RotationEdit
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.models.reading.model_reading import Layers, read_model

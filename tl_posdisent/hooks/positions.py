@@ -37,26 +37,24 @@ def swap_positions(
 
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
     Only the rotation changes, not the mask; on Hugging Face models the result is the same as with
-    ``position_ids=positions``. (Frequencies that depend on the length of the text, as in longrope and dynamic NTK,
-    remain those of the running text.)
+    ``position_ids=positions``.
 
     Args:
         model: a model with rotary embeddings.
         positions: ``(pos,)`` or ``(batch, pos)``, finite real numbers, one for each slot of the batch, padding
             included; or a function from a float64 tensor of the tokens' own positions, as the model gets them (from
-            ``position_ids`` or the attention mask), to one of the same shape, for texts of any length and for
-            generation.
+            ``position_ids`` or the attention mask), to one of the same shape, for texts of any length.
         layers: default all layers with RoPE.
         heads: query heads, default all. A head that shares its keys with others gets its own rotated copy of them.
 
     Raises:
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
             rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose
-            length differs from the text's, a KV cache not filled under these hooks, a model other than ``model``; a
-            mask that hides the first keys from all later tokens, if positions do not tell whether they are padding and
-            the function gives other distances for padding; texts packed into one row by ``position_ids`` that the
-            model does not hide from each other; positions at which one of the layers scales its scores by the position
-            (Ministral 3).
+            length differs from the text's; a KV cache; a text longer than the model's original context, if it is then
+            rotated otherwise (longrope, dynamic NTK); another model; a mask that hides the first keys from all later
+            tokens, if positions do not tell whether they are padding and the function gives other distances for
+            padding; texts packed into one row by ``position_ids`` that the model does not hide from each other;
+            positions at which one of the layers scales its scores by the position (Ministral 3).
 
     Example:
         >>> import torch
@@ -76,7 +74,7 @@ def swap_positions(
 def positions_edit(tool: str, positions: Positions) -> PositionMap:
     """Validate ``positions`` and return the edit that assigns them to queries and keys."""
     if callable(positions) and not isinstance(positions, Tensor):
-        return PositionMap(f"{tool}({getattr(positions, '__name__', 'a function')})", positions, positions)
+        return PositionMap(f"{tool}({getattr(positions, '__name__', 'a function')})", positions)
     if isinstance(positions, Sequence) and any(isinstance(x, tuple) and len(x) == 2 for x in positions):
         raise ArgumentError(
             "positions",
@@ -86,7 +84,7 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
     given = real_tensor("positions", positions)
     if given.ndim not in (1, 2) or given.numel() == 0:
         raise ArgumentError("positions", f"must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
-    return PositionMap(f"{tool}({'×'.join(map(str, given.shape))} positions)", given, given)
+    return PositionMap(f"{tool}({'×'.join(map(str, given.shape))} positions)", given)
 
 
 def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:
@@ -114,7 +112,7 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
         (True, dummy_distance(5) on 5 layers × 8 heads)
     """
     check_number("distance", distance)
-    edit = PositionMap(f"dummy_distance({distance:g})", float(distance), 0.0)
+    edit = DistanceMap(f"dummy_distance({distance:g})", float(distance))
     hooks = rotation_hooks(model, layers, heads, edit)
     if distance < 0:
         _warn_of_future(hooks, f"distance: must be 0 or more for keys before their query, got {distance:g}")
@@ -147,8 +145,7 @@ def remap_distance(
     Args:
         distances: an elementwise function from a float64 tensor of real distances (query position minus key position)
             to one of the same shape; or a matrix ``[query, key]``, ``[head, query, key]`` or ``[batch, head or 1,
-            query, key]`` of finite numbers, of which only the cells inside the mask count. For a text that is run in
-            parts against a KV cache, give the matrix of the whole text, or a larger one.
+            query, key]`` of finite numbers, of which only the cells inside the mask count.
         model, layers, heads: as in ``swap_positions``.
 
     Warns:

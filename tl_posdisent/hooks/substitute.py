@@ -99,7 +99,7 @@ def _two_axes(view: View, keep: Collection[ScorePart]) -> Tensor:
 
 def _check_consecutive(view: View) -> None:
     """Refuse user-supplied positions with gaps: the table holds the distances of a text without gaps."""
-    own, there = view.own[0], keys_there(view.inside)
+    own, there = view.positions, keys_there(view.inside)
     steps = (own - torch.arange(own.shape[-1], device=own.device)).expand(there.shape)
     first = steps.masked_fill(~there, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
     if bool(((steps != first) & there).any()):

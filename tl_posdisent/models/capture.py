@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Ended, Hook, running
 from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
+from tl_posdisent.rope.rotary import rotate, running_rotary
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.validation import check_flag, listed, shown
@@ -316,17 +316,11 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
 
     ``positions`` are those that ``swap_positions`` assigns to all heads in this run, or None for 0, 1, 2 …
     """
-    plain = {"q": spec.q, "k": spec.k}
     rotary = None if spec.rotary is None and spec.q and spec.k else spec.require_rotary("patching")
-    turned = plain if rotary is None else {"q": spec.turn_q or spec.q, "k": spec.turn_k or spec.k}
-    taps = {which: tap for which, tap in turned.items() if tap is not None}
-    behind = {which: (other := plain[which]) is not None and other.name != tap.name for which, tap in taps.items()}
-    names = {which: tap.name for which, tap in taps.items()}
-    by_table = spec.holds_to is not None and spec.cos and spec.sin and not any(behind.values())
-    if by_table:  # long texts are rotated by other tables than short ones
-        names |= {name: hook for name, hook in (("cos", spec.cos), ("sin", spec.sin)) if hook}
-    if not spec.cos:  # without tables to replace, interventions turn the vectors themselves
-        positions = None
+    assert spec.q
+    assert spec.k
+    taps = {"q": spec.q, "k": spec.k}
+    names = list(dict.fromkeys(name for tap in taps.values() for name in tap.names))
     seen: dict[str, Tensor] = {}
 
     def keep(name: str, x: Tensor, hook: Any) -> None:
@@ -334,16 +328,12 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
         if len(seen) < len(names):
             return
         for which, tap in taps.items():
-            vectors = held[which] = tap.read(seen[which])
-            if rotary is not None and by_table:
-                held[which] = rotated_by_table(vectors, seen["cos"], seen["sin"], rotary)
-            elif rotary is not None and not behind[which]:
-                at = torch.arange(vectors.shape[1], device=vectors.device) if positions is None else positions
-                # In float64: rotating and rotating back must give the same vectors.
-                held[which] = rotate(vectors.double(), at.to(vectors.device), rotary)
+            x = tap.read(*(seen[name] for name in tap.names))
+            places = torch.arange(x.shape[1], device=x.device) if positions is None else positions.to(x.device)
+            held[which] = x if rotary is None else rotate(x.double(), places, rotary)
         seen.clear()
 
-    return [(hook, partial(keep, name)) for name, hook in names.items()]
+    return [(name, partial(keep, name)) for name in names]
 
 
 def listen_scores(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:

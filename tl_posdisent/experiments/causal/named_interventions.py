@@ -11,7 +11,7 @@ from typing import Any
 from tl_posdisent import hooks as tools
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.applied import check_hooks
-from tl_posdisent.hooks.edits.hook_function import HookFunction
+from tl_posdisent.hooks.edits.hook import HookFunction
 from tl_posdisent.hooks.hook_list import Chosen, Hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.forward_pass import Hook, running

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tl_posdisent.hooks.edits.head_edits import HeadRotation
 from tl_posdisent.hooks.edits.rotation_edits import (
+    DistanceCeiling,
     DistanceMap,
     FrequencyLimit,
-    HeadRotation,
     PositionMap,
     PositionScale,
     VectorPatch,
@@ -29,9 +30,10 @@ def _of_rotations(rotation: HeadRotation) -> str | None:
     for which in ("q_rot", "k_rot"):
         if sum(getattr(e, which) is not None for e in patches) > 1:
             return f"{which} is patched twice: patch it once"
-    if patches and any(e.distances_only for e in positions):
+    distances = [e for e in rotation.edits if isinstance(e, (DistanceMap, DistanceCeiling))]
+    if patches and distances:
         return (
-            f"{positions[0].tool} sets distances, not positions, and vectors that are patched are already rotated to "
+            f"{distances[0].tool} sets distances, not positions, and vectors that are patched are already rotated to "
             "positions of their own: leave one out, or use swap_positions"
         )
     return None

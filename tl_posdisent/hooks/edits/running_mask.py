@@ -51,22 +51,20 @@ class RunningMask:
 
 def running_mask(spec: AttentionSpec, masked: Bool[Tensor, "batch head query key"]) -> RunningMask:
     """Read the mask of a pass from the cells that are masked in a layer's scores."""
-    n_query, n_key = masked.shape[-2:]
-    slot = torch.arange(n_key, device=masked.device)
-    allowed = spec.sees(slot[n_key - n_query :, None] - slot)
+    slot = torch.arange(masked.shape[-1], device=masked.device)
+    allowed = spec.sees(slot[:, None] - slot)
     visible = ~masked if spec.shows_mask else allowed & ~masked
     seen = visible.any(1)
     return RunningMask(visible, seen, _starts(seen, allowed), _after(seen))
 
 
 def _starts(seen: Bool[Tensor, "batch query key"], allowed: Bool[Tensor, "query key"]) -> Bool[Tensor, "batch key"]:
-    n_query, n_key = allowed.shape
+    n_key = len(allowed)
     slot = torch.arange(n_key, device=seen.device)
 
     def earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*batch key"]:
         """Return, for each slot, the first key that any query from this slot on sees."""
         first = torch.where(cells, slot, n_key).amin(-1)
-        first = torch.nn.functional.pad(first, (n_key - n_query, 0), value=n_key)
         return first.flip(-1).cummin(-1).values.flip(-1)
 
     first = earliest_from(seen)
@@ -75,7 +73,7 @@ def _starts(seen: Bool[Tensor, "batch query key"], allowed: Bool[Tensor, "query 
 
 def _after(seen: Bool[Tensor, "batch query key"]) -> Bool[Tensor, "batch query"]:
     unseen = ~seen.any(1)
-    return unseen.flip(-1).long().cumprod(-1).flip(-1)[:, -seen.shape[1] :].bool()
+    return unseen.flip(-1).long().cumprod(-1).flip(-1).bool()
 
 
 def index_in_text(own: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch key"]:

@@ -1,12 +1,10 @@
 """Read positions and rotation table of the running text during a forward pass.
 
-Padding, ``position_ids``, a KV cache and rotations that depend on the length of the text all show in what a layer
-computes: in its table of cosines, and in its vectors before and after rotation.
+Padding and ``position_ids`` show in what a layer computes: in its table of cosines, and in its vectors before and after
+rotation.
 """
 
 from __future__ import annotations
-
-from contextlib import suppress
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.running_mask import RunningMask
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, table_like, to_complex
+from tl_posdisent.rope.rotary import Rotary, rotate, table_like, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 
 _CANDIDATES = 4096  # positions to try if a table is not that of 0, 1, 2 …
@@ -79,14 +77,14 @@ def rounding(rotary: Rotary, positions: Int[Tensor, "*pos"]) -> float:
     return 1e-4 + 4 * torch.finfo(torch.float32).eps * float(positions.max() * rotary.frequencies.abs().max())
 
 
-def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
-    """Measure the rotation of a running table with rows 0, 1, 2 …, which for long texts may differ, or return None."""
-    for text in range(len(cos)):
-        with suppress(ValueError):
-            found = rotary_from_table(cos[text].detach(), sin[text].detach(), pairing=rotary.pairing)
-            if len(found.frequencies) == len(rotary.frequencies):
-                return found
-    return None
+def unknown_positions(layer: int, expected: Int[Tensor, " pos"]) -> ValueError:
+    """Return the error for a rotation at no known positions."""
+    end = end_of_known(expected)
+    return ValueError(
+        f"the rotation table of layer {layer} is not that of positions 0, 1, 2 … nor of any others below {end}, which "
+        f"are those that are recognised in a text of this length: run the model on a whole text, unpadded and with "
+        f"position_ids below {end}, if any, and make the hooks again if its tables have changed"
+    )
 
 
 def restarts(own: Int[Tensor, "*batch pos"]) -> bool:

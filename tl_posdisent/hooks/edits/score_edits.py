@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.edit import Edit
-from tl_posdisent.hooks.edits.rotation_edits import HeadRotation
+from tl_posdisent.hooks.edits.head_edits import HeadRotation
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 
@@ -23,13 +23,12 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 class View:
     """What an edit may read in a forward pass: some heads of one layer, which share all rotation edits."""
 
-    spec: AttentionSpec  # with the rotation of the running text
+    spec: AttentionSpec
     heads: Sequence[int]
     inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
-    rotation: HeadRotation
-    own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
-    # Their indices in their text, from 0, regardless of positions, in the same shapes; None unless requested.
-    counted: tuple[Tensor, Tensor] | None
+    rotation: HeadRotation  # none unless vectors are requested
+    positions: Tensor  # of the tokens, as the model has them, ``(pos,)`` or ``(batch, pos)``
+    index: Tensor | None  # their indices in their text, from 0, regardless of positions; None unless requested
     # The scores under all rotation edits and earlier score edits: in the model's dtype, soft cap included, arbitrary
     # outside the mask.
     scores: Float[Tensor, "batch head query key"]
@@ -54,10 +53,9 @@ class ScoreEdit(Edit):
     order: Order
     scores: bool = False  # whether it reads the scores
     vectors: bool = False
-    counts: bool = False  # whether it needs the indices of queries and keys in their text
+    counts: bool = False  # whether it needs the indices of tokens in their text
     hides: bool = False  # whether it hides keys by scores of its own, so that no component of them can be fitted
     plain: bool = False  # needs the real distances: combines only with frequency limits and interpolation
-    cached: bool = False  # also works on a part of a text against a KV cache
     components: frozenset[str] = frozenset()  # components that a patch puts in
 
 
@@ -66,3 +64,4 @@ class ResultEdit(Edit):
     """Replacement of heads' output at ``hook_z``: maps ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
 
     replace: Callable[[int, Sequence[int], Tensor], Tensor]
+    by_slot: bool = False  # whether it was given for slots of a whole text

@@ -1,105 +1,126 @@
-"""Scores of a head under edits of its rotation: from turned vectors if they suffice, otherwise at any distances.
+"""Scores of heads under edits of their rotation, from the model's own scores and its queries and keys.
 
-A piecewise linear function of the distance (a ceiling, for example) selects among products of turned vectors. All other
-distances are computed subspace by subspace for each pair.
+The scores that the edits would give and the model's own are both products of queries and keys; their difference is
+added to the model's scores. What the model or other hooks have added (masks, a bias) stays, and where nothing changes
+the scores stay as they are. A piecewise linear function of the distance (one distance, a ceiling) selects among
+products of turned vectors. All other distances are computed subspace by subspace for each pair.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, HeadRotation, Side, check_patch
+from tl_posdisent.hooks.edits.head_edits import HeadRotation, check_patch
+from tl_posdisent.hooks.edits.rotation_edits import Side, mapped
+from tl_posdisent.hooks.edits.running_layer import RunningLayer
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.rope.rotary import turn
 from tl_posdisent.utils.errors import ArgumentError
 
 _CELLS_PER_BLOCK = 2**21
 _MOST_PIECES = 8  # more would cost more than arbitrary distances
 
 
+class Vectors(NamedTuple):
+    """Rotated queries and keys: of all heads and key heads, or of some heads, one key head for each query head."""
+
+    q: Float[Tensor, "batch pos head d_head"]
+    k: Float[Tensor, "batch pos kv d_head"]
+
+
 def rotated_scores(
-    spec: AttentionSpec,
-    rotation: HeadRotation,
-    heads: Sequence[int],
-    q: Float[Tensor, "batch query head d_head"],
-    k: Float[Tensor, "batch key head d_head"],
-    own: tuple[Tensor, Tensor],
-    seen: Bool[Tensor, "batch query key"],
-    before: Float[Tensor, "batch head query key"] | None = None,
-    part: tuple[int, int] | None = None,
+    layer: RunningLayer, rotation: HeadRotation, heads: Sequence[int], scores: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch head query key"]:
-    """Compute scores of some heads' unrotated queries and keys (one key head per query head) under their edits.
-
-    The soft cap is applied, the mask is not. Computed in float32 (float64 for float64).
-
-    Args:
-        own: the positions of queries and of keys.
-        seen: cells in which a query sees a key. The scores of others are arbitrary.
-        before: the scores without edits, which are kept where distances do not change.
-        part: if a text is run in parts, the slots of the first query and the first key in it. A matrix of distances
-            is then that of the whole text.
-    """
-    edit = rotation.position
-    if not isinstance(edit, DistanceMap):
-        return spec.score(*rotated_vectors(spec, rotation, heads, q, k, own))
-    rotary = spec.require_rotary("rotation edits")
-    if isinstance(edit.distances, Tensor):
-        distances = _of_part(edit.distances, part, (q.shape[1], k.shape[1])).to(q.device)
-        _check_matrix(spec, distances, len(q), (q.shape[1], k.shape[1]))
-        if distances.ndim >= 3 and distances.shape[-3] == spec.n_heads > 1:
-            distances = distances[..., torch.tensor(list(heads), device=distances.device), :, :]
-        values, index = distances.nan_to_num(0.0, 0.0, 0.0).unique(return_inverse=True)  # masked cells are arbitrary
+    """Return the scores of some heads under the edits of their rotation, given the model's own."""
+    plain = own_vectors(layer, heads)
+    if not rotation.pairwise:
+        angles = rotation.angles(layer.rotary, rotation.positions(layer.positions, len(layer.q)))
+        return _exchanged(layer.spec, scores, plain, _turned(layer, rotation, heads, angles, angles))
+    distances = None if rotation.distance is None else rotation.distance.distances
+    if isinstance(distances, Tensor):
+        cells = _matrix(layer, distances, heads)
+        values, index = cells.clamp(max=rotation.ceiling).unique(return_inverse=True)
+        return _added(layer, rotation, heads, scores, values, index)
+    if distances is None or isinstance(distances, (int, float)):
+        pieces = _pieces_of_ceiling(distances, rotation.ceiling)
     else:
-        real = own[0][..., :, None] - own[1][..., None, :]
-        needed = torch.where(seen, real, 0)  # a function may have no values at other distances
-        low = int(needed.min())
-        values = edit.values(low, int(needed.max()), q.device)
-        index = (real - low).clamp(0, len(values) - 1)
-        index = index if index.ndim == 2 else index[:, None]  # positions differ between texts
-        pieces = straight_pieces(values, low)
-        if pieces is not None:
-            return _selected(spec, rotation, q, k, own, pieces, before if len(rotation.edits) == 1 else None)
-    in_place: dict[str, Any] = {"rotary": rotary, "tables": True}  # noise and dropped subspaces
-    q = rotation.turned_on(_wide(q), "q", own[0], **in_place)
-    k = rotation.turned_on(_wide(k), "k", own[1], **in_place)
-    ahead = seen.triu(1 + k.shape[1] - q.shape[1])  # keys after their query, in the prefix of a prefix LM
-    causal = spec.causal and not bool(ahead.any())
-    return pair_scores(replace(spec, rotary=rotation.frequencies(rotary), causal=causal), q, k, values, index)
+        needed = torch.where(layer.mask.seen, layer.distances, 0)  # a function may have no values at other distances
+        low, high = int(needed.min()), int(needed.max())
+        real = torch.arange(low, max(high, low + 1) + 1, device=needed.device).double()
+        values = mapped(distances, real, "distances", "real distances").clamp(max=rotation.ceiling)
+        straight = straight_pieces(values, low)
+        if straight is None:
+            index = (layer.distances - low).clamp(0, len(values) - 1)
+            index = index if index.ndim == 2 else index[:, None]  # positions differ between texts
+            return _added(layer, rotation, heads, scores, values, index)
+        pieces = straight
+    return _selected(layer, rotation, heads, scores, pieces)
 
 
-def rotated_vectors(
-    spec: AttentionSpec,
-    rotation: HeadRotation,
-    heads: Sequence[int],
-    q: Float[Tensor, "batch query head d_head"],
-    k: Float[Tensor, "batch key head d_head"],
-    own: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Compute the rotated queries and keys of ``rotated_scores``, for edits other than ``DistanceMap``."""
-    if not rotation:
-        return spec.rotated(_wide(q), own[0]), spec.rotated(_wide(k), own[1])
-    rotary = spec.require_rotary("rotation edits")
+def own_vectors(layer: RunningLayer, heads: Sequence[int]) -> Vectors:
+    """Return the rotated queries and keys of some heads, as the model computes them."""
+    q, k = layer.rotated
+    if len(heads) == q.shape[2]:
+        return Vectors(q, k)
+    return Vectors(q[:, :, list(heads)], k[:, :, [layer.spec.key_head(head) for head in heads]])
 
-    def side(x: Tensor, which: Side, at: Tensor, there: list[int]) -> Tensor:
-        given = rotation.patch(which)
-        if given is not None:
-            check_patch(f"{which}_rot", given, x)
-            return rotation.kept(given[:, :, there].to(_wide(x)), rotary, which)
-        kept = rotation.kept(_wide(x), rotary, which)
-        return rotation.turned(kept, rotation.places(which, at, len(x)), at, rotary)
 
-    return side(q, "q", own[0], list(heads)), side(k, "k", own[1], [spec.key_head(h) for h in heads])
+def _turned(
+    layer: RunningLayer, rotation: HeadRotation, heads: Sequence[int], of_queries: Tensor, of_keys: Tensor
+) -> Vectors:
+    """Turn queries and keys of some heads by these angles, or put in those of another run."""
+    there = [layer.spec.key_head(head) for head in heads]
+    shared = sorted(set(there))
+
+    def side(x: Tensor, which: Side, chosen: Sequence[int], angles: Tensor) -> Tensor:
+        patch = rotation.patch(which)
+        if patch is not None:
+            check_patch(f"{which}_rot", patch, x)
+            return patch[:, :, list(chosen)].to(x)
+        x = x if len(chosen) == x.shape[2] else x[:, :, list(chosen)]
+        return rotation.turned(x, angles, layer.positions, layer.rotary)
+
+    q = rotation.kept(side(layer.wide_q, "q", heads, of_queries), layer.rotary)
+    k = side(layer.wide_k, "k", shared, of_keys)
+    return Vectors(q, k if len(heads) == layer.spec.n_heads else k[:, :, [shared.index(group) for group in there]])
+
+
+def _exchanged(spec: AttentionSpec, scores: Tensor, before: Vectors, after: Vectors) -> Tensor:
+    """Add the difference of two products of queries and keys to scores that contain the first."""
+    wide = scores.to(before.q.dtype)
+    if spec.soft_cap is not None:
+        return _rounded(wide + (spec.score(*after) - spec.score(*before)), scores)
+    q = torch.cat([after.q.transpose(1, 2), before.q.transpose(1, 2)], -1)
+    k = torch.cat([after.k.transpose(1, 2), -before.k.transpose(1, 2)], -1)
+    batch, n_kv = k.shape[:2]
+    # query heads that share a key head are one longer list of queries
+    shared, q_shared = (
+        rearrange(x, "batch (kv group) query d -> (batch kv) (group query) d", kv=n_kv) for x in (wide, q)
+    )
+    new = torch.baddbmm(shared, q_shared, k.flatten(0, 1).mT, alpha=spec.require_scale())
+    new = rearrange(new, "(batch kv) (group query) key -> batch (kv group) query key", batch=batch, query=q.shape[2])
+    return _rounded(new, scores)
+
+
+def _rounded(new: Tensor, scores: Tensor) -> Tensor:
+    """Return new scores in the model's dtype; in float16, sums with the most negative number would be -inf."""
+    if scores.dtype != torch.float16:
+        return new.to(scores.dtype)
+    return torch.where(scores < torch.finfo(scores.dtype).min / 2, scores, new.to(scores.dtype))
 
 
 class Piece(NamedTuple):
     """The function ``slope * distance + shift`` from the real distance ``start`` on."""
 
-    start: int
+    start: float
     slope: float
     shift: float
 
@@ -123,32 +144,60 @@ def straight_pieces(values: Float[Tensor, " distance"], low: int = 0) -> list[Pi
     return pieces if len(pieces) <= _MOST_PIECES else None
 
 
+def _pieces_of_ceiling(distance: float | None, ceiling: float) -> list[Piece]:
+    """Return one distance for all pairs, or the real ones, below a ceiling."""
+    if distance is not None:
+        return [Piece(-math.inf, 0.0, min(distance, ceiling))]
+    return [Piece(-math.inf, 1.0, 0.0), Piece(ceiling, 0.0, ceiling)]
+
+
 def _selected(
-    spec: AttentionSpec,
-    rotation: HeadRotation,
-    q: Tensor,
-    k: Tensor,
-    own: tuple[Tensor, Tensor],
-    pieces: Sequence[Piece],
-    before: Tensor | None,
+    layer: RunningLayer, rotation: HeadRotation, heads: Sequence[int], scores: Tensor, pieces: Sequence[Piece]
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores from vectors turned for each piece, and select for each pair the piece of its distance."""
-    rotary = spec.require_rotary("rotation edits")
-    q, k = rotation.kept(_wide(q), rotary), _wide(k)
-    real = own[0][..., :, None] - own[1][..., None, :]
-    real = real if real.ndim == 2 else real[:, None]
-    scores = before
-    for n, piece in enumerate(pieces):
-        if before is not None and piece.slope == 1 and piece.shift == 0:
-            new = before
+    plain, exact = own_vectors(layer, heads), rotation.frequencies(layer.rotary)
+    positions = rotation.positions(layer.positions, len(layer.q))
+    real = positions[..., :, None] - positions[..., None, :] if len(pieces) > 1 else None
+    real = real[:, None] if real is not None and real.ndim == 3 else real
+    changed = None
+    for piece in pieces:
+        here = None if real is None or changed is None else real >= piece.start
+        if here is not None and not bool(here.any()):
+            continue
+        if piece.slope == 1 and piece.shift == 0:
+            angles = rotation.angles(layer.rotary, positions)
+            after = plain if rotation.distances_alone else _turned(layer, rotation, heads, angles, angles)
         else:
-            q_at, k_at = (piece.slope * at.double() / rotation.scale for at in own)
-            q_rot = rotation.turned(q, q_at + piece.shift / rotation.scale, own[0], rotary)
-            new = spec.score(q_rot, rotation.turned(k, k_at, own[1], rotary))
-            new = new if before is None else new.to(before.dtype)
-        scores = new if n == 0 or scores is None else torch.where(real >= piece.start, new, scores)
-    assert scores is not None
-    return scores
+            places = piece.slope * positions.double()
+            after = _turned(layer, rotation, heads, exact.angles(places + piece.shift), exact.angles(places))
+        new = scores if after is plain else _exchanged(layer.spec, scores, plain, after)
+        changed = new if changed is None or here is None else torch.where(here, new, changed)
+    assert changed is not None
+    return changed
+
+
+def _added(
+    layer: RunningLayer,
+    rotation: HeadRotation,
+    heads: Sequence[int],
+    scores: Float[Tensor, "batch head query key"],
+    values: Float[Tensor, " distance"],
+    index: Int[Tensor, "*lead query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """Return scores at the distances ``values[index]``."""
+    spec, rotary = layer.spec, layer.rotary
+    phases = rotation.phases(rotary, layer.positions, len(scores))
+
+    def noisy(x: Tensor) -> Tensor:
+        return turn(x, phases[..., None, :], rotary.pairing, 1.0) if isinstance(phases, Tensor) else x
+
+    q = rotation.kept(noisy(layer.wide_q[:, :, list(heads)]), rotary)
+    k = noisy(layer.wide_k)[:, :, [spec.key_head(head) for head in heads]]
+    ahead = layer.mask.seen.triu(1)  # keys after their query, in the prefix of a prefix LM
+    causal = spec.causal and not bool(ahead.any())
+    edited = replace(spec, rotary=rotation.frequencies(rotary), causal=causal)
+    change = pair_scores(edited, q, k, values, index) - spec.score(*own_vectors(layer, heads))
+    return _rounded(scores.to(change.dtype) + change, scores)
 
 
 def pair_scores(
@@ -195,37 +244,23 @@ def _planes(
     return rotated.mT.contiguous() if pairing == "half" else rotated.contiguous(), x[..., 2 * n :].contiguous()
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _of_part(
-    distances: Float[Tensor, "*lead whole_query whole_key"], part: tuple[int, int] | None, shape: tuple[int, int]
+def _matrix(
+    layer: RunningLayer, distances: Float[Tensor, "*lead query key"], heads: Sequence[int]
 ) -> Float[Tensor, "*lead query key"]:
-    """Select the distances of a part of a text from those of the whole text."""
-    if part is None:
-        return distances
-    ends = [start + n for start, n in zip(part, shape, strict=True)]
-    if any(n < end for n, end in zip(distances.shape[-2:], ends, strict=True)):
-        raise ArgumentError(
-            "distances",
-            f"must be those of the whole text, at least {ends[0]} queries and {ends[1]} keys so far, got "
-            f"{tuple(distances.shape)}: give a larger matrix, or a function of the distance",
-        )
-    return distances[..., part[0] : ends[0], part[1] : ends[1]]
-
-
-def _check_matrix(spec: AttentionSpec, distances: Tensor, batch: int, shape: tuple[int, int]) -> None:
-    """Refuse distances that do not fit the running text."""
+    """Return the given distances of some heads, or raise if they do not fit the running text."""
+    spec, (batch, length) = layer.spec, layer.q.shape[:2]
+    shape = (length, length)
     allowed = [shape, *((h, *shape) for h in (1, spec.n_heads))]
-    allowed += [(b, *heads) for b in (1, batch) for heads in allowed[1:]]
+    allowed += [(b, *by_head) for b in (1, batch) for by_head in allowed[1:]]
     if tuple(distances.shape) not in allowed:
         raise ArgumentError(
             "distances",
             f"must have shape (query, key) = {shape}, (head, query, key) or (batch, head, query, key) with "
             f"{spec.n_heads} heads and {batch} texts (or 1), got {tuple(distances.shape)}",
         )
-    at = torch.arange(shape[1], device=distances.device)
-    inside = spec.sees(at[shape[1] - shape[0] :, None] - at)
-    if not bool((distances.isfinite() | ~inside).all()):
+    distances = distances.to(layer.q.device)
+    if not bool((distances.isfinite() | ~spec.mask(length, distances.device)).all()):
         raise ArgumentError("distances", "must be finite inside the mask")
+    if distances.ndim >= 3 and distances.shape[-3] == spec.n_heads > 1:
+        distances = distances[..., torch.tensor(list(heads), device=distances.device), :, :]
+    return distances.nan_to_num(0.0, 0.0, 0.0)  # masked cells are arbitrary

@@ -1,0 +1,138 @@
+"""Edit one attention layer in one forward pass, as a function of its edits and of what the pass showed.
+
+A head's scores are edited in a fixed order: first all edits of its rotation, by adding the difference that they make to
+the model's own scores, then the score edits. A model that shows no scores discards edited ones too: its result is
+computed from them and put in at ``hook_z``. Edits of results come last, regardless of the attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_posdisent.hooks.edits.agreement import check_pattern, check_result, check_scores
+from tl_posdisent.hooks.edits.head_edits import HeadRotation
+from tl_posdisent.hooks.edits.hidden_start import check_count, check_start
+from tl_posdisent.hooks.edits.layer_edits import LayerEdits
+from tl_posdisent.hooks.edits.running_layer import RunningLayer
+from tl_posdisent.hooks.edits.running_positions import check_one_text, check_packed, restarts
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.scores_at_distances import rotated_scores
+from tl_posdisent.models.patterns import masked_softmax
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.results import by_heads
+from tl_posdisent.utils.precision import no_autocast
+
+WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
+
+
+@no_autocast()
+def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch head query key"]:
+    """Return the scores of a layer under its edits."""
+    check_whole_text(layer)
+    scores = layer.scores
+    if edits.recomputed and layer.has_vectors and layer.spec.scores is not None:
+        check_scores(layer, edits.recomputed)
+    if edits.recomputed or any(edit.counts for edit, _ in edits.score_edits):
+        if restarts(layer.positions):
+            check_packed(layer.positions, layer.mask)
+        if edits.by_place and layer.at_slots:
+            check_start(layer, edits.rotated)
+    for rotation, heads in edits.rotated.items():
+        scores = _with_heads(scores, heads, rotated_scores(layer, rotation, heads, _of_heads(scores, heads)))
+    for edit, chosen in edits.score_edits:
+        groups = edits.alike(chosen) if edit.vectors else {HeadRotation(): list(chosen)}
+        for rotation, heads in groups.items():
+            scores = _with_heads(scores, heads, _edited(layer, edit, rotation, heads, _of_heads(scores, heads)))
+    return scores
+
+
+def check_whole_text(layer: RunningLayer) -> None:
+    """Refuse a text that is run in parts, with a KV cache; a model may have lost the cache, but not the position."""
+    if layer.spec.scores:
+        check_all_keys(layer.spec, layer.scores)
+    if len(layer.slots) == 1 and (position := int(layer.positions.max())) > 0:
+        raise _part_of_text(layer.spec, 1, position + 1)
+
+
+def check_all_keys(spec: AttentionSpec, cells: Float[Tensor, "batch head query key"]) -> None:
+    """Refuse scores or a pattern of fewer queries than keys."""
+    if cells.shape[-2] < cells.shape[-1]:
+        raise _part_of_text(spec, *cells.shape[-2:])
+
+
+def _part_of_text(spec: AttentionSpec, n_query: int, n_key: int) -> ValueError:
+    return ValueError(
+        f"hooks act on whole texts, and layer {spec.layer} sees {n_query} of {n_key} tokens: {WITHOUT_CACHE}"
+    )
+
+
+def _edited(
+    layer: RunningLayer, edit: ScoreEdit, rotation: HeadRotation, heads: list[int], scores: Tensor
+) -> Float[Tensor, "batch head query key"]:
+    """Apply one score edit to the scores of some heads, which stay unchanged outside the mask."""
+    if scores.shape[-1] == 1 and edit.order == Order.COMPONENT:
+        return scores  # one score is its own mean
+    visible = _of_mask(layer.mask.visible if edit.order == Order.HIDE else layer.mask.of_text, heads)
+    if edit.order in (Order.REPLACE, Order.COMPONENT):
+        check_one_text(layer.spec, visible, edit.tool)
+    inside = visible & (scores != -torch.inf)
+    vectors = None
+    if edit.vectors:
+        vectors = layer.q[:, :, heads], layer.k[:, :, [layer.spec.key_head(head) for head in heads]]
+    index = layer.index if edit.counts else None
+    view = View(layer.spec, heads, inside, rotation, layer.positions, index, scores, vectors)
+    new = torch.where(inside, edit.edit(view).to(scores.dtype), scores)
+    if index is not None:
+        check_count(layer, view, edit, new)
+    return new
+
+
+def _of_heads(scores: Float[Tensor, "batch head query key"], heads: list[int]) -> Float[Tensor, "batch _ query key"]:
+    return scores if len(heads) == scores.shape[1] else scores[:, heads]
+
+
+def _of_mask(inside: Bool[Tensor, "*lead query key"], heads: list[int]) -> Bool[Tensor, "*_ query key"]:
+    return inside[:, heads] if inside.ndim == 4 and inside.shape[1] > 1 else inside
+
+
+def _with_heads(scores: Tensor, heads: list[int], new: Tensor) -> Float[Tensor, "batch head query key"]:
+    if len(heads) == scores.shape[1]:
+        return new
+    return scores.index_copy(1, torch.tensor(heads, device=scores.device), new.to(scores.dtype))
+
+
+# --- models that neither show scores nor use edited ones
+
+
+@no_autocast()
+def edit_attention_result(edits: LayerEdits, layer: RunningLayer, z: Tensor) -> Tensor:
+    """Return z with the attention of edited heads put in, for a text without padding."""
+    scores = edit_scores(edits, layer)[:, edits.heads]
+    pattern = masked_softmax(scores, layer.mask.visible)
+    result = layer.gathered(pattern, edits.heads).to(z.dtype)
+    return z.index_copy(2, torch.tensor(edits.heads, device=z.device), result)
+
+
+@no_autocast()
+def check_hidden_attention(edits: LayerEdits, layer: RunningLayer) -> None:
+    """Compare what the edits relied on with pattern and result, once both are seen, in whichever order."""
+    assert layer.spec.pattern is not None
+    assert layer.spec.z is not None
+    pattern = layer.tensors[layer.spec.pattern]
+    check_all_keys(layer.spec, pattern)
+    check_pattern(layer, edits.heads, pattern)
+    check_result(layer, edits.heads, layer.tensors[layer.spec.z], pattern)
+
+
+# --- results
+
+
+def edit_results(edits: LayerEdits, z: Tensor) -> Tensor:
+    """Return z with the output of some heads replaced."""
+    by_head = by_heads(z, edits.spec.n_heads)
+    for edit, heads in edits.result_edits:
+        at = torch.tensor(heads, device=z.device)
+        by_head = by_head.index_copy(2, at, edit.replace(edits.spec.layer, heads, by_head[:, :, at]).to(z.dtype))
+    return by_head.reshape(z.shape)

@@ -1,0 +1,162 @@
+"""What one forward pass shows in one attention layer: vectors, positions and mask, read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.hooks.edits.running_mask import RunningMask, index_in_text, running_mask
+from tl_posdisent.hooks.edits.running_positions import positions_from_table, positions_from_vectors, unknown_positions
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
+from tl_posdisent.rope.rotary import Rotary
+
+_MARGIN = 0.1  # of the lowest possible score: more than its rounding in any dtype
+
+
+@dataclass(frozen=True)
+class RunningLayer:
+    """A layer in one pass.
+
+    Attributes:
+        spec: the layer.
+        tensors: what its hooks showed in this pass, by name.
+    """
+
+    spec: AttentionSpec
+    tensors: Mapping[str, Tensor]
+
+    # --- vectors ``[batch, pos, head, d_head]``
+
+    @cached_property
+    def q(self) -> Float[Tensor, "batch pos head d_head"]:
+        """Queries before rotation."""
+        return self._vectors(self.spec.q, self.spec.n_heads)
+
+    @cached_property
+    def k(self) -> Float[Tensor, "batch pos kv d_head"]:
+        """Keys before rotation."""
+        return self._vectors(self.spec.k, self.spec.n_kv_heads)
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether scores can be recomputed from queries and keys."""
+        return self.spec.problem is None and self.spec.q is not None and self.spec.k is not None
+
+    def _vectors(self, tap: Tap | None, n: int) -> Tensor:
+        assert tap is not None
+        vectors = tap.read(*(self.tensors[name] for name in tap.names))
+        if vectors.shape[2:] != (n, self.spec.d_head):
+            heads, size = vectors.shape[2:]
+            raise ValueError(
+                f"{tap.name} has {heads} heads of size {size}, and {n} of {self.spec.d_head} when the hooks were made: "
+                "make the hooks again after changing the model"
+            )
+        return vectors
+
+    @cached_property
+    def wide_q(self) -> Tensor:
+        return self.q.to(torch.promote_types(self.q.dtype, torch.float32))
+
+    @cached_property
+    def wide_k(self) -> Tensor:
+        return self.k.to(torch.promote_types(self.k.dtype, torch.float32))
+
+    @cached_property
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys as the model rotates them, in float32 (float64 for float64)."""
+        return self.spec.rotated(self.wide_q, self.positions), self.spec.rotated(self.wide_k, self.positions)
+
+    def gathered(
+        self, pattern: Float[Tensor, "batch head row key"], heads: list[int], rows: Tensor | slice = slice(None)
+    ) -> Float[Tensor, "batch row head d_value"]:
+        """Compute z of some heads, for some queries, from their patterns."""
+        spec = self.spec
+        assert spec.v is not None
+        values = spec.v.read(self.tensors[spec.v.name])[:, :, [spec.key_head(head) for head in heads]]
+        gate = None if spec.gate is None else spec.gate.read(self.tensors[spec.gate.name])[:, rows][:, :, heads]
+        return spec.gathered(pattern, values, gate)
+
+    # --- positions
+
+    @property
+    def rotary(self) -> Rotary:
+        return self.spec.require_rotary("an edit of the rotation")
+
+    @cached_property
+    def slots(self) -> Int[Tensor, " pos"]:
+        """Indices in the batch, padding included."""
+        shown = self.tensors[self.spec.scores] if self.spec.scores else self.q
+        return torch.arange(shown.shape[2 if self.spec.scores else 1], device=shown.device)
+
+    @cached_property
+    def known_positions(self) -> Int[Tensor, "*batch pos"] | None:
+        """The positions that the model gives to its tokens, from its rotation, or None if hooks cannot see them."""
+        spec = self.spec
+        if spec.rotary is None or not self.has_vectors:
+            return None
+        if spec.cos is not None:
+            positions = positions_from_table(self.tensors[spec.cos], spec.rotary, self.slots)
+        elif spec.turn_q is not None and spec.q is not None and spec.turn_q.name != spec.q.name:
+            after = spec.turn_q.read(self.tensors[spec.turn_q.name])
+            positions = positions_from_vectors(self.q, after, spec.rotary, self.slots)
+        else:
+            return None
+        if positions is None:
+            spec.check_length(len(self.slots), "interventions on attention")
+            raise unknown_positions(spec.layer, self.slots)
+        return positions
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "*batch pos"]:
+        """The model's positions, or the slots if hooks cannot see them: scores depend on differences alone."""
+        return self.slots if self.known_positions is None else self.known_positions
+
+    @cached_property
+    def at_slots(self) -> bool:
+        """Whether the model's positions are the slots of the batch, padding included."""
+        return self.positions.ndim == 1 and torch.equal(self.positions, self.slots)
+
+    @cached_property
+    def distances(self) -> Int[Tensor, "*batch query key"]:
+        return self.positions[..., :, None] - self.positions[..., None, :]
+
+    @cached_property
+    def index(self) -> Int[Tensor, "batch pos"]:
+        """The index of each token in its text, from 0, regardless of positions."""
+        return index_in_text(self.positions, self.mask.starts)
+
+    # --- scores and mask
+
+    @cached_property
+    def scores(self) -> Float[Tensor, "batch head query key"]:
+        """The model's own scores, or, if it does not show them, those of its queries and keys."""
+        return self.spec.score(*self.rotated) if self.spec.scores is None else self.tensors[self.spec.scores]
+
+    @cached_property
+    def masked_below(self) -> float:
+        """The value at or below which a score is masked: no score of these queries and keys is as low.
+
+        Users mask with numbers of any size, such as -1e4 and -1e9, added to a score or in its place.
+        """
+        spec = self.spec
+        if not self.has_vectors:
+            return masked_below(self.scores.dtype)
+        by_model = masked_below(self.scores.dtype, self.q.dtype)
+        q, k = (x.detach().float().norm(dim=-1).amax() for x in (self.q, self.k))
+        factor = max(1.0, spec.rotary.attention_factor**2) if spec.rotary else 1.0
+        lowest = float(spec.capped(-q * k * abs(spec.require_scale()) * factor))
+        return max(by_model, lowest - _MARGIN * (1 - lowest))
+
+    @cached_property
+    def mask(self) -> RunningMask:
+        if self.spec.scores is None:  # only the pattern shows the mask: it is compared with the layer's afterwards
+            masked = torch.zeros_like(self.scores[:, :1], dtype=torch.bool)
+        else:
+            masked = self.scores.detach() <= self.masked_below
+        return running_mask(self.spec, masked)

@@ -1,0 +1,104 @@
+"""Attention knock-out: chosen queries do not see chosen keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
+from tl_posdisent.models.reading.model_reading import Layers
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import shown
+
+
+def knock_out(
+    model: Any,
+    queries: Slots = None,
+    keys: Slots = None,
+    *,
+    cells: Bool[Tensor, "*batch query key"] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+) -> Hooks:
+    """Hide chosen keys from chosen queries (attention knock-out).
+
+    The scores of these cells become -∞, so that their keys get no attention and the others share it, as with a mask in
+    the model itself (arXiv 2304.14767). A knock-out composes with every other intervention; edits that fit a head's
+    scores leave hidden cells out.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or a similar model, with or without rotary embeddings.
+        queries, keys: slots of the batch, padding included: an index (negative from the end), a range, a slice, several
+            indices or booleans ``(pos,)``; None for all.
+        cells: instead of both: True at each query and key to be hidden, ``[query, key]`` or ``[batch, query, key]``.
+        layers, heads: query heads of layers, default all with attention.
+
+    Raises:
+        ValueError: no argument that says what is hidden, or ``cells`` beside others; slots that are not integers; a
+            layer whose scores cannot be changed; layers or heads out of range. While running: slots beyond the text,
+            cells of another shape, a query that would see no key, a KV cache.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, knock_out, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=48)
+        >>> hooks = knock_out(model, queries=-1, keys=range(8), layers=[1])
+        >>> hooks
+        knock_out(queries=-1, keys=0…7) on 1 layer × 8 heads
+        >>> with model.hooks(fwd_hooks=hooks):
+        ...     _, cache = model.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")
+        >>> last, before = cache["pattern", 1][0, :, -1], cache["pattern", 1][0, :, -2]
+        >>> float(last[:, :8].max()), round(float(last.sum(-1).min()), 5), bool(before[:, :8].all())
+        (0.0, 1.0, True)
+    """
+    if cells is not None and (queries is not None or keys is not None):
+        raise ArgumentError("cells", "must not be given beside queries or keys, which say the same: give one of them")
+    if cells is None and queries is None and keys is None:
+        raise ArgumentError(
+            "keys", "or queries or cells must be given, or no query would see any key, got None for all"
+        )
+    if cells is not None:
+        if not isinstance(cells, Tensor) or cells.dtype != torch.bool or cells.ndim not in (2, 3):
+            got = f"{cells.dtype} {tuple(cells.shape)}" if isinstance(cells, Tensor) else shown(cells)
+            raise ArgumentError("cells", f"must be booleans [query, key] or [batch, query, key], got {got}")
+        call, edit = f"knock_out({'×'.join(map(str, cells.shape))} cells)", partial(_hide_cells, cells=cells)
+    else:
+        chosen = {"queries": checked_slots("queries", queries), "keys": checked_slots("keys", keys)}
+        shown_slots = [f"{name}={slots_text(x)}" for name, x in chosen.items() if x is not None]
+        call = f"knock_out({', '.join(shown_slots)})"
+        edit = partial(_hide, queries=chosen["queries"], keys=chosen["keys"])
+    return hooks_for(any_heads(model, layers, heads), ScoreEdit(call, edit, Order.HIDE, scores=True))
+
+
+def _hide(view: View, queries: ChosenSlots, keys: ChosenSlots) -> Tensor:
+    length, device = view.scores.shape[-1], view.scores.device
+    rows, columns = slot_mask("queries", queries, length, device), slot_mask("keys", keys, length, device)
+    return _hidden(view, rows[:, None] & columns)
+
+
+def _hide_cells(view: View, cells: Tensor) -> Tensor:
+    batch, shape = len(view.scores), tuple(view.scores.shape[-2:])
+    if tuple(cells.shape) not in (shape, (1, *shape), (batch, *shape)):
+        raise ArgumentError(
+            "cells",
+            f"must have shape (query, key) = {shape} or (batch, query, key) = {(batch, *shape)} of the running text, "
+            f"got {tuple(cells.shape)}",
+        )
+    cells = cells.to(view.scores.device)
+    return _hidden(view, cells if cells.ndim == 2 else cells[:, None])
+
+
+def _hidden(view: View, cells: Bool[Tensor, "*lead query key"]) -> Tensor:
+    blind = view.inside.any(-1) & ~(view.inside & ~cells).any(-1)
+    if bool(blind.any()):
+        raise ArgumentError(
+            "keys",
+            f"must leave each query a key that it sees, and in layer {view.spec.layer} query "
+            f"{int(blind.nonzero()[0, -1])} would see none",
+        )
+    return view.scores.masked_fill(cells, -torch.inf)

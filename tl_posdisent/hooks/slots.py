@@ -1,0 +1,53 @@
+"""Slots of a batch, chosen by index, range, slice or booleans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import check_indices, listed
+from tl_posdisent.utils.words import plural
+
+Slots = int | range | slice | Sequence[int] | Bool[Tensor, " pos"] | None
+"""Slots of the batch, from 0, or from the end if negative; None for all."""
+
+ChosenSlots = int | Sequence[int] | slice | Tensor | None
+
+_ANY_LENGTH = 2**62  # slots are compared with the text when the model runs
+
+
+def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
+    """Validate chosen slots as far as that is possible without a text."""
+    if chosen is None or isinstance(chosen, slice) or (isinstance(chosen, Tensor) and chosen.dtype == torch.bool):
+        return chosen
+    check_indices(name, chosen, _ANY_LENGTH)
+    slots: int | list[int] = listed(name, chosen)
+    return slots
+
+
+def slots_text(chosen: ChosenSlots) -> str:
+    """Describe chosen slots in a few characters."""
+    if isinstance(chosen, slice):
+        return ":".join("" if x is None else str(x) for x in (chosen.start, chosen.stop))
+    if isinstance(chosen, Tensor):
+        return plural(int(chosen.sum()), "slot")
+    if not isinstance(chosen, Sequence):
+        return str(chosen)
+    if len(chosen) > 2 and list(chosen) == list(range(chosen[0], chosen[-1] + 1)):
+        return f"{chosen[0]}…{chosen[-1]}"
+    return str(list(chosen)) if len(chosen) <= 4 else plural(len(chosen), "slot")
+
+
+def slot_mask(name: str, chosen: ChosenSlots, length: int, device: torch.device) -> Bool[Tensor, " pos"]:
+    """Mark the chosen slots of a text of this length."""
+    mask = torch.zeros(length, dtype=torch.bool, device=device)
+    if isinstance(chosen, Tensor):
+        if chosen.shape != mask.shape:
+            raise ArgumentError(name, f"must have shape (pos,) = ({length},) as booleans, got {tuple(chosen.shape)}")
+        return chosen.to(device)
+    mask[chosen if isinstance(chosen, slice) else check_indices(name, chosen, length)] = True
+    return mask
