@@ -16,7 +16,7 @@ from support.cache_faults import Fault, lost, renamed
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from support.untouched import state_of_model
 
-from tl_posdisent import ablate_heads, check_model, dummy_distance, read_model
+from tl_posdisent import ablate_heads, dummy_distance, read_model
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge, pytest.mark.tl4]
 TEXTS, START = zoo.random_tokens(L), 7
@@ -139,17 +139,3 @@ def test_a_pass_within_a_module_of_the_callers() -> None:
     with torch.no_grad(), model.hooks(fwd_hooks=dummy_distance(model, 3)):
         assert torch.equal(Wrapper(lambda: model(TEXTS))(), model(TEXTS))
         assert "does not keep its keys" in refused(lambda: Wrapper(lambda: by_hand(model))())
-
-
-def test_check_model_says_once_why_it_refuses() -> None:
-    model = faulty("llama-gqa", lost)
-    with pytest.warns(UserWarning, match="other logits with a KV cache") as caught:
-        table = check_model(model, lengths=12, progress=False)
-    cached = table[table["text"] == "KV cache"]
-    assert len(cached) == 11
-    assert set(cached["verdict"]) == {"refused"}
-    assert set(table.loc[table["text"] != "KV cache", "verdict"]) == {"works"}
-    (warning,) = [x for x in caught if x.category is UserWarning]
-    assert str(warning.message) == table.attrs["KV cache"]
-    for needed in ("attention of layer 0", version("transformers"), version("transformer-lens"), "transformers<5.24"):
-        assert needed in table.attrs["KV cache"]
