@@ -450,7 +450,7 @@ def test_errors_of_the_parser_have_no_prefix(name: str, option: str) -> None:
 
 def test_there_are_counts() -> None:
     assert ("fit", "--dtype") in TYPED
-    assert len(COUNTS) >= 14
+    assert len(COUNTS) >= 13
     assert ("sweep", "--split") in COUNTS
 
 
