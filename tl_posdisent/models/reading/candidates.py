@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap
-from tl_posdisent.models.reading.seen import Seen, layouts, short_name, shows_scores
+from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, short_name
+from tl_posdisent.models.reading.seen import Seen, shows_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.stored_tables import owner_of_sines
 from tl_posdisent.models.running.model_parts import hook_name, modules

@@ -29,14 +29,11 @@ from tl_posdisent.models.reading.candidates import (
     value_taps,
     windows,
 )
-from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap
+from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import (
     Seen,
     is_mask,
-    layouts,
     masked_score,
-    read,
-    short_name,
     shows_mask,
     shows_scores,
     visible_cells,

@@ -7,29 +7,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.models.reading.query_key_hooks import Layout, Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.precision import mismatch
 
 Seen = dict[str, Tensor]
 """Tensors recorded in one layer during one pass, by short hook name."""
-
-
-def read(tap: Tap, seen: Seen) -> Tensor:
-    """Return the vectors at a hook, from what a pass showed."""
-    return tap.read(*(seen[short_name(name)] for name in tap.names))
-
-
-def short_name(name: str) -> str:
-    """Return a hook's name within the attention of a layer: ``"hook_q"``, ``"q_norm.hook_out"``."""
-    return name.split(".attn.", 1)[-1]
-
-
-def layouts(seen: Seen, *names: str) -> list[Layout]:
-    """Return the layouts that tensors at these hooks may have; none if one of the hooks did not fire."""
-    if any(name not in seen for name in names):
-        return []
-    return ["flat"] if seen[names[0]].ndim == 3 else ["pos head", "head pos"]
 
 
 def shows_scores(seen: Seen) -> bool:
