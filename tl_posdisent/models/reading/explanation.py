@@ -15,20 +15,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.models.reading.candidates import (
-    OwnNumbers,
-    Pair,
-    Temperature,
-    chosen_keys,
-    chunk_size,
-    gate_taps,
-    queries_and_keys,
-    rotaries,
-    scales,
-    soft_caps,
-    value_taps,
-    windows,
-)
+from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, Temperature, candidates
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import (
     Seen,
@@ -50,11 +37,11 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
 
     ``keys_of`` is the layer to which the keys and values in ``seen`` belong, if not to this one.
     """
-    model = p.model
-    attn, cfg = model.blocks[layer].attn, model.cfg
+    model, cfg = p.model, p.model.cfg
+    options = candidates(model, layer, seen, own)
     visible = visible_cells(seen)
     causal = visible is None or not bool(visible.triu(1).any())
-    window = next((w for w in windows(model, attn) if is_mask(visible, causal, w)), None)
+    window = next((w for w in options.windows if is_mask(visible, causal, w)), None)
     names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
 
     def named(short: str) -> str | None:
@@ -78,36 +65,32 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
         points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
     )
     if visible is None:
-        return replace(
-            spec,
-            problem="neither hook_attn_scores nor hook_pattern fires: "
-            + (
-                "TransformerLens has no such hooks for this architecture"
-                if implementation(attn) == "eager"
-                else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
-            ),
-        )
-    chosen = chosen_keys(attn)
-    if chosen is not None:
-        spec = replace(spec, holds_to=chosen, beyond="has a mask that is chosen by the model (a learned index)")
+        return replace(spec, problem=_no_pattern(model.blocks[layer].attn))
+    if options.chosen is not None:
+        spec = replace(spec, holds_to=options.chosen, beyond="has a mask that is chosen by the model (a learned index)")
     if not is_mask(visible, causal, window):
-        problem = _other_mask(visible, chunk_size(attn, layer), chosen)
+        problem = _other_mask(visible, options.chunk, options.chosen)
         return replace(spec, problem=problem, no_rotation=f"cannot be read: {problem}")
-    pairs = list(queries_and_keys(model, layer, seen))
-    if not pairs:
+    if not options.pairs:
         return replace(spec, problem="hook_q and hook_k do not fire")
-    rotations = [*rotaries(model, attn, seen, own), None]
-    factors = dict.fromkeys(scales(attn, seen["hook_q"].shape[-1] if seen["hook_q"].ndim == 4 else cfg.d_head))
-    caps = dict.fromkeys(soft_caps(model, attn))  # each once, in order
-    spec = _explain_scores(spec, seen, visible, itertools.product(rotations, pairs, factors, caps))
-    if chosen is not None:  # the index that chooses keys reads the tables too: other tables would change the mask
-        spec = replace(spec, cos=None, sin=None)
+    explanations = itertools.product(options.rotations, options.pairs, options.scales, options.soft_caps)
+    spec = _explain_scores(spec, seen, visible, explanations)
+    if options.chosen is not None:
+        spec = replace(spec, cos=None, sin=None)  # the index reads the tables too: others would change the mask
     if shows_scores(seen) or spec.problem:
         return spec
-    spec = _explain_result(_with_limit(spec, attn), seen)
+    spec = _explain_result(_with_limit(spec, options.chunk), seen, options)
     if keys_of is not None:
         spec = _at_lender(spec, p, keys_of)
     return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
+
+
+def _no_pattern(attn: Any) -> str:
+    """Return the reason given for a layer that shows neither scores nor pattern."""
+    why = "TransformerLens has no such hooks for this architecture"
+    if implementation(attn) != "eager":
+        why = 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
+    return f"neither hook_attn_scores nor hook_pattern fires: {why}"
 
 
 def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
@@ -126,9 +109,9 @@ def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
     )
 
 
-def _with_limit(spec: AttentionSpec, attn: Any) -> AttentionSpec:
+def _with_limit(spec: AttentionSpec, chunk: int | None) -> AttentionSpec:
     """Set the length up to which the layer's mask and the scale of its queries are those of a short text."""
-    chunk, norm = chunk_size(attn, spec.layer), None if spec.q is None else spec.q.norm
+    norm = None if spec.q is None else spec.q.norm
     if chunk is not None:
         return replace(spec, holds_to=chunk, beyond="hides the keys of earlier chunks of a text")
     if isinstance(norm, Temperature):
@@ -185,16 +168,16 @@ def _with_sizes(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:
     return replace(spec, k=replace(spec.k, n_heads=n_kv), n_kv_heads=n_kv, d_head=d_head, certain=certain)
 
 
-def _explain_result(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
+def _explain_result(spec: AttentionSpec, seen: Seen, options: Candidates) -> AttentionSpec:
     """Find the values of which z is the weighted sum, and the gate that multiplies it, if there is one."""
     if "hook_z" in seen and "hook_pattern" in seen:
-        for v, gate in itertools.product(value_taps(spec, seen), gate_taps(spec, seen)):
+        for v, gate in itertools.product(options.values, options.gates):
             values, gates = (None if tap is None else read(tap, seen) for tap in (v, gate))
-            found = replace(spec, v=v, gate=gate)
+            candidate = replace(spec, v=v, gate=gate)
             if values is not None and values.shape[2] == spec.n_kv_heads:
-                gathered = found.gathered(seen["hook_pattern"], values, gates)
+                gathered = candidate.gathered(seen["hook_pattern"], values, gates)
                 if gathered.shape == seen["hook_z"].shape and mismatch(seen["hook_z"], gathered) <= 1:
-                    return found
+                    return candidate
     return replace(spec, v=None)
 
 
