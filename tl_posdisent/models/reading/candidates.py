@@ -7,7 +7,7 @@ if it reproduces what the model computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def _d_head(model: Any, seen: Seen) -> int:
     return int(q.shape[-1] if q is not None and q.ndim == 4 else model.cfg.d_head)
 
 
-def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
+def queries_and_keys(model: Any, layer: int, seen: Mapping[str, Tensor]) -> Iterator[Pair]:
     """Yield candidates for the hooks that carry queries and keys before rotation, the last in the pass first.
 
     Where Hugging Face's code computes the attention, a norm may come before the rotation or after it.
@@ -129,12 +129,12 @@ LATENT_QUERIES = {"q_b_proj.hook_out": "q_a_proj.hook_out", "q_proj.hook_out": N
 LATENT_KEYS = ("kv_a_proj_with_mqa.hook_out", "kv_b_proj.hook_out")
 
 
-def is_latent(seen: Seen) -> bool:
+def is_latent(seen: Mapping[str, Tensor]) -> bool:
     """Say whether a layer has multi-head latent attention, whose hook_q and hook_k carry rotated vectors."""
     return all(name in seen for name in ("hook_q", "hook_k", "hook_rot_q", *LATENT_KEYS))
 
 
-def _latent_pairs(layer: int, seen: Seen) -> Iterator[Pair]:
+def _latent_pairs(layer: int, seen: Mapping[str, Tensor]) -> Iterator[Pair]:
     """Yield the projections that give queries and keys of latent attention before rotation, in both orders."""
     rotated, n_heads = seen["hook_rot_q"].shape[-1], seen["hook_q"].shape[1]
     content = seen["hook_q"].shape[-1] - rotated
@@ -147,7 +147,7 @@ def _latent_pairs(layer: int, seen: Seen) -> Iterator[Pair]:
             yield q, Tap(keys, "flat", n_heads, latent=of_k)
 
 
-def _query_or_key(model: Any, layer: int, which: str, seen: Seen) -> Tap | None:
+def _query_or_key(model: Any, layer: int, which: str, seen: Mapping[str, Tensor]) -> Tap | None:
     """Return the last hook of TransformerLens's own that carries queries or keys before rotation, or None."""
     attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
     if which == "k":
@@ -294,7 +294,7 @@ def _rotaries(model: Any, attn: Any, seen: Seen, own: OwnNumbers) -> Iterator[Ro
             continue
         for pairing in PAIRINGS:
             yield replace(rotary, pairing=pairing)
-    if not shows_scores(seen) or is_latent(seen):  # tables may pass no hook (complex ones, or Hugging Face's code)
+    if not seen.shows_scores or is_latent(seen):  # tables may pass no hook (complex ones, or Hugging Face's code)
         for x, factor in own.pairs:
             for sign, pairing in itertools.product((1.0, -1.0), PAIRINGS):  # nanochat rotates the other way
                 yield Rotary(sign * x.double(), pairing, factor, torch.float32, x.dtype)

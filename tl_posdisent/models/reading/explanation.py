@@ -17,14 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, Temperature, candidates
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
-from tl_posdisent.models.reading.seen import (
-    Seen,
-    is_mask,
-    masked_score,
-    shows_mask,
-    shows_scores,
-    visible_cells,
-)
+from tl_posdisent.models.reading.seen import Seen, Tensors, is_mask
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
@@ -32,14 +25,14 @@ from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.precision import mismatch
 
 
-def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
+def explain(p: Pass, layer: int, tensors: Tensors, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
     """Describe a layer from one pass: the rotation, scale and cap that reproduce its scores, or why none do.
 
-    ``keys_of`` is the layer to which the keys and values in ``seen`` belong, if not to this one.
+    ``keys_of`` is the layer to which the keys and values in ``tensors`` belong, if not to this one.
     """
-    model, cfg = p.model, p.model.cfg
+    model, cfg, seen = p.model, p.model.cfg, Seen(tensors)
     options = candidates(model, layer, seen, own)
-    visible = visible_cells(seen)
+    visible = seen.visible
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in options.windows if is_mask(visible, causal, w)), None)
     names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
@@ -56,12 +49,12 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
         d_head=cfg.d_head,
         causal=causal,
         window=window,
-        scores=named("hook_attn_scores") if shows_scores(seen) else None,
+        scores=named("hook_attn_scores") if seen.shows_scores else None,
         pattern=named("hook_pattern"),
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
-        masked_below=masked_score(seen),
-        shows_mask=shows_mask(seen),
+        masked_below=seen.lowest,
+        shows_mask=seen.shows_mask,
         points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
     )
     if visible is None:
@@ -77,7 +70,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     spec = _explain_scores(spec, seen, visible, explanations)
     if options.chosen is not None:
         spec = replace(spec, cos=None, sin=None)  # the index reads the tables too: others would change the mask
-    if shows_scores(seen) or spec.problem:
+    if seen.shows_scores or spec.problem:
         return spec
     spec = _explain_result(_with_limit(spec, options.chunk), seen, options)
     if keys_of is not None:
@@ -184,7 +177,7 @@ def _explain_result(spec: AttentionSpec, seen: Seen, options: Candidates) -> Att
 def _unexplained(seen: Seen) -> str:
     """Return the reason given for scores (or a pattern, if only that is shown) that no candidate reproduces."""
     found = "scale * <q, k> under any rotation, scale and soft cap found in the model"
-    if shows_scores(seen):
+    if seen.shows_scores:
         return f"its scores are not {found} (an additive bias such as ALiBi, or an unknown rotation)"
     where = "carries the attention pattern instead" if "hook_attn_scores" in seen else "does not fire"
     return (
@@ -278,9 +271,9 @@ def _has_keys(points: Mapping[str, Any], layer: int) -> bool:
     return hook_name(layer, "k.hook_out") in points
 
 
-def with_lent(seen: Seen, lender: Seen) -> Seen:
+def with_lent(tensors: Tensors, lender: Tensors) -> Tensors:
     """Return what a layer showed, with the keys and values of another layer, which fired before."""
-    return {name: lender[name] for name in _LENT if name in lender} | seen
+    return {name: lender[name] for name in _LENT if name in lender} | tensors
 
 
 def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
@@ -296,7 +289,13 @@ def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
 # --- how well a candidate fits
 
 
-def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
+def misfit(
+    spec: AttentionSpec,
+    q_rot: Tensor,
+    k_rot: Tensor,
+    seen: Mapping[str, Tensor],
+    visible: Bool[Tensor, "query key"],
+) -> float:
     """Return the largest error of the scores predicted from rotated vectors, in units of the rounding error.
 
     A spec is acceptable up to 1. If only the pattern fires, it is compared instead.
