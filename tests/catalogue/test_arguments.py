@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
         "biases by_subspace causal centred check final_norm ignore_zero intercept keep_last "
-        "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming every_layer "
+        "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming "
         "sufficiency trained two_triggers fresh",
     ),
     "choice": (

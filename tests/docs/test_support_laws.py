@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import pytest
 from support import support_laws, zoo
 from support.support_laws import INTERVENTIONS, TOOLS, try_laws
+
+from tl_posdisent import read_model
 
 pytestmark = [pytest.mark.tl4, pytest.mark.usefixtures("unchecked")]
 
@@ -67,3 +70,17 @@ def test_a_tool_that_does_something_else_is_found(
     table = try_laws(model, [tool], length=8)
     assert (table["verdict"] == "wrong").any()
     assert (table.loc[table["verdict"] == "wrong", "reason"] != "").all()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_tools_refuse_a_model_that_is_not_as_it_was_read(
+    kind: str, name: str, shared_model: Callable[[str, str], Any]
+) -> None:
+    """Whatever computes with the rotation notices that it is another; the rest obeys its laws."""
+    reading = read_model(shared_model(kind, name))
+    specs = {x.layer: replace(x, rotary=replace(x.require_rotary(""), pairing="adjacent")) for x in reading.specs()}
+    table = try_laws(replace(reading, read=specs))
+    refused = set(table.loc[table["verdict"] == "refused", "tool"])
+    needs = ("capture", "controlled_distance", "dummy_distance", "remap_distance", "single heads", "patch_vectors")
+    assert refused >= set(needs)
+    assert "wrong" not in set(table["verdict"])
