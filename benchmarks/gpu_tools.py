@@ -21,6 +21,7 @@ from common import device
 from support import on_devices, zoo
 from support.on_devices import NAMES, Place
 from support.results import numbers_in
+from support.support_laws import try_laws
 
 import tl_posdisent as tp
 
@@ -89,9 +90,9 @@ def compared(kind: str, dtype: torch.dtype, draws: int, names: list[str]) -> Fou
 
 
 def laws(kind: str, dtype: torch.dtype) -> Found:
-    """Laws of every tool by ``check_model``, also padded and with a KV cache: the number that do not hold."""
+    """Laws of every tool, on whole and padded texts: the number that do not hold."""
     model = on_devices.put(zoo.load(kind, "llama-gqa"), Place(str(device()), dtype))
-    table = tp.check_model(model, progress=False)
+    table = try_laws(model)
     wrong = table[table["verdict"] == "wrong"]
     said = "; ".join(f"{tool} ({text}): {why}" for tool, text, why in wrong[["tool", "text", "reason"]].to_numpy())
     return Found(len(wrong), 0, said or f"{len(table)} checks, {(table['verdict'] == 'refused').sum()} refused")
@@ -112,5 +113,5 @@ def checks(draws: int, kinds: tuple[str, ...], names: list[str] = NAMES) -> Iter
         for dtype in FLOOR:
             said = f"{kind}, {str(dtype).removeprefix('torch.')}"
             yield f"error over what is allowed, {said}", partial(compared, kind, dtype, draws, names)
-            yield f"check_model, wrong, {said}", partial(laws, kind, dtype)
+            yield f"laws of tools, wrong, {said}", partial(laws, kind, dtype)
     yield f"report, sections that failed, {kinds[0]}", partial(page, kinds[0])

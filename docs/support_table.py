@@ -1,7 +1,7 @@
 """Which tool works with which architecture in which model class: tried, not typed.
 
-Builds the tiny models of `tests/support/zoo.py` and runs `check_model` on each of them, on short texts, padded ones and
-with a KV cache. A tool that refuses is noted with its error; one that runs and does something else stops this script.
+Builds the tiny models of `tests/support/zoo.py` and tries the laws of `tests/support/support_laws.py` on each of them,
+on whole texts and on padded ones. A tool that refuses is noted with its error; one that breaks a law stops this script.
 
     .venv/bin/python docs/support_table.py       # writes what holds for the installed TransformerLens
     .venv-tl4/bin/python docs/support_table.py   # and for the other one; what is there of the rest stays
@@ -30,13 +30,10 @@ PAGE = HERE / "support.md"
 sys.path.append(str(HERE.parent / "tests"))
 
 from support import zoo  # noqa: E402
-
-from tl_posdisent import check_model  # noqa: E402
-from tl_posdisent.experiments.model_check import TOOLS  # noqa: E402
-
-LENGTH = 12
+from support.support_laws import PADDED, TOOLS, try_laws  # noqa: E402
 
 OK = "✓"
+PADDED_REFUSED = f"{OK}; {PADDED}: "
 MISSING = "not tried"
 SHORT = {  # what a message says: what it is called in a cell, from the most particular
     "multi-head latent attention": "latent attention",
@@ -56,7 +53,7 @@ Table = dict[tuple[str, str], Row]
 
 def try_tools(model: Any, tools: Sequence[str] = tuple(TOOLS)) -> Row:
     """Every tool, or some, on one model."""
-    table = check_model(model, tools=tools, lengths=LENGTH, progress=False)
+    table = try_laws(model, tools)
     wrong = table[table["verdict"] == "wrong"]
     if len(wrong):
         raise AssertionError(f"a tool does something else than it says:\n{wrong.to_string()}")
@@ -64,12 +61,12 @@ def try_tools(model: Any, tools: Sequence[str] = tuple(TOOLS)) -> Row:
 
 
 def _outcome(rows: pd.DataFrame) -> str:
-    """OK, the refusal, or OK but on which texts it refuses and why."""
+    """OK, the refusal, or OK but why it refuses padded texts."""
     refused = rows[rows["verdict"] == "refused"]
     if not len(refused):
         return OK
-    reasons = [f"{text}: {_shortened(reason)}" for text, reason in zip(refused["text"], refused["reason"], strict=True)]
-    return _shortened(refused["reason"].iloc[0]) if len(rows) == 1 else f"{OK}; " + "; ".join(reasons)
+    (text,), (reason,) = refused["text"], refused["reason"].map(_shortened)
+    return f"{PADDED_REFUSED}{reason}" if text == PADDED else reason
 
 
 def _shortened(error: str) -> str:
@@ -105,8 +102,8 @@ def written() -> str:
 
 def to_markdown(table: Table) -> str:
     """Architectures that behave alike are a group, tools that do so share a row; refusals are quoted beneath."""
-    refusals = [reason for row in table.values() for text in row.values() for reason in _refusals(text).values()]
-    reasons = list(dict.fromkeys(refusals))
+    outcomes = [outcome for row in table.values() for outcome in row.values()]
+    reasons = list(dict.fromkeys(x.removeprefix(PADDED_REFUSED) for x in outcomes if x not in (OK, MISSING)))
     rows: dict[tuple[str, ...], list[str]] = {}
     for tool in TOOLS:
         rows.setdefault(tuple(row.get(tool, MISSING) for row in table.values()), []).append(tool)
@@ -133,22 +130,14 @@ def _names(where: dict[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(names)} ({found})" for found, names in alike.items())
 
 
-def _refusals(text: str) -> dict[str, str]:
-    """What a tool refuses, by the text on which it does; "" stands for every text."""
-    if text in (OK, MISSING):
-        return {}
-    if not text.startswith(OK):
-        return {"": text}
-    return dict(part.split(": ", 1) for part in re.split("; (?=padded:|KV cache:)", text)[1:])
-
-
-def _cell(text: str, reasons: list[str]) -> str:
-    """OK, or a word or two for each refusal, and the number under which it is quoted."""
-    numbered = {where: reasons.index(reason) + 1 for where, reason in _refusals(text).items()}
-    if "" in numbered:
-        return f"{next((short for words, short in SHORT.items() if words in text), 'refused')} ({numbered['']})"
-    parts = ", ".join(f"not {where} ({number})" for where, number in numbered.items())
-    return f"{OK} {parts}" if parts else text
+def _cell(outcome: str, reasons: list[str]) -> str:
+    """OK, or a word or two for a refusal, and the number under which it is quoted."""
+    if outcome in (OK, MISSING):
+        return outcome
+    if outcome.startswith(PADDED_REFUSED):
+        return f"{OK} not {PADDED} ({reasons.index(outcome.removeprefix(PADDED_REFUSED)) + 1})"
+    short = next((short for words, short in SHORT.items() if words in outcome), "refused")
+    return f"{short} ({reasons.index(outcome) + 1})"
 
 
 def from_markdown(text: str) -> Table:
@@ -174,10 +163,10 @@ def in_order(table: Table) -> Table:
 
 
 def _outcome_of(cell: str, reasons: dict[str, str]) -> str:
-    refused = re.findall(r"not (padded|KV cache) \((\d+)\)", cell)
-    if cell.startswith(OK):
-        return "; ".join([OK, *(f"{where}: {reasons[number]}" for where, number in refused)])
-    return reasons.get(cell.rpartition("(")[2].rstrip(")"), cell)
+    if cell in (OK, MISSING):
+        return cell
+    reason = reasons[cell.rpartition("(")[2].rstrip(")")]
+    return f"{PADDED_REFUSED}{reason}" if cell.startswith(OK) else reason
 
 
 def main(tools: Sequence[str]) -> None:

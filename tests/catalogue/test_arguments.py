@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
         "biases by_subspace causal centred check final_norm ignore_zero intercept keep_last "
-        "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming every_layer "
+        "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming "
         "sufficiency trained two_triggers fresh",
     ),
     "choice": (
@@ -190,7 +190,7 @@ OF_A_RESULT = {
 # Refused in other words, or not at all.
 NOT_YET = words_of(
     """
-    check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
+    head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
     sufficient_heads.order
     train_preset.device jobs.experiments fit_attention.pattern

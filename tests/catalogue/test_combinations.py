@@ -117,8 +117,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("additivity", {"mask": NOTHING}, "mask"),
     ("additivity", {"mask": "full"}, "scores"),
     ("additivity", {"tokens": TOKENS.to("meta")}, "tokens"),
-    ("check_model", {"tools": ["fit"]}, "tools"),
-    ("check_model", {"lengths": 3}, "lengths"),
     ("dummy_distance_check", {"distances": [12]}, "distances"),
     ("head_labels", {"tokens": TOKENS, "local": 12}, "local"),
     ("head_labels", {"length": 10**6}, "length"),

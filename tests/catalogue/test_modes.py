@@ -34,8 +34,8 @@ OF_MODELS = {
     name: function
     for name, function in callables().items()
     if inspect.isfunction(function) and [*inspect.signature(function).parameters][:1] == ["model"]
-    # The first two call what is tried here; the last reads a tokenizer.
-    if name not in ("check_model", "report", "needle_texts")
+    # The first calls what is tried here; the other reads a tokenizer.
+    if name not in ("report", "needle_texts")
 }
 OF_TENSORS = {
     name: function

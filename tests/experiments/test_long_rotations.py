@@ -104,7 +104,6 @@ _NAMES = [f.__name__ for f in public_calls.functions()]
 _OTHERWISE = {
     "read_model": "describes short texts",
     "read_attention": "describes short texts",
-    "check_model": "draws its own texts",
     "applied": "takes hooks",
     "longer_context": "gives the model",
     "random_control": "gives a model",

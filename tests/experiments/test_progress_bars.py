@@ -11,9 +11,8 @@ from support.public_calls import call, functions
 import tl_posdisent as tp
 
 NONE = ("ablate_heads", {"heads": None})
-SLOW = (tp.check_model, tp.report)
 CASES = [
-    pytest.param(function, {}, id=function.__name__, marks=[pytest.mark.slow] if function in SLOW else [])
+    pytest.param(function, {}, id=function.__name__, marks=[pytest.mark.slow] if function is tp.report else [])
     for function in functions("progress")
 ]
 CASES += [

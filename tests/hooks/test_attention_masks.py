@@ -29,7 +29,8 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.hooks.edits.running_mask import running_mask
-from tl_posdisent.models.reading.seen import Seen, read, short_name
+from tl_posdisent.models.reading.query_key_hooks import read, short_name
+from tl_posdisent.models.reading.seen import Tensors as Seen
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import rotate
 from tl_posdisent.utils.errors import ArgumentError

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 from support import public_calls, zoo
+from support.support_laws import try_laws
 
 from tl_posdisent import (
     ablate_heads,
     additivity,
     bridge_from_hf,
     capture,
-    check_model,
     head_ablation,
     head_labels,
     preference_flips,
@@ -67,21 +67,21 @@ def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
 
 @zoo.needs_bridge
 @pytest.mark.parametrize("name", zoo.HYBRID_NAMES)
-def test_check_model_finds_nothing_wrong(name: str, shared_model: Any) -> None:
+def test_tools_obey_their_laws(name: str, shared_model: Any) -> None:
     tools = ["additivity", "capture", "swap_positions", "remap_distance", "ablate_heads", "head_patching"]
-    table = check_model(shared_model("bridge", name), tools=tools, lengths=12, progress=False)
-    refuses = not zoo.ARCHITECTURES[name].rotary or name in ("bamba", "olmo-hybrid")
+    table = try_laws(shared_model("bridge", name), tools)
+    refuses = not zoo.ARCHITECTURES[name].rotary or name == "olmo-hybrid"
     refuses = refuses or name == "qwen3.5"  # its positions count the padding
     expected = {"works", "refused"} if refuses else {"works"}
     assert set(table["verdict"]) == expected, table.to_string()
 
 
 @zoo.needs_bridge
-def test_check_model_finds_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
+def test_the_laws_find_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
     """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
     monkeypatch.setattr(layer_pass, "_check_start", lambda state, mask: None)
     tools = ["swap_positions", "phase_noise", "remap_distance"]
-    table = check_model(shared_model("bridge", "qwen3.5"), tools=tools, lengths=12, progress=False)
+    table = try_laws(shared_model("bridge", "qwen3.5"), tools)
     wrong = table[table["verdict"] == "wrong"]
     assert wrong[["tool", "text"]].values.tolist() == [["swap_positions", "padded"], ["phase_noise", "padded"]]
 

@@ -63,8 +63,8 @@ def test_the_table_of_a_reading_is_what_the_configuration_says(kind: str, name: 
     model = shared_model(kind, name)
     table, arguments = read_model(model).to_frame(), zoo.ARCHITECTURES[name].arguments
     assert table["layer"].tolist() == list(range(model.cfg.n_layers))
-    assert (table["heads"] == 8).all()
-    assert (table["key_heads"] == arguments.get("num_key_value_heads", 8)).all()
+    assert (table["n_heads"] == 8).all()
+    assert (table["n_kv_heads"] == arguments.get("num_key_value_heads", 8)).all()
     windows = [spec.window for spec in read_model(model).specs()]
     assert [None if pd.isna(x) else x for x in table["window"]] == windows
     assert table["attention"].tolist() == ["global" if x is None else "local" for x in windows]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import transformers
 from support import zoo
+from support.support_laws import try_laws
 from support.zoo_configs import _SLIDING, _grouped
 
 from tl_posdisent import (
     ablate_heads,
     additivity,
-    check_model,
     head_ablation,
     head_effects,
     read_model,
@@ -46,7 +46,7 @@ TOOLS = {
     "ablate_heads": lambda m: ablate_heads(m, 1),
     "head_ablation": lambda m: head_ablation(m, TOKENS, heads=1, progress=False),
     "head_effects": lambda m: head_effects(m, TOKENS, ablate_heads, progress=False),
-    "check_model": lambda m: check_model(m, progress=False),
+    "to_frame": lambda m: read_model(m).to_frame(),
     "positional_subspace": lambda m: positional_subspace(m, TOKENS, 0),
     "one layer": lambda m: read_model(m, 0),
 }
@@ -118,7 +118,7 @@ def test_without_the_hooks_of_the_stream_and_of_scores() -> None:
 
 
 @pytest.mark.parametrize("positions", ["rotary", "standard"])
-def test_check_model_on_boot_native(positions: str) -> None:
+def test_laws_on_boot_native(positions: str) -> None:
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -129,12 +129,7 @@ def test_check_model_on_boot_native(positions: str) -> None:
         **shape, act_fn="gelu", normalization_type="LN", positional_embedding_type=positions, rotary_dim=8, seed=0
     )
     model = TransformerBridge.boot_native(config)
-    table = check_model(
-        model, lengths=12, tools=["additivity", "capture", "swap_positions", "ablate_heads"], progress=False
-    )
-    cached = table[table["text"] == "KV cache"]
-    assert set(cached["verdict"]) == {"refused"}
-    assert cached["reason"].str.contains("must take a cache of keys and values, got NativeModel").all()
-    whole = table[table["text"] == "12 tokens"].set_index("tool")["verdict"]
+    table = try_laws(model, ["additivity", "capture", "swap_positions", "ablate_heads"])
+    whole = table[table["text"] == "whole"].set_index("tool")["verdict"]
     assert whole["additivity"] == whole["capture"] == whole["ablate_heads"] == "works"
     assert whole["swap_positions"] == ("works" if positions == "rotary" else "refused")

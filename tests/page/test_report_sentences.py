@@ -13,7 +13,6 @@ from support import zoo
 from support.documents import Document
 
 from tl_posdisent import demo_tokens, load_demo_model, page
-from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.page.measurements import Found
 from tl_posdisent.page.sections import section
 from tl_posdisent.page.subject import read_subject
@@ -243,12 +242,10 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
 
 
-def test_tied_embeddings_count_once_and_a_model_from_a_file_has_its_name(tmp_path: Path) -> None:
-    original = sum(x.numel() for x in demo_hf_model().parameters())
+def test_a_model_from_a_file_has_its_name(tmp_path: Path) -> None:
     (tmp_path / "Some-1B.Q4_1.gguf").touch()
     for backend in ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",):
         model: Any = load_demo_model(backend=backend)  # type: ignore[arg-type]
         subject = read_subject(model, demo_tokens(length=8), None, None, None)
-        assert subject.n_parameters == (original if backend == "bridge" else pytest.approx(original, rel=0.01))
         model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path)
         assert subject.name() == "Some-1B.Q4_1"

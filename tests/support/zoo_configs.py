@@ -238,5 +238,5 @@ MECHANISMS = {
     "lfm2": "layers without attention",
     "gemma4": "scores and values that have no hook of TransformerLens, layers of two shapes",
 }
-"""The architectures on which `make test` and `make test-slow` try every law, and `check_model` every tool with every
+"""The architectures on which `make test` and `make test-slow` try every law, and those of `support_laws.py` with every
 version of TransformerLens; on all of them every law is tried by `make test-release`."""

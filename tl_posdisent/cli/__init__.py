@@ -1,8 +1,8 @@
 """The command line: ``tl-posdisent fit --model demo --out table.csv``.
 
 Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 success, 2 wrong
-usage or input, 130 interrupted, 1 if stdout cannot be written, if ``check`` finds a wrong result, or for a bug. Nothing
-here imports torch until a command runs.
+usage or input, 130 interrupted, 1 if stdout cannot be written, or for a bug. Nothing here imports torch until a command
+runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from .commands.fit import fit
-from .commands.models import check, models
+from .commands.models import models
 from .commands.report import report
 from .commands.run import run
 from .commands.sweep import sweep
@@ -67,8 +67,7 @@ def main(
 
     Results go to stdout, progress and errors to stderr. --out saves the whole table.
 
-    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, check finds a wrong
-    result, or a bug.
+    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, or a bug.
 
     Examples:
       tl-posdisent fit --model demo --out table.csv
@@ -83,5 +82,5 @@ def main(
 
 app.command()(fit)
 app.command(add_help_option=False)(run)  # its own --help also explains an experiment
-for each in (report, sweep, synthetic, models, check):
+for each in (report, sweep, synthetic, models):
     app.command()(each)

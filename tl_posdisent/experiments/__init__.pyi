@@ -22,7 +22,6 @@ from .causal.patching import component_patching as component_patching
 from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
 from .causal.position_effects import position_effects as position_effects
-from .model_check import check_model as check_model
 from .residual_stream.content_position import ContentPosition as ContentPosition
 from .residual_stream.content_position import PositionalSubspace as PositionalSubspace
 from .residual_stream.content_position import content_position_terms as content_position_terms

@@ -13,7 +13,7 @@ from tl_posdisent.models.loading.random_init import described_copies
 from tl_posdisent.page.markup import render
 from tl_posdisent.page.measurements import Copies
 from tl_posdisent.page.subject import Subject
-from tl_posdisent.page.words import millions, numbers
+from tl_posdisent.page.words import numbers
 from tl_posdisent.utils.words import plural
 
 
@@ -27,7 +27,7 @@ def analysed(subject: Subject) -> Markup:
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
     cut = "" if sum(subject.lengths) == subject.given else f", of {subject.given} tokens given"
     rows = {
-        "Model": f"{subject.name()} ({type(model).__name__}, {millions(subject.n_parameters)} parameters, {dtype})",
+        "Model": f"{subject.name()} ({type(model).__name__}, {dtype})",
         "Layers": f"{numbers(subject.layers)} of {plural(model.cfg.n_layers, 'layer')}",
         "Heads": f"{len(subject.pairs)}, of {spec.n_heads} a layer, {spec.d_head} coordinates, "
         f"{plural(spec.n_kv_heads, 'key head')}",

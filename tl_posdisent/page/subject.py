@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts, special_id, text_ids, token_words
-from tl_posdisent.models.size import count_parameters
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import listed
 from tl_posdisent.utils.words import plural
@@ -44,7 +43,7 @@ class Subject:
         words: the first text, one string per position.
         asked: the requested ``layers`` and ``heads``, None for all, as arguments of experiments.
         specs, heads: specs and heads of these layers.
-        n_parameters: number of parameters of the model (``count_parameters``).
+        n_parameters: number of parameters that the model holds, copies included; it decides how many heads are run.
     """
 
     reading: ModelReading
@@ -146,7 +145,8 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
         real = torch.ones_like(tokens, dtype=torch.bool)
     some = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
     asked = {"layers": some, "heads": heads}
-    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen, count_parameters(model))
+    n_parameters = sum(x.numel() for x in model.parameters())
+    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen, n_parameters)
     subject = whole.some(min(POSITIONS, context), TOKENS)
     return replace(subject, words=token_words(model, subject.first[0]))
 

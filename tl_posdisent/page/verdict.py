@@ -16,7 +16,7 @@ from tl_posdisent.page.looks import AS_RANDOM, KINDS, looks_at, looks_of_random
 from tl_posdisent.page.markup import head_link, part, render, table
 from tl_posdisent.page.measurements import Found, SectionName, by_head, told_apart
 from tl_posdisent.page.subject import ENOUGH, PERTURBATIONS, Subject
-from tl_posdisent.page.words import MISSING, are, millions, number, signed
+from tl_posdisent.page.words import MISSING, are, number, signed
 from tl_posdisent.utils.statistics import error_over_draws
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
@@ -274,7 +274,6 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> Markup:
     return render(
         "headline",
         table=table("headline", "The papers’ claims, and this model", pd.DataFrame(rows, dtype=object)),
-        parameters=millions(subject.n_parameters),
         tokens=sum(subject.lengths),
         small=subject.n_parameters < 1e8,
     )

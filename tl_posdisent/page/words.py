@@ -43,8 +43,3 @@ def numbers(values: Sequence[int]) -> str:
     if len(values) > 2 and list(values) == list(range(values[0], values[-1] + 1)):
         return f"{values[0]} to {values[-1]}"
     return ", ".join(map(str, values))
-
-
-def millions(n: int) -> str:
-    """Format a number of parameters: ``1.2 billion``, ``3.40 million``, ``5120``."""
-    return f"{n / 1e9:.1f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million" if n >= 1e5 else str(n)

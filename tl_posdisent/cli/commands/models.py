@@ -1,14 +1,12 @@
-"""Commands about models, without a text: ``models`` (names for ``--model``, offline) and ``check``."""
+"""``models``: list names for ``--model``, offline."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_name, load, name_of
-from tl_posdisent.cli.options import MOST, Backend, Device, Dtype, Model, Out, Progress, Seed
+from tl_posdisent.cli.options import Out
 from tl_posdisent.cli.output import answering, check_out, frame, save, show
 from tl_posdisent.utils.words import plural
 
@@ -74,49 +72,3 @@ def _known_models() -> Any:
         status = _STATUS.get(entry.status, "–") if entry else "–"
         found.append((name, "yes" if name in hooked else "–", status, architecture))
     return pd.DataFrame(found, columns=["name", "hooked", "bridge", "architecture"])
-
-
-def check(
-    model: Model = "demo",
-    out: Out = None,
-    backend: Backend = "auto",
-    device: Device = None,
-    dtype: Dtype = "float32",
-    length: Annotated[int, Option(min=2, max=MOST, help="Tokens per text.")] = 24,
-    every_layer: Annotated[
-        bool, Option("--every-layer", help="All layers, not only the first two of each kind.")
-    ] = False,
-    seed: Seed = 0,
-    progress: Progress = True,
-) -> None:
-    """Test every tool on a model: on short, long and padded texts, and with a KV cache.
-
-    The exit code is 1 if a tool returns a wrong result; please report the table then.
-
-    Columns:
-      tool      the function
-      text      its length, padded, or token by token (KV cache)
-      verdict   works, refused or wrong
-      error     largest relative error in the tool's laws
-      reason    error message, or the law that fails
-
-    Examples:
-      tl-posdisent check
-      tl-posdisent check --model EleutherAI/pythia-70m --dtype bfloat16
-    """
-    with answering(locals()):
-        check_name(model)
-        check_out(out)
-        from tl_posdisent.experiments.model_check import check_model
-
-        loaded = load(model, backend, device, dtype)
-        table = check_model(loaded, every_layer=every_layer, lengths=length, seed=seed, progress=progress)
-        save(table, out)
-        counts = table["verdict"].value_counts()
-        short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
-        lines = frame(short, f"Every tool tried on {name_of(model)}")
-        lines.append(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-        lines += [table.attrs["not reached"]] if "not reached" in table.attrs else []
-    show(lines)
-    if "wrong" in counts:
-        raise typer.Exit(1)

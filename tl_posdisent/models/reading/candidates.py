@@ -7,7 +7,7 @@ if it reproduces what the model computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap
-from tl_posdisent.models.reading.seen import Seen, layouts, short_name, shows_scores
-from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, short_name
+from tl_posdisent.models.reading.seen import Seen, shows_scores
 from tl_posdisent.models.reading.stored_tables import owner_of_sines
 from tl_posdisent.models.running.model_parts import hook_name, modules
 from tl_posdisent.rope.rotary import Pairing, Rotary, rotary_from_table
@@ -47,7 +46,53 @@ Pair = tuple[Tap, Tap]
 """The hooks of queries and of keys."""
 
 
-def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
+@dataclass(frozen=True)
+class Candidates:
+    """What one layer may compute, the most specific first in each list.
+
+    Attributes:
+        windows: number of keys that a query may see; None for all.
+        chunk: number of tokens in a chunk, before which keys are hidden; None without chunks.
+        chosen: number of keys that a learned index chooses for each query; None without an index.
+        pairs: hooks of queries and keys before rotation.
+        rotations, scales, soft_caps: of scores; None for no rotation and no cap.
+        values: hooks of the values that the pattern weights.
+        gates: hooks of what multiplies z before the output projection; None for nothing.
+    """
+
+    windows: list[int | None]
+    chunk: int | None
+    chosen: int | None
+    pairs: list[Pair]
+    rotations: list[Rotary | None]
+    scales: list[float]
+    soft_caps: list[float | None]
+    values: list[Tap]
+    gates: list[Tap | None]
+
+
+def candidates(model: Any, layer: int, seen: Seen, own: OwnNumbers) -> Candidates:
+    """Collect what a layer may compute, from the attributes of its modules and from what fired in a pass."""
+    attn = model.blocks[layer].attn
+    return Candidates(
+        windows=list(_windows(model, attn)),
+        chunk=_chunk_size(attn, layer),
+        chosen=_chosen_keys(attn),
+        pairs=list(queries_and_keys(model, layer, seen)),
+        rotations=[*_rotaries(model, attn, seen, own), None],
+        scales=list(dict.fromkeys(_scales(attn, _d_head(model, seen)))),
+        soft_caps=list(dict.fromkeys(_soft_caps(model, attn))),
+        values=list(_values(layer, seen)),
+        gates=list(_gates(layer, seen, model.cfg.n_heads)),
+    )
+
+
+def _d_head(model: Any, seen: Seen) -> int:
+    q = seen.get("hook_q")
+    return int(q.shape[-1] if q is not None and q.ndim == 4 else model.cfg.d_head)
+
+
+def queries_and_keys(model: Any, layer: int, seen: Mapping[str, Tensor]) -> Iterator[Pair]:
     """Yield candidates for the hooks that carry queries and keys before rotation, the last in the pass first.
 
     Where Hugging Face's code computes the attention, a norm may come before the rotation or after it.
@@ -84,12 +129,12 @@ LATENT_QUERIES = {"q_b_proj.hook_out": "q_a_proj.hook_out", "q_proj.hook_out": N
 LATENT_KEYS = ("kv_a_proj_with_mqa.hook_out", "kv_b_proj.hook_out")
 
 
-def is_latent(seen: Seen) -> bool:
+def is_latent(seen: Mapping[str, Tensor]) -> bool:
     """Say whether a layer has multi-head latent attention, whose hook_q and hook_k carry rotated vectors."""
     return all(name in seen for name in ("hook_q", "hook_k", "hook_rot_q", *LATENT_KEYS))
 
 
-def _latent_pairs(layer: int, seen: Seen) -> Iterator[Pair]:
+def _latent_pairs(layer: int, seen: Mapping[str, Tensor]) -> Iterator[Pair]:
     """Yield the projections that give queries and keys of latent attention before rotation, in both orders."""
     rotated, n_heads = seen["hook_rot_q"].shape[-1], seen["hook_q"].shape[1]
     content = seen["hook_q"].shape[-1] - rotated
@@ -102,7 +147,7 @@ def _latent_pairs(layer: int, seen: Seen) -> Iterator[Pair]:
             yield q, Tap(keys, "flat", n_heads, latent=of_k)
 
 
-def _query_or_key(model: Any, layer: int, which: str, seen: Seen) -> Tap | None:
+def _query_or_key(model: Any, layer: int, which: str, seen: Mapping[str, Tensor]) -> Tap | None:
     """Return the last hook of TransformerLens's own that carries queries or keys before rotation, or None."""
     attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
     if which == "k":
@@ -122,23 +167,23 @@ def _query_or_key(model: Any, layer: int, which: str, seen: Seen) -> Tap | None:
     return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
 
 
-def value_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap]:
+def _values(layer: int, seen: Seen) -> Iterator[Tap]:
     """Yield candidates for the hook of the values that are weighted, the last in the pass first."""
     for name in ("v_norm.hook_out", "hook_v"):
-        if name in seen:
-            yield Tap(hook_name(spec.layer, name), "pos head", spec.n_kv_heads)
+        if name in seen and seen[name].ndim == 4:
+            yield Tap(hook_name(layer, name), "pos head", seen[name].shape[2])
 
 
-def gate_taps(spec: AttentionSpec, seen: Seen) -> Iterator[Tap | None]:
+def _gates(layer: int, seen: Seen, n_heads: int) -> Iterator[Tap | None]:
     """Yield candidates for the hook of what multiplies z before the output projection; None for nothing."""
     yield None
     gate = seen.get("gate.hook_out")
-    if gate is not None and gate.ndim == 3 and gate.shape[-1] % spec.n_heads == 0:  # of each head or coordinate
+    if gate is not None and gate.ndim == 3 and gate.shape[-1] % n_heads == 0:  # of each head or coordinate
         for function in (torch.sigmoid, torch.nn.functional.softplus):
-            yield Tap(hook_name(spec.layer, "gate.hook_out"), "flat", spec.n_heads, function)
+            yield Tap(hook_name(layer, "gate.hook_out"), "flat", n_heads, function)
 
 
-def scales(attn: Any, d_head: int) -> Iterator[float]:
+def _scales(attn: Any, d_head: int) -> Iterator[float]:
     """Yield candidates for the scale, by which ``⟨q, k⟩`` is multiplied."""
     original = getattr(attn, "original_component", None)
     if original is None and getattr(attn, "attn_scale", None) is not None:
@@ -151,7 +196,7 @@ def scales(attn: Any, d_head: int) -> Iterator[float]:
     yield 1.0
 
 
-def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
+def _soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
     """Yield candidates for the soft cap, the constant in ``c * tanh(scores / c)``."""
     original = getattr(attn, "original_component", None)
     for value in (getattr(original, "attn_logit_softcapping", None), getattr(model.cfg, "attn_scores_soft_cap", None)):
@@ -161,7 +206,7 @@ def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
     yield None
 
 
-def chunk_size(attn: Any, layer: int) -> int | None:
+def _chunk_size(attn: Any, layer: int) -> int | None:
     """Return the number of tokens in a chunk, before which keys are hidden (Llama 4); None without chunks."""
     config: Any = getattr(getattr(attn, "original_component", None), "config", None)
     kinds = getattr(config, "layer_types", None) or ()
@@ -170,7 +215,7 @@ def chunk_size(attn: Any, layer: int) -> int | None:
     return getattr(config, "attention_chunk_size", None)
 
 
-def chosen_keys(attn: Any) -> int | None:
+def _chosen_keys(attn: Any) -> int | None:
     """Return the number of keys that a learned index chooses for each query (DeepSeek V3.2, GLM-5); None without it."""
     config: Any = getattr(getattr(attn, "original_component", None), "config", None)
     return getattr(config, "index_topk", None)
@@ -199,7 +244,7 @@ def temperature(own: Any) -> Temperature | None:
     return Temperature(int(floor), float(scale)) if tuned and floor and scale and not rotates else None
 
 
-def windows(model: Any, attn: Any) -> Iterator[int | None]:
+def _windows(model: Any, attn: Any) -> Iterator[int | None]:
     """Yield candidates for the number of keys that a query may see, most specific source first."""
     original = getattr(attn, "original_component", None)
     if original is None:
@@ -238,7 +283,7 @@ def own_numbers(model: Any) -> OwnNumbers:
     return OwnNumbers([x for x, *_ in stored], factors, pairs)
 
 
-def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) -> Iterator[Rotary]:
+def _rotaries(model: Any, attn: Any, seen: Seen, own: OwnNumbers) -> Iterator[Rotary]:
     """Yield a rotation from every table, or stored frequencies, that the layer may be using, in both pairings."""
     for cos, sin in _tables(model, attn, seen):
         if cos.shape[-1] == 0 or cos.shape[0] < 2:
@@ -249,7 +294,7 @@ def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) ->
             continue
         for pairing in PAIRINGS:
             yield replace(rotary, pairing=pairing)
-    if not shows_scores(seen) or is_latent(seen):  # tables may pass no hook (complex ones, or Hugging Face's code)
+    if not seen.shows_scores or is_latent(seen):  # tables may pass no hook (complex ones, or Hugging Face's code)
         for x, factor in own.pairs:
             for sign, pairing in itertools.product((1.0, -1.0), PAIRINGS):  # nanochat rotates the other way
                 yield Rotary(sign * x.double(), pairing, factor, torch.float32, x.dtype)
@@ -272,7 +317,7 @@ def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
     return replace(measured, frequencies=frequencies, frequency_dtype=kept_in, attention_factor=factor)
 
 
-def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _tables(model: Any, attn: Any, seen: Seen) -> Iterator[tuple[Tensor, Tensor]]:
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer
         yield attn.rotary_cos, attn.rotary_sin
     if "hook_cos" in seen and "hook_sin" in seen:

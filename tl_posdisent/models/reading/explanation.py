@@ -15,32 +15,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.models.reading.candidates import (
-    OwnNumbers,
-    Pair,
-    Temperature,
-    chosen_keys,
-    chunk_size,
-    gate_taps,
-    queries_and_keys,
-    rotaries,
-    scales,
-    soft_caps,
-    value_taps,
-    windows,
-)
-from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap
-from tl_posdisent.models.reading.seen import (
-    Seen,
-    is_mask,
-    layouts,
-    masked_score,
-    read,
-    short_name,
-    shows_mask,
-    shows_scores,
-    visible_cells,
-)
+from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, Temperature, candidates
+from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
+from tl_posdisent.models.reading.seen import Seen, Tensors, is_mask
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
@@ -48,16 +25,16 @@ from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.precision import mismatch
 
 
-def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
+def explain(p: Pass, layer: int, tensors: Tensors, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
     """Describe a layer from one pass: the rotation, scale and cap that reproduce its scores, or why none do.
 
-    ``keys_of`` is the layer to which the keys and values in ``seen`` belong, if not to this one.
+    ``keys_of`` is the layer to which the keys and values in ``tensors`` belong, if not to this one.
     """
-    model = p.model
-    attn, cfg = model.blocks[layer].attn, model.cfg
-    visible = visible_cells(seen)
+    model, cfg, seen = p.model, p.model.cfg, Seen(tensors)
+    options = candidates(model, layer, seen, own)
+    visible = seen.visible
     causal = visible is None or not bool(visible.triu(1).any())
-    window = next((w for w in windows(model, attn) if is_mask(visible, causal, w)), None)
+    window = next((w for w in options.windows if is_mask(visible, causal, w)), None)
     names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
 
     def named(short: str) -> str | None:
@@ -72,45 +49,41 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
         d_head=cfg.d_head,
         causal=causal,
         window=window,
-        scores=named("hook_attn_scores") if shows_scores(seen) else None,
+        scores=named("hook_attn_scores") if seen.shows_scores else None,
         pattern=named("hook_pattern"),
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
-        masked_below=masked_score(seen),
-        shows_mask=shows_mask(seen),
+        masked_below=seen.lowest,
+        shows_mask=seen.shows_mask,
         points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
     )
     if visible is None:
-        return replace(
-            spec,
-            problem="neither hook_attn_scores nor hook_pattern fires: "
-            + (
-                "TransformerLens has no such hooks for this architecture"
-                if implementation(attn) == "eager"
-                else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
-            ),
-        )
-    chosen = chosen_keys(attn)
-    if chosen is not None:
-        spec = replace(spec, holds_to=chosen, beyond="has a mask that is chosen by the model (a learned index)")
+        return replace(spec, problem=_no_pattern(model.blocks[layer].attn))
+    if options.chosen is not None:
+        spec = replace(spec, holds_to=options.chosen, beyond="has a mask that is chosen by the model (a learned index)")
     if not is_mask(visible, causal, window):
-        problem = _other_mask(visible, chunk_size(attn, layer), chosen)
+        problem = _other_mask(visible, options.chunk, options.chosen)
         return replace(spec, problem=problem, no_rotation=f"cannot be read: {problem}")
-    pairs = list(queries_and_keys(model, layer, seen))
-    if not pairs:
+    if not options.pairs:
         return replace(spec, problem="hook_q and hook_k do not fire")
-    rotations = [*rotaries(model, attn, seen, own), None]
-    factors = dict.fromkeys(scales(attn, seen["hook_q"].shape[-1] if seen["hook_q"].ndim == 4 else cfg.d_head))
-    caps = dict.fromkeys(soft_caps(model, attn))  # each once, in order
-    spec = _explain_scores(spec, seen, visible, itertools.product(rotations, pairs, factors, caps))
-    if chosen is not None:  # the index that chooses keys reads the tables too: other tables would change the mask
-        spec = replace(spec, cos=None, sin=None)
-    if shows_scores(seen) or spec.problem:
+    explanations = itertools.product(options.rotations, options.pairs, options.scales, options.soft_caps)
+    spec = _explain_scores(spec, seen, visible, explanations)
+    if options.chosen is not None:
+        spec = replace(spec, cos=None, sin=None)  # the index reads the tables too: others would change the mask
+    if seen.shows_scores or spec.problem:
         return spec
-    spec = _explain_result(_with_limit(spec, attn), seen)
+    spec = _explain_result(_with_limit(spec, options.chunk), seen, options)
     if keys_of is not None:
         spec = _at_lender(spec, p, keys_of)
     return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
+
+
+def _no_pattern(attn: Any) -> str:
+    """Return the reason given for a layer that shows neither scores nor pattern."""
+    why = "TransformerLens has no such hooks for this architecture"
+    if implementation(attn) != "eager":
+        why = 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
+    return f"neither hook_attn_scores nor hook_pattern fires: {why}"
 
 
 def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
@@ -129,9 +102,9 @@ def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
     )
 
 
-def _with_limit(spec: AttentionSpec, attn: Any) -> AttentionSpec:
+def _with_limit(spec: AttentionSpec, chunk: int | None) -> AttentionSpec:
     """Set the length up to which the layer's mask and the scale of its queries are those of a short text."""
-    chunk, norm = chunk_size(attn, spec.layer), None if spec.q is None else spec.q.norm
+    norm = None if spec.q is None else spec.q.norm
     if chunk is not None:
         return replace(spec, holds_to=chunk, beyond="hides the keys of earlier chunks of a text")
     if isinstance(norm, Temperature):
@@ -188,23 +161,23 @@ def _with_sizes(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:
     return replace(spec, k=replace(spec.k, n_heads=n_kv), n_kv_heads=n_kv, d_head=d_head, certain=certain)
 
 
-def _explain_result(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
+def _explain_result(spec: AttentionSpec, seen: Seen, options: Candidates) -> AttentionSpec:
     """Find the values of which z is the weighted sum, and the gate that multiplies it, if there is one."""
     if "hook_z" in seen and "hook_pattern" in seen:
-        for v, gate in itertools.product(value_taps(spec, seen), gate_taps(spec, seen)):
+        for v, gate in itertools.product(options.values, options.gates):
             values, gates = (None if tap is None else read(tap, seen) for tap in (v, gate))
-            found = replace(spec, v=v, gate=gate)
+            candidate = replace(spec, v=v, gate=gate)
             if values is not None and values.shape[2] == spec.n_kv_heads:
-                gathered = found.gathered(seen["hook_pattern"], values, gates)
+                gathered = candidate.gathered(seen["hook_pattern"], values, gates)
                 if gathered.shape == seen["hook_z"].shape and mismatch(seen["hook_z"], gathered) <= 1:
-                    return found
+                    return candidate
     return replace(spec, v=None)
 
 
 def _unexplained(seen: Seen) -> str:
     """Return the reason given for scores (or a pattern, if only that is shown) that no candidate reproduces."""
     found = "scale * <q, k> under any rotation, scale and soft cap found in the model"
-    if shows_scores(seen):
+    if seen.shows_scores:
         return f"its scores are not {found} (an additive bias such as ALiBi, or an unknown rotation)"
     where = "carries the attention pattern instead" if "hook_attn_scores" in seen else "does not fire"
     return (
@@ -298,9 +271,9 @@ def _has_keys(points: Mapping[str, Any], layer: int) -> bool:
     return hook_name(layer, "k.hook_out") in points
 
 
-def with_lent(seen: Seen, lender: Seen) -> Seen:
+def with_lent(tensors: Tensors, lender: Tensors) -> Tensors:
     """Return what a layer showed, with the keys and values of another layer, which fired before."""
-    return {name: lender[name] for name in _LENT if name in lender} | seen
+    return {name: lender[name] for name in _LENT if name in lender} | tensors
 
 
 def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
@@ -316,7 +289,13 @@ def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
 # --- how well a candidate fits
 
 
-def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
+def misfit(
+    spec: AttentionSpec,
+    q_rot: Tensor,
+    k_rot: Tensor,
+    seen: Mapping[str, Tensor],
+    visible: Bool[Tensor, "query key"],
+) -> float:
     """Return the largest error of the scores predicted from rotated vectors, in units of the rounding error.
 
     A spec is acceptable up to 1. If only the pattern fires, it is compared instead.

@@ -54,31 +54,40 @@ class ModelReading(HasTable):
         return f"ModelReading({len(self.read)} of {self.n_layers} layers of {architecture(self.model)})"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row per layer with attention, which is read if it has not been.
+        """Return one row per layer with attention, which is read if it has not been: what it does, and which tools act.
 
         Columns: ``layer``; ``attention`` (``"local"`` with a sliding window, else ``"global"``) and ``window``, the
-        number of keys that a query sees; ``causal``; ``heads``, ``key_heads``, ``d_head``; ``rotated``, the number of
-        rotated dimensions of a query (0 without RoPE), and the ``base`` of their frequencies (NaN if they are not
-        powers of one); ``scale`` and ``soft_cap``; ``problem``: why scores cannot be recomputed, or why the rotation
-        cannot be changed, empty if they can. Missing values are NA.
+        number of keys that a query sees; ``causal``; ``n_heads``, ``n_kv_heads``, ``d_head``; ``rotated``, the number
+        of rotated dimensions of a query (0 without RoPE), and the ``base`` of their frequencies (NaN if they are not
+        powers of one); ``scale`` and ``soft_cap``. Missing values are NA.
+
+        Then, True or False for each group of tools, whether it acts on the layer: ``fits`` of its scores
+        (``additivity``); ``capture`` of its queries and keys; ``rotation``: interventions on positions, distances,
+        frequencies and phases, ``controlled_distance``, ``position_patching``, ``patch_vectors``; ``score_edits``:
+        ``substitute_additive``, ``drop_component``, ``component_patching``; ``result_edits``: ``ablate_heads``,
+        ``head_ablation``, ``head_patching``. ``why_not`` says why the others do not; it is empty if all act. A tool of
+        a group that does not act on a layer raises a ``ValueError`` there.
+
+        Each tool also compares the scores with the reading whenever it runs, so a text can be refused for its padding.
         """
         rows = []
         for spec in self.attention:
-            rotary = spec.rotary
+            rotary, obstacles = spec.rotary, _obstacles(spec, self.no_results.get(spec.layer, ""))
             rows.append(
                 {
                     "layer": spec.layer,
                     "attention": spec.kind,
                     "window": spec.window,
                     "causal": spec.causal,
-                    "heads": spec.n_heads,
-                    "key_heads": spec.n_kv_heads,
+                    "n_heads": spec.n_heads,
+                    "n_kv_heads": spec.n_kv_heads,
                     "d_head": spec.d_head,
                     "rotated": 0 if rotary is None else 2 * int((rotary.frequencies != 0).sum()),
                     "base": nan if rotary is None else rotary.base,
                     "scale": spec.scale,
                     "soft_cap": spec.soft_cap,
-                    "problem": spec.problem or spec.no_rotation or "",
+                    **{group: not reason for group, reason in obstacles.items()},
+                    "why_not": _why_not(obstacles),
                 }
             )
         table = pd.DataFrame(rows).astype({"window": "Int64", "scale": float, "soft_cap": float})
@@ -156,6 +165,29 @@ class ModelReading(HasTable):
             )
 
 
+def _obstacles(spec: AttentionSpec, no_results: str) -> dict[str, str]:
+    """Return for each group of tools why it does not act on a layer, empty if it does."""
+    problem = spec.problem or ""
+    no_rotation = "it has no rotary position embedding" if spec.rotary is None else ""
+    shows_scores = spec.scores is not None
+    edits_act = spec.scores_editable if shows_scores else spec.puts_in_result
+    no_edits = "it discards edited scores" if shows_scores else "it shows no scores, and hook_z is not pattern × values"
+    return {
+        "fits": "" if shows_scores else problem,
+        "capture": problem,
+        "rotation": spec.no_rotation or problem or no_rotation,
+        "score_edits": "" if edits_act else problem or no_edits,
+        "result_edits": no_results or ("" if spec.z else "hook_z does not fire"),
+    }
+
+
+def _why_not(obstacles: dict[str, str]) -> str:
+    """Write a sentence that names the groups of tools that do not act, with their reason."""
+    reasons = [reason for reason in dict.fromkeys(obstacles.values()) if reason]
+    groups = [", ".join(group for group, reason in obstacles.items() if reason == of_all) for of_all in reasons]
+    return "; ".join(f"{names}: {reason}" for names, reason in zip(groups, reasons, strict=True))
+
+
 _READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec], dict[int, str]]] = WeakKeyDictionary()
 """State and findings for each model that was read, dropped with the model: specs never refer to the model itself."""
 
@@ -195,8 +227,11 @@ def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> Mod
         >>> spec = reading.specs(0)[0]
         >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
         (8, 4, True, 'half', 16)
-        >>> reading.to_frame()[["layer", "attention", "heads", "key_heads", "rotated"]].head(1).values.tolist()
-        [[0, 'global', 8, 4, 16]]
+        >>> table = reading.to_frame()
+        >>> table[["layer", "attention", "n_heads", "n_kv_heads", "rotated", "rotation"]].head(1).values.tolist()
+        [[0, 'global', 8, 4, 16, True]]
+        >>> table["why_not"].unique().tolist()  # every tool acts
+        ['']
     """
     check_flag("fresh", fresh)
     if isinstance(model, ModelReading) and not fresh:

@@ -26,8 +26,9 @@ from tl_posdisent.models.reading.candidates import (
     queries_and_keys,
 )
 from tl_posdisent.models.reading.explanation import explain, lenders, misfit, with_lent
-from tl_posdisent.models.reading.query_key_hooks import Tap
-from tl_posdisent.models.reading.seen import Seen, is_softmax, read, shows_scores, visible_cells
+from tl_posdisent.models.reading.query_key_hooks import Tap, read
+from tl_posdisent.models.reading.seen import Tensors as Seen
+from tl_posdisent.models.reading.seen import is_softmax, shows_scores, visible_cells
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Pass, running
 from tl_posdisent.models.running.kv_cache import lost_cache

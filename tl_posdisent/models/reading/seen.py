@@ -2,64 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.models.reading.query_key_hooks import Layout, Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.precision import mismatch
 
-Seen = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 """Tensors recorded in one layer during one pass, by short hook name."""
 
 
-def read(tap: Tap, seen: Seen) -> Tensor:
-    """Return the vectors at a hook, from what a pass showed."""
-    return tap.read(*(seen[short_name(name)] for name in tap.names))
+@dataclass(frozen=True, eq=False)
+class Seen(Mapping[str, Tensor]):
+    """The tensors of one layer in one pass, by short hook name, and what they show of its mask, computed once."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @cached_property
+    def lowest(self) -> float:
+        """The value at or below which a cell of this pass is masked."""
+        return masked_below(*(self[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in self))
+
+    @cached_property
+    def shows_scores(self) -> bool:
+        """Whether the hook of the scores carries scores: in some classes it carries the pattern."""
+        scores, pattern = self.get("hook_attn_scores"), self.get("hook_pattern")
+        return scores is not None and not (is_pattern(scores) or (pattern is not None and torch.equal(scores, pattern)))
+
+    @cached_property
+    def unmasked(self) -> Bool[Tensor, "query key"] | None:
+        """The cells that the scores of any head of any text show as not masked; None if scores are not shown."""
+        return (self["hook_attn_scores"] > self.lowest).flatten(0, -3).any(0) if self.shows_scores else None
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "query key"] | None:
+        """The cells that any head of any text attends to: the mask of the probe's text, which fits do not use.
+
+        It is read from the scores if they are shown, since a sharp softmax leaves zeros without any mask.
+        """
+        pattern, unmasked = self.get("hook_pattern"), self.unmasked
+        attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
+        if unmasked is None:
+            return attended
+        if pattern is None or attended is None or torch.equal(unmasked, attended):
+            return unmasked
+        # Some models show scores before they are masked.
+        return unmasked if is_softmax(pattern, self["hook_attn_scores"], unmasked) else attended
+
+    @cached_property
+    def shows_mask(self) -> bool:
+        """Whether the scores show which cells are masked: in some models the mask is applied behind their hook."""
+        return self.unmasked is not None and self.visible is not None and torch.equal(self.visible, self.unmasked)
 
 
-def short_name(name: str) -> str:
-    """Return a hook's name within the attention of a layer: ``"hook_q"``, ``"q_norm.hook_out"``."""
-    return name.split(".attn.", 1)[-1]
+def shows_scores(tensors: Mapping[str, Tensor]) -> bool:
+    """Say whether the hook of the scores carries scores (``Seen.shows_scores``)."""
+    return Seen(tensors).shows_scores
 
 
-def layouts(seen: Seen, *names: str) -> list[Layout]:
-    """Return the layouts that tensors at these hooks may have; none if one of the hooks did not fire."""
-    if any(name not in seen for name in names):
-        return []
-    return ["flat"] if seen[names[0]].ndim == 3 else ["pos head", "head pos"]
-
-
-def shows_scores(seen: Seen) -> bool:
-    """Say whether the hook of the scores carries scores: in some classes it carries the pattern."""
-    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
-    return scores is not None and not (is_pattern(scores) or (pattern is not None and torch.equal(scores, pattern)))
-
-
-def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
-    """Find the cells that any head of any text attends to: the mask of the probe's text, which fits do not use.
-
-    It is read from the scores if they are shown, since a sharp softmax leaves zeros without any mask.
-    """
-    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
-    attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
-    if scores is None or not shows_scores(seen):
-        return attended
-    visible = (scores > masked_score(seen)).flatten(0, -3).any(0)
-    if pattern is None or attended is None or torch.equal(visible, attended):
-        return visible
-    return visible if is_softmax(pattern, scores, visible) else attended  # some models show unmasked scores
-
-
-def shows_mask(seen: Seen) -> bool:
-    """Say whether the scores show which cells are masked: in some models the mask is applied behind their hook."""
-    if not shows_scores(seen):
-        return False
-    shown = (seen["hook_attn_scores"] > masked_score(seen)).flatten(0, -3).any(0)
-    visible = visible_cells(seen)
-    return visible is None or torch.equal(visible, shown)
+def visible_cells(tensors: Mapping[str, Tensor]) -> Bool[Tensor, "query key"] | None:
+    """Find the cells that any head of any text attends to (``Seen.visible``)."""
+    return Seen(tensors).visible
 
 
 def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
@@ -67,11 +85,6 @@ def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key
     wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)
     shared = pattern.double() / pattern.double().sum(-1, keepdim=True)
     return mismatch(shared.to(pattern.dtype), wanted) <= 1
-
-
-def masked_score(seen: Seen) -> float:
-    """Return the value at or below which a cell of this pass is masked."""
-    return masked_below(*(seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen))
 
 
 def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:

@@ -1,10 +1,14 @@
-"""Test every tool against its laws on one model, on short, long and padded texts and with a KV cache."""
+"""Laws of every tool, tried on one model: a tool obeys them, or it refuses the model.
+
+``docs/support_table.py`` writes the table of support from what they find.
+
+The laws hold for any model: an intervention with the real positions changes nothing, a fit is that of dense least
+squares, an ablation is that of zeros in the attention's output, and a text in a padded batch gives what it gives alone.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,6 +20,10 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tl_posdisent.experiments.attention_scores.additivity import additivity
+from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
+from tl_posdisent.experiments.causal.head_ablation import head_ablation
+from tl_posdisent.experiments.causal.patching import component_patching, head_patching, position_patching
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.frequencies import limit_frequencies
@@ -29,150 +37,57 @@ from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Recorded, running
-from tl_posdisent.models.running.kv_cache import WITHOUT_CACHE, empty_cache, library_versions, with_mask
-from tl_posdisent.models.running.model_parts import hook_name, is_quantised
+from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.texts import probe_tokens, special_id
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
-
-from .attention_scores.additivity import additivity
-from .attention_scores.controlled_distance import controlled_distance
-from .causal.head_ablation import head_ablation
-from .causal.patching import component_patching, head_patching, position_patching
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative error that rounding explains, by the dtype of the model. Rotation tables are float32 at best."""
 
-
-def tolerance_of(model: Any) -> float:
-    """Return the largest relative error that rounding explains: kernels of quantised weights round to 16 bits."""
-    dtypes = {p.dtype for p in model.parameters()} | ({torch.bfloat16} if is_quantised(model) else set())
-    return max(TOLERANCE[dtype] for dtype in dtypes & TOLERANCE.keys())
-
-
-OTHER_WITH_CACHE = "the model itself gives other logits with a KV cache"
+WHOLE, PADDED = "whole", "padded"
+"""The texts on which laws are tried: of equal length, and in a batch that is padded on either side."""
 
 Law = tuple[str, float]
 """What must be equal, and its error relative to the largest number that is compared; 1 for an absent effect."""
 
 
-def check_model(
-    model: Any,
-    *,
-    tools: Sequence[str] | None = None,
-    every_layer: bool = False,
-    lengths: int | Sequence[int] = 24,
-    seed: int = 0,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Check every tool of this package on a model: does it do what it says, and is what it cannot do refused?
+def try_laws(model: Any, tools: Sequence[str] | None = None, *, length: int = 12) -> pd.DataFrame:
+    """Try the laws of these tools (default all) on random texts of ``length`` tokens.
 
-    Each tool is tried on random tokens, against laws that hold for any model: an intervention with the real positions
-    changes nothing, a fit is that of dense least squares, an ablation is that of zeros in the attention's output, and
-    a text in a padded batch, or read token by token with a KV cache, gives what it gives alone in one pass.
-
-    Args:
-        model: a HookedTransformer, a TransformerBridge or a similar model, or its ``read_model``. Laws are checked
-            in its own dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16 and for quantised
-            weights, whose kernels round to 16 bits.
-        tools: which to check, by name; default all.
-        every_layer: whether to check all layers. Default the first two of each kind (that differ in rotation, window,
-            soft cap or heads); the layers after the last of them are skipped.
-        lengths: of the texts, in tokens. Where the rotation changes beyond some length (longrope, dynamic NTK), or a
-            layer has a sliding window, give one beyond it as well. The first is also that of the padded and the cached
-            texts.
-        seed: of the random tokens.
-        progress: whether to show a progress bar.
+    ``model`` may be a reading of some layers: the laws are then those of these layers.
 
     Returns:
-        One row per tool and text (only one for a tool that refuses the text itself): ``tool``; ``text``, for instance
-        ``"12 tokens"``, ``"padded"`` or ``"KV cache"``; ``verdict``: ``"works"``, ``"refused"`` or ``"wrong"``;
-        ``error``, the largest relative error of the tool's laws, NaN where refused; ``reason``: the law that fails, or
-        the refusal. Where the model itself gives other logits with a KV cache, ``attrs["KV cache"]`` and one warning
-        say why, with the versions of TransformerLens and transformers. ``attrs["not reached"]`` names the sliding
-        windows, and the lengths beyond which the rotation changes, that no text exceeds.
-
-    Raises:
-        ValueError: tools that do not exist, lengths below 4, a model that ``read_model`` refuses.
-
-    Example:
-        >>> from tl_posdisent import check_model, load_demo_model
-        >>> table = check_model(load_demo_model(), tools=["additivity", "swap_positions"], lengths=12, progress=False)
-        >>> table[["tool", "text", "verdict"]].to_string(index=False, header=False).splitlines()
-        ['    additivity 12 tokens   works', '    additivity    padded   works',
-         'swap_positions 12 tokens   works', 'swap_positions    padded   works', 'swap_positions  KV cache   works']
+        One row per tool and text (only one for a tool that refuses the whole text): ``tool``; ``text``, ``"whole"`` or
+        ``"padded"``; ``verdict``: ``"works"``, ``"refused"`` (by a ``ValueError``) or ``"wrong"``; ``error``, the
+        largest relative error of the laws, NaN where refused; ``reason``: the law that fails, or the refusal.
     """
-    check_seed(seed)
-    check_flag("every_layer", every_layer)
-    chosen = list(TOOLS) if tools is None else list(tools)
-    for tool in chosen:
-        check_choice("tools", tool, TOOLS)
-    sizes = [check_integer("lengths", x, 4) for x in ([lengths] if isinstance(lengths, int) else lengths)]
     reading = read_model(model)
-    if not every_layer:
-        tried = [spec.layer for spec in two_of_each_kind(reading.attention)]
-        reading = replace(reading, without_attention=tuple(sorted({*range(reading.n_layers)} - {*tried})))
-    trials = {f"{size} tokens": Trial(reading, probe_tokens(reading.model, size, seed)) for size in sizes}
-    tolerance = tolerance_of(reading.model)
+    trial = Trial(reading, probe_tokens(reading.model, length, 0))
     rows: list[dict[str, Any]] = []
-    with (
-        first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1),
-        progress_bar(chosen, desc="check_model", disable=not progress) as bar,
-    ):
-        for tool in bar:
-            for text, laws in _laws(tool, trials):
-                rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
-                if rows[-1]["verdict"] == "refused" and text in trials:
-                    break  # padded or in parts it would be refused again
-    table = pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
-    if (table["reason"] == OTHER_WITH_CACHE).any():
-        table.attrs["KV cache"] = next(iter(trials.values())).cache_problem
-        warnings.warn(table.attrs["KV cache"], stacklevel=2)
-    table.attrs |= _not_reached(reading.attention, sizes)
-    return table
+    for tool in TOOLS if tools is None else tools:
+        for text, laws in _laws(tool, trial):
+            rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance_of(reading.model))})
+            if rows[-1]["verdict"] == "refused":
+                break  # padded it would be refused again
+    return pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
 
 
-def _not_reached(specs: Sequence[AttentionSpec], sizes: Sequence[int]) -> dict[str, str]:
-    """State which lengths that change attention no text of these sizes exceeds."""
-    wider = {spec.window: "window" for spec in specs if spec.window is not None and spec.window >= max(sizes)}
-    longer = {spec.holds_to: "rotation" for spec in specs if spec.holds_to is not None and spec.holds_to >= max(sizes)}
-    if not (wider or longer):
-        return {}
-    said = [f"hide what is outside the window of {n} tokens" for n in sorted(wider)]
-    said += [f"reach the rotation or scale beyond {n} tokens" for n in sorted(longer)]
-    needed = max(*wider, *longer, 0) + 1
-    return {"not reached": f"texts of {max(sizes)} tokens do not {', nor '.join(said)}; one of {needed} tokens does"}
+def tolerance_of(model: Any) -> float:
+    """The largest relative error that rounding explains in the narrowest dtype of the model."""
+    return max(TOLERANCE[dtype] for dtype in {p.dtype for p in model.parameters()})
 
 
-def two_of_each_kind(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-    """Return the first two layers of each kind of attention, in the model's order."""
-    kinds: dict[Any, list[AttentionSpec]] = {}
-    for spec in specs:
-        frequencies = [] if spec.rotary is None else [f"{x:.3g}" for x in spec.rotary.frequencies.tolist()]
-        heads = (spec.n_heads, spec.n_kv_heads, spec.d_head)
-        kind = (*frequencies, heads, spec.window, spec.soft_cap, spec.problem is None, spec.no_rotation is None)
-        kinds.setdefault(kind, []).append(spec)
-    return tuple(sorted((x for alike in kinds.values() for x in alike[:2]), key=lambda spec: spec.layer))
+def one_layer(reading: ModelReading, layer: int) -> ModelReading:
+    """The reading of a model in which only this layer has attention that tools may use."""
+    return replace(reading, without_attention=tuple(n for n in range(reading.n_layers) if n != layer))
 
 
-@contextlib.contextmanager
-def first_blocks(model: Any, n: int) -> Iterator[None]:
-    """Let the model consist of its first n blocks: those after them return what the n-th returned."""
-    last = model.blocks[n - 1]
-    with running(model) as p, p.keeping([last]) as kept, p.skipping(model.blocks[n:], lambda: kept[last]):
-        yield
-
-
-def _laws(tool: str, trials: dict[str, Trial]) -> Iterator[tuple[str, Iterator[Law]]]:
-    for text, trial in trials.items():
-        yield text, TOOLS[tool](trial)
-    short = next(iter(trials.values()))
+def _laws(tool: str, trial: Trial) -> Iterator[tuple[str, Iterator[Law]]]:
+    yield WHOLE, TOOLS[tool](trial)
     if tool == "additivity":
-        yield "padded", _padded_table(short)
+        yield PADDED, _padded_table(trial)
     if tool in INTERVENTIONS:
-        yield "padded", _padded_logits(short, INTERVENTIONS[tool].changes)
-        yield "KV cache", _cached_logits(short, INTERVENTIONS[tool].changes)
+        yield PADDED, _padded_logits(trial, INTERVENTIONS[tool].changes)
 
 
 def _verdict(laws: Iterator[Law], tolerance: float) -> dict[str, Any]:
@@ -215,11 +130,10 @@ class Trial:
         """The logits without hooks."""
         return self.logits([])
 
-    def logits(self, hooks: Sequence[Hook], **options: Any) -> Tensor:
+    def logits(self, hooks: Sequence[Hook]) -> Tensor:
         """Compute the logits on the text under hooks, all of which must fire."""
         model = self.reading.model
-        if self.mask is not None:
-            options["attention_mask"] = self.mask
+        options = {} if self.mask is None else {"attention_mask": self.mask}
         with without_gradients(), running(model), applied(model, hooks):
             logits: Tensor = model(self.tokens, **options)
         return logits
@@ -238,24 +152,6 @@ class Trial:
             hooks = make(self)
             self._last[make] = hooks, self.logits(hooks)
         return self._last[make]
-
-    def logits_in_parts(self, hooks: list[Hook]) -> Tensor:
-        """Compute the logits of the first half in one pass and then of three single tokens, with a KV cache."""
-        n, parts = self.tokens.shape[1] // 2, []
-        cache = empty_cache(self.reading.model, self.tokens)
-        for part in (self.tokens[:, :n], *self.tokens[:, n : n + 3].split(1, 1)):
-            parts.append(Trial(self.reading, part).logits(hooks, **with_mask(cache, part)))
-        return torch.cat(parts, 1)
-
-    @cached_property
-    def cache_problem(self) -> str | None:
-        """Why a KV cache cannot be used: without hooks, the model's logits in parts are not those in one pass."""
-        in_parts = self.logits_in_parts([])
-        gap = _gap(in_parts, self.plain[:, : in_parts.shape[1]])
-        if gap <= tolerance_of(self.reading.model):
-            return None
-        why = self.spec.no_cache or f"{library_versions()}; {WITHOUT_CACHE}"
-        return f"{OTHER_WITH_CACHE}, by {gap:.2g} of the largest: {why}"
 
     def metric(self, hooks: list[Hook]) -> Tensor:
         return _metric(self.logits(hooks), self.tokens).mean()
@@ -311,8 +207,8 @@ def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:
     def replace_head(z: Tensor, hook: Any) -> Tensor:
         beside = z.flatten(2).clone()
         size = beside.shape[2] // trial.spec.n_heads
-        own = slice(trial.head * size, (trial.head + 1) * size)
-        beside[:, :, own] = 0 if new is None else new.flatten(2)[:, :, own]
+        of_head = slice(trial.head * size, (trial.head + 1) * size)
+        beside[:, :, of_head] = 0 if new is None else new.flatten(2)[:, :, of_head]
         return beside.reshape(z.shape)
 
     return [(hook_name(layer, "hook_z"), replace_head)]
@@ -324,7 +220,7 @@ def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:
 def _additivity(trial: Trial) -> Iterator[Law]:
     """r² is that of least squares with a column for every distance, query and key."""
     table = additivity(trial.reading, trial.tokens, progress=False)
-    found: dict[int, float] = {}
+    errors: dict[int, float] = {}
 
     def compare(spec: AttentionSpec, scores: Tensor) -> None:
         i, j = spec.mask(scores.shape[-1], scores.device).nonzero(as_tuple=True)
@@ -334,10 +230,10 @@ def _additivity(trial: Trial) -> Iterator[Law]:
         columns = torch.cat([ones[i - j], ones[i], ones[j]], 1)
         left = y - columns @ (torch.linalg.pinv(columns) @ y)
         rows = table.query(f"layer == {spec.layer}").sort_values(["batch", "head"])
-        found[spec.layer] = _gap(rows["r2"].tolist(), 1 - left.var(0) / y.var(0))
+        errors[spec.layer] = _gap(rows["r2"].tolist(), 1 - left.var(0) / y.var(0))
 
     for_each_scores(trial.reading.model, trial.tokens, trial.reading.attention, compare)
-    yield "r2 is that of dense least squares", max(found.values())
+    yield "r2 is that of dense least squares", max(errors.values())
 
 
 def _padded_table(trial: Trial) -> Iterator[Law]:
@@ -360,15 +256,13 @@ def _capture(trial: Trial) -> Iterator[Law]:
 
 def _controlled_distance(trial: Trial) -> Iterator[Law]:
     table = controlled_distance(trial.reading, trial.tokens, progress=False)
-    if trial.tokens.numel() > 64:
-        return  # brute force takes the square of the number of tokens
     for layer in capture(trial.reading, trial.tokens, layers=table["layer"].unique().tolist()):
         spec = replace(layer.spec, soft_cap=None)
         q, k = (x.double().flatten(0, 1)[None] for x in (layer.q, layer.k))  # every query with every key of all texts
         ones = torch.ones(q.shape[1], device=q.device)
         keys = spec.rotated(k, 0 * ones)
-        each = [spec.score(spec.rotated(q, d * ones), keys) for d in range(trial.tokens.shape[1])]
-        variance = torch.stack(each).movedim(2, 0).flatten(1).var(1, correction=0)
+        scores = [spec.score(spec.rotated(q, d * ones), keys) for d in range(trial.tokens.shape[1])]
+        variance = torch.stack(scores).movedim(2, 0).flatten(1).var(1, correction=0)
         rows = table.query(f"layer == {layer.layer}")
         yield "the variance is that of all scores at all distances", _gap(rows["total"].tolist(), variance)
 
@@ -381,14 +275,15 @@ def _value(trial: Trial, layer: int, tool: Callable[..., pd.DataFrame], *argumen
 
 def _head_ablation(trial: Trial) -> Iterator[Law]:
     for spec in trial.reading.attention:
+        value = _value(trial, spec.layer, head_ablation)  # first, as it may refuse what hooks by hand cannot do either
         zeros = trial.metric(_set_z(trial, spec.layer, None))
-        yield "the value is that without the head", _gap(_value(trial, spec.layer, head_ablation), zeros)
+        yield "the value is that without the head", _gap(value, zeros)
 
 
 def _head_patching(trial: Trial) -> Iterator[Law]:
     layer, source = trial.reading.attention[-1].layer, Trial(trial.reading, trial.tokens.flip(1))
-    by_hand = trial.metric(_set_z(trial, layer, source.held(layer, "hook_z")))
     value = _value(trial, layer, head_patching, source.tokens)
+    by_hand = trial.metric(_set_z(trial, layer, source.held(layer, "hook_z")))
     yield "z of another text, put in by hand", _gap(value, by_hand)
 
 
@@ -497,14 +392,6 @@ def _padded_logits(trial: Trial, make: Callable[[Trial], list[Hook]]) -> Iterato
             yield f"a text in a batch padded on the {side}", _gap(together[n][real], expected[n])
 
 
-def _cached_logits(trial: Trial, make: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits, in_one_pass = trial.under(make)
-    if trial.cache_problem:
-        raise ValueError(OTHER_WITH_CACHE)
-    in_parts = trial.logits_in_parts(edits)
-    yield "token by token with a KV cache", _gap(in_parts, in_one_pass[:, : in_parts.shape[1]])
-
-
 def _some_heads(trial: Trial) -> Iterator[Law]:
     hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
     name, axis = ("hook_pattern", 1) if trial.spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
@@ -517,8 +404,8 @@ def _some_heads(trial: Trial) -> Iterator[Law]:
 
 
 def _patch_vectors(trial: Trial) -> Iterator[Law]:
-    own = capture(trial.reading, trial.tokens, layers=[trial.layer])[0]
-    hooks = patch_vectors(trial.reading, trial.layer, own.q_rot, own.k_rot)
+    layer = capture(trial.reading, trial.tokens, layers=[trial.layer])[0]
+    hooks = patch_vectors(trial.reading, trial.layer, layer.q_rot, layer.k_rot)
     yield "its own rotated vectors change nothing", _gap(trial.logits(hooks), trial.plain)
 
 
@@ -534,4 +421,16 @@ TOOLS: dict[str, Callable[[Trial], Iterator[Law]]] = {
     "position_patching": _position_patching,
     "component_patching": _component_patching,
 }
-"""Every tool that is checked, and its laws on a text without padding."""
+"""Every tool, and its laws on a text without padding."""
+
+ACTS: dict[str, tuple[str, ...]] = {
+    "fits": ("additivity",),
+    "capture": ("capture",),
+    "rotation": (
+        *("controlled_distance", "swap_positions", "dummy_distance", "remap_distance", "limit_frequencies"),
+        *("phase_noise", "position_interpolation", "lambda_mask", "single heads", "patch_vectors", "position_patching"),
+    ),
+    "score_edits": ("drop_component", "substitute_additive", "substitute_attention", "component_patching"),
+    "result_edits": ("ablate_heads", "head_ablation", "head_patching"),
+}
+"""The tools for which each column of ``read_model(model).to_frame()`` speaks."""
