@@ -56,6 +56,7 @@ class Layer:
     k: Tensor  # of its key heads
     v: Tensor  # likewise
     sinks: Tensor | None = None  # ``[head]``, scores of attention sinks
+    hidden: Tensor | None = None  # ``[query, key]``, cells that the run's own mask hides besides
 
     @property
     def length(self) -> int:
@@ -172,7 +173,7 @@ def _frequencies(spec: Any, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
     for call in calls:
         if call.tool == "limit_frequencies":
             low, high = call.get("low") or 0.0, math.inf if call.get("high") is None else call["high"]
-            outside = (theta < low * (1 - 1e-6)) | (theta > high * (1 + 1e-6))
+            outside = (theta.abs() < low * (1 - 1e-6)) | (theta.abs() > high * (1 + 1e-6))
             gone[call.get("mode", "drop")] |= (~outside if call.get("side") == "inside" else outside) & (theta != 0)
     factor = math.prod(call["factor"] for call in calls if call.tool == "position_interpolation")
     return torch.where(gone["freeze"], 0.0, theta / factor), gone["drop"]
@@ -232,6 +233,7 @@ def _capped(scores: Tensor, spec: Any) -> Tensor:
 def _scores(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
     """Keys are hidden, then components of another run put in, then scores replaced, then components dropped."""
     scores, inside = _rotated(layer, heads, calls), layer.spec.mask(layer.length)
+    inside = inside if layer.hidden is None else inside & ~layer.hidden
     for call in (x for x in calls if x.tool == "lambda_mask"):
         ahead = layer.at[:, None] - layer.at
         inside = inside & ((layer.at < call["sinks"]) | (ahead < call["window"]))
