@@ -110,3 +110,17 @@ def test_straight_pieces_of_a_function(values: list[float], pieces: list[tuple[f
     assert straight_pieces(torch.tensor(values, dtype=torch.float64)) == pieces
     curved = torch.arange(40.0, dtype=torch.float64).square()
     assert straight_pieces(curved) is None
+
+
+@pytest.mark.parametrize("distance", [1e5, 1e9])
+def test_distances_keep_their_digits(distance: float, shared_model: Any) -> None:
+    """One distance, a function and a matrix are the same, however far: angles of distances are not rounded."""
+    model = shared_model("bridge", "llama-gqa")
+    expected = by_brute_force(model, torch.full((L, L), distance, dtype=torch.float64))
+    matrix = torch.full((L, L), distance, dtype=torch.float64)
+    for hooks in (
+        dummy_distance(model, distance, layers=[0]),
+        remap_distance(model, lambda d: 0 * d + distance, layers=[0]),
+        remap_distance(model, matrix, layers=[0]),
+    ):
+        close(mixed_of(model, hooks), expected, 1e-4)

@@ -1,0 +1,133 @@
+"""Attention knock-out and results at chosen tokens: slots in every form, a mask of the model's own, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.intervention_cases import TOKENS, L, close, logits, mixed_of
+from torch import Tensor
+
+from tl_posdisent import ablate_heads, knock_out
+from tl_posdisent.utils.errors import ArgumentError
+
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+
+
+def masked(model: Any, hidden: Tensor) -> Tensor:
+    """Logits under the model's own mask, without the hidden cells ``[*batch, query, key]``."""
+    seen = torch.ones(L, L, dtype=torch.bool).tril() & ~hidden
+    seen = seen.expand(2, L, L)[:, None]
+    with torch.no_grad():
+        return model(TOKENS, attention_mask=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf))
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "gemma2", "gpt2"])
+def test_a_knock_out_is_a_mask(name: str, shared_model: Any) -> None:
+    model = shared_model("bridge", name)
+    cells = torch.rand(2, L, L, generator=torch.Generator().manual_seed(0)) < 0.4
+    cells[:, torch.arange(L), torch.arange(L)] = False
+    block = torch.zeros(L, L, dtype=torch.bool)
+    block[7:10, 2:5] = True
+    for hooks, hidden in (
+        (knock_out(model, cells=cells), cells),
+        (knock_out(model, cells=cells[0]), cells[0]),
+        (knock_out(model, range(7, 10), range(2, 5)), block),
+        (knock_out(model, [7, 8, 9], [2, 3, 4]), block),
+    ):
+        got = logits(model, hooks)
+        close(got, masked(model, hidden))
+        assert (got - logits(model, [])).abs().max() > 0.01
+
+
+def test_chosen_heads_and_forms_of_slots(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    marks = torch.zeros(L, dtype=torch.bool)
+    marks[[2, 3, 4]] = True
+    expected, plain = mixed_of(model, knock_out(model, [-1], marks, layers=0, heads=[1, 6])), mixed_of(model, [])
+    for queries, keys in ((-1, range(2, 5)), (L - 1, slice(2, 5)), ([L - 1], torch.tensor([4, 2, 3]))):
+        assert torch.equal(mixed_of(model, knock_out(model, queries, keys, layers=0, heads=[1, 6])), expected)
+    others, before = [0, 2, 3, 4, 5, 7], slice(0, L - 1)
+    assert torch.equal(expected[:, others], plain[:, others])
+    assert torch.equal(expected[:, :, before], plain[:, :, before])
+    assert (expected - plain)[:, [1, 6], -1].abs().amax((0, 2)).min() > 1e-3
+    shown = {
+        (-1, range(2, 5)): "queries=-1, keys=2…4",
+        ((3, 5), None): "queries=[3, 5]",
+        (slice(2, None), 0): "2:, keys=0",
+    }
+    for (queries, keys), text in shown.items():
+        assert text in repr(knock_out(model, queries, keys))
+
+
+def test_a_query_keeps_a_key(shared_model: Any) -> None:
+    """Its own if no other; what other interventions hide counts too."""
+    model = shared_model("bridge", "llama-gqa")
+    for hooks in (
+        knock_out(model, 0, 0),
+        knock_out(model, keys=range(L)),
+        knock_out(model, 5, range(3)) + knock_out(model, 5, range(3, 6)),
+    ):
+        with pytest.raises(
+            ArgumentError, match=r"keys must leave each query a key .* in layer 0 query \d would see none"
+        ):
+            logits(model, hooks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "keys or queries or cells must be given, got None for all"),
+        ({"queries": 1, "cells": torch.ones(2, 2, dtype=torch.bool)}, "cells must not be given beside queries or keys"),
+        ({"cells": torch.ones(L, L)}, r"cells must be booleans \[query, key\] or .* got torch.float32 \(12, 12\)"),
+        ({"keys": 1.5}, "keys must be an integer or a sequence of integers, got 1.5"),
+        ({"keys": "3"}, "keys must be an integer or a sequence of integers, got '3'"),
+        ({"queries": [1, 1]}, "queries must name at least one and none twice"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        knock_out(shared_model("bridge", "llama-gqa"), **arguments)
+
+
+def test_refusals_while_running(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for hooks, message in (
+        (knock_out(model, L, 0), "queries must be integers from 0 to 11"),
+        (knock_out(model, 3, torch.ones(5, dtype=torch.bool)), r"keys must have shape \(pos,\) = \(12,\) as booleans"),
+        (knock_out(model, cells=torch.zeros(3, 3, dtype=torch.bool)), r"cells must have shape .* got \(3, 3\)"),
+        (ablate_heads(model, [(0, 1)], positions=20), "positions must be integers from 0 to 11"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            logits(model, hooks)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+@pytest.mark.parametrize("mode", ["zero", "mean", "resample"])
+def test_results_at_chosen_tokens(mode: Any, kind: str, name: str, shared_model: Any) -> None:
+    """The others keep theirs, and those chosen have what an ablation of all tokens gives."""
+    model = shared_model(kind, name)
+    options = {"mode": mode, "layers": [0], "reference": TOKENS if mode == "mean" else None}
+    everywhere, plain = mixed_of(model, ablate_heads(model, [1, 6], **options)), mixed_of(model, [])
+    marks = torch.zeros(L, dtype=torch.bool)
+    marks[[2, 3, L - 1]] = True
+    for positions in ([2, 3, -1], marks):
+        hooks = ablate_heads(model, [1, 6], positions=positions, **options)
+        got = mixed_of(model, hooks)
+        assert torch.equal(got[:, :, marks], everywhere[:, :, marks])
+        assert torch.equal(got[:, :, ~marks], plain[:, :, ~marks])
+    assert repr(hooks) == f"ablate_heads({mode}, 3 slots) on L0H1, L0H6"
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_results_at_chosen_tokens_need_the_whole_text(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    options = {"do_sample": False, "verbose": False, "stop_at_eos": False, "max_new_tokens": 3}
+    hooks = ablate_heads(model, [(0, 1)], positions=-1)
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        assert model.generate(TOKENS, use_past_kv_cache=False, **options).shape == (2, L + 3)
+        with pytest.raises(ValueError, match="layer 0 sees 1 of 13 tokens: .* use_past_kv_cache=False"):
+            model.generate(TOKENS, use_past_kv_cache=True, **options)
