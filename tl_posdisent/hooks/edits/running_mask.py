@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Int
@@ -26,18 +27,34 @@ class RunningMask:
 
     Attributes:
         visible: cells in which a query sees a key.
-        seen: those in which any head does.
-        starts: keys at which a text may start after a block that may be padding: no query from there on sees a key
-            before, though the layer's own mask would let it.
-        after: queries at the padding after a text: the last slots, if no query sees their keys.
+        allowed: those in which the layer's own mask lets it.
     """
 
     visible: Bool[Tensor, "batch head query key"]
-    seen: Bool[Tensor, "batch query key"]
-    starts: Bool[Tensor, "batch key"]
-    after: Bool[Tensor, "batch query"]
+    allowed: Bool[Tensor, "query key"]
 
-    @property
+    @cached_property
+    def seen(self) -> Bool[Tensor, "batch query key"]:
+        """The cells in which any head sees a key."""
+        return self.visible.any(1)
+
+    @cached_property
+    def starts(self) -> Bool[Tensor, "batch key"]:
+        """The keys at which a text may start after a block that may be padding.
+
+        No query from there on sees a key before, though the layer's own mask would let it.
+        """
+        n_key = len(self.allowed)
+        slot, first = torch.arange(n_key, device=self.seen.device), _earliest_from(self.seen)
+        return (slot <= first) & (first < n_key) & (_earliest_from(self.allowed) < slot)
+
+    @cached_property
+    def after(self) -> Bool[Tensor, "batch query"]:
+        """The queries at the padding after a text: the last slots, if no query sees their keys."""
+        unseen = ~self.seen.any(1)
+        return unseen.flip(-1).long().cumprod(-1).flip(-1).bool()
+
+    @cached_property
     def of_text(self) -> Bool[Tensor, "batch head query key"]:
         """The visible cells without the queries at the padding after a text, which may see the text's keys."""
         return self.visible & ~self.after[:, None, :, None] if bool(self.after.any()) else self.visible
@@ -53,27 +70,14 @@ def running_mask(spec: AttentionSpec, masked: Bool[Tensor, "batch head query key
     """Read the mask of a pass from the cells that are masked in a layer's scores."""
     slot = torch.arange(masked.shape[-1], device=masked.device)
     allowed = spec.sees(slot[:, None] - slot)
-    visible = ~masked if spec.shows_mask else allowed & ~masked
-    seen = visible.any(1)
-    return RunningMask(visible, seen, _starts(seen, allowed), _after(seen))
+    return RunningMask(~masked if spec.shows_mask else allowed & ~masked, allowed)
 
 
-def _starts(seen: Bool[Tensor, "batch query key"], allowed: Bool[Tensor, "query key"]) -> Bool[Tensor, "batch key"]:
-    n_key = len(allowed)
-    slot = torch.arange(n_key, device=seen.device)
-
-    def earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*batch key"]:
-        """Return, for each slot, the first key that any query from this slot on sees."""
-        first = torch.where(cells, slot, n_key).amin(-1)
-        return first.flip(-1).cummin(-1).values.flip(-1)
-
-    first = earliest_from(seen)
-    return (slot <= first) & (first < n_key) & (earliest_from(allowed) < slot)
-
-
-def _after(seen: Bool[Tensor, "batch query key"]) -> Bool[Tensor, "batch query"]:
-    unseen = ~seen.any(1)
-    return unseen.flip(-1).long().cumprod(-1).flip(-1).bool()
+def _earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*batch key"]:
+    """Return, for each slot, the first key that any query from this slot on sees."""
+    n_key = cells.shape[-1]
+    first = torch.where(cells, torch.arange(n_key, device=cells.device), n_key).amin(-1)
+    return first.flip(-1).cummin(-1).values.flip(-1)
 
 
 def index_in_text(own: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch key"]:
