@@ -20,7 +20,7 @@ QUICK = {"ablate_heads", "attention_ladder", "choice_scores", "component_patchin
 QUICK |= {"perturb", "phase_noise", "position_patching", "remap_distance"}
 OF_MODELS = {f.__name__: f for f in functions() if f.__module__.split(".")[1] not in ("models", "page")}
 del OF_MODELS["check_model"]  # which calls what is tried here
-CLASSES = ["bridge"] * (zoo.TL_MAJOR > 2) + ["hooked"] * (zoo.TL_MAJOR < 4)
+CLASSES = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
 LAYERS = {"bridge": [2, 0], "hooked": [1]}
 CASES = [
     pytest.param(name, kind, LAYERS[kind], marks=[] if name in QUICK else pytest.mark.slow)

@@ -21,7 +21,7 @@ import tl_posdisent as tp
 from tl_posdisent import experiments as ex
 from tl_posdisent.hooks.hook_list import Hooks
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge]
+pytestmark = pytest.mark.usefixtures("unchecked")
 ORIGINAL, LENGTH = 16, 28  # tokens of the original context, and of the text
 TEXTS = zoo.random_tokens(LENGTH)
 LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}

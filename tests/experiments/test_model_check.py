@@ -40,7 +40,7 @@ def test_tools_work_or_are_refused(kind: str, name: str, shared_model: Callable[
 @pytest.mark.usefixtures("unchecked")
 def test_windows_that_no_text_reaches_are_named(shared_model: Callable[[str, str], Any]) -> None:
     """Of the same model: a text hides keys if and only if it is longer than the window."""
-    model = shared_model("bridge" if zoo.BRIDGE_NAMES else "hooked", "gemma2")
+    model = shared_model("bridge", "gemma2")
     (window,) = {spec.window for spec in read_model(model).specs() if spec.window is not None}
     for length, hides in ((window, False), (window + 1, True)):
         table = check_model(model, tools=["additivity"], lengths=(4, length), progress=False)
@@ -111,7 +111,7 @@ _BROKEN: dict[str, Callable[..., Any]] = {
 def test_a_tool_that_does_something_else_is_found(
     tool: str, shared_model: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = shared_model("bridge" if zoo.BRIDGE_NAMES else "hooked", "llama-gqa")
+    model = shared_model("bridge", "llama-gqa")
     monkeypatch.setattr(model_check, tool, _BROKEN[tool])
     table = check_model(model, tools=[tool], lengths=8, progress=False)
     assert (table["verdict"] == "wrong").any()
@@ -157,7 +157,6 @@ class EightBits(torch.nn.Linear):
         return (x.bfloat16() @ self.weight.bfloat16().T * self.scale.T.bfloat16()).to(x.dtype)
 
 
-@zoo.needs_bridge
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("quantised", [True, False])
 def test_rounding_in_the_kernels_of_quantised_weights_is_no_error(

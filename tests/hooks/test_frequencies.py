@@ -131,7 +131,6 @@ def test_float16_keeps_slow_frequencies_coarsely() -> None:
     assert not within_band(rotary, 0.0, 0.0).any()
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("mode", ["drop", "freeze"])
 def test_a_limit_at_a_frequency_keeps_it_in_texts_rotated_by_others(mode: Any) -> None:
     """Their frequencies are measured on their tables."""

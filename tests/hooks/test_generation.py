@@ -151,7 +151,6 @@ TURNED_BEFORE = [name for name in ("phi3", "neox", "gptj", "codegen", "falcon") 
 STEPS = [(1, 2, 3, 4, 5), (2, 3), (3, 5, 6), (1, 6), (2, 4, 6), (6,)]
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", TURNED_BEFORE)
 def test_several_texts_in_steps_of_any_size_in_one_block(name: str, shared_reading: Any) -> None:
     """What is known of a text before says nothing of where the next one begins."""
@@ -172,7 +171,6 @@ def test_several_texts_in_steps_of_any_size_in_one_block(name: str, shared_readi
     assert n_right == 2 * 2 * len(STEPS) * len(TOOLS)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", [name for name in TURNED_BEFORE if name not in ("gptj", "codegen")])
 def test_padded_prompts_where_vectors_are_turned_for_other_positions(name: str, shared_reading: Any) -> None:
     """Scores are then recomputed, from keys of the same text alone."""
@@ -224,7 +222,6 @@ def test_what_is_given_for_each_slot_is_not_given_again_for_the_next_part(
             step_by_step(model, kind, hooks, TEXTS, ends=(6, 12))
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("tool", ["drop", "remap", "lambda", "two at once"])
 def test_attention_sinks(tool: str) -> None:
     model = zoo.bridge("gpt_oss", num_experts_per_tok=4)
@@ -268,7 +265,6 @@ def test_generate(kind: str, name: str, shared_reading: Any) -> None:
                 assert torch.equal(model.generate(prompt, use_past_kv_cache=cached, **options), text)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize(
     "tool", ["swap", "dummy", "remap", "lambda", "two at once", "ablation", "component", "additive"]
 )
@@ -333,7 +329,6 @@ def test_a_cache_of_another_text_is_refused(kind: str, name: str, shared_model: 
             model.run_with_hooks(TEXTS[:, START : START + 1], fwd_hooks=hooked, **again)
 
 
-@zoo.needs_bridge
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "left"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.models.running.kv_cache import empty_cache, with_mask
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
 
 @EVERY_INTERVENTION

@@ -39,7 +39,7 @@ from tl_posdisent.hooks import drop_component, patch_vectors, phase_noise, subst
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.running.kv_cache import empty_cache
 
-pytestmark = [zoo.needs_bridge, pytest.mark.tl4]
+pytestmark = pytest.mark.tl4
 
 L = 12
 LOSS = log(61)  # of models with random weights and this vocabulary

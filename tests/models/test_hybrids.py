@@ -43,7 +43,6 @@ def bridge(name: str, arguments: dict[str, Any]) -> Any:
     return bridge_from_hf(model.eval())
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", [name for name in zoo.HYBRID_NAMES if name != "falcon-h1"])
 def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
     model = shared_model("bridge", name)
@@ -65,7 +64,6 @@ def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
     assert repr(ablate_heads(model, 2)) == "ablate_heads(zero) on L1H2, L3H2"
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", zoo.HYBRID_NAMES)
 def test_check_model_finds_nothing_wrong(name: str, shared_model: Any) -> None:
     tools = ["additivity", "capture", "swap_positions", "remap_distance", "ablate_heads", "head_patching"]
@@ -76,7 +74,6 @@ def test_check_model_finds_nothing_wrong(name: str, shared_model: Any) -> None:
     assert set(table["verdict"]) == expected, table.to_string()
 
 
-@zoo.needs_bridge
 def test_check_model_finds_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
     """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
     monkeypatch.setattr(layer_pass, "_check_start", lambda state, mask: None)
@@ -86,7 +83,6 @@ def test_check_model_finds_texts_that_do_not_begin_at_0(shared_model: Any, monke
     assert wrong[["tool", "text"]].values.tolist() == [["swap_positions", "padded"], ["phase_noise", "padded"]]
 
 
-@zoo.needs_bridge
 def test_a_layer_without_attention_is_named(shared_model: Any) -> None:
     model = shared_model("bridge", "lfm2")
     reading = read_model(model)
@@ -101,7 +97,6 @@ def test_a_layer_without_attention_is_named(shared_model: Any) -> None:
             ask()
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", WITHOUT)
 def test_models_without_attention_are_refused_by_name(name: str) -> None:
     model = bridge(name, WITHOUT[name])
@@ -115,7 +110,6 @@ def test_models_without_attention_are_refused_by_name(name: str) -> None:
             function(model)
 
 
-@zoo.needs_bridge
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_every_table_over_layers_names_the_others(shared_model: Any) -> None:

@@ -18,7 +18,7 @@ from support.untouched import state_of_model
 
 from tl_posdisent import ablate_heads, check_model, dummy_distance, read_model
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge, pytest.mark.tl4]
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 TEXTS, START = zoo.random_tokens(L), 7
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
 ARCHITECTURES = [x for x in ("llama-gqa", "gemma2", "gemma3", "neox", "gptj", "gpt_oss") if x in zoo.BRIDGE_NAMES]

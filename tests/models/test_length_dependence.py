@@ -47,7 +47,6 @@ def kept(model: Any) -> dict[str, Any]:
     }
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_the_reading_knows_up_to_which_length_it_holds(kind: str) -> None:
     assert [spec.holds_to for spec in read_model(varying(kind)).specs()] == [ORIGINAL] * 2
@@ -59,7 +58,6 @@ def test_others_hold_at_any_length(name: str, shared_model: Any) -> None:
     assert {spec.holds_to for spec in read_model(shared_model("bridge", name)).specs()} == ends
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1, 100])
 def test_captured_vectors_are_rotated_by_the_tables_of_the_text(kind: str, length: int) -> None:
@@ -76,7 +74,6 @@ def test_captured_vectors_are_rotated_by_the_tables_of_the_text(kind: str, lengt
         assert same == (length <= ORIGINAL)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize("length", [12, 100])
 def test_reading_leaves_the_models_tables_as_they_are(kind: str, length: int) -> None:
@@ -92,7 +89,6 @@ def test_reading_leaves_the_models_tables_as_they_are(kind: str, length: int) ->
         assert torch.equal(x, after[name]) if isinstance(x, Tensor) else x == after[name], name
 
 
-@zoo.needs_bridge
 def test_a_text_beyond_is_refused_where_asked() -> None:
     spec = read_model(varying("longrope")).specs(0)[0]
     spec.check_length(ORIGINAL, "a tool")
@@ -116,7 +112,6 @@ def scaling() -> Any:
     return model
 
 
-@zoo.needs_bridge
 def test_scores_scaled_by_position_are_noticed() -> None:
     """A capture of such a text is refused."""
     bridge = zoo.as_bridge(scaling())
@@ -127,7 +122,6 @@ def test_scores_scaled_by_position_are_noticed() -> None:
         capture(bridge, zoo.random_tokens(100))
 
 
-@zoo.needs_bridge
 def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_by_position() -> None:
     reference = scaling()
     bridge = zoo.as_bridge(copy.deepcopy(reference))
@@ -160,7 +154,6 @@ def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_b
         close(run(tokens, swap_positions(bridge, torch.arange(60))), reference(tokens).logits)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("error", [TypeError, IndexError, ValueError])
 def test_a_model_that_takes_no_far_positions(error: type[Exception]) -> None:
     """Its rotation holds as far as is known. Any other error is not taken for that."""

@@ -172,7 +172,6 @@ def test_a_long_context_runs_few_tokens(
             assert model(zoo.random_tokens(n + 1, 1)).isfinite().all()
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("kind", ["rotary", "standard"])
 def test_native_models_end_with_their_context_for_the_reason_that_is_given(kind: str) -> None:
     """TransformerLens's own models refuse longer texts by themselves, also those without learned positions."""

@@ -205,7 +205,6 @@ def test_a_copy_of_a_model_is_another_model(shared_model: Any) -> None:
     assert read_model(copy.deepcopy(model)).specs()[0] is not spec
 
 
-@zoo.needs_bridge
 def test_another_attention_implementation_is_noticed() -> None:
     model = zoo.bridge("llama-gqa")
     reading = read_model(model)

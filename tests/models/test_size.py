@@ -30,7 +30,6 @@ def distinct(model: torch.nn.Module) -> int:
     return sum(x.numel() for x in {id(x): x for x in model.parameters()}.values())
 
 
-@zoo.needs_bridge
 @few_or_slow((*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES))
 def test_a_bridge_has_the_parameters_of_its_model(name: str) -> None:
     expected, model = distinct(zoo.hf_model(name)), zoo.bridge(name)
@@ -40,7 +39,6 @@ def test_a_bridge_has_the_parameters_of_its_model(name: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@zoo.needs_bridge
 @few_or_slow(TIED)
 def test_tied_embeddings_count_once(name: str) -> None:
     tied, untied = (zoo.hf_model(name, tie_word_embeddings=tie) for tie in (True, False))
@@ -58,7 +56,6 @@ def test_a_hooked_transformer_has_its_own(name: str) -> None:
     assert count_parameters(model) - zeros == pytest.approx(expected, rel=0.01)
 
 
-@zoo.needs_bridge
 def test_a_model_that_cannot_be_made_again_is_not_counted() -> None:
     """The bridge may have added parameters, so those that are there are not the answer."""
 
