@@ -131,21 +131,6 @@ def test_float16_keeps_slow_frequencies_coarsely() -> None:
     assert not within_band(rotary, 0.0, 0.0).any()
 
 
-@pytest.mark.parametrize("mode", ["drop", "freeze"])
-def test_a_limit_at_a_frequency_keeps_it_in_texts_rotated_by_others(mode: Any) -> None:
-    """Their frequencies are measured on their tables."""
-    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "factor": 8 / 3}
-    rope |= {"long_factor": [1.0, 1.0, 3.0, 5.0], "original_max_position_embeddings": 48}
-    model = zoo.bridge("phi3", rope_parameters=rope, original_max_position_embeddings=48)
-    _, second, third, _ = read_attention(model, 0).rotary.frequencies.tolist()
-    tokens = zoo.random_tokens(100)
-    clear = logits(model, limit_frequencies(model, math.sqrt(second * third), mode=mode), tokens)
-    assert torch.equal(logits(model, limit_frequencies(model, second, mode=mode), tokens), clear)
-    for low in (third / 2, third):  # which is in the band in short texts alone
-        with pytest.raises(ValueError, match="leave other subspaces in this text than in short ones"):
-            logits(model, limit_frequencies(model, low, mode=mode), tokens)
-
-
 @pytest.mark.parametrize(("kind", "name"), [("bridge", "smollm3"), ("bridge", "gemma3")])
 def test_layers_of_other_kinds(kind: str, name: str, shared_model: Any) -> None:
     """Layers that do not rotate are passed over; a band may hold all of one layer and nothing of another."""

@@ -56,9 +56,7 @@ def limit_frequencies(
     Raises:
         ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; arguments that remove nothing; a
             band above 0, or to be removed, that contains no frequency of any of the layers; an unknown mode or side;
-            ``unrotated="drop"`` where all coordinates rotate; or what ``swap_positions`` refuses. While running: a long
-            text that the model rotates by other frequencies (longrope, dynamic NTK), if this changes which subspaces
-            lie in the band.
+            ``unrotated="drop"`` where all coordinates rotate; or what ``swap_positions`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model
@@ -100,9 +98,7 @@ def limit_frequencies(
     acting = [
         (spec, some)
         for spec, some in chosen
-        if without_rest
-        or spec.holds_to is not None
-        or bool(edit.removed(spec.require_rotary("limit_frequencies")).any())
+        if without_rest or bool(edit.removed(spec.require_rotary("limit_frequencies")).any())
     ]
     return hooks_for(acting, edit)
 

@@ -18,9 +18,6 @@ from torch import Tensor
 from tl_posdisent.models.reading.candidates import (
     OwnNumbers,
     Pair,
-    Temperature,
-    chosen_keys,
-    chunk_size,
     gate_taps,
     queries_and_keys,
     rotaries,
@@ -29,6 +26,7 @@ from tl_posdisent.models.reading.candidates import (
     value_taps,
     windows,
 )
+from tl_posdisent.models.reading.length_limits import chosen_keys, chunk_size, length_limit, text_config
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap
 from tl_posdisent.models.reading.seen import (
     Seen,
@@ -90,11 +88,11 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
                 else 'its attention runs in a fused kernel. Load the model with attn_implementation="eager"'
             ),
         )
-    chosen = chosen_keys(attn)
-    if chosen is not None:
-        spec = replace(spec, holds_to=chosen, beyond="has a mask that is chosen by the model (a learned index)")
+    if (limit := length_limit(model, layer)) is not None:
+        spec = replace(spec, holds_to=limit.length, beyond=limit.beyond, scaled=limit.scaled)
+    chosen = chosen_keys(text_config(model))
     if not is_mask(visible, causal, window):
-        problem = _other_mask(visible, chunk_size(attn, layer), chosen)
+        problem = _other_mask(visible, chunk_size(text_config(model), layer), chosen)
         return replace(spec, problem=problem, no_rotation=f"cannot be read: {problem}")
     pairs = list(queries_and_keys(model, layer, seen))
     if not pairs:
@@ -107,7 +105,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
         spec = replace(spec, cos=None, sin=None)
     if shows_scores(seen) or spec.problem:
         return spec
-    spec = _explain_result(_with_limit(spec, attn), seen)
+    spec = _explain_result(spec, seen)
     if keys_of is not None:
         spec = _at_lender(spec, p, keys_of)
     return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
@@ -127,16 +125,6 @@ def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
         f"its mask hides the keys of earlier chunks of {chunk} tokens (chunked attention), and the {len(visible)} "
         "tokens on which a model is read must be within one chunk"
     )
-
-
-def _with_limit(spec: AttentionSpec, attn: Any) -> AttentionSpec:
-    """Set the length up to which the layer's mask and the scale of its queries are those of a short text."""
-    chunk, norm = chunk_size(attn, spec.layer), None if spec.q is None else spec.q.norm
-    if chunk is not None:
-        return replace(spec, holds_to=chunk, beyond="hides the keys of earlier chunks of a text")
-    if isinstance(norm, Temperature):
-        return replace(spec, holds_to=norm.floor - 1, beyond="scales queries by their position")
-    return spec
 
 
 def _explain_scores(
