@@ -1,13 +1,11 @@
-# `make` lists the targets. An environment (.venv, .venv-tl4, .venv-oldest) is made by the first target that needs it; a
-# stamp in it says what was installed.
+# `make` lists the targets. An environment (.venv, .venv-tl4) is made by the first target that needs it; a stamp in it says
+# what was installed.
 
 PYTHON     ?= python3
 WORKERS    ?= 2
 THREADS    ?= 1
 ARGS       ?=
 TORCH_ARGS ?=
-# pyproject.toml allows 2.6.0, of which PyPI has no build for CPUs.
-OLDEST_TORCH ?= 2.13.0
 
 export HF_HUB_OFFLINE = 1
 # Large pages on Linux: a pass of SmolLM2 maps thousands of large tensors anew, a tenth of its time.
@@ -18,10 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # $(call tests,environment,marks): one process per core, THREADS threads per process. Plain pytest also checks annotations.
 tests = OMP_NUM_THREADS=$(THREADS) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
     -o addopts='--doctest-modules --strict-markers --strict-config' -m $(2) $(ARGS)
-# $(call marked,mark): the files that have a mark. Others need packages that the oldest environment lacks.
+# $(call marked,mark): the files that have a mark.
 marked = $$(grep -rl 'mark\.$(1)' tests)
 
-.PHONY: help demo smollm2 findings test test-slow test-tl4 test-oldest test-all test-release lint types docs bench gpu-check clean
+.PHONY: help demo smollm2 findings test test-slow test-tl4 test-all test-release lint types docs bench gpu-check clean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,16 +47,12 @@ test-slow: .venv/dev.stamp ## tests with the mark slow
 test-tl4: .venv-tl4/dev.stamp ## tests with the mark tl4, with TransformerLens 4
 	$(call tests,.venv-tl4,"tl4 and not slow") $(call marked,tl4) tl_posdisent
 
-test-oldest: .venv-oldest/dev.stamp ## tests with the mark oldest, with the oldest versions that pyproject.toml allows
-	$(call tests,.venv-oldest,"oldest and not release") $(call marked,oldest)
-
-test-release: .venv/dev.stamp .venv-tl4/dev.stamp .venv-oldest/dev.stamp ## tests with the mark release, and those of experiments with TransformerLens 4
+test-release: .venv/dev.stamp .venv-tl4/dev.stamp ## tests with the mark release, and those of experiments with TransformerLens 4
 	$(call tests,.venv,release)
-	$(call tests,.venv-oldest,"oldest and release") $(call marked,oldest)
 	$(call tests,.venv-tl4,"not slow and not tl4") tests/experiments
 	$(call tests,.venv-tl4,"tl4 and release") tests/docs/test_docs.py
 
-test-all: test test-slow test-tl4 test-oldest test-release ## all of these
+test-all: test test-slow test-tl4 test-release ## all of these
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting
 	.venv/bin/python -m ruff check .
@@ -85,9 +79,9 @@ clean: ## remove results, builds and caches, but no environment
 # --- environments: all versions are those of requirements/ ---------------------------------------------------------------
 
 pip = PIP_CONSTRAINT=requirements/$(2).txt $(1)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
-# $(call new,environment,constraints,version of torch): torch is installed alone, so that TORCH_ARGS concern nothing else.
+# $(call new,environment,constraints): torch is installed alone, so that TORCH_ARGS concern nothing else.
 new = echo "Installing torch and this package into $(1)." && \
-    { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && $(pip) $(TORCH_ARGS) torch$(3) && $(pip) uv
+    { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && $(pip) $(TORCH_ARGS) torch && $(pip) uv
 # $(call install,environment,constraints) what: by uv, which takes a quarter of pip's time.
 install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python --constraints requirements/$(2).txt --build-constraints requirements/$(2).txt
 
@@ -113,9 +107,4 @@ install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python --constraints
 .venv-tl4/dev.stamp: pyproject.toml requirements/tl4.txt
 	@$(call new,.venv-tl4,tl4)
 	$(call install,.venv-tl4,tl4) -e '.[dev]'
-	touch $@
-
-.venv-oldest/dev.stamp: pyproject.toml requirements/oldest.txt
-	@$(call new,.venv-oldest,oldest,==$(OLDEST_TORCH))
-	$(call install,.venv-oldest,oldest) -e . pytest pytest-xdist hypothesis scikit-learn
 	touch $@

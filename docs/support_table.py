@@ -41,7 +41,7 @@ SHORT = {  # what a message says: what it is called in a cell, from the most par
     "no rotary position embedding": "no rotation",
     "hook_z": "z not by heads",
 }
-CLASSES = {"H2": "hooked", "H3": "hooked", "B3": "bridge", "B4": "bridge"}  # code in the table: kind in the zoo
+CLASSES = {"H3": "hooked", "B3": "bridge", "B4": "bridge"}  # code in the table: kind in the zoo
 Row = dict[str, str]
 """One architecture in one class: for every tool OK, or the error with which it refuses."""
 Table = dict[tuple[str, str], Row]

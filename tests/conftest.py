@@ -10,7 +10,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import functools
 import gc
-import importlib.metadata
 import random
 import signal
 from collections import Counter
@@ -45,7 +44,6 @@ PACKAGE = Path(__file__).parents[1] / "tl_posdisent"
 WITH_MODELS = ("models", "hooks", "experiments")  # examples in their docstrings run with TransformerLens 4 too
 
 OWN_ROTATION = "gptj"  # whose bridge discards edited scores: the HookedTransformer alone takes every edit
-BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     class and another architecture: they take minutes and seldom show more.
     """
     words = [set(_words_of(item)) for item in items]
-    on_bridge = {_law(item) for item, x in zip(items, words, strict=True) if "bridge" in x and "bridge" in BACKENDS}
+    on_bridge = {_law(item) for item, x in zip(items, words, strict=True) if "bridge" in x}
     on_llama = {_law(item) for item, x in zip(items, words, strict=True) if "llama-gqa" in x}
     bridges = {(_law(item), name) for item, x in zip(items, words, strict=True) if "bridge" in x for name in x}
     for item, x in zip(items, words, strict=True):

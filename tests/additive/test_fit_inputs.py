@@ -16,8 +16,6 @@ from torch import Tensor
 from tl_posdisent import AdditiveFit, demo_tokens, fit_additive, load_demo_model
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = pytest.mark.oldest
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import additive_substitution, choice_scores, needle_texts
-from tl_posdisent.models.loading.load import has_bridge
 from tl_posdisent.synthetic import Brackets, Reversal, SyntheticConfig, SyntheticModel, TriggerCount, TriggerDistance
 from tl_posdisent.synthetic import preset as preset_of
 from tl_posdisent.synthetic.model.config import EncodingName
 
-KIND = "bridge" if has_bridge() else "hooked"
+KIND = "bridge"
 DTYPES = ("float64", "bfloat16", "float16")
 DEFAULTS = (*DTYPES, "meta")
 NAMES = [name for name in on_devices.NAMES if name != "bridge_from_hf"]

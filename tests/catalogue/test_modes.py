@@ -25,7 +25,7 @@ def autocast() -> Any:
 
 
 def llama() -> Any:
-    return zoo.load("bridge" if zoo.TL_MAJOR > 2 else "hooked", "llama-gqa")
+    return zoo.bridge("llama-gqa")
 
 
 Mode = Callable[[], contextlib.AbstractContextManager[Any]]

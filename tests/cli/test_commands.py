@@ -26,9 +26,8 @@ from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.page import measurements as sections
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]
-BACKENDS = [pytest.param("bridge", marks=zoo.needs_bridge)]
-BACKENDS += [pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
+pytestmark = pytest.mark.usefixtures("unchecked")
+BACKENDS = ["bridge", pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
 SHORT = "fit --length 16 --layers 0 --texts 1 --control 0 --no-progress"
 
 
@@ -162,7 +161,6 @@ def test_the_report_of_a_text_is_that_of_python(model: Any, tmp_path: Path, monk
 # The list of models
 
 
-@zoo.needs_bridge
 def test_models(tmp_path: Path) -> None:
     out = tmp_path / "models.csv"
     result = run_command("models --untested", "--out", out)

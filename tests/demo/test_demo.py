@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from support import zoo
 from support.tolerance import of_float32
 from train_demo_model import HELD_OUT, order_report, perplexity, read_documents, text_windows
 
@@ -18,10 +17,10 @@ from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokenizer, demo_tok
 from tl_posdisent.models.loading.convert import hf_logits
 from tl_posdisent.models.loading.load import has_hooked
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
 needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
-BACKENDS = [pytest.param("hooked", marks=needs_hooked), pytest.param("bridge", marks=zoo.needs_bridge)]
+BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 DATA = Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / HELD_OUT).is_file(), reason=f"POSDISENT_DATA has no {HELD_OUT}")
 

@@ -19,18 +19,18 @@ sys.path.insert(0, str(DOCS))
 import api_pages  # noqa: E402
 import support_table  # noqa: E402
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
 WRITTEN = support_table.from_markdown(support_table.written())
 
 
-TWIN = {"H2": "H3", "H3": "B3", "B3": "B4", "B4": "B3"}
+TWIN = {"H3": "B3", "B3": "B4", "B4": "B3"}
 """The class of the same kind with another TransformerLens, or the bridge with the same one."""
 
 
 def _row(name: str, code: str) -> Any:
     """A row that is like its twin is left for a release, unless it stands for a mechanism; of the others, those of
-    TransformerLens 4 are tried by ``make test-tl4``, and those of older versions are slow."""
+    TransformerLens 4 are tried by ``make test-tl4``, and those of TransformerLens 3 are slow."""
     alike = WRITTEN.get((name, code)) == WRITTEN.get((name, TWIN[code]), {})
     later = name not in MECHANISMS and alike
     marks = [pytest.mark.slow] if later or code != "B4" else []

@@ -17,8 +17,6 @@ from tl_posdisent import additivity, dummy_distance
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
 
-pytestmark = pytest.mark.oldest
-
 TOKENS = zoo.random_tokens(24)
 COLUMNS = ["batch", "layer", "head", "r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key"]
 COLUMNS += ["r_no_distance", "r_held_out"]

@@ -131,7 +131,6 @@ def by_distance(d: Tensor, length: int = L + 2) -> Tensor:
     return d[distance.clamp_min(0)].masked_fill(distance < 0, -torch.inf).softmax(-1)
 
 
-@pytest.mark.skipif(not zoo.BRIDGE_NAMES, reason="needs a bridge")
 def test_rungs_without_keys_of_a_model_that_shows_none(shared_model: Any) -> None:
     """No products of Bloom's queries and keys are its scores, which have a bias of ALiBi."""
     model, layer, head = shared_model("bridge", "bloom"), 1, 3

@@ -16,7 +16,7 @@ from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.models import read_model
 from tl_posdisent.models.capture import listen_scores
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]  # doctests run with the checks of annotations
+pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 OTHER = zoo.random_tokens(seed=1)
 PARTS = ["mean", "distance", "query", "key", "residual"]
 HEAD = 5

@@ -102,7 +102,6 @@ def test_terms_by_hand(encoding: str, keys_from: str, grand_mean: Any) -> None:
     assert_close(terms.position, cache["resid_pre", 1].mean(0) - cache["resid_pre", 1].mean((0, 1)), 1e-12)
 
 
-@zoo.needs_bridge
 def test_terms_of_latent_attention_by_hand(shared_model: Callable[[str, str], Any]) -> None:
     """In float64 from the projections, with the norms of the stream and of both latents at their actual scales."""
     terms = content_position_terms(shared_model("bridge", "deepseek_v3"), ZOO_TOKENS, 1)

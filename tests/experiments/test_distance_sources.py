@@ -150,7 +150,6 @@ def _frozen_vectors(model: Any, taps: list[Any], scales: list[Any]) -> list[Tens
         return [tap.read(found[tap.name]) for tap in taps]
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("family", ["Granite", "GraniteMoe"])
 def test_a_multiple_of_each_layer_is_added_to_the_stream(family: str) -> None:
     """Granite's residual multiplier: against Hugging Face's own weights, and all pairs of plain queries and keys."""

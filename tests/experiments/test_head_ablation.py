@@ -122,7 +122,6 @@ def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model:
     assert first == {"attn 0": [3, 3, 25, 3], "mlp 0": [3, 25, 3], "attn 1": [3, 25, 3], "mlp 1": [3, 25, 3]}
 
 
-@zoo.needs_bridge
 def test_what_is_known_is_not_computed_again_in_deeper_models() -> None:
     model = zoo.bridge("llama-gqa", num_hidden_layers=4)
     parts = {str(i): model.blocks[i].mlp for i in range(4)}
@@ -231,7 +230,6 @@ def _stream(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("part", ["block", "attention"])
 def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts: int) -> None:
@@ -253,7 +251,6 @@ def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts
     agree(effects.assign(value=effects["exact"] + baseline), expected)
 
 
-@zoo.needs_bridge
 def test_texts_of_a_batch_that_see_each_other_in_some_batches_alone() -> None:
     """A cap on the whole batch that changes of layer 0 hardly reach."""
     model, tokens, largest = zoo.bridge("llama-gqa", num_hidden_layers=3), TOKENS[:1], dict[int, list[float]]()

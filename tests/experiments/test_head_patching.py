@@ -20,7 +20,7 @@ from transformer_lens import patching
 from tl_posdisent import component_patching, head_ablation, head_patching, position_patching
 from tl_posdisent.experiments.causal import runs
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.oldest]  # doctests run with the checks of annotations
+pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)
 CLOSE = rounding(5.0, 2)  # of the difference of two logits
 ACTIVATIONS = ["z", "q", "k", "v", "pattern"]
@@ -52,8 +52,6 @@ def test_the_numbers_of_transformer_lens(kind: str, name: str, activation: str, 
     model = shared_model(kind, name)
     if (kind, name, activation) == ("bridge", "gptj", "pattern"):
         pytest.skip("discarded there")
-    if zoo.TL_MAJOR < 3 and name in ("llama-gqa", "qwen3") and activation in "kv":
-        pytest.skip("TransformerLens 2 looks for as many keys as queries")
     which = {"z": "out"}.get(activation, activation)
     with torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
@@ -99,7 +97,6 @@ def test_keys_that_are_repeated_for_every_head() -> None:
             assert ours[head] == pytest.approx(expected, abs=1e-5)
 
 
-@zoo.needs_bridge
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4ForCausalLM"), reason="transformers has no Gemma 4")
 @pytest.mark.parametrize("activation", ["k", "v", "z"])
 def test_later_layers_that_read_the_keys_and_values_of_earlier_ones(activation: str) -> None:

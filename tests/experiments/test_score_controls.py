@@ -14,8 +14,6 @@ from tl_posdisent import additivity, capture, random_control
 from tl_posdisent.experiments.attention_scores.score_controls import for_each_control
 from tl_posdisent.models import read_model
 
-pytestmark = pytest.mark.oldest
-
 TOKENS = zoo.random_tokens(24)
 CONTROLS = ("foreign keys", "random queries and keys")
 NUMBERS = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_no_distance", "r_held_out"]

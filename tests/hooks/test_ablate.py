@@ -18,7 +18,7 @@ from tl_posdisent.hooks.ablate import derangement
 from tl_posdisent.hooks.edits.running_mask import running_mask
 from tl_posdisent.models.reading.spec import AttentionSpec
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens(batch=3)
 OTHERS = zoo.random_tokens(length=7, batch=2, seed=1)
@@ -59,7 +59,6 @@ def test_zero_is_a_model_whose_output_matrix_leaves_the_head_out(kind: str, name
     assert (run(model) - without).abs().max() > 0.1
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize(("name", "moves"), [("neox", True), ("gpt2", True), ("qwen2", True), ("llama-gqa", False)])
 def test_weight_processing_changes_zeros_only(name: str, moves: bool, shared_model: Any) -> None:
     """It moves the bias of values behind hook_z, where zeros leave it."""

@@ -120,7 +120,6 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@zoo.needs_bridge
 @on_bridges
 def test_unchanged_positions_change_nothing(name: str, mask: str, shared_reading: Any) -> None:
     reading, seen = shared_reading("bridge", name), MASKS[mask]
@@ -133,7 +132,6 @@ def test_unchanged_positions_change_nothing(name: str, mask: str, shared_reading
 SHOW_NO_SCORES = ["gptj", "gemma4", "gemma4-shared", "llama4", "olmo-hybrid", "afmoe", "laguna", "nanochat"]
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("mask", ["a token not to itself", "prefix", "50 % at random, 0"])
 @pytest.mark.parametrize("name", [x for x in SHOW_NO_SCORES if x in (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)])
 def test_models_that_show_no_scores_are_right_or_refuse(name: str, mask: str, shared_reading: Any) -> None:
@@ -193,7 +191,6 @@ def test_masks_of_any_value(kind: str, name: str, value: float, shared_reading: 
                 )
 
 
-@zoo.needs_bridge
 @on_bridges
 def test_distances_are_their_formula(name: str, mask: str, shared_reading: Any) -> None:
     reading, seen = shared_reading("bridge", name), MASKS[mask]
@@ -214,7 +211,6 @@ def test_distances_are_their_formula(name: str, mask: str, shared_reading: Any) 
                 assert (expected - plain).abs().max() > 0.05 or not bool((seen.sum(-1) > 1).any())
 
 
-@zoo.needs_bridge
 def test_keys_at_later_positions(shared_reading: Any) -> None:
     """Position IDs may put a key after its query, which a function of the distance then gets as a negative number."""
     reading = shared_reading("bridge", "llama-gqa")
@@ -269,7 +265,6 @@ def glm_5(index_topk: int) -> Any:
     return zoo.as_bridge(model)
 
 
-@zoo.needs_bridge
 def test_a_mask_that_the_model_chooses() -> None:
     """It stays as it is: rotations of the index are not those of attention."""
     model = glm_5(11)  # as many keys as there are tokens in the texts on which a model is read
@@ -291,10 +286,11 @@ def test_a_mask_that_the_model_chooses() -> None:
     assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
-@zoo.needs_bridge
 def test_refusals_say_that_the_model_chooses_its_mask() -> None:
     model, few = glm_5(11), glm_5(6)
-    beyond = r"tokens must be at most {} long, got 12: beyond, layer 0 of \w+ has a mask that is chosen by the model"
+    beyond = (
+        r"tokens must be at most {} long for capture, got 12: layer 0 of \w+ has a mask that is chosen by the model"
+    )
     for tool in (capture, partial(additivity, progress=False)):
         with pytest.raises(ValueError, match=beyond.format(11)):
             tool(model, TEXTS)
@@ -320,7 +316,6 @@ BY_POSITION: dict[str, Callable[..., Any]] = {
 HIDDEN = [x for x in MASKS if x.startswith(("the first keys hidden", "blocks"))]
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("tool", BY_POSITION)
 @pytest.mark.parametrize("where", [{}, {"heads": [1, 6]}], ids=["all", "some"])
 @pytest.mark.parametrize("mask", HIDDEN)
@@ -332,7 +327,6 @@ def test_what_could_be_padding_is_refused(name: str, mask: str, where: Any, tool
         run(reading.model, BY_POSITION[tool](reading, **where), attention_mask=of_pairs(MASKS[mask]))
 
 
-@zoo.needs_bridge
 def test_every_row_counts(shared_reading: Any) -> None:
     """The function is a shift where the first text sees keys, and no longer at the end of the second."""
     reading, seen = shared_reading("bridge", "llama-gqa"), torch.stack([MASKS["the first keys hidden"]] * 2)
@@ -345,7 +339,6 @@ def test_every_row_counts(shared_reading: Any) -> None:
     close(run(reading.model, hooks, **options)[:, 3:6], run(reading.model, [], **options)[:, 3:6], 1e-4)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("mask", HIDDEN)
 def test_positions_tell_padding_from_keys_that_are_knocked_out(mask: str, shared_reading: Any) -> None:
     """Position IDs that begin at 0 after the block, or new positions of slots, for each of the two meanings."""

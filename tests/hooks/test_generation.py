@@ -50,7 +50,6 @@ def test_generate_without_a_cache_is_a_loop_over_whole_texts(kind: str, name: st
             assert torch.equal(model.generate(prompt, use_past_kv_cache=False, **OPTIONS), expected)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "neox"])
 def test_padded_prompts(name: str, shared_reading: Any) -> None:
     """A batch that is padded on the left generates what each of its texts does alone."""
@@ -87,7 +86,6 @@ def test_results_are_edited_with_a_cache_as_without(kind: str, name: str, shared
         assert torch.equal(model.generate(prompt, use_past_kv_cache=True, **OPTIONS), one_by_one(model, prompt))
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("fault", [cache_faults.lost, cache_faults.renamed])
 @pytest.mark.parametrize("name", ["llama-gqa", "phi3"])
 def test_attention_that_loses_its_cache_is_refused_by_the_position(name: str, fault: Any, shared_reading: Any) -> None:
@@ -105,7 +103,6 @@ def test_attention_that_loses_its_cache_is_refused_by_the_position(name: str, fa
             handle.remove()
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("tool", ["swap", "dummy", "remap", "lambda", "two at once", "ablation", *FITTED])
 def test_generate_with_a_model_of_transformerlens_itself(tool: str) -> None:
     """It runs on the whole text for each token, also if a KV cache is asked for, and shows no scores; TransformerLens 4

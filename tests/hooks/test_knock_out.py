@@ -24,7 +24,6 @@ def masked(model: Any, hidden: Tensor) -> Tensor:
         return model(TOKENS, attention_mask=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf))
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "qwen3", "gpt2"])
 def test_a_knock_out_is_a_mask(name: str, shared_model: Any) -> None:
     model = shared_model("bridge", name)

@@ -49,7 +49,6 @@ def run(model: Any, hooks: list[Any], tokens: Tensor = TOKENS, **more: Any) -> T
         return model(tokens, **more)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "neox", "gemma2", "phi3"])
 def test_sinks_are_the_first_tokens_at_any_positions(name: str, shared_model: Any) -> None:
     """From another position on, nothing changes; three steps apart, it is as with distances of thirds."""
@@ -82,7 +81,6 @@ def test_sinks_of_a_text_behind_padding(kind: str, name: str, shared_model: Any)
         close(got[1:], run(model, hooks, TOKENS[1:]), 3e-4)
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
 def test_packed_texts_have_sinks_of_their_own(name: str, shared_model: Any) -> None:
     model, half = shared_model("bridge", name), L // 2

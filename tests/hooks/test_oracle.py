@@ -136,7 +136,6 @@ def test_random_triples(kind: str, name: str, shared_model: Any) -> None:
     assert all(any(reason in error for reason in REASONS) for error in refused), refused
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "neox-half"])
 def test_in_bfloat16_within_the_rounding_of_the_models_own_scores(name: str) -> None:
     model, draw = zoo.as_bridge(zoo.hf_model(name).to(torch.bfloat16)), random.Random(0)
@@ -150,7 +149,6 @@ def test_in_bfloat16_within_the_rounding_of_the_models_own_scores(name: str) -> 
     assert all(any(reason in error for reason in REASONS) for error in refused), refused
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e4])
 def test_under_a_mask_that_knocks_keys_out(value: float, shared_model: Any) -> None:
     """Hidden cells stay hidden, whatever number hides them; the others are as without the mask."""

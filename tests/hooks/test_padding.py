@@ -96,7 +96,6 @@ BY_POSITION = ["swap", "noise", "lambda"]
 """Those among the tools; the Λ-mask keeps a text's first keys."""
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_model_that_counts_padding_as_positions(side: str, shared_reading: Any) -> None:
     """Qwen3.5 as released: TransformerLens does not give it the positions of the tokens of padded texts."""
@@ -125,7 +124,6 @@ def test_a_model_that_counts_padding_as_positions(side: str, shared_reading: Any
                 raise AssertionError(f"{tool} {where}: {error}") from error
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen"])
 @pytest.mark.parametrize("tool", ABSOLUTE)
 def test_a_mask_of_pairs_of_tokens(name: str, tool: str, shared_reading: Any) -> None:
@@ -162,7 +160,6 @@ def of_pairs(seen: Tensor) -> Tensor:
 PACKED = {"position_ids": (torch.arange(L) % (L // 2)).expand(2, -1)}
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen", "falcon"])
 def test_texts_packed_by_their_positions_alone(name: str, shared_reading: Any) -> None:
     """transformers hides them from each other in a pass without a mask and a cache; in others the hooks say so."""
@@ -192,7 +189,6 @@ def test_texts_packed_by_their_positions_alone(name: str, shared_reading: Any) -
                 assert (halves - plain).abs().max() > 0.01
 
 
-@zoo.needs_bridge
 def test_other_positions_that_repeat_are_not_packed_texts(shared_reading: Any) -> None:
     """Those of padding, those of a text read backwards, and one position for all."""
     reading = shared_reading("bridge", "llama-gqa")

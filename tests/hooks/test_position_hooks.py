@@ -13,7 +13,7 @@ from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, TOOLS_FO
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
 
 @EVERY_INTERVENTION

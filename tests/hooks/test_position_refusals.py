@@ -104,7 +104,6 @@ def test_pairs_of_tokens_are_no_positions(shared_model: Any) -> None:
         close(logits(model, swap_positions(model, same)), logits(model, swap_positions(model, exchanged)))
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "phi3"])
 def test_positions_beyond_those_that_are_recognised(name: str) -> None:
     """The limit is said, and it is the true one; a longer text has a farther one."""

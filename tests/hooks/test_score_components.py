@@ -115,7 +115,6 @@ def test_the_query_component_of_two_axes_has_mean_0(shared_model: Any) -> None:
     assert parts.query.mean(-2).abs().max() < 1e-5 < parts.query.abs().max()
 
 
-@zoo.needs_bridge
 def test_two_axes_need_consecutive_positions(shared_model: Any) -> None:
     """The table has the distances of a text without gaps; anything that begins later is one."""
     model, tokens = shared_model("bridge", "llama-gqa"), zoo.random_tokens()

@@ -208,7 +208,7 @@ KIND |= dict.fromkeys(("attention", "two axes", "scores"), "scores")
 
 def there(ways: Sequence[Any]) -> list[tuple[str, str]]:
     """Those that the installed TransformerLens has."""
-    kinds = {kind for kind, has in (("bridge", zoo.TL_MAJOR > 2), ("hooked", zoo.TL_MAJOR < 4)) if has}
+    kinds = {"bridge", "hooked"} if zoo.TL_MAJOR < 4 else {"bridge"}
     pairs = [tuple(getattr(way, "values", way)) for way in ways]
     return [pair for pair in pairs if pair[0] in kinds]
 

@@ -23,7 +23,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.experiments import streaming_ablation
-from tl_posdisent.hooks.edits import layer_pass
+from tl_posdisent.hooks.edits import layer
 
 pytestmark = pytest.mark.tl4
 
@@ -43,7 +43,6 @@ def bridge(name: str, arguments: dict[str, Any]) -> Any:
     return bridge_from_hf(model.eval())
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", [name for name in zoo.HYBRID_NAMES if name != "falcon-h1"])
 def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
     model = shared_model("bridge", name)
@@ -65,7 +64,6 @@ def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
     assert repr(ablate_heads(model, 2)) == "ablate_heads(zero) on L1H2, L3H2"
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", zoo.HYBRID_NAMES)
 def test_tools_obey_their_laws(name: str, shared_model: Any) -> None:
     tools = ["additivity", "capture", "swap_positions", "remap_distance", "ablate_heads", "head_patching"]
@@ -76,17 +74,15 @@ def test_tools_obey_their_laws(name: str, shared_model: Any) -> None:
     assert set(table["verdict"]) == expected, table.to_string()
 
 
-@zoo.needs_bridge
 def test_the_laws_find_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
     """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
-    monkeypatch.setattr(layer_pass, "_check_start", lambda state, mask: None)
+    monkeypatch.setattr(layer, "check_start", lambda layer, rotations: None)
     tools = ["swap_positions", "phase_noise", "remap_distance"]
     table = try_laws(shared_model("bridge", "qwen3.5"), tools)
     wrong = table[table["verdict"] == "wrong"]
     assert wrong[["tool", "text"]].values.tolist() == [["swap_positions", "padded"], ["phase_noise", "padded"]]
 
 
-@zoo.needs_bridge
 def test_a_layer_without_attention_is_named(shared_model: Any) -> None:
     model = shared_model("bridge", "lfm2")
     reading = read_model(model)
@@ -101,7 +97,6 @@ def test_a_layer_without_attention_is_named(shared_model: Any) -> None:
             ask()
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", WITHOUT)
 def test_models_without_attention_are_refused_by_name(name: str) -> None:
     model = bridge(name, WITHOUT[name])
@@ -115,7 +110,6 @@ def test_models_without_attention_are_refused_by_name(name: str) -> None:
             function(model)
 
 
-@zoo.needs_bridge
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_every_table_over_layers_names_the_others(shared_model: Any) -> None:

@@ -1,8 +1,11 @@
-"""Models that rotate or scale long texts in another way than short ones."""
+"""Models that rotate, scale or mask long texts in another way than short ones: right up to a length, refused beyond."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +15,15 @@ from support import zoo
 from support.intervention_cases import close
 from torch import Tensor
 
-from tl_posdisent import capture, read_model, remap_distance, swap_positions
+import tl_posdisent as tp
+from tl_posdisent import capture, longer_context, read_model, remap_distance, swap_positions
+from tl_posdisent import experiments as ex
 from tl_posdisent.hooks import applied
+from tl_posdisent.models.capture import listen_vectors
+from tl_posdisent.models.reading.length_limits import length_limit
 from tl_posdisent.models.running.model_parts import modules
-from tl_posdisent.rope import rotate
 
-pytestmark = pytest.mark.tl4
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 ORIGINAL = 48  # tokens of the training, of a context of 128
 LONGROPE = {
@@ -29,12 +35,214 @@ LONGROPE = {
     "factor": 128 / ORIGINAL,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+FIXED = {"rope_type": "default", "rope_theta": 500.0}
+SCALING = FIXED | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": ORIGINAL}
+
+ROTATES, SCALES = r"rotates by other frequencies \({}\)", "scales scores by the position of the query"
+KINDS: dict[str, tuple[int, int, str]] = {  # the limit, the layer whose it is, and what it does beyond
+    "longrope": (ORIGINAL, 0, ROTATES.format("longrope")),
+    "dynamic": (ORIGINAL, 0, ROTATES.format("dynamic")),
+    "chunked": (16, 0, "hides the keys of earlier chunks"),
+    "temperature": (15, 3, SCALES),
+    "temperature of rotated": (ORIGINAL, 0, SCALES),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def varying(kind: str) -> Any:
+def varying(kind: str, *, fixed: bool = False) -> transformers.PreTrainedModel:
+    """A model of this kind, or one with the same weights that treats texts of all lengths as this one short texts."""
     if kind == "longrope":
-        return zoo.bridge("phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=ORIGINAL)
-    return zoo.bridge("llama-gqa", rope_parameters=dict(DYNAMIC), max_position_embeddings=ORIGINAL)
+        rope = LONGROPE | {"long_factor": LONGROPE["short_factor"]} if fixed else dict(LONGROPE)
+        return zoo.hf_model("phi3", rope_parameters=rope, original_max_position_embeddings=ORIGINAL)
+    if kind == "dynamic":
+        return zoo.hf_model("llama-gqa", rope_parameters=FIXED if fixed else DYNAMIC, max_position_embeddings=ORIGINAL)
+    if kind == "temperature of rotated":
+        return _ministral_3(SCALING | {"llama_4_scaling_beta": 0.0} if fixed else SCALING)
+    chunk, floor = 16 if kind == "chunked" and not fixed else 1000, 16 if kind == "temperature" and not fixed else 1000
+    return zoo.hf_model("llama4", attention_chunk_size=chunk, floor_scale=floor)
+
+
+def _ministral_3(rope: dict[str, Any]) -> transformers.PreTrainedModel:
+    """Ministral 3, which scales queries by the logarithm of their position."""
+    config = transformers.Ministral3Config(
+        vocab_size=zoo.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, max_position_embeddings=128, rope_parameters=dict(rope), sliding_window=None,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    zoo.randomise(model, 0.2, 0.7)
+    return model
+
+
+# --- the limit is read from the configuration -----------------------------------------------------------------
+
+
+@every_kind
+def test_the_reading_knows_up_to_which_length_it_holds(kind: str) -> None:
+    limit, layer, _ = KINDS[kind]
+    specs = read_model(zoo.as_bridge(varying(kind))).specs()
+    assert min(spec.holds_to for spec in specs if spec.holds_to is not None) == limit
+    assert specs[layer].holds_to == limit
+    assert any(spec.scaled for spec in specs) == (kind == "temperature of rotated")
+
+
+@pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
+def test_others_hold_at_any_length(name: str, shared_model: Any) -> None:
+    """So do static scalings of frequencies: linear, llama3, YaRN."""
+    ends = {16, 15} if name == "llama4" else {None}  # chunks of 16, and a temperature from the sixteenth token on
+    assert {spec.holds_to for spec in read_model(shared_model("bridge", name)).specs()} == ends
+
+
+def test_limits_of_configurations() -> None:
+    def limit(layer: int = 0, **config: Any) -> int | None:
+        found = length_limit(SimpleNamespace(original_model=SimpleNamespace(config=SimpleNamespace(**config))), layer)
+        return None if found is None else found.length
+
+    by_kind = {"rope_parameters": {"sliding_attention": FIXED, "full_attention": LONGROPE}}
+    by_kind |= {"layer_types": ["sliding_attention", "full_attention"]}
+    assert [limit(layer, **by_kind) for layer in (0, 1)] == [None, ORIGINAL]
+    assert limit(rope_parameters=DYNAMIC, max_position_embeddings=64) == 64
+    assert limit(rope_parameters=DYNAMIC | {"alpha": 1000.0}, max_position_embeddings=64) is None
+    assert limit(rope_parameters=LONGROPE, index_topk=20) == 20  # the nearer
+    for static in ("linear", "llama3", "yarn", "proportional", "unknown"):
+        rope = {"rope_type": static, "factor": 2.0, "original_max_position_embeddings": 8}
+        assert limit(rope_parameters=rope, max_position_embeddings=64) is None
+    assert length_limit(SimpleNamespace(), 0) is None  # no Hugging Face model
+
+
+# --- up to that length, everything is right -------------------------------------------------------------------
+
+
+@every_kind
+def test_captured_vectors_give_the_pattern(kind: str) -> None:
+    model, tokens = zoo.as_bridge(varying(kind)), zoo.random_tokens(KINDS[kind][0])
+    with torch.no_grad():
+        cache = model.run_with_cache(tokens)[1]
+    for layer in capture(model, tokens):
+        places, spec = torch.arange(tokens.shape[1]), layer.spec
+        scores = spec.score(spec.rotated(layer.q, places), spec.rotated(layer.k, places))
+        pattern = scores.masked_fill(~spec.mask(tokens.shape[1]), -torch.inf).softmax(-1)
+        torch.testing.assert_close(pattern, cache["pattern", layer.layer], rtol=0, atol=1e-5)
+
+
+@every_kind
+def test_fits_are_those_of_a_model_whose_rotation_is_fixed(kind: str) -> None:
+    tokens = zoo.random_tokens(KINDS[kind][0])
+    one, other = (
+        tp.additivity(zoo.as_bridge(varying(kind, fixed=fixed)), tokens, progress=False) for fixed in (False, True)
+    )
+    assert one["r"].notna().all()
+    for column in one.select_dtypes("number"):
+        close(torch.tensor(one[column].to_numpy()), torch.tensor(other[column].to_numpy()))
+
+
+@every_kind
+def test_swapped_positions_are_position_ids(kind: str) -> None:
+    reference, tokens = varying(kind), zoo.random_tokens(KINDS[kind][0])
+    bridge, places = zoo.as_bridge(copy.deepcopy(reference)), torch.arange(tokens.shape[1]).flip(0)
+    with torch.no_grad():
+        expected = reference(tokens, position_ids=places[None], attention_mask=torch.ones_like(tokens)).logits
+        with applied(bridge, swap_positions(bridge, places)):
+            close(bridge(tokens), expected)
+        assert not torch.allclose(reference(tokens).logits, expected, atol=1e-2)
+
+
+# --- beyond, whatever reads attention raises one sentence -----------------------------------------------------
+
+ENTRIES: dict[str, Callable[[Any, Tensor, int], Any]] = {
+    "capture": lambda model, tokens, layer: capture(model, tokens),
+    "additivity": lambda model, tokens, layer: tp.additivity(model, tokens, progress=False),
+    "controlled distance": lambda model, tokens, layer: tp.controlled_distance(model, tokens, progress=False),
+    "score sources": lambda model, tokens, layer: tp.score_sources(model, tokens[:1], layer, 0, query=5),
+    "content and position": lambda model, tokens, layer: ex.content_position_terms(model, tokens, layer),
+    "patching": lambda model, tokens, layer: model.run_with_hooks(
+        tokens, fwd_hooks=listen_vectors(read_model(model).specs(layer)[0], None, {})
+    ),
+}
+
+
+CASES = [(kind, entry) for kind in KINDS for entry in ENTRIES]
+CASES.remove(("temperature", "controlled distance"))  # which passes over layers without rotation
+
+
+@pytest.mark.parametrize(("kind", "entry"), CASES)
+def test_longer_texts_are_refused(kind: str, entry: str) -> None:
+    limit, layer, beyond = KINDS[kind]
+    model, tokens = zoo.as_bridge(varying(kind)), zoo.random_tokens(limit + 1)
+    sentence = rf"tokens must be at most {limit} long for .*, got {limit + 1}: layer {layer} of \w+ {beyond} in longer"
+    with torch.no_grad(), pytest.raises(ValueError, match=sentence):
+        ENTRIES[entry](model, tokens, layer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_refuse_longer_texts(kind: str) -> None:
+    limit, layer, beyond = KINDS[kind]
+    model, tokens = zoo.as_bridge(varying(kind)), zoo.random_tokens(limit + 1)
+    rotates = read_model(model).specs(layer)[0].rotary is not None
+    hooks = tp.lambda_mask(model, 1, 4, 6) if rotates else tp.hooks.drop_component(model, "distance")
+    sentence = rf"at most {limit} long.*, got {limit + 1}: layer {layer} of \w+ {beyond} in longer texts"
+    with torch.no_grad(), pytest.raises(ValueError, match=sentence):
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+
+def test_the_nearest_limit_is_named() -> None:
+    """A text as long as it says is not refused in turn."""
+    model, tokens = zoo.bridge("llama4"), zoo.random_tokens(20)
+    with pytest.raises(ValueError, match="tokens must be at most 15 long for capture, got 20: layer 3 of Llama4"):
+        capture(model, tokens)
+    assert len(capture(model, tokens[:, :15])) == 4
+
+
+@every_kind
+def test_no_longer_context(kind: str) -> None:
+    limit, layer, beyond = KINDS[kind]
+    model = zoo.as_bridge(varying(kind))
+    with longer_context(model, limit) as same:
+        assert same is model
+    sentence = f"length must be at most {limit}, got {limit + 1}: layer {layer} of .* {beyond} in longer texts"
+    with pytest.raises(ValueError, match=sentence), longer_context(model, limit + 1):
+        pass
+
+
+def test_swapped_positions_are_refused_where_scores_are_scaled_by_position() -> None:
+    bridge = zoo.as_bridge(varying("temperature of rotated"))
+    for length, first in ((20, 40), (60, 0)):
+        tokens, places = zoo.random_tokens(length), first + torch.arange(length).flip(0)
+        one, every = swap_positions(bridge, lambda p, at=places: at.double(), heads=[1]), swap_positions(bridge, places)
+        for hooks in (one, every):
+            refused = pytest.raises(ValueError, match=r"positions must be from 0 to 47 for swap_pos|at most 48 long")
+            with torch.no_grad(), refused as caught, applied(bridge, hooks):
+                bridge(tokens)
+            if hooks is every:  # its advice is not refused in turn
+                assert ("use remap_distance" in str(caught.value)) == (length <= ORIGINAL)
+        if length <= ORIGINAL:
+            with torch.no_grad(), applied(bridge, remap_distance(bridge, lambda distance: 2 * distance)):
+                bridge(tokens)
+
+
+def test_a_rotation_that_changes_in_an_unknown_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No configuration tells of it: scores are compared with the model's in each pass."""
+    model = zoo.bridge("llama-gqa")
+    rotary = model.rotary_emb.original_component
+    own = rotary.forward
+
+    def forward(x: Tensor, position_ids: Tensor) -> Any:
+        places = position_ids if position_ids.shape[-1] <= ORIGINAL else position_ids * 0.9
+        return own(x, places)
+
+    monkeypatch.setattr(rotary, "forward", forward)
+    specs = read_model(model).specs()
+    assert [(spec.holds_to, spec.problem) for spec in specs] == [(None, None)] * 2
+    assert len(capture(model, zoo.random_tokens(ORIGINAL))) == 2
+    tokens = zoo.random_tokens(100)
+    with pytest.raises(ValueError, match="recomputed from queries, keys and the rotation read from the model differ"):
+        capture(model, tokens)
+    with torch.no_grad(), contextlib.suppress(ValueError):  # hooks refuse the text, or follow the model
+        close(model.run_with_hooks(tokens, fwd_hooks=remap_distance(model, lambda d: d)), model(tokens))
+
+
+# --- the model stays as it was --------------------------------------------------------------------------------
 
 
 def kept(model: Any) -> dict[str, Any]:
@@ -47,41 +255,11 @@ def kept(model: Any) -> dict[str, Any]:
     }
 
 
-@zoo.needs_bridge
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_the_reading_knows_up_to_which_length_it_holds(kind: str) -> None:
-    assert [spec.holds_to for spec in read_model(varying(kind)).specs()] == [ORIGINAL] * 2
-
-
-@pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
-def test_others_hold_at_any_length(name: str, shared_model: Any) -> None:
-    ends = {16, 3} if name == "llama4" else {None}  # chunks of 16, and a temperature that changes at position 3
-    assert {spec.holds_to for spec in read_model(shared_model("bridge", name)).specs()} == ends
-
-
-@zoo.needs_bridge
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-@pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1, 100])
-def test_captured_vectors_are_rotated_by_the_tables_of_the_text(kind: str, length: int) -> None:
-    model, tokens = varying(kind), zoo.random_tokens(length)
-    read = read_model(model).specs()
-    with torch.no_grad():
-        cache = model.run_with_cache(tokens)[1]
-    for layer, spec in zip(capture(model, tokens), read, strict=True):
-        assert torch.equal(layer.scores, cache["attn_scores", layer.layer])
-        turned = spec.score(*(rotate(x, torch.arange(length), layer.spec.rotary) for x in (layer.q, layer.k)))
-        inside = spec.mask(length)
-        torch.testing.assert_close(turned[..., inside], layer.scores[..., inside], rtol=0, atol=1e-4)
-        same = torch.equal(layer.spec.rotary.frequencies, spec.rotary.frequencies)
-        assert same == (length <= ORIGINAL)
-
-
-@zoo.needs_bridge
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize("length", [12, 100])
 def test_reading_leaves_the_models_tables_as_they_are(kind: str, length: int) -> None:
     """Whatever the last text was: models keep the table of it."""
-    model = varying(kind)
+    model = zoo.as_bridge(varying(kind))
     with torch.no_grad():
         model(zoo.random_tokens(length))
     before = kept(model)
@@ -90,94 +268,3 @@ def test_reading_leaves_the_models_tables_as_they_are(kind: str, length: int) ->
     assert before.keys() == after.keys()
     for name, x in before.items():
         assert torch.equal(x, after[name]) if isinstance(x, Tensor) else x == after[name], name
-
-
-@zoo.needs_bridge
-def test_a_text_beyond_is_refused_where_asked() -> None:
-    spec = read_model(varying("longrope")).specs(0)[0]
-    spec.check_length(ORIGINAL, "a tool")
-    with pytest.raises(ValueError, match=r"tokens must be at most 48 long for a tool, got 49: beyond, layer 0 of Phi3"):
-        spec.check_length(49, "a tool")
-
-
-def scaling() -> Any:
-    """Ministral 3, which scales queries by the logarithm of their position."""
-    if not hasattr(transformers, "Ministral3Config"):
-        pytest.skip("this transformers has no Ministral 3")
-    rope = {"rope_type": "default", "rope_theta": 500.0, "llama_4_scaling_beta": 0.5,
-            "original_max_position_embeddings": ORIGINAL}  # fmt: skip
-    config = transformers.Ministral3Config(
-        vocab_size=zoo.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8, max_position_embeddings=128, rope_parameters=rope, sliding_window=None,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    zoo.randomise(model, 0.2, 0.7)
-    return model
-
-
-@zoo.needs_bridge
-def test_scores_scaled_by_position_are_noticed() -> None:
-    """A capture of such a text is refused."""
-    bridge = zoo.as_bridge(scaling())
-    assert {(spec.holds_to, spec.scaled) for spec in read_model(bridge).specs()} == {(ORIGINAL, True)}
-    assert not any(spec.scaled for kind in ("longrope", "dynamic") for spec in read_model(varying(kind)).specs())
-    assert len(capture(bridge, zoo.random_tokens(ORIGINAL))) == 2
-    with pytest.raises(ValueError, match=r"at most 48 long for capture, got 100: .* scales scores by position"):
-        capture(bridge, zoo.random_tokens(100))
-
-
-@zoo.needs_bridge
-def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_by_position() -> None:
-    reference = scaling()
-    bridge = zoo.as_bridge(copy.deepcopy(reference))
-
-    def run(tokens: Tensor, hooks: Any) -> Tensor:
-        with torch.no_grad(), applied(bridge, hooks):
-            return bridge(tokens)
-
-    for length, first in ((ORIGINAL, 0), (20, 15), (20, 40), (60, 0)):
-        tokens, places = zoo.random_tokens(length), first + torch.arange(length).flip(0)
-        one, every = swap_positions(bridge, lambda p, at=places: at.double(), heads=[1]), swap_positions(bridge, places)
-        if first + length > ORIGINAL:
-            for hooks in (one, every):
-                with pytest.raises(
-                    ValueError, match=r"positions must be from 0 to 47 for swap_pos|at most 48 long"
-                ) as caught:
-                    run(tokens, hooks)
-                if hooks is every:  # its advice is not refused in turn
-                    assert ("use remap_distance" in str(caught.value)) == (length <= ORIGINAL)
-            if length <= ORIGINAL:
-                run(tokens, remap_distance(bridge, lambda distance: 2 * distance))
-            continue
-        with torch.no_grad():
-            ones = torch.ones_like(tokens)
-            expected = reference(tokens, position_ids=places[None], attention_mask=ones).logits
-        close(run(tokens, every), expected)
-        assert not torch.allclose(run(tokens, one), expected, atol=1e-2)
-    tokens = zoo.random_tokens(60)
-    with torch.no_grad():
-        close(run(tokens, swap_positions(bridge, torch.arange(60))), reference(tokens).logits)
-
-
-@zoo.needs_bridge
-@pytest.mark.parametrize("error", [TypeError, IndexError, ValueError])
-def test_a_model_that_takes_no_far_positions(error: type[Exception]) -> None:
-    """Its rotation holds as far as is known. Any other error is not taken for that."""
-    model = zoo.bridge("llama-gqa")
-    inner, refused = model.original_model, []
-    own = inner.forward
-
-    def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        if position_ids is not None:
-            refused.append(int(position_ids.max()))
-            raise error("no position_ids")
-        return own(*args, **kwargs)
-
-    vars(inner)["forward"] = forward
-    if error is ValueError:
-        with pytest.raises(ValueError, match="no position_ids"):
-            read_model(model)
-    else:
-        assert [(spec.holds_to, spec.problem) for spec in read_model(model).specs()] == [(None, None)] * 2
-    assert refused

@@ -308,7 +308,6 @@ def test_models_without_logits_or_with_an_encoder_are_refused(backend: str) -> N
 
 
 @needs_hooked
-@zoo.needs_bridge
 def test_a_refusal_of_one_backend_names_the_other(tmp_path: Path) -> None:
     zoo.hf_model("gemma2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r'Gemma2ForCausalLM .*; use backend="bridge"$') as caught:

@@ -94,19 +94,6 @@ def test_it_reads_what_no_table_is_needed_for(kind: str, name: str, shared_model
             torch.testing.assert_close(run(model, tokens), expected, rtol=0, atol=2e-3)
 
 
-def test_what_a_model_keeps_of_the_longest_text_is_forgotten() -> None:
-    """Frequencies that grow with the text so far, as NTK scaling has them."""
-    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
-    model = zoo.bridge("llama-gqa", max_position_embeddings=64, rope_parameters=dynamic)
-    exactly = LONG[:, :64]
-    plain, before = run(model, exactly), buffers(model)
-    with longer_context(model, 128):
-        run(model, LONG)
-        assert not torch.equal(run(model, exactly), plain)  # this length does not make the model start afresh
-    assert torch.equal(run(model, exactly), plain)
-    assert buffers(model) == before
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "opt", "gpt_neo"))
 def test_learned_positions_end(kind: str, name: str, shared_model: Any) -> None:
@@ -172,7 +159,6 @@ def test_a_long_context_runs_few_tokens(
             assert model(zoo.random_tokens(n + 1, 1)).isfinite().all()
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("kind", ["rotary", "standard"])
 def test_native_models_end_with_their_context_for_the_reason_that_is_given(kind: str) -> None:
     """TransformerLens's own models refuse longer texts by themselves, also those without learned positions."""

@@ -71,7 +71,6 @@ def test_compatibility_mode(name: str, processed: bool) -> None:
     assert everything == [0, 1]
 
 
-@zoo.needs_bridge
 def test_weights_that_are_offloaded_are_loaded_for_each_pass(shared_model: Any) -> None:
     """By accelerate, which leaves meta tensors; what reads weights outside a pass is refused."""
     reference, model = shared_model("bridge", "llama-gqa"), zoo.bridge("llama-gqa")
@@ -97,7 +96,6 @@ def test_weights_that_are_offloaded_are_loaded_for_each_pass(shared_model: Any) 
         bridge_from_hf(offloaded)
 
 
-@zoo.needs_bridge
 def test_a_model_without_weights_is_refused_as_such() -> None:
     model = zoo.bridge("llama-gqa").to("meta")
     with pytest.raises(ValueError, match="model must have weights, but its parameters are meta tensors"):
@@ -229,7 +227,6 @@ def _kept(model: Any) -> list[Tensor]:
     return [x for part in modules(model) for x in vars(part).values() if isinstance(x, Tensor)]
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", ["llama-gqa", "gptj", "gpt2", "gpt_oss", "deepseek_v3"])
 def test_keys_and_values_are_kept_on_request_alone(
     name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
@@ -261,7 +258,6 @@ def test_keys_and_values_are_kept_on_request_alone(
     assert len(kept) == 3 * by_default
 
 
-@zoo.needs_bridge
 def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
     """A bridge installs hooks of its own at its first pass; reading must not make it install them again."""
     ran, read = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")

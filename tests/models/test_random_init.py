@@ -16,14 +16,14 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent import head_labels, random_control, read_model, trained_vs_random
-from tl_posdisent.models.loading.load import has_bridge, has_hooked
+from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.config import EncodingName
 
 pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens(24)
-BACKENDS = [name for name, there in (("hooked", has_hooked), ("bridge", has_bridge)) if there()]
+BACKENDS = ["hooked", "bridge"] if has_hooked() else ["bridge"]
 WITHOUT_PROJECTIONS = {"deepseek_v3", "deepseek_v2", "glm4-lite", "youtu"}  # latent attention
 
 
@@ -302,7 +302,6 @@ FOREIGN = {
 }
 
 
-@zoo.needs_bridge
 @pytest.mark.parametrize("side", ["q_proj", "k_proj"])
 @pytest.mark.parametrize("foreign", FOREIGN)
 def test_projections_whose_weights_are_no_parameters_are_refused(foreign: str, side: str) -> None:
@@ -321,7 +320,6 @@ def test_projections_whose_weights_are_no_parameters_are_refused(foreign: str, s
     assert (drawn[side[0]] - trained[side[0]]).abs().max() > 0.01 * trained[side[0]].abs().max()
 
 
-@zoo.needs_bridge
 def test_other_weights_that_are_no_parameters_stay_beside_random_queries_and_keys() -> None:
     """Shuffled copies would keep them, too, and are refused."""
     original = zoo.hf_model("llama-gqa")
@@ -380,7 +378,6 @@ def test_under_hooks_of_this_package_the_copy_has_none(kind: str, name: str, wha
             torch.testing.assert_close(model(TOKENS), under)
 
 
-@zoo.needs_bridge
 def test_copies_of_a_checked_bridge_are_those_of_an_unchecked_one() -> None:
     """They are not compared with the original again, and share its tokenizer; nothing else differs."""
     model, tokens = tp.load_demo_model(backend="bridge"), tp.demo_tokens(length=32)

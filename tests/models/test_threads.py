@@ -118,7 +118,6 @@ def test_a_pass_that_began_before_is_right_or_refused(kind: str, name: str) -> N
     assert str(got[0]) == REFUSED or torch.equal(got[0], expected)
 
 
-@zoo.needs_bridge
 def test_random_copies_in_threads() -> None:
     """They are drawn from random numbers that torch has once for all threads."""
     model, other = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")

@@ -51,7 +51,6 @@ def test_which_tools_act_without_rotation(kind: str, name: str, shared_model: An
 UNUSUAL = [("Olmo", {"clip_qkv": 0.5}), ("BitNet", {}), ("JetMoe", {"kv_channels": 8})]
 
 
-@zoo.needs_bridge
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "more"), UNUSUAL, ids=[family for family, _ in UNUSUAL])
 def test_which_tools_act_on_unusual_attention(family: str, more: dict[str, Any]) -> None:
@@ -68,7 +67,6 @@ def test_which_tools_act_on_unusual_attention(family: str, more: dict[str, Any])
     assert read_model(bridge).to_frame()[list(ACTS)].to_numpy().any() == (family != "JetMoe")
 
 
-@zoo.needs_bridge
 def test_results_without_effect_are_named_once_an_ablation_was_tried() -> None:
     hf = zoo.hf_model("llama-gqa")
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from support import zoo
 from torch import Tensor
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens(length=12)
 

@@ -12,9 +12,9 @@ import pytest
 from packaging.utils import canonicalize_name
 from support.pages import ROOT
 
-pytestmark = [pytest.mark.tl4, pytest.mark.oldest]
+pytestmark = pytest.mark.tl4
 
-PINS = {".venv": "dev", ".venv-tl4": "tl4", ".venv-oldest": "oldest"}
+PINS = {".venv": "dev", ".venv-tl4": "tl4"}
 # What Python's own venv brings, and torch, which a user of the Makefile may choose.
 FREE = {"pip", "setuptools", "torch", "tl-posdisent"}
 

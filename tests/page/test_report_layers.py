@@ -23,8 +23,6 @@ from tl_posdisent.page.sections import layers_by_frequencies
 from tl_posdisent.page.subject import read_subject
 from tl_posdisent.viz import plot_heads, plot_verdicts
 
-pytestmark = pytest.mark.skipif(zoo.TL_MAJOR < 3, reason="no bridge of Gemma 3")
-
 KINDS = {0: "local, 5", 1: "local, 5", 2: "global"}
 
 

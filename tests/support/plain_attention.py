@@ -35,7 +35,6 @@ class Parts:
     window: int | None = None
     chunk: int | None = None
     after: Callable[[Tensor], Tensor] = same  # a norm after the rotation
-    temperature: Tensor | None = None  # of each query
     gate: Tensor | None = None
 
 
@@ -93,9 +92,7 @@ def _llama4(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
         after = partial(rms, eps=config.rms_norm_eps) if config.use_qk_norm else same
         theta = powers(config.rope_parameters["rope_theta"], size)
         return Parts(q, k, v, theta, size**-0.5, adjacent=True, chunk=config.attention_chunk_size, after=after)
-    steps = (torch.arange(1, x.shape[1] + 1).double() / config.floor_scale).floor()
-    tuned = config.attn_scale * steps.log1p() + 1 if config.attn_temperature_tuning else None
-    return Parts(q, k, v, NONE, size**-0.5, temperature=tuned)
+    return Parts(q, k, v, NONE, size**-0.5)  # its queries are scaled in longer texts alone
 
 
 def _olmo_hybrid(attn: Any, x: Tensor, lent: dict[str, Any]) -> Parts:
@@ -188,8 +185,6 @@ def scores_of(parts: Parts, distances: Tensor, theta: Tensor, dropped: Tensor) -
     turned[..., planes[:, 1]] = first * angle.sin() + second * angle.cos()
     turned = parts.after(turned)
     turned[..., planes[dropped].flatten()] = 0
-    if parts.temperature is not None:
-        turned = turned * parts.temperature[:, None, None]
     return parts.scale * torch.einsum("bhqkd,bkhd->bhqk", turned, parts.after(k))
 
 

@@ -35,19 +35,15 @@ NAMES: tuple[str, ...] = tuple(name for name, kind in ARCHITECTURES.items() if n
 HYBRID_NAMES: tuple[str, ...] = tuple(  # models that mix attention with other layers; no test takes them unasked
     name for name, kind in ARCHITECTURES.items() if kind.hybrid and hasattr(transformers, kind.config)
 )
-# TransformerBridge came with version 3; before there are no names, and `bridge` skips.
-BRIDGE_NAMES: tuple[str, ...] = tuple(name for name in NAMES if TL_MAJOR > 2 and name not in _WRONG_IN_BRIDGE)
-# HookedTransformer left TransformerLens with version 4; then the names stay, and `hooked` skips. Left out,
-# beside the architectures that TransformerLens does not convert:
-# * OLMo 2 with grouped queries, since its converter takes every head to have a key of its own;
-# * with TransformerLens 2, what it did not have yet: YaRN, OLMo 2, Gemma 3 and gpt-oss.
-_NOT_IN_HOOKED = {"olmo2-gqa"} | ({"llama-yarn", "olmo2", "gemma3", "gpt_oss"} if TL_MAJOR < 3 else set())
+BRIDGE_NAMES: tuple[str, ...] = tuple(name for name in NAMES if name not in _WRONG_IN_BRIDGE)
+# HookedTransformer left TransformerLens with version 4; then the names stay, and `hooked` skips. Left out, beside the
+# architectures that TransformerLens does not convert: OLMo 2 with grouped queries, since its converter takes every head
+# to have a key of its own.
+_NOT_IN_HOOKED = {"olmo2-gqa"}
 HOOKED_NAMES: tuple[str, ...] = tuple(
     name for name in NAMES if ARCHITECTURES[name].model in CONVERTIBLE and name not in _NOT_IN_HOOKED
 )
 ROTARY_NAMES: tuple[str, ...] = tuple(name for name in NAMES if ARCHITECTURES[name].rotary)
-
-needs_bridge = pytest.mark.skipif(TL_MAJOR < 3, reason=f"TransformerLens {TL_MAJOR} has no TransformerBridge")
 
 
 def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.PreTrainedModel:
@@ -109,25 +105,18 @@ def hf_logits(
 
 def bridge(name: str, attn: str = "eager", **changes: Any) -> TransformerBridge:
     """The model of `hf_model` in a fresh `TransformerBridge`, raw: nothing folded, no compatibility mode."""
-    _skip_without_bridge()
     if name in _WRONG_IN_BRIDGE:
         pytest.skip(f"TransformerBridge of TransformerLens {TL_MAJOR} computes {name} wrongly")
     return as_bridge(hf_model(name, attn, **changes))
 
 
 def as_bridge(model: transformers.PreTrainedModel) -> TransformerBridge:
-    """Wrap a Hugging Face model, changing it in place; skips the test under TransformerLens 2."""
-    _skip_without_bridge()
+    """Wrap a Hugging Face model, changing it in place."""
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     return build_bridge_from_module(
         model, architecture=type(model).__name__, hf_config=model.config, tokenizer=None
     ).eval()
-
-
-def _skip_without_bridge() -> None:
-    if TL_MAJOR < 3:
-        pytest.skip(f"TransformerLens {TL_MAJOR} has no TransformerBridge")
 
 
 def hooked(name: str, **changes: Any) -> HookedTransformer:
@@ -154,7 +143,7 @@ def load(kind: str, name: str) -> TransformerBridge | HookedTransformer:
 def cases(*names: str) -> list[Any]:
     """Every (kind, name) there is, or those of some names: what `parametrize(("kind", "name"), …)` takes."""
     pairs = [("bridge", name) for name in BRIDGE_NAMES] + [("hooked", name) for name in HOOKED_NAMES]
-    pairs += [("bridge", name) for name in HYBRID_NAMES if TL_MAJOR > 2 and name in names]
+    pairs += [("bridge", name) for name in HYBRID_NAMES if name in names]
     unknown = set(names) - set(ARCHITECTURES)
     if unknown:
         raise ValueError(f"no such architecture: {sorted(unknown)}")

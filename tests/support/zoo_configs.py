@@ -182,7 +182,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # As Llama 4 Scout: three layers in chunks with rotation to one without, which scales its queries by their position.
     "llama4": _of(
         "Llama4",
-        _grouped(num_hidden_layers=4, head_dim=8, no_rope_layers=[1, 1, 1, 0], attention_chunk_size=16, floor_scale=4)
+        _grouped(num_hidden_layers=4, head_dim=8, no_rope_layers=[1, 1, 1, 0], attention_chunk_size=16, floor_scale=16)
         | {"attn_temperature_tuning": True, "attn_scale": 0.5, "use_qk_norm": True}
         | {"intermediate_size_mlp": 96, "num_local_experts": 2},
         "Llama4TextConfig",

@@ -18,7 +18,7 @@ from tl_posdisent.sweeps.runner import _share
 from tl_posdisent.utils import files
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = [pytest.mark.slow, pytest.mark.oldest]
+pytestmark = pytest.mark.slow
 
 
 def some_jobs(count: int, work: Any = LAST) -> list[Job]:

@@ -33,7 +33,7 @@ from tl_posdisent.sweeps.sources import named
 from tl_posdisent.sweeps.versions import digest_of, installed_versions
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = [pytest.mark.slow, pytest.mark.oldest]
+pytestmark = pytest.mark.slow
 
 TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "RopeHadamard", "ScoreSources"}
 TABLES |= {"SufficientHeads"}

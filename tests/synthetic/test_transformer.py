@@ -16,8 +16,6 @@ from tl_posdisent import read_attention
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.attention import dropout
 
-pytestmark = pytest.mark.oldest
-
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 PADDED = TOKENS.clone()
 PADDED[0, 5:] = 0

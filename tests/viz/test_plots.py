@@ -35,8 +35,6 @@ from tl_posdisent.viz import (
 )
 from tl_posdisent.viz.palette import DIVERGING, GREY, NEGATIVE, POSITIVE, SKY, VERDICTS, ZERO, faint, on_scale, rgb
 
-pytestmark = pytest.mark.oldest
-
 NAN = float("nan")
 PATH = ["heads", "accuracy", "loss"]
 

@@ -22,8 +22,6 @@ from tl_posdisent.viz.widgets import layout as choice
 from tl_posdisent.viz.widgets import offline
 from tl_posdisent.viz.widgets.offline import Widget
 
-pytestmark = pytest.mark.oldest
-
 WORDS = [f" {word}" for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"]]
 N = len(WORDS)
 PARTS = ("fitted", "distance", "query", "key", "scores", "residual")
@@ -292,7 +290,6 @@ def test_before_and_after_are_the_models_own(kind: str, name: str, what: Any, sh
     assert data(widget)["common"]["tokens"] == [str(i) for i in tokens[1].tolist()]
 
 
-@zoo.needs_bridge
 def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
     name = next(name for name in zoo.BRIDGE_NAMES if not _editable(shared_model("bridge", name)))
     model = shared_model("bridge", name)

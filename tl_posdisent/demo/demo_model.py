@@ -129,8 +129,8 @@ def load_demo_model(
     """Load the demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
 
     Args:
-        backend: ``'hooked'`` (HookedTransformer, TransformerLens 2 and 3), ``'bridge'`` (TransformerBridge, from 3.4
-            on) or ``'auto'``: the first of the two that the installed TransformerLens has.
+        backend: ``'hooked'`` (HookedTransformer, TransformerLens 3), ``'bridge'`` (TransformerBridge) or ``'auto'``:
+            the first of the two that the installed TransformerLens has.
         trained, seed: as in ``demo_hf_model``.
         device: device of the model; default the CPU.
         checkpoint: file with weights of ``examples/train_demo_model.py``; ``config.json`` and ``tokenizer.json`` are

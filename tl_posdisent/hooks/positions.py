@@ -37,7 +37,8 @@ def swap_positions(
 
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
     Only the rotation changes, not the mask; on Hugging Face models the result is the same as with
-    ``position_ids=positions``.
+    ``position_ids=positions``, unless these exceed the original context of a model whose frequencies depend on the
+    length of the text (longrope, dynamic NTK): its frequencies remain those of the running text.
 
     Args:
         model: a model with rotary embeddings.

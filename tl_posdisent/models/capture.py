@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.spec import AttentionSpec, most_limited
 from tl_posdisent.models.running.forward_pass import Ended, Hook, running
 from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.rope.rotary import rotate, running_rotary
+from tl_posdisent.rope.rotary import rotate
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.validation import check_flag, listed, shown
@@ -36,8 +36,7 @@ class Captured:
 
     Attributes:
         layer: index of the layer.
-        spec: what the layer does in this text: if the model rotates long texts by other frequencies, ``spec.rotary``
-            has those of this text.
+        spec: what the layer does (see ``read_model``).
         q: ``[batch, pos, head, d_head]``, queries before rotation, after any QK-norm.
         k: ``[batch, pos, kv_head, d_head]``, keys likewise.
         q_rot, k_rot: queries and keys after rotation.
@@ -128,8 +127,9 @@ def capture(
         A list with one entry for each layer, in the model's order: what ``function`` returned, or the ``Captured``.
 
     Raises:
-        ValueError: invalid tokens or layers; texts of unequal length; a layer whose scores cannot be recomputed from
-            queries and keys (``additivity`` still fits those); scores that differ from the recomputed ones.
+        ValueError: invalid tokens or layers; texts of unequal length, or longer than ``spec.holds_to``; a layer whose
+            scores cannot be recomputed from queries and keys (``additivity`` still fits those); scores that differ from
+            the recomputed ones.
         MemoryError: the score matrices of all layers do not fit into memory: give a function.
 
     Example:
@@ -185,7 +185,7 @@ def for_each_scores(
 class _Wanted:
     """What to collect from one layer: hooks in firing order, and a function of their tensors."""
 
-    layer: int
+    spec: AttentionSpec
     names: list[str]
     make: Callable[[dict[str, Tensor]], Any]
 
@@ -193,15 +193,14 @@ class _Wanted:
 def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
     vectors = [name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap for name in tap.names]
-    tables = [spec.cos, spec.sin] if spec.holds_to is not None else []
-    names = [name for name in dict.fromkeys([*vectors, *tables, spec.scores or spec.pattern]) if name]
-    return _Wanted(spec.layer, names, partial(_gather, spec, scores))
+    names = [name for name in dict.fromkeys([*vectors, spec.scores or spec.pattern]) if name]
+    return _Wanted(spec, names, partial(_gather, spec, scores))
 
 
 def _scores(spec: AttentionSpec) -> _Wanted:
     if spec.scores is None:
         computed = _vectors(spec, scores=False)
-        return _Wanted(spec.layer, computed.names, lambda held: (spec, computed.make(held).scores))
+        return _Wanted(spec, computed.names, lambda held: (spec, computed.make(held).scores))
 
     def make(held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
         (seen,) = held.values()
@@ -209,13 +208,15 @@ def _scores(spec: AttentionSpec) -> _Wanted:
         spec.check_mask(seen[:, :, rows], rows)
         return spec, seen
 
-    return _Wanted(spec.layer, [spec.scores], make)
+    return _Wanted(spec, [spec.scores], make)
 
 
 def _called_back(
     model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_Wanted], function: Callable[[Any], None]
 ) -> None:
     """Run the model once and call ``function`` once per layer."""
+    if (limited := most_limited(w.spec for w in wanted)) is not None:
+        limited.check_length(tokens.shape[1], "capture")
     failed: list[Exception] = []
     delivered: list[int] = []
 
@@ -228,7 +229,7 @@ def _called_back(
         delivered.append(1)
 
     with running(model) as p:
-        p.run(tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
+        p.run(tokens, _listeners(wanted, hand_over), stop=max(w.spec.layer for w in wanted) + 1)
     if failed:
         raise failed[0]
     if len(delivered) < len(wanted):
@@ -255,9 +256,6 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
     assert spec.k
     q_tap, k_tap = spec.q, spec.k
     q, k = (tap.read(*(held[name] for name in tap.names)) for tap in (q_tap, k_tap))
-    cos, sin = (held.get(name or "") for name in (spec.cos, spec.sin))
-    if spec.rotary is not None and cos is not None and sin is not None:
-        spec = replace(spec, rotary=running_rotary(cos, sin, spec.rotary))
     if spec.turn_q and spec.turn_k and spec.turn_q.name != q_tap.name and spec.turn_k.name != k_tap.name:
         q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.turn_q, spec.turn_k))
     else:
@@ -302,7 +300,6 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     if scores is None:  # the effect that rounding of large scores has on a pattern
         allowed = allowed + 8 * torch.finfo(q.dtype).eps * largest
     if not bool(error <= allowed):
-        spec.check_length(q.shape[1], "capture")
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture}: scores recomputed from queries, keys and the rotation read "
             f"from the model differ from its own by {error.item():.1e}, where {allowed.item():.1e} is rounding; "
@@ -329,6 +326,7 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
             return
         for which, tap in taps.items():
             x = tap.read(*(seen[name] for name in tap.names))
+            spec.check_length(x.shape[1], "patching")
             places = torch.arange(x.shape[1], device=x.device) if positions is None else positions.to(x.device)
             held[which] = x if rotary is None else rotate(x.double(), places, rotary)
         seen.clear()

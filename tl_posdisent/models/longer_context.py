@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading import stored_tables
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.spec import AttentionSpec, most_limited
 from tl_posdisent.models.running.forward_pass import restored, running
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.utils.errors import ArgumentError
@@ -36,9 +36,10 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         The model itself.
 
     Raises:
-        ValueError: a length that is not a positive integer; a table that neither formula reproduces; a model that
-            still fails beyond its context, as every model with learned (absolute) positions does, and those of
-            ``TransformerBridge.boot_native``, which refuse longer texts.
+        ValueError: a length that is not a positive integer; a model that rotates, scales or masks texts of this length
+            in another way than short ones (``holds_to`` of its ``AttentionSpec``); a table that neither formula
+            reproduces; a model that still fails beyond its context, as every model with learned (absolute) positions
+            does, and those of ``TransformerBridge.boot_native``, which refuse longer texts.
 
     Example:
         >>> import torch
@@ -52,6 +53,9 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     reading = read_model(model)
     model = reading.model
     check_integer("length", length, 1)
+    limited = most_limited(reading.attention)
+    if limited is not None and limited.holds_to is not None and length > limited.holds_to:
+        raise ArgumentError("length", f"must be at most {limited.holds_to}, got {length}: {limited.why_limited}")
     with restored(model):
         grown = [
             (slot, _grown(spec, slot, length))

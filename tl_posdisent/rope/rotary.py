@@ -302,36 +302,3 @@ def in_columns_of(table: Tensor, x: Tensor) -> Tensor:
     if table.shape[-1] != 2 * n:
         return x
     return torch.cat([x, x], -1) if torch.equal(table[..., :n], table[..., n:]) else x.repeat_interleave(2, -1)
-
-
-def running_rotary(
-    cos: Float[Tensor, "one_or_batch pos columns"], sin: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary
-) -> Rotary:
-    """Return the rotation of a running text, from the tables at the hooks ``spec.cos`` and ``spec.sin``.
-
-    It is ``rotary``, as read from the model, if these are its tables, and otherwise the rotation that the tables show
-    (models may rotate long texts by other frequencies). Raises for tables of positions other than 0, 1, 2 …
-    """
-    positions = torch.arange(cos.shape[1], device=cos.device)
-    for which, table in (("cos", cos), ("sin", sin)):
-        error = (table - table_like(table, rotary, positions, which)).abs()
-        if bool((error > 4 * torch.finfo(table.dtype).eps * rotary.attention_factor).any()):
-            return rotary_from_table(cos[0], sin[0], pairing=rotary.pairing)
-    return rotary
-
-
-def rotated_by_table(
-    x: Float[Tensor, "batch pos head d_head"],
-    cos: Float[Tensor, "one_or_batch pos columns"],
-    sin: Float[Tensor, "one_or_batch pos columns"],
-    rotary: Rotary,
-) -> Float64[Tensor, "batch pos head d_head"]:
-    """Rotate queries or keys by the tables that a model passes to the hooks ``spec.cos`` and ``spec.sin``.
-
-    Only the pairing is read from ``rotary``: the tables may be for any positions and frequencies.
-    """
-    z, rest = to_complex(x.double(), rotary)
-    n = len(rotary.frequencies)
-    tables = (x if x.shape[-1] == n else _one_column_each(x) for x in (cos.double(), sin.double()))
-    turns = torch.complex(*tables)
-    return from_complex(z * turns[..., None, :], rest, rotary)

@@ -49,22 +49,16 @@ def models(
 def _known_models() -> Any:
     """List one row per name, sorted, with the demo model and those of Python packages first."""
     import pandas as pd
+    from transformer_lens.supported_models import OFFICIAL_MODEL_NAMES
+    from transformer_lens.tools.model_registry.api import get_supported_models
 
-    try:
-        from transformer_lens.supported_models import OFFICIAL_MODEL_NAMES
-        from transformer_lens.tools.model_registry.api import get_supported_models
-    except ImportError:  # TransformerLens 2 has no bridge
-        from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
-
-        get_supported_models = list
-
-    from tl_posdisent.models.loading.load import has_bridge, has_hooked
+    from tl_posdisent.models.loading.load import has_hooked
     from tl_posdisent.models.loading.packaged import PACKAGED
 
     hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
     bridged = {entry.model_id: entry for entry in get_supported_models()}
     own = {"demo": "LlamaForCausalLM"} | {name: packaged.architecture for name, packaged in PACKAGED.items()}
-    both = "yes" if has_hooked() else "–", "tested" if has_bridge() else "–"
+    both = "yes" if has_hooked() else "–", "tested"
     found = [(name, *both, architecture) for name, architecture in own.items()]
     for name in sorted(hooked | bridged.keys(), key=str.lower):
         entry = bridged.get(name)

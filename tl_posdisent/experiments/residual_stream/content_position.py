@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -23,7 +23,6 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Recorded, running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.rope.rotary import running_rotary
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
@@ -170,8 +169,6 @@ def content_position_terms(
     taps = taps_of(spec, before_norm=False)
     readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "content and position need").values()
     names = [name for readout in readouts for name in (readout.source, *readout.tap.names)]
-    tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
-    names += [name for name in tables if name]
     seen: list[dict[str, Tensor]] = []
     own: list[Tensor] = []
     squares: list[tuple[Tensor, ...]] = []  # scores and mask, with queries and keys zero-padded to the longest text
@@ -222,10 +219,8 @@ def _parts(
         constant = scale * readout.linear(mean)
         bias = readout.bias.expand_as(constant)
         parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
-        places, turned = torch.arange(stream.shape[1], device=stream.device), spec
-        if spec.rotary is not None and spec.cos in held and spec.sin in held:  # long texts may use others
-            turned = replace(spec, rotary=running_rotary(held[spec.cos], held[spec.sin], spec.rotary))
-        found.append(torch.stack([spec.per_query_head(turned.rotated(part, places)) for part in parts], 2))
+        places = torch.arange(stream.shape[1], device=stream.device)
+        found.append(torch.stack([spec.per_query_head(spec.rotated(part, places)) for part in parts], 2))
     return texts.from_the_start(found).movedim(2, 0), position
 
 

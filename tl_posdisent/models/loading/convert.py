@@ -1,6 +1,6 @@
 """Convert Hugging Face weights to a HookedTransformer, and check that the two compute the same logits.
 
-Needs TransformerLens 2 or 3, which is imported only when used, so that the rest of the package runs with versions that
+Needs TransformerLens 3, which is imported only when used, so that the rest of the package runs with versions that
 no longer have HookedTransformer.
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 else:  # for run-time type checkers: importing the classes takes seconds, and 4.x lacks the first
     HookedTransformer = TransformerBridge = TransformerLensModel = torch.nn.Module
 
-# A private module, but it has the only function that accepts a model without downloading a tokenizer.
-_BRIDGE = "transformer_lens.model_bridge.sources._bridge_builder.build_bridge_from_module"
+# TransformerLens 4 has it in the first module, 3 in the second.
 _OFFICIAL_NAME = [
     f"transformer_lens.{m}.get_official_model_name" for m in ("supported_models", "loading_from_pretrained")
 ]
@@ -60,13 +58,8 @@ def _lens(*places: str) -> Any:
 
 
 def has_hooked() -> bool:
-    """Say whether the installed TransformerLens has HookedTransformer (2.x and 3.x do, 4.x does not)."""
+    """Say whether the installed TransformerLens has HookedTransformer (3.x does, 4.x does not)."""
     return _lens("transformer_lens.HookedTransformer") is not None
-
-
-def has_bridge() -> bool:
-    """Say whether the installed TransformerLens has a TransformerBridge for models in memory (since 3.4)."""
-    return _lens(_BRIDGE) is not None
 
 
 def check_device(device: str | torch.device | None) -> torch.device | None:
@@ -94,11 +87,6 @@ def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend))
         raise ArgumentError("backend", f"must be one of {allowed}, got {backend!r}")
     if backend == "hooked" and not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, use backend='bridge'")
-    if backend == "bridge" and not has_bridge():
-        raise ValueError(
-            f"backend='bridge' needs TransformerLens 3.4 or newer, {version('transformer-lens')} is installed: "
-            "use backend='hooked' or 'auto', or install a newer one"
-        )
 
 
 def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
@@ -177,13 +165,13 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         tokenizer: as in ``hooked_from_hf``.
 
     Raises:
-        ValueError: not a Hugging Face model; TransformerLens is older than 3.4 or does not know the architecture; the
-            bridge's outputs differ from those of the model before it was wrapped, or these are not finite.
+        ValueError: not a Hugging Face model; TransformerLens does not know the architecture; the bridge's outputs
+            differ from those of the model before it was wrapped, or these are not finite.
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
-    >>> assert not has_bridge() or bridge_from_hf(demo_hf_model())(torch.tensor([[1, 2]])).shape == (1, 2, 1024)
+    >>> bridge_from_hf(demo_hf_model())(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2, 1024])
     """
-    check_backend("bridge")
     _check_hf_model(hf_model)
     return wrapped(hf_model, _own_tokenizer(tokenizer))
 
@@ -195,6 +183,9 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     Without ``check``, logits are not compared with the original's: for models that differ from a checked one only in
     their weights. ``bridge.checked_logits`` says whether they were compared.
     """
+    # A private module, but it has the only function that accepts a model without downloading a tokenizer.
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
     hf_model.eval()
     tokens = comparison_tokens(hf_model)
     name = type(hf_model).__name__
@@ -202,7 +193,7 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         expected = hf_logits(hf_model, tokens) if check else None  # before wrapping, with the model's own attention
         try:
             hf_model.set_attn_implementation("eager")
-            bridge: TransformerBridge = _lens(_BRIDGE)(
+            bridge: TransformerBridge = build_bridge_from_module(
                 hf_model, architecture=name, hf_config=hf_model.config, tokenizer=tokenizer
             )
             bridge.eval()
@@ -226,7 +217,7 @@ def as_backend(
         try:
             return hooked_from_hf(hf_model, tokenizer=tokenizer)
         except ValueError as error:
-            if not has_bridge() or isinstance(error, ArgumentError):  # a bridge would fail in the same way
+            if isinstance(error, ArgumentError):  # a bridge would fail in the same way
                 raise
             if backend == "hooked":
                 raise ValueError(f'{str(error).rstrip(".")}; use backend="bridge"') from error
@@ -319,7 +310,9 @@ def load_model(
     source = _source(name_or_dir)
     if isinstance(source, str) and source not in PACKAGED:
         if device is None:
-            device = _lens("transformer_lens.utilities.devices.get_device", "transformer_lens.utils.get_device")()
+            from transformer_lens.utilities.devices import get_device
+
+            device = get_device()
         with contextlib.suppress(ValueError):  # raised if the name is already a repository
             source = str(_lens(*_OFFICIAL_NAME)(source))
     with usual_defaults():

@@ -44,26 +44,21 @@ def check_model_name(name: str, argument: str = "model") -> None:
 
 def _of_transformer_lens() -> list[str]:
     """List the names and short names of the installed TransformerLens."""
-    lists: Any = _lists_alone()
-    if lists is None:
-        from transformer_lens import loading_from_pretrained
-
-        lists = loading_from_pretrained
+    lists = _lists_alone()
     short = [alias for aliases in lists.MODEL_ALIASES.values() for alias in aliases]
     return [*lists.OFFICIAL_MODEL_NAMES, *short]
 
 
 def _lists_alone() -> Any:
-    """Run the module that only lists names, without the package above it, whose import takes seconds.
-
-    Return None if TransformerLens has no such module, as before version 3.
-    """
+    """Run the module that only lists names, without the package above it, whose import takes seconds."""
     package = importlib.util.find_spec("transformer_lens")
-    folders = (package and package.submodule_search_locations) or ()
-    for path in (Path(folder, "supported_models.py") for folder in folders):
-        if path.is_file() and (spec := importlib.util.spec_from_file_location("_names_of_models", path)):
-            module = importlib.util.module_from_spec(spec)
-            assert spec.loader is not None
-            spec.loader.exec_module(module)
-            return module
-    return None
+    assert package is not None
+    assert package.origin is not None
+    spec = importlib.util.spec_from_file_location(
+        "_names_of_models", Path(package.origin).with_name("supported_models.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -25,23 +25,6 @@ from tl_posdisent.utils.validation import is_number
 PAIRINGS: tuple[Pairing, ...] = ("half", "adjacent")
 
 
-def lengths_of_note(model: Any) -> tuple[list[int], int]:
-    """Return the lengths at which a model's rotation or scale may change, and the greatest that can be tested."""
-    config: Any = getattr(getattr(model, "original_model", None), "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # some models have one per kind of layer
-    values = [x.get("original_max_position_embeddings") for x in kinds]
-    names = ("original_max_position_embeddings", "max_position_embeddings", "floor_scale")
-    values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
-    noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
-    # Positions looked up in a stored table end with it; computed tables (which pass a hook) have no end.
-    if any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed"):
-        return noted, 4 * max(noted, default=0)
-    ends = [getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)]
-    return noted, min(filter(None, ends), default=0)
-
-
 Pair = tuple[Tap, Tap]
 """The hooks of queries and of keys."""
 
@@ -52,8 +35,6 @@ class Candidates:
 
     Attributes:
         windows: number of keys that a query may see; None for all.
-        chunk: number of tokens in a chunk, before which keys are hidden; None without chunks.
-        chosen: number of keys that a learned index chooses for each query; None without an index.
         pairs: hooks of queries and keys before rotation.
         rotations, scales, soft_caps: of scores; None for no rotation and no cap.
         values: hooks of the values that the pattern weights.
@@ -61,8 +42,6 @@ class Candidates:
     """
 
     windows: list[int | None]
-    chunk: int | None
-    chosen: int | None
     pairs: list[Pair]
     rotations: list[Rotary | None]
     scales: list[float]
@@ -76,8 +55,6 @@ def candidates(model: Any, layer: int, seen: Seen, own: OwnNumbers) -> Candidate
     attn = model.blocks[layer].attn
     return Candidates(
         windows=list(_windows(model, attn)),
-        chunk=_chunk_size(attn, layer),
-        chosen=_chosen_keys(attn),
         pairs=list(queries_and_keys(model, layer, seen)),
         rotations=[*_rotaries(model, attn, seen, own), None],
         scales=list(dict.fromkeys(_scales(attn, _d_head(model, seen)))),
@@ -118,8 +95,6 @@ def queries_and_keys(model: Any, layer: int, seen: Mapping[str, Tensor]) -> Iter
         if all(norm is not None and not any(True for _ in norm.parameters()) for norm in norms):
             q_norm, k_norm = (getattr(norm, "original_component", norm) for norm in norms)  # without its hooks
             yield replace(plain[0], norm=q_norm), replace(plain[1], norm=k_norm)
-        if (tempered := temperature(own)) is not None:
-            yield replace(plain[0], norm=tempered), plain[1]
     yield plain
 
 
@@ -204,44 +179,6 @@ def _soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
         if number is not None and number > 0:
             yield number
     yield None
-
-
-def _chunk_size(attn: Any, layer: int) -> int | None:
-    """Return the number of tokens in a chunk, before which keys are hidden (Llama 4); None without chunks."""
-    config: Any = getattr(getattr(attn, "original_component", None), "config", None)
-    kinds = getattr(config, "layer_types", None) or ()
-    if layer >= len(kinds) or kinds[layer] != "chunked_attention":
-        return None
-    return getattr(config, "attention_chunk_size", None)
-
-
-def _chosen_keys(attn: Any) -> int | None:
-    """Return the number of keys that a learned index chooses for each query (DeepSeek V3.2, GLM-5); None without it."""
-    config: Any = getattr(getattr(attn, "original_component", None), "config", None)
-    return getattr(config, "index_topk", None)
-
-
-@dataclass(frozen=True)
-class Temperature:
-    """The factor of queries by their position in a whole text, in layers of Llama 4 without rotation.
-
-    It is 1 up to position ``floor - 2``.
-    """
-
-    floor: int
-    scale: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        at = torch.arange(1, x.shape[1] + 1, device=x.device).float()
-        factor = torch.log1p(torch.floor(at / self.floor)) * self.scale + 1
-        return (x * factor[:, None, None]).to(x.dtype)
-
-
-def temperature(own: Any) -> Temperature | None:
-    """Return how the code of a Hugging Face layer scales its queries by their position, or None."""
-    names = ("attn_temperature_tuning", "floor_scale", "attn_scale", "use_rope")
-    tuned, floor, scale, rotates = (getattr(own, name, None) for name in names)
-    return Temperature(int(floor), float(scale)) if tuned and floor and scale and not rotates else None
 
 
 def _windows(model: Any, attn: Any) -> Iterator[int | None]:

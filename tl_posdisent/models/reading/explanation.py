@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, Temperature, candidates
+from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, candidates
+from tl_posdisent.models.reading.length_limits import chosen_keys, chunk_size, length_limit, text_config
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import Seen, Tensors, is_mask
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -59,20 +60,19 @@ def explain(p: Pass, layer: int, tensors: Tensors, own: OwnNumbers, keys_of: int
     )
     if visible is None:
         return replace(spec, problem=_no_pattern(model.blocks[layer].attn))
-    if options.chosen is not None:
-        spec = replace(spec, holds_to=options.chosen, beyond="has a mask that is chosen by the model (a learned index)")
+    if (limit := length_limit(model, layer)) is not None:
+        spec = replace(spec, holds_to=limit.length, beyond=limit.beyond, scaled=limit.scaled)
+    config = text_config(model)
     if not is_mask(visible, causal, window):
-        problem = _other_mask(visible, options.chunk, options.chosen)
+        problem = _other_mask(visible, chunk_size(config, layer), chosen_keys(config))
         return replace(spec, problem=problem, no_rotation=f"cannot be read: {problem}")
     if not options.pairs:
         return replace(spec, problem="hook_q and hook_k do not fire")
     explanations = itertools.product(options.rotations, options.pairs, options.scales, options.soft_caps)
     spec = _explain_scores(spec, seen, visible, explanations)
-    if options.chosen is not None:
-        spec = replace(spec, cos=None, sin=None)  # the index reads the tables too: others would change the mask
     if seen.shows_scores or spec.problem:
         return spec
-    spec = _explain_result(_with_limit(spec, options.chunk), seen, options)
+    spec = _explain_result(spec, seen, options)
     if keys_of is not None:
         spec = _at_lender(spec, p, keys_of)
     return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
@@ -100,16 +100,6 @@ def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
         f"its mask hides the keys of earlier chunks of {chunk} tokens (chunked attention), and the {len(visible)} "
         "tokens on which a model is read must be within one chunk"
     )
-
-
-def _with_limit(spec: AttentionSpec, chunk: int | None) -> AttentionSpec:
-    """Set the length up to which the layer's mask and the scale of its queries are those of a short text."""
-    norm = None if spec.q is None else spec.q.norm
-    if chunk is not None:
-        return replace(spec, holds_to=chunk, beyond="hides the keys of earlier chunks of a text")
-    if isinstance(norm, Temperature):
-        return replace(spec, holds_to=norm.floor - 1, beyond="scales queries by their position")
-    return spec
 
 
 def _explain_scores(

@@ -195,7 +195,7 @@ _READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec]
 def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> ModelReading:
     """Read the attention of a model; the reading is kept with the model until the model changes.
 
-    There is no list of architectures. The model runs three to five times on about ten tokens; the rotation, scale,
+    There is no list of architectures. The model runs three or four times on about ten tokens; the rotation, scale,
     mask, grouping and working hooks reported are those that reproduce its own scores, or its pattern where it shows no
     scores. Dropout and your hooks are off meanwhile (except permanent hooks), and the model is restored afterwards.
 

@@ -1,16 +1,15 @@
 """Find out what each attention layer does, with a few short forward passes.
 
 First record which hooks fire and what they carry, and let ``explanation.py`` find the rotation, scale and soft cap that
-reproduce the layer's own scores. Then repeat this at far positions, to find the length up to which they hold, and
-perturb the tensors, to find which edits take effect.
+reproduce the layer's own scores. Then perturb the tensors, to find which edits take effect.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from tl_posdisent.models.reading.candidates import (
     LATENT_KEYS,
     LATENT_QUERIES,
     OwnNumbers,
-    lengths_of_note,
     own_numbers,
     queries_and_keys,
 )
@@ -34,7 +32,7 @@ from tl_posdisent.models.running.forward_pass import Hook, Pass, running
 from tl_posdisent.models.running.kv_cache import lost_cache
 from tl_posdisent.models.running.model_parts import architecture, hook_name, n_layers
 from tl_posdisent.models.running.texts import check_tokens, probe_tokens
-from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
+from tl_posdisent.rope.rotary import Rotary, table_like
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 
@@ -73,7 +71,6 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             seen = listen(p, tokens, specs, edits)
             again = [explain(p, s.layer, seen[s.layer], own, s.keys_of) for s in specs]
             specs = again
-        specs = check_lengths(p, tokens, specs, edits)
         specs = check_turns(p, tokens, specs, edits)
         no_cache = lost_cache(p, tokens)
         return [replace(s, no_cache=no_cache) for s in check_tables_and_scores(p, tokens, specs, edits)]
@@ -141,83 +138,6 @@ def listen(
         layer, short = places[name]
         seen[layer][short] = x
     return seen | {layer: with_lent(seen[layer], seen[lender]) for layer, lender in keys_of.items()}
-
-
-# --- the length of text up to which rotation and scale hold
-#
-# Some models rotate by other frequencies beyond a length (longrope of Phi-3 and Phi-4, dynamic NTK), or scale scores by
-# the position (Llama 4). Ten tokens at the positions of the end of a long text show this without running a long text.
-
-
-def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
-    """Set ``holds_to`` in layers whose rotation or scale changes with the length, under the edits ``first``."""
-    explained = [spec for spec in specs if spec.problem is None and spec.q and spec.k]
-    noted, farthest = lengths_of_note(p.model)
-    n = tokens.shape[1]
-    if not explained or farthest <= n or not hasattr(p.model, "original_model"):  # HookedTransformer: fixed tables
-        return specs
-
-    at = cache(partial(_at_length, p, tokens, explained, first))  # one pass shows all layers
-    likely = sorted({length + more for length in noted for more in (-1, 0, 1)})
-    changed = [spec.layer for spec in explained if not at(farthest)[spec.layer][0]]
-    found = {layer: _longest(at, layer, n, farthest, likely) for layer in changed}
-    scaled = {layer for layer in changed if not at(farthest)[layer][1]}
-    nearer = {spec.layer: found[spec.layer] < (spec.holds_to or farthest) for spec in specs if spec.layer in found}
-    return [
-        replace(spec, holds_to=found[spec.layer], beyond=AttentionSpec.beyond, scaled=spec.layer in scaled)
-        if nearer.get(spec.layer)
-        else spec
-        for spec in specs
-    ]
-
-
-def _longest(
-    at: Callable[[int], dict[int, tuple[bool, bool]]], layer: int, low: int, high: int, likely: Sequence[int]
-) -> int:
-    """Bisect for the greatest length at which a layer is as read: it is at ``low``, not at ``high``."""
-    for length in likely:
-        if low < length < high:
-            low, high = (length, high) if at(length)[layer][0] else (low, length)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if at(middle)[layer][0] else (low, middle)
-    return low
-
-
-def _at_length(
-    p: Pass, tokens: Tensor, specs: Sequence[AttentionSpec], first: Sequence[Hook], length: int
-) -> dict[int, tuple[bool, bool]]:
-    """Run the tokens at the end of a text of this length, and say by layer what ``_holds`` says."""
-    try:
-        positions = torch.arange(length - tokens.shape[1], length, device=tokens.device)
-        more: dict[str, Any] = {
-            "position_ids": positions[None].expand(len(tokens), -1),
-            "attention_mask": torch.ones_like(tokens),
-        }
-        seen = listen(p, tokens, specs, first, **more)
-    except (TypeError, IndexError):  # the model takes no positions, or its table of them is shorter
-        return {spec.layer: (True, True) for spec in specs}
-    return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in specs}
-
-
-def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bool]:
-    """Say whether the layer's scores at these positions are as read at the beginning of a text.
-
-    The second value says whether they agree with the layer's tables at these positions.
-    """
-    assert spec.q
-    assert spec.k
-    visible = visible_cells(seen)
-    if visible is None:
-        return True, True
-    for places in (positions, positions - positions[0]):  # the latter if the model ignores position_ids
-        if _explains(spec, (spec.q, spec.k), places, seen, visible):
-            return True, True
-    if spec.rotary is None or "hook_cos" not in seen or "hook_sin" not in seen:
-        return False, False
-    q, k = (read(tap, seen) for tap in (spec.q, spec.k))
-    q, k = (rotated_by_table(x, seen["hook_cos"], seen["hook_sin"], spec.rotary) for x in (q, k))
-    return False, misfit(spec, q, k, seen, visible) <= 1
 
 
 def _explains(

@@ -6,7 +6,7 @@ model's class or architecture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,10 +46,11 @@ class AttentionSpec:
         keys_of: the layer whose keys and values it attends to, if it has none of its own (at ``k`` and ``v``).
         gate: the hook of what multiplies z before the output projection, in a layer that shows no scores; None for
             nothing.
-        holds_to: ``rotary`` and ``scale`` hold for texts of up to this many tokens (None for any); longer texts are
-            rotated by other tables (longrope, dynamic NTK) or scaled by position, or mask the keys of earlier chunks.
+        holds_to: the most tokens of a text for which all this is true, from the model's configuration; None for any.
+            Longer texts are refused: the layer rotates them by other frequencies (longrope, dynamic NTK), scales their
+            scores by position, or hides the keys of earlier chunks.
         beyond: what the layer does with longer texts, for messages.
-        scaled: whether scores at positions from ``holds_to`` on are scaled by position, whatever the tables.
+        scaled: whether a rotating layer scales scores at positions from ``holds_to`` on by the position.
         masked_below: cells at or below this value are masked (see ``is_masked``).
         shows_mask: whether the scores show which cells are masked; False if the mask is applied behind their hook.
         problem: why scores cannot be recomputed from q and k; None if they can.
@@ -84,7 +85,7 @@ class AttentionSpec:
     gate: Tap | None = None
     keys_of: int | None = None
     holds_to: int | None = None
-    beyond: str = "rotates by other frequencies or scales scores by position"
+    beyond: str = ""
     scaled: bool = False
     masked_below: float = -1e30
     shows_mask: bool = True
@@ -140,10 +141,7 @@ class AttentionSpec:
     def other_mask(self, length: int) -> str:
         """Return the error message for a mask other than the one read, of a text of this length."""
         if self.holds_to is not None and length > self.holds_to:
-            return (
-                f"tokens must be at most {self.holds_to} long, got {length}: beyond, layer {self.layer} of "
-                f"{self.architecture} {self.beyond}"
-            )
+            return f"tokens must be at most {self.holds_to} long, got {length}: {self.why_limited}"
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if self.causal else 'full'}, window {self.window}): for padded texts pass "
@@ -203,13 +201,17 @@ class AttentionSpec:
         return self.scale
 
     def check_length(self, length: int, tool: str) -> None:
-        """Refuse a running text so long that mask, rotation or scale differ from those that were read."""
+        """Raise if a text is longer than ``holds_to``."""
         if self.holds_to is not None and length > self.holds_to:
             raise ArgumentError(
                 "tokens",
-                f"must be at most {self.holds_to} long for {tool}, got {length}: beyond, layer {self.layer} of "
-                f"{self.architecture} {self.beyond}",
+                f"must be at most {self.holds_to} long for {tool}, got {length}: {self.why_limited}",
             )
+
+    @property
+    def why_limited(self) -> str:
+        """Why texts longer than ``holds_to`` are refused, for messages."""
+        return f"layer {self.layer} of {self.architecture} {self.beyond} in longer texts; give shorter ones"
 
     def require_rotary(self, tool: str) -> Rotary:
         """Return the rotary of a layer whose rotation can be changed, or raise an error that says what is missing."""
@@ -220,6 +222,12 @@ class AttentionSpec:
                 f"{self.architecture} {self.no_rotation or missing}"
             )
         return self.rotary
+
+
+def most_limited(specs: Iterable[AttentionSpec]) -> AttentionSpec | None:
+    """Return the spec with the least ``holds_to``; None if none has a limit."""
+    limited = [spec for spec in specs if spec.holds_to is not None]
+    return min(limited, key=lambda spec: spec.holds_to or 0, default=None)
 
 
 def masked_below(*dtypes: torch.dtype) -> float:

@@ -43,8 +43,9 @@ def table_slots(model: Any, attn: Any) -> Iterator[TableSlot]:
 
     def hooked_table(which: int, length: int) -> Tensor:
         cfg = attn.cfg
-        base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: one base
-        tables: list[Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
+        tables: list[Tensor] = attn.calculate_sin_cos_rotary(
+            cfg.rotary_dim, length, base=attn._rotary_base(), dtype=cfg.dtype
+        )
         return tables[which]
 
     for which, name in enumerate(("rotary_sin", "rotary_cos")):  # HookedTransformer

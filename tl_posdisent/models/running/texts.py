@@ -303,8 +303,7 @@ def token_words(model: Any, ids: Int[Tensor, " pos"]) -> list[str]:
     """Return the tokens of a text as strings, or their ids if the model has no tokenizer."""
     if getattr(model, "tokenizer", None) is None:
         return [str(i) for i in ids.tolist()]
-    # One by one: TransformerLens 2 with transformers 5 joins several tokens into one string.
-    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]
+    return [str(word) for word in model.to_str_tokens(ids)]
 
 
 def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformer_lens import ActivationCache
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.config import TransformerLensConfig
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.utils.errors import ArgumentError
@@ -18,13 +19,6 @@ from tl_posdisent.utils.validation import check_choice, check_seed
 from .attention import Attention, LatentAttention, causal_cells, dropout, hooked
 from .config import SyntheticConfig
 from .encodings import Encoding, make_encoding
-
-try:
-    from transformer_lens import HookedRootModule
-    from transformer_lens.config import TransformerLensConfig
-except ImportError:  # TransformerLens 2
-    from transformer_lens import HookedTransformerConfig as TransformerLensConfig
-    from transformer_lens.hook_points import HookedRootModule
 
 __all__ = ["SyntheticConfig", "SyntheticModel"]
 
