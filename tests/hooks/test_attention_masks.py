@@ -367,7 +367,11 @@ def at_positions(reading: Any, positions: Tensor) -> list[Any]:
         plain = rotate(x.double(), -SLOT.double(), spec.rotary)
         return rotate(plain, positions.double(), spec.rotary).to(x.dtype)
 
-    return [(tap.name, partial(put, spec=spec)) for spec in reading.specs() for tap in (spec.turn_q, spec.turn_k)]
+    return [
+        (tap.name, partial(put, spec=spec))
+        for spec in reading.specs()
+        for tap in (spec.q_rot or spec.q, spec.k_rot or spec.k)
+    ]
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3"))

@@ -12,7 +12,7 @@ import torch
 from support import zoo
 from support.untouched import state
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from tl_posdisent import (
     additivity,
@@ -30,7 +30,6 @@ from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.kv_cache import empty_cache
 from tl_posdisent.models.running.model_parts import modules
 
 pytestmark = pytest.mark.tl4
@@ -206,7 +205,7 @@ def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_
         inside = read_model(model).specs()
         assert torch.equal(model(TOKENS), plain)
     for spec, bare in zip(inside, read_model(model).specs(), strict=True):
-        assert (spec.problem, spec.scale, spec.scores, spec.turn_q) == (None, bare.scale, bare.scores, bare.turn_q)
+        assert (spec.problem, spec.scale, spec.scores, spec.q_rot) == (None, bare.scale, bare.scores, bare.q_rot)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
@@ -250,7 +249,7 @@ def test_keys_and_values_are_kept_on_request_alone(
         with running(model) as p:
             p.run(TOKENS)
             assert not kept
-            p.run(TOKENS, **empty_cache(model, TOKENS))
+            p.run(TOKENS, use_cache=True, past_key_values=DynamicCache())
         with running(model):
             model(TOKENS, use_cache=True)
         assert len(kept) == 2 * by_default > 0

@@ -192,7 +192,7 @@ class _Wanted:
 
 def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
-    vectors = [name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap for name in tap.names]
+    vectors = [name for tap in (spec.q, spec.k, spec.q_rot, spec.k_rot) if tap for name in tap.names]
     names = [name for name in dict.fromkeys([*vectors, spec.scores or spec.pattern]) if name]
     return _Wanted(spec, names, partial(_gather, spec, scores))
 
@@ -256,8 +256,8 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
     assert spec.k
     q_tap, k_tap = spec.q, spec.k
     q, k = (tap.read(*(held[name] for name in tap.names)) for tap in (q_tap, k_tap))
-    if spec.turn_q and spec.turn_k and spec.turn_q.name != q_tap.name and spec.turn_k.name != k_tap.name:
-        q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.turn_q, spec.turn_k))
+    if spec.q_rot and spec.k_rot:
+        q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.q_rot, spec.k_rot))
     else:
         positions = torch.arange(q.shape[1], device=q.device)
         q_rot, k_rot = spec.rotated(q, positions), spec.rotated(k, positions)

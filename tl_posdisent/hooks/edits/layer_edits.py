@@ -98,7 +98,7 @@ class LayerEdits:
             if spec.cos is not None:
                 names.append(spec.cos)
             else:
-                taps.append(spec.turn_q)  # shows positions if it is behind the rotation
+                taps.append(spec.q_rot)
             if spec.scores is None:
                 taps += [spec.v, spec.gate]
                 names.append(spec.pattern)

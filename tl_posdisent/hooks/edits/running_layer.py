@@ -102,8 +102,8 @@ class RunningLayer:
             return None
         if spec.cos is not None:
             positions = positions_from_table(self.tensors[spec.cos], spec.rotary, self.slots)
-        elif spec.turn_q is not None and spec.q is not None and spec.turn_q.name != spec.q.name:
-            after = spec.turn_q.read(self.tensors[spec.turn_q.name])
+        elif spec.q_rot is not None:
+            after = spec.q_rot.read(self.tensors[spec.q_rot.name])
             positions = positions_from_vectors(self.q, after, spec.rotary, self.slots)
         else:
             return None

@@ -22,7 +22,7 @@ from tl_posdisent.models.reading.seen import Seen, Tensors, is_mask
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
-from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.rotary import Rotary, table_like
 from tl_posdisent.utils.precision import mismatch
 
 
@@ -75,7 +75,7 @@ def explain(p: Pass, layer: int, tensors: Tensors, own: OwnNumbers, keys_of: int
     spec = _explain_result(spec, seen, options)
     if keys_of is not None:
         spec = _at_lender(spec, p, keys_of)
-    return replace(spec, turn_q=None, turn_k=None) if keys_of is not None or lends(p, layer) else spec
+    return spec
 
 
 def _no_pattern(attn: Any) -> str:
@@ -183,7 +183,7 @@ _ROTATED_EARLIER = (
 
 
 def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
-    """Add the hooks of turned vectors and tables; vectors are set after the rotation if a hook fires there."""
+    """Add the hooks of rotated vectors and of the table of cosines, which show the positions of a running text."""
     layer = spec.layer
     if spec.rotary is None:
         for name, x in zip(("hook_rot_q", "hook_rot_k"), turned, strict=True):
@@ -191,25 +191,29 @@ def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> Att
                 return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
         return spec
 
-    def turning(which: str, tap: Tap | None, x: Tensor) -> Tap | None:
+    def rotated(which: str, tap: Tap | None, x: Tensor) -> Tap | None:
         assert tap is not None
         if tap.latent is not None:
             return _rotated_latent(layer, which, tap)
         for name in (f"hook_rot_{which}", f"{which}_norm.hook_out"):
             for layout in layouts(seen, name):
-                behind = Tap(hook_name(layer, name), layout, tap.n_heads)
-                if _carries(behind.read(seen[name]), x):
-                    return behind
-        return tap if tap.norm is None else None  # a norm would have to be undone
+                after = Tap(hook_name(layer, name), layout, tap.n_heads)
+                if _carries(after.read(seen[name]), x):
+                    return after
+        return None
 
-    tables = "hook_cos" in seen and "hook_sin" in seen
     return replace(
         spec,
-        turn_q=turning("q", spec.q, turned[0]),
-        turn_k=turning("k", spec.k, turned[1]),
-        cos=hook_name(layer, "hook_cos") if tables else None,
-        sin=hook_name(layer, "hook_sin") if tables else None,
+        q_rot=rotated("q", spec.q, turned[0]),
+        k_rot=rotated("k", spec.k, turned[1]),
+        cos=hook_name(layer, "hook_cos") if "hook_cos" in seen and _is_table(seen["hook_cos"], spec.rotary) else None,
     )
+
+
+def _is_table(cos: Tensor, rotary: Rotary) -> bool:
+    """Say whether this is the rotation's table of cosines at positions 0, 1, 2 …"""
+    table = table_like(cos, rotary, torch.arange(cos.shape[1], device=cos.device), "cos")
+    return table.shape[1:] == cos.shape[1:] and mismatch(cos, table.expand_as(cos)) <= 1
 
 
 def _rotated_latent(layer: int, which: str, tap: Tap) -> Tap:
@@ -238,7 +242,6 @@ def _carries(seen: Tensor, x: Tensor) -> bool:
 
 # --- layers that attend to the keys and values of another layer
 #
-# An edit of keys would act in all these layers, so scores are edited instead, in each by its result.
 
 _LENT = ("hook_k", "k_norm.hook_in", "k_norm.hook_out", "hook_v", "v_norm.hook_out")
 
@@ -248,13 +251,6 @@ def lenders(p: Pass, layer: int) -> list[int]:
     if _has_keys(p.points, layer) or hook_name(layer, "q.hook_out") not in p.points:
         return []
     return [earlier for earlier in reversed(range(layer)) if _has_keys(p.points, earlier)]
-
-
-def lends(p: Pass, layer: int) -> bool:
-    """Say whether later layers may attend to this layer's keys."""
-    own = getattr(p.model.blocks[layer].attn, "original_component", None)
-    borrowers = [later for later in range(layer + 1, len(p.model.blocks)) if lenders(p, later)]
-    return bool(borrowers) and getattr(own, "store_full_length_kv", True)
 
 
 def _has_keys(points: Mapping[str, Any], layer: int) -> bool:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.reading.candidates import (
@@ -23,16 +22,13 @@ from tl_posdisent.models.reading.candidates import (
     own_numbers,
     queries_and_keys,
 )
-from tl_posdisent.models.reading.explanation import explain, lenders, misfit, with_lent
-from tl_posdisent.models.reading.query_key_hooks import Tap, read
+from tl_posdisent.models.reading.explanation import explain, lenders, with_lent
 from tl_posdisent.models.reading.seen import Tensors as Seen
 from tl_posdisent.models.reading.seen import is_softmax, shows_scores, visible_cells
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Pass, running
-from tl_posdisent.models.running.kv_cache import lost_cache
 from tl_posdisent.models.running.model_parts import architecture, hook_name, n_layers
 from tl_posdisent.models.running.texts import check_tokens, probe_tokens
-from tl_posdisent.rope.rotary import Rotary, table_like
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 
@@ -71,9 +67,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             seen = listen(p, tokens, specs, edits)
             again = [explain(p, s.layer, seen[s.layer], own, s.keys_of) for s in specs]
             specs = again
-        specs = check_turns(p, tokens, specs, edits)
-        no_cache = lost_cache(p, tokens)
-        return [replace(s, no_cache=no_cache) for s in check_tables_and_scores(p, tokens, specs, edits)]
+        return check_edited_scores(p, tokens, specs, edits)
 
 
 def _explained(p: Pass, layer: int, seen: dict[int, Seen], own: OwnNumbers) -> AttentionSpec:
@@ -140,90 +134,34 @@ def listen(
     return seen | {layer: with_lent(seen[layer], seen[lender]) for layer, lender in keys_of.items()}
 
 
-def _explains(
-    spec: AttentionSpec, taps: tuple[Tap, Tap], positions: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]
-) -> bool:
-    """Say whether the layer's scores are those of the queries and keys at two hooks, before or after the rotation."""
-    vectors = [(tap.name, read(tap, seen).double()) for tap in taps]
-    plain = [tap.name for tap in (spec.q, spec.k) if tap]
-    q, k = (spec.rotated(x, positions) if name in plain else x for name, x in vectors)
-    return misfit(spec, q, k, seen, visible) <= 1
-
-
 # --- edits that take effect
-#
-# Vectors are perturbed by additive noise, not by factors, which a norm after the hook would undo. Scores are replaced
-# by random ones of ordinary size: a little noise would not change a sharp softmax.
 
 
-def check_turns(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
-    """Drop the hooks of turned vectors at which an edit (after the edits ``first``) does not reach the scores."""
-    generator = torch.Generator().manual_seed(1)
-
-    def disturb(x: Tensor, hook: Any) -> Tensor:
-        size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)  # smaller noise is lost in large vectors
-        noise = torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x.device)
-        return x + (noise * size).to(x.dtype)
-
-    turning = [s for s in specs if s.turn_q and s.turn_k]
-    edits = [*first] + [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
-    seen = listen(p, tokens, turning, edits) if turning else {}
-    return [judge_turns(spec, seen.get(spec.layer, {})) for spec in specs]
-
-
-def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
-    if spec.rotary is None:
-        return spec
-    if not (spec.turn_q and spec.turn_k):
-        if spec.puts_in_result:  # scores at other positions can be computed, and act by the result
-            return spec
-        return replace(spec, no_rotation="has no hook at which turned queries and keys can be set")
-    visible = visible_cells(now)
-    if visible is not None:
-        positions = torch.arange(len(visible), device=visible.device)
-        if _explains(spec, (spec.turn_q, spec.turn_k), positions, now, visible):
-            return spec
-    if spec.puts_in_result:
-        return replace(spec, turn_q=None, turn_k=None)
-    reason = f"discards edits at {spec.turn_q.name} and {spec.turn_k.name}"
-    return replace(spec, turn_q=None, turn_k=None, no_rotation=reason)
-
-
-def check_tables_and_scores(
+def check_edited_scores(
     p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]
 ) -> list[AttentionSpec]:
-    """Test which layers use edited rotation tables and edited scores, under the edits ``first``."""
-    generator = torch.Generator().manual_seed(2)
-    edits: list[Hook] = [*first]
-    positions = (torch.arange(tokens.shape[1], device=tokens.device).double() * 2 + 3).flip(0) ** 1.5
-    before: dict[int, Tensor] = {}
+    """Test which layers use edited scores, under the edits ``first``.
 
-    def exchange(rotary: Rotary, which: str, x: Tensor, hook: Any) -> Tensor:
-        return table_like(x, rotary, positions, which)
+    Scores are replaced by random ones of ordinary size: a little noise would not change a sharp softmax.
+    """
+    generator = torch.Generator().manual_seed(2)
 
     def disturb(spec: AttentionSpec, x: Tensor, hook: Any) -> Tensor:
-        before[spec.layer] = x.detach().clone()
-        return torch.where(
-            spec.is_masked(x), x, torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x)
-        )
+        noise = torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x)
+        return torch.where(spec.is_masked(x), x, noise)
 
-    for spec in specs:
-        if spec.cos and spec.sin and spec.rotary:
-            tables = (("cos", spec.cos), ("sin", spec.sin))
-            edits += [(name, partial(exchange, spec.rotary, which)) for which, name in tables]
-        if spec.scores:
-            edits.append((spec.scores, partial(disturb, spec)))
-    seen = listen(p, tokens, specs, edits) if len(edits) > len(first) else {}
-    return [_judge(s, seen.get(s.layer, {}), before.get(s.layer), positions) for s in specs]
+    edits = [(spec.scores, partial(disturb, spec)) for spec in specs if spec.scores]
+    seen = listen(p, tokens, specs, [*first, *edits]) if edits else {}
+    return [judge_edits(spec, seen.get(spec.layer, {})) for spec in specs]
 
 
-def _judge(spec: AttentionSpec, now: Seen, before: Tensor | None, positions: Tensor) -> AttentionSpec:
-    visible = visible_cells(now)
-    if spec.cos and spec.q and spec.k and visible is not None:
-        then = {**now, "hook_attn_scores": before} if before is not None else now
-        if not _explains(spec, (spec.q, spec.k), positions, then, visible):
-            spec = replace(spec, cos=None, sin=None)
-    if spec.scores and visible is not None and "hook_pattern" in now:
-        editable = is_softmax(now["hook_pattern"], now["hook_attn_scores"], visible)
+def judge_edits(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
+    """Say whether the pattern of a layer is that of its edited scores, and whether its rotation can be edited."""
+    visible = visible_cells(seen)
+    if spec.scores and visible is not None and "hook_pattern" in seen:
+        editable = is_softmax(seen["hook_pattern"], seen["hook_attn_scores"], visible)
         spec = replace(spec, scores_editable=editable)
-    return spec
+    if spec.rotary is None or spec.scores_editable or spec.puts_in_result:
+        return spec
+    why = "discards edited scores" if spec.scores else "shows no scores, and its hook_z is not its pattern times values"
+    return replace(spec, no_rotation=why)

@@ -1,4 +1,4 @@
-"""Read and write query, key and value vectors at a model's hooks, whatever the layout of their tensors."""
+"""Read query, key and value vectors at a model's hooks, whatever the layout of their tensors."""
 
 from __future__ import annotations
 
@@ -46,10 +46,6 @@ class LatentLayout:
             turning = torch.cat([turning[..., ::2], turning[..., 1::2]], -1)
         return torch.cat([turning, x[..., : self.content]], -1)
 
-    def write(self, x: Float[Tensor, "batch pos head d_head"]) -> Tensor:
-        """Return vectors with the content first, as at a hook after the rotation."""
-        return torch.cat([x[..., self.rotated :], x[..., : self.rotated]], -1)
-
 
 @dataclass(frozen=True)
 class Tap:
@@ -95,14 +91,6 @@ class Tap:
         if self.latent is not None:
             x = self.latent.read(x, shared)
         return x if self.norm is None else self.norm(x)
-
-    def write(self, x: Float[Tensor, "batch pos head d_head"]) -> Tensor:
-        """Convert vectors to the hook's tensor; valid only if no norm follows the hook."""
-        if self.latent is not None:
-            x = self.latent.write(x)
-        if self.layout == "flat":
-            return x.flatten(-2)
-        return x.transpose(1, 2) if self.layout == "head pos" else x
 
 
 def read(tap: Tap, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -37,8 +37,8 @@ class AttentionSpec:
         scale: scores are ``scale * ⟨q, k⟩`` of the rotated vectors, before the soft cap; None if they are not.
         soft_cap: ``c`` in ``c * tanh(scores / c)``; None if there is none.
         q, k: hooks of the vectors before rotation and after any QK-norm; None if none fires.
-        turn_q, turn_k: hooks at which turned vectors take effect; None if there are none.
-        cos, sin: hooks of the rotation tables at which an edit takes effect; None if there are none.
+        q_rot, k_rot: hooks of the rotated vectors; None if there are none.
+        cos: the hook of the rotation's table of cosines; None if there is none.
         scores: the hook of the scores; None if it does not fire or does not carry scores.
         scores_editable: whether an edit at ``scores`` reaches the output.
         pattern, z, v: the hooks of pattern, output and values; None if they do not fire, and ``v`` if z is not the sum
@@ -55,7 +55,6 @@ class AttentionSpec:
         shows_mask: whether the scores show which cells are masked; False if the mask is applied behind their hook.
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
-        no_cache: why the model cannot be run with a KV cache, which some of its layers lose; None if it can.
         certain: False if all its queries or keys were 0, which fits every rotation and scale: the layer is then read
             again at each use.
         points: the model's hook points, held weakly, with the names above, and the first hook of a pass.
@@ -73,10 +72,9 @@ class AttentionSpec:
     soft_cap: float | None = None
     q: Tap | None = None
     k: Tap | None = None
-    turn_q: Tap | None = None
-    turn_k: Tap | None = None
+    q_rot: Tap | None = None
+    k_rot: Tap | None = None
     cos: str | None = None
-    sin: str | None = None
     scores: str | None = None
     scores_editable: bool = False
     pattern: str | None = None
@@ -91,7 +89,6 @@ class AttentionSpec:
     shows_mask: bool = True
     problem: str | None = None
     no_rotation: str | None = None
-    no_cache: str | None = None
     certain: bool = True
     points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
 
