@@ -241,8 +241,8 @@ def kept_by_a_process(assets: Path, model: PackagedModel, pieces: list[Path], lo
 def test_of_two_processes_one_converts(installed: Installed, tmp_path: Path) -> None:
     """The other waits for it, and both have the model."""
     arguments = (installed.assets, PACKAGED["pieces"], packaged_pieces("pieces"), tmp_path / "log")
-    one = started(kept_by_a_process, *arguments)
-    with one as first, started(kept_by_a_process, *arguments) as second:
+    processes = [started(kept_by_a_process, *arguments) for _ in range(2)]
+    with processes[0] as first, processes[1] as second:
         first.join()
         second.join()
     assert (tmp_path / "log").read_text().split() == ["converted", "whole", "whole"]
