@@ -103,7 +103,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_is_converted_once(backend: Any, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its tokenizer and the published scale of its initial weights; afterwards gguf is not needed."""
+    """With its tokenizer and the published scale of its initial weights, and no network; then gguf is not needed."""
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a network was asked")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", refuse)
     installed.check(backend)
     assert {x.name for x in installed.cache.iterdir()} == {".lock", installed.folder.name}
     monkeypatch.setitem(sys.modules, "gguf", None)
