@@ -58,7 +58,7 @@ def _converted(name: str, pieces: Sequence[Path]) -> Iterator[Path]:
         warnings.warn(
             f"{name} is converted whenever it is loaded, as it cannot be kept in {cache} ({first_line(error)}): set "
             "HF_HOME or XDG_CACHE_HOME to a folder that can be written",
-            stacklevel=2,
+            stacklevel=6,  # where load_model is called
         )
         with tempfile.TemporaryDirectory(prefix="tl_posdisent_") as temporary:
             _convert(name, pieces, Path(temporary))
