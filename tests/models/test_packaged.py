@@ -37,11 +37,11 @@ SCALE = 1 / 24
 class Installed:
     """A small model in three packages, the cache in which it is kept, and the conversions that were made."""
 
-    def __init__(self, at: Path, patch: pytest.MonkeyPatch) -> None:
-        self.site, self.assets, self.temporary = at / "site", at / "assets", at / "temporary"
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.site, self.assets, self.temporary = root / "site", root / "assets", root / "temporary"
         self.hf_model = zoo.hf_model("llama", vocab_size=1024)
-        files.write_gguf(at / "model.gguf", self.hf_model)
-        content = (at / "model.gguf").read_bytes()
+        files.write_gguf(root / "model.gguf", self.hf_model)
+        content = (root / "model.gguf").read_bytes()
         cuts = [0, 1000, 50_000, len(content)]
         for (package, file), begin, end in zip(PIECES, cuts[:-1], cuts[1:], strict=True):
             install(self.site, package, file, content[begin:end])
