@@ -397,7 +397,7 @@ REFUSED = [
     ),
     (
         "fit --model short.txt",
-        "--model must be the folder of a model, a GGUF file, or a model's name, but short.txt is ",
+        "--model must be the folder of a model, or a model's name, but short.txt is not a folder",
     ),
     ("report --section ladders", "--section must be one of additivity, distance, "),
     ("report --out .", "--out must be a file such as table.html, ending in .html, got '.'"),

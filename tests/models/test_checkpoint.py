@@ -1,4 +1,4 @@
-"""Folders and repositories: a whole model computes what was saved, and what is not whole is refused by name."""
+"""Folders and repositories: a whole model computes what was saved, and none runs with tensors missing or ignored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from torch import Tensor
 from tl_posdisent import load_model
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
+from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 TOKENS = zoo.random_tokens()
+needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 INDEX = "model.safetensors.index.json"
 
 
@@ -70,14 +73,30 @@ def damaged(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox", "qwen2", "gemma3", "deepseek_v3", "qwen3-next"])
 def test_no_tensor_is_filled_in(name: str, tmp_path: Path) -> None:
-    """Experts are named as transformers merges them."""
+    """The error names it, or is that of transformers for experts that it cannot merge."""
     folder = saved(tmp_path, name)
     for key, tensors in damaged(load_file(folder / "model.safetensors")):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"file lacks|in the file and|cannot be made of parts") as caught:
+        merged = ".experts." in key
+        message = "file lacks|in the file and" + "|automatic conversion of the weights" * merged
+        with pytest.raises(ValueError, match=message) as caught:
             read_checkpoint(folder, dtype=torch.float32)
         module = key.rpartition(".")[0].replace("embed_out", "lm_head")
-        assert module.partition(".experts.")[0] in str(caught.value)
+        assert module in str(caught.value) or merged
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_backend_runs_with_tensors_missing_or_of_another_shape(backend: Any, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    whole = load_file(saved(tmp_path) / "model.safetensors")
+    for tensors, message in (
+        ({key: x for key, x in whole.items() if key != name}, rf"the file lacks 1 tensor .{name}., which would be ran"),
+        (whole | {name: whole[name][:8]}, rf"{name} has shape \(8, 64\) in the file and \(32, 64\) in the model"),
+        (whole | {f"{name}_scale": torch.ones(4)}, rf"the model would ignore 1 tensor .{name}_scale. of the file"),
+    ):
+        save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"cannot load a causal language model from .*model: {message}"):
+            load_model(tmp_path / "model", backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -138,30 +157,17 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
             r"the file lacks 9 tensors .model.layers.2.input_layernorm.weight, .*which would be",
         ),
         ({"num_hidden_layers": 1}, r"the model would ignore 9 tensors .model.layers.1.input_layernorm.weight"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers of config.json must be at least 1, got 0"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings of config.json must be at least 1, got -1"),
+        ({"num_hidden_layers": 0}, r"the model would ignore 18 tensors .model.layers.0.input_layernorm.weight"),
         ({"attention_bias": True}, r"the file lacks 8 tensors .model.layers.0.self_attn.k_proj.bias"),
         (
             {"intermediate_size": 97},
             r"down_proj.weight has shape \(64, 96\) in the file and \(64, 97\) in the mod",
         ),
-        (
-            {"hidden_size": "64"},
-            "cannot read config.json .*Field 'hidden_size' expected int, got str.*: correct",
-        ),
-        ({"hidden_size": 65}, "cannot read config.json .*is not a multiple of the number of attention heads"),
-        ({"num_attention_heads": 0}, "cannot read config.json .ZeroDivisionError"),
-        ({"hidden_act": "nope"}, "cannot load the model that config.json describes .KeyError: 'nope'"),
-        ({"model_type": "nonsense"}, "has model type `nonsense` but"),
-        ({"model_type": ["llama"]}, "cannot read config.json .TypeError: unhashable type"),
+        ({"model_type": "bert"}, "the file lacks 44 tensors"),
+        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),  # and below, words of transformers
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
         ({"model_type": "t5"}, "T5Config.*for this kind of AutoModel: AutoModelForCausalLM"),
-        ({"model_type": "bert"}, "file lacks 44 tensors"),
-        (
-            {"quantization_config": {"quant_method": "nonsense"}},
-            "quantisation 'nonsense', which transformers",
-        ),
-        ({"quantization_config": [1]}, "cannot read config.json .AttributeError"),
-        ({"quantization_config": {}}, "cannot read config.json .*no `quant_method`"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, "ImportError: .*optimum"),
     ],
 )
 def test_a_configuration_that_is_not_of_these_weights_is_refused(
@@ -170,24 +176,6 @@ def test_a_configuration_that_is_not_of_these_weights_is_refused(
     with pytest.raises(ValueError, match=f"cannot load a causal language model from .*{message}") as caught:
         load_model(with_config(saved(tmp_path), **changes))
     assert "\n" not in str(caught.value)
-
-
-METHODS = {
-    "awq": {"bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
-    "gptq": {"bits": 4, "group_size": 128},
-    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "compressed-tensors": {"format": "pack-quantized", "config_groups": {}},
-    "torchao": {"quant_type": "int8_weight_only"},
-    "hqq": {},
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_quantisation_whose_library_is_not_installed_is_refused(method: str, tmp_path: Path) -> None:
-    """None of these is among what the tests install."""
-    folder = with_config(saved(tmp_path), quantization_config={"quant_method": method, **METHODS[method]})
-    with pytest.raises(ValueError, match=f"config.json states the quantisation '{method}': install what it needs, or"):
-        load_model(folder)
 
 
 def test_weights_in_eight_bits_are_dequantised_by_their_scales(tmp_path: Path) -> None:
@@ -221,15 +209,14 @@ def test_attention_kernels_in_the_configuration_are_not_needed(key: str, kernel:
     torch.testing.assert_close(got, zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("alone", [True, False])
-def test_adapters_that_are_not_merged_are_refused(alone: bool, file: str, tmp_path: Path) -> None:
+def test_adapters_that_are_not_merged_are_refused(alone: bool, tmp_path: Path) -> None:
     """Without the package peft transformers would leave them out; with it, it would ask a hub for the model."""
     folder = saved(tmp_path)
-    (folder / file).write_text('{"base_model_name_or_path": "x/y", "peft_type": "LORA"}')
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y", "peft_type": "LORA"}')
     if alone:
         (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=rf"has an adapter .{file}., which is not applied here: merge it"):
+    with pytest.raises(ValueError, match=r"has an adapter .adapter_config.json., which is not applied here: merge it"):
         load_model(folder)
 
 
@@ -237,54 +224,29 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
 
-FILES = {
-    **{f"config.json {x}": ("config.json", x, "config.json must hold a JSON object, not") for x in ("null", "[]", "3")},
-    **{f"config.json {x!r}": ("config.json", x, "config.json is not valid JSON") for x in ("", "{", "\udcff")},
-    "config.json {}": ("config.json", "{}", "cannot read config.json .*`model_type`"),
-    "generation_config.json []": ("generation_config.json", "[]", "generation_config.json must hold a JSON object"),
-    "tokenizer.json []": ("tokenizer.json", "[]", "tokenizer.json must hold a JSON object"),
-    "tokenizer.json null": ("tokenizer.json", "null", "tokenizer.json must hold a JSON object"),
-    "tokenizer.json {}": (
-        "tokenizer.json",
-        "{}",
-        "cannot load the tokenizer .*: correct its files, such as tokenizer.json",
-    ),
-    "tokenizer_config.json []": ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
-    "index {": (INDEX, "{", f"{INDEX} is not valid JSON"),
-    "index []": (INDEX, "[]", f"{INDEX} must hold a JSON object"),
-    "index {}": (INDEX, "{}", f"{INDEX} must have metadata and a weight_map"),
-    "index without files": (
-        INDEX,
-        '{"metadata": {}, "weight_map": {}}',
-        f"{INDEX} must have metadata and a weight_map",
-    ),
-    "index of a list": (INDEX, '{"metadata": {}, "weight_map": [1]}', f"{INDEX} must have metadata and a weight_map"),
-    "weights twice": ("model.safetensors", "", f"it has both model.safetensors and {INDEX}, .*: remove one"),
-    "added_tokens.json [1]": ("added_tokens.json", "[1]", "added_tokens.json must hold a JSON object"),
-    "empty weights": ("model-00002-of-00006.safetensors", "", "model-00002-of-00006.safetensors is not a whole"),
-    "a pointer of git lfs": (
-        "model-00002-of-00006.safetensors",
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        "model-00002-of-00006.safetensors is not a whole safetensors file",
-    ),
-    "weights cut short": ("model-00002-of-00006.safetensors", cut, "model-00002-of-00006.safetensors is not a whole"),
-    "a shard that is missing": ("model-00002-of-00006.safetensors", Path.unlink, "model-00002-of-00006.* is missing"),
-    "no configuration": ("config.json", Path.unlink, "it has no config.json"),
-    "no tokenizer": ("tokenizer.json", Path.unlink, "cannot load the tokenizer"),
-}
-
-
-@pytest.mark.parametrize("what", FILES)
-def test_the_damaged_file_is_named(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[]"),
+        ("config.json", "{"),
+        ("config.json", None),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", None),
+        (INDEX, "[]"),
+        ("model-00002-of-00006.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("model-00002-of-00006.safetensors", None),
+    ],
+)
+def test_a_damaged_or_missing_file_is_refused(name: str, content: str | None, tmp_path: Path) -> None:
+    """In one line, with the folder and the reason that transformers gives."""
     folder = saved(tmp_path, max_shard_size="50KB")
     demo_tokenizer().save_pretrained(folder)
     read_checkpoint(folder, dtype=torch.float32)
-    name, content, message = FILES[what]
-    if callable(content):
-        content(folder / name)
+    if content is None:
+        (folder / name).unlink()
     else:
-        (folder / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=f"cannot load a causal language model from .*{message}") as caught:
+        (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"cannot load a causal language model from .*model: .") as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
 
@@ -297,9 +259,6 @@ def test_a_tokenizer_of_vocabulary_and_merges_alone_is_read(tmp_path: Path) -> N
     tokenizer = read_checkpoint(folder, dtype=torch.float32)[1]
     assert tokenizer is not None
     assert tokenizer("abcab", add_special_tokens=False)["input_ids"] == [9, 3, 9]
-    (folder / "vocab.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"vocab\.json must hold a JSON object"):
-        read_checkpoint(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": "64"}, {"intermediate_size": 97}])
@@ -329,7 +288,7 @@ def test_a_repository_in_the_cache_of_a_hub_is_read_as_strictly(
     with pytest.raises(ValueError, match=r"from someone/tiny: the file lacks 9 tensors"):
         load_model("someone/tiny", device="cpu")
     cut(folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"from someone/tiny: model.safetensors is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="from someone/tiny: SafetensorError: "):
         load_model("someone/tiny", device="cpu")
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="from someone/tiny: it has an adapter"):
@@ -345,7 +304,7 @@ def test_experts_of_another_architecture(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tmp_path), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
     one = next(name for name in load_file(tmp_path / "model.safetensors") if ".1." in name and ".experts.2." in name)
     with_tensors(tmp_path, lambda tensors: tensors.pop(one))
-    with pytest.raises(ValueError, match=r"1 tensor .model.layers.1.mlp.experts.gate_up_proj. cannot be made"):
+    with pytest.raises(ValueError, match=r"RuntimeError: .* automatic conversion of the weights"):
         load_model(tmp_path)
 
 

@@ -261,6 +261,20 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_backend("auto")
 
 
+def test_a_gguf_file_is_left_to_transformers(tmp_path: Path) -> None:
+    (tmp_path / "a model.gguf").write_bytes(b"GGUF")
+    message = r"name_or_dir must be .*, got the GGUF file .*a model\.gguf: load it with transformers, .*gguf_file=name"
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "a model.gguf")
+
+
+@pytest.mark.parametrize("length", [100, 256, 1023, 5000])
+def test_words_in_the_place_of_a_folder_are_refused(length: int) -> None:
+    for words in ("a word " * length, "x" * (length + 156), "x" * length + ".gguf", "./" + "x" * length):
+        with pytest.raises(ValueError, match="name_or_dir must be the folder of a model"):
+            load_model(words)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
     """As all at once, also where the last piece alone differs, without copies of a large vocabulary's logits."""

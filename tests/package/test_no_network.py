@@ -60,7 +60,7 @@ def test_a_folder_is_read_without_a_network_and_a_name_is_not(no_network: list[A
     model = tl_posdisent.load_model(tmp_path)
     assert model.to_tokens("the people").shape[1] > 2
     for path in ("./none", str(tmp_path / "none"), "~/none", "a/b/c"):
-        with pytest.raises(ValueError, match="is neither a folder"):
+        with pytest.raises(ValueError, match="is not a folder"):
             tl_posdisent.load_model(path)
     with pytest.raises(ValueError, match="must be a known name"):
         tl_posdisent.load_model("no-such-model-anywhere")

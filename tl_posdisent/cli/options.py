@@ -24,7 +24,7 @@ Model = Annotated[
     str,
     Option(
         metavar="demo|NAME|PATH",
-        help="A name such as smollm2 (see 'models'), a directory, or a GGUF file.",
+        help="A name such as smollm2 (see 'models'), or a directory.",
         autocompletion=lambda: ["demo", "smollm2", "gemma3-270m"],  # shells complete paths themselves
     ),
 ]

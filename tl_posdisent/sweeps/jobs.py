@@ -184,8 +184,8 @@ def jobs(
     files have changed since then.
 
     Args:
-        models: ``"demo"``, names that ``load_model`` takes, GGUF files, folders or safetensors files (of Hugging Face
-            models, of ``save_checkpoint``, of the demo model's training).
+        models: ``"demo"``, names that ``load_model`` takes, folders or safetensors files (of Hugging Face models, of
+            ``save_checkpoint``, of the demo model's training).
         experiments: names of public functions of ``(model, tokens)`` that return a table, or pairs of a name and a dict
             of other JSON-compatible arguments.
         texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (parts of any of these).

@@ -23,8 +23,9 @@ from tl_posdisent.models.loading.convert import (
     logits_at_some_positions,
     to_hooked,
 )
+from tl_posdisent.models.loading.converted import read_packaged
 from tl_posdisent.models.loading.names import check_model_name
-from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
+from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
@@ -150,7 +151,6 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     config = hf_model.config.get_text_config()
     if stated := getattr(config, "initializer_range", None):
         model.cfg.initializer_range = stated
-    model.initializer_range_assumed = getattr(config, "initializer_range_assumed", False)
     if tokenizer is not None:
         model.set_tokenizer(_own_tokenizer(tokenizer))
     return model
@@ -225,42 +225,36 @@ def as_backend(
 
 
 def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load model and tokenizer (if any) from a directory, a GGUF file or a name, without running code from there."""
-    if source in PACKAGED:
-        with packaged_file(str(source)) as path:
-            return _read_gguf(path, dtype)
-    if isinstance(source, Path) and source.is_file():
-        return _read_gguf(source, dtype)
+    """Load model and tokenizer (if any) from a folder, Python packages or a name, without running code from there."""
+    if isinstance(source, str) and source in PACKAGED:
+        return read_packaged(source, dtype=dtype)
     return read_checkpoint(source, dtype=dtype)
 
 
-def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
-        from tl_posdisent.models.loading.gguf import read_gguf  # needs the package gguf, an optional dependency
-    except ImportError as error:
-        missing = f"{printable(str(path))} needs the package gguf, which is not installed: pip install gguf"
-        raise ValueError(missing) from error
-    return read_gguf(path, dtype=dtype)
-
-
 def _source(name_or_dir: Any) -> str | Path:
-    """Return an existing folder or GGUF file, or a possible model name. Names that look like paths use no network."""
-    needed = "must be the folder of a model, a GGUF file, or a model's name"
+    """Return an existing folder, or a possible model name. Names that look like paths use no network."""
+    needed = "must be the folder of a model, or a model's name"
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
         raise ArgumentError("name_or_dir", f"{needed}, got {what}")
     if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
         return name_or_dir
-    path, there = Path(name_or_dir), found_at(name_or_dir)
-    if there == "folder" or (there == "file" and path.suffix == ".gguf"):
+    path, kind = Path(name_or_dir), found_at(name_or_dir)
+    if kind == "folder":
         return path
+    if kind == "file" and path.suffix == ".gguf":
+        raise ArgumentError(
+            "name_or_dir",
+            f"{needed}, got the GGUF file {printable(str(path))}: load it with transformers, "
+            "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name), and pass that model to bridge_from_hf",
+        )
     if (length := len(str(name_or_dir))) > _LONGEST_NAME:
         raise ArgumentError(
             "name_or_dir", f"{needed}, got {length} characters that name nothing: {shown(str(name_or_dir))}"
         )
-    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or there is not None
+    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or kind is not None
     if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
-        raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is neither a folder nor a .gguf file")
+        raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is not a folder")
     if name_or_dir == "demo":
         raise ArgumentError("name_or_dir", f"{needed}, got 'demo': load the demo model with load_demo_model()")
     check_model_name(str(name_or_dir), "name_or_dir")
@@ -274,16 +268,16 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> TransformerLensModel:
-    """Load a model from a directory (of `save_pretrained`), a GGUF file or, by name, the hub or its cache.
+    """Load a model from a directory (of `save_pretrained`), a Python package or, by name, the hub or its cache.
 
     Args:
-        name_or_dir: an existing directory or ``.gguf`` file (needs the package gguf), which is read without a network;
-            ``"smollm2"`` or ``"gemma3-270m"``, whose files come in Python packages (for a folder of that name, write
-            ``"./smollm2"``); or a model's name: a repository, or TransformerLens's name for it.
+        name_or_dir: an existing directory, which is read without a network; ``"smollm2"`` or ``"gemma3-270m"``, whose
+            weights come in Python packages and are converted to float32 once, in the user's cache (for a folder of
+            that name, write ``"./smollm2"``); or a model's name: a repository, or TransformerLens's name for it.
         backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer if the installed TransformerLens has it
             and converts this model correctly, otherwise TransformerBridge.
-        device: the model's device; by default the CPU for a directory or file, TransformerLens's choice for a name.
-        dtype: dtype of the weights, to which a GGUF file is dequantised; default float32.
+        device: the model's device; by default the CPU for a directory or package, TransformerLens's choice for a name.
+        dtype: dtype of the weights; default float32.
 
     Returns:
         The model with its tokenizer, if it has one. Code shipped with a model is never run, and weights in pickles are
@@ -291,10 +285,10 @@ def load_model(
 
     Raises:
         ValueError: unknown backend, device or dtype; no such path, or a name that is neither known nor ``owner/name``;
-            a damaged or missing file; a tensor that is missing, has another shape than ``config.json`` states, or that
-            the model would ignore; an adapter that is not merged; a GGUF file of which a key or a tensor is missing or
-            would be ignored; a package that is not installed, as for quantised weights; a model that fails, that the
-            backend cannot represent, or whose logits are not finite in this dtype.
+            a GGUF file; a tensor that is missing, has another shape than ``config.json`` states, or that the model
+            would ignore; an adapter that is not merged; whatever transformers cannot load; a package that is not
+            installed; a model that fails, that the backend cannot represent, or whose logits are not finite in this
+            dtype.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model

