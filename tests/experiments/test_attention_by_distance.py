@@ -24,7 +24,7 @@ def by_hand(model: Any, texts: list[torch.Tensor], hooks: Any, layer: int, head:
     spec = tp.read_attention(model, layer)
     for text in texts:
         seen: dict[str, torch.Tensor] = {}
-        keep = (str(spec.pattern), lambda x, hook, seen=seen: seen.update(x=x.detach()))
+        keep = (str(spec.taps.pattern), lambda x, hook, seen=seen: seen.update(x=x.detach()))
         with torch.no_grad():
             model.run_with_hooks(text[None], fwd_hooks=[*hooks, keep])
         for query in range(len(text)):

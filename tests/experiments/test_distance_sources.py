@@ -97,7 +97,7 @@ def test_each_source_with_frozen_scales(name: str) -> None:
     model = zoo.hooked(name)
     found = distance_sources(model, TOKENS, 1, distances=DISTANCES)
     spec = read_attention(model, 1)
-    taps, held = [spec.q, spec.k], {}
+    taps, held = [spec.taps.q, spec.taps.k], {}
 
     def freeze(x: Tensor, hook: Any) -> Tensor:
         return held.setdefault(hook.name, x.clone())

@@ -126,12 +126,12 @@ def test_index_gives_every_pair_of_tokens_the_score_that_order_gives_it(
     tokens = torch.randperm(zoo.VOCAB - 3, generator=torch.Generator().manual_seed(1))[None, :24] + 3  # all different
     order, index = (perturb(model, tokens, which, 0.7, seed=5, window=window) for which in KINDS[:2])
     spec = read_model(model, [0]).specs()[0]
-    there, here = (seen_at(model, p.tokens, p.hooks, spec.scores)[0] for p in (order, index))
+    there, here = (seen_at(model, p.tokens, p.hooks, spec.taps.scores)[0] for p in (order, index))
     place = torch.tensor([order.tokens[0].tolist().index(t) for t in tokens[0].tolist()])
     there = there[:, place][:, :, place]
     both = spec.mask(24) & spec.mask(24)[place][:, place]
     torch.testing.assert_close(here[:, both], there[:, both], rtol=0, atol=2e-5)
-    plain = seen_at(model, tokens, [], spec.scores)[0]
+    plain = seen_at(model, tokens, [], spec.taps.scores)[0]
     assert (here - plain)[:, both].abs().max() > 0.1
 
 

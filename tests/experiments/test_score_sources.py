@@ -130,7 +130,7 @@ def test_terms_add_up_to_the_models_own_scores(kind: str, name: str, shared_mode
         total = found.terms().sum((1, 2, 3))
         if spec.soft_cap is not None:
             total = spec.soft_cap * torch.tanh(total / spec.soft_cap)
-        if spec.scores is None:  # the hook has the pattern
+        if spec.taps.scores is None:  # the hook has the pattern
             total = total.softmax(0)
         close(total, own[1, head, query, list(found.keys)], 1e-5)
         close(found.scores(), found.terms("query").sum((1, 2)), 1e-5)
@@ -226,7 +226,10 @@ def test_a_difference_is_the_logarithm_of_a_ratio_of_attention() -> None:
 def test_changed_positions_are_refused(kind: str, make: Callable[[Any], Any], shared_model: Model) -> None:
     model = shared_model(kind, "llama-gqa")
     before = model(TOKENS)
-    with model.hooks(fwd_hooks=make(model)), pytest.raises(ValueError, match="scores recomputed from queries, keys"):
+    with (
+        model.hooks(fwd_hooks=make(model)),
+        pytest.raises(ValueError, match="are not what its queries, keys"),
+    ):
         score_sources(model, TOKENS, 1, 3, 9)
     assert torch.equal(model(TOKENS), before)
 
@@ -419,5 +422,8 @@ def test_other_scores_are_refused(encoding: str, message: str) -> None:
 def test_edited_scores_are_refused(shared_model: Model) -> None:
     model = shared_model("bridge", "llama-gqa")
     hooks = [(hook_name(1, "hook_attn_scores"), lambda x, hook: 0.5 * x)]
-    with model.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match="scores recomputed from queries, keys"):
+    with (
+        model.hooks(fwd_hooks=hooks),
+        pytest.raises(ValueError, match="are not what its queries, keys"),
+    ):
         score_sources(model, TOKENS, 1, 3, 9)

@@ -151,7 +151,8 @@ def test_padding_shows_in_a_pattern_too() -> None:
     knocked_out = (scores + causal).clone()
     knocked_out[1, :, 3, 3], knocked_out[1, :, 3:, 2] = -torch.inf, -torch.inf
     for x, padded in ((scores + causal, False), (scores, False), (left, True), (right, True), (knocked_out, False)):
-        spec = AttentionSpec(0, "", 3, 3, 1, causal=x is not scores, window=None)
+        shape: Any = {"n_heads": 3, "n_kv_heads": 3, "d_head": 1, "window": None}
+        spec = AttentionSpec(layer=0, architecture="", causal=x is not scores, **shape)
         mask = running_mask(spec, masked_cells(x.softmax(-1), torch.float32))
         assert mask.padding.any(1).tolist() == [False, padded]
 

@@ -153,7 +153,7 @@ def test_models_that_show_no_scores_are_right_or_refuse(name: str, mask: str, sh
 @pytest.mark.parametrize("mask", SOME_MASKS)
 def test_masks_of_own_hooks_on_either_side(kind: str, name: str, mask: str, shared_reading: Any) -> None:
     reading, seen = shared_reading(kind, name), MASKS[mask]
-    if not all(spec.scores_editable for spec in reading.specs()):
+    if not all(spec.limits.scores_editable for spec in reading.specs()):
         pytest.skip("edited scores are discarded")
     own = hiding(reading.model, seen)
     plain = run(reading.model, own)
@@ -182,7 +182,7 @@ def test_masks_of_any_value(kind: str, name: str, value: float, shared_reading: 
             return scores.masked_fill(hidden, value)
 
         for hide in (add, put):
-            own = [(spec.scores, hide) for spec in reading.specs()]
+            own = [(spec.taps.scores, hide) for spec in reading.specs()]
             plain = run(reading.model, own)
             for tool, make in NEUTRAL.items():
                 got = run(reading.model, [*own, *make(reading)])
@@ -232,7 +232,7 @@ def at_distances(reading: Any, distances: Tensor, heads: list[int] | None) -> li
             held[short_name(name)] = x
 
         def put(scores: Tensor, hook: Any, spec: AttentionSpec = spec, held: Seen = held) -> Tensor:
-            q, k = (read(tap, held).double() for tap in (spec.q, spec.k))
+            q, k = (read(tap, held).double() for tap in (spec.taps.q, spec.taps.k))
             own = scores.double()
             for d in distances.unique():
                 turned = rotate(q, torch.full((L,), float(d)), spec.rotary), rotate(k, torch.zeros(L), spec.rotary)
@@ -240,11 +240,11 @@ def at_distances(reading: Any, distances: Tensor, heads: list[int] | None) -> li
                 own = torch.where(distances == d, at_d, own)
             own = own if spec.soft_cap is None else spec.soft_cap * torch.tanh(own / spec.soft_cap)
             new = scores.clone()
-            new[:, some] = torch.where(scores > spec.masked_below, own.to(scores.dtype), scores)[:, some]
+            new[:, some] = torch.where(scores > spec.limits.masked_below, own.to(scores.dtype), scores)[:, some]
             return new
 
-        names = dict.fromkeys([*spec.q.names, *spec.k.names])
-        hooks += [*((name, partial(keep, name)) for name in names), (spec.scores, put)]
+        names = dict.fromkeys([*spec.taps.q.names, *spec.taps.k.names])
+        hooks += [*((name, partial(keep, name)) for name in names), (spec.taps.scores, put)]
     return hooks
 
 
@@ -370,7 +370,7 @@ def at_positions(reading: Any, positions: Tensor) -> list[Any]:
     return [
         (tap.name, partial(put, spec=spec))
         for spec in reading.specs()
-        for tap in (spec.q_rot or spec.q, spec.k_rot or spec.k)
+        for tap in (spec.taps.q_rot or spec.taps.q, spec.taps.k_rot or spec.taps.k)
     ]
 
 
@@ -396,7 +396,7 @@ def test_padded_texts_with_keys_that_are_knocked_out(kind: str, name: str, side:
         return scores
 
     for tool, make in TOOLS_FOR_ANY_LENGTH.items():
-        own = [(spec.scores, hide) for spec in reading.specs()]
+        own = [(spec.taps.scores, hide) for spec in reading.specs()]
         for hooks in ([*own, *make(reading)], [*make(reading), *own]):
             with torch.no_grad(), applied(model, hooks):
                 together, alone = model(tokens, attention_mask=mask), model(short)
@@ -410,7 +410,10 @@ def test_starts_and_ends_by_their_definition(seed: int) -> None:
     """Cell by cell, of masks at random in which blocks at the beginning and the end are hidden."""
     generator = torch.Generator().manual_seed(seed)
     n = 9
-    spec = AttentionSpec(0, "", 1, 1, 1, causal=bool(seed % 3), window=(None, 4, 1)[seed % 3 if seed > 10 else 0])
+    window = (None, 4, 1)[seed % 3 if seed > 10 else 0]
+    spec = AttentionSpec(
+        layer=0, architecture="", n_heads=1, n_kv_heads=1, d_head=1, causal=bool(seed % 3), window=window
+    )
     masked = torch.rand(3, 2, n, n, generator=generator) < 0.4
     first, last = torch.randint(0, n, (2, 3), generator=generator).tolist()
     for row in range(3):

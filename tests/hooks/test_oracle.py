@@ -67,16 +67,16 @@ def every_call(model: Any) -> list[Call]:
 def observed(model: Any, hooks: Any, **more: Any) -> Tensor:
     """Scores, -inf where a key is hidden, or what heads gather if there are none: heads on the second axis."""
     spec = read_model(model).specs(0)[0]
-    name = spec.scores or spec.z
+    name = spec.taps.scores or spec.taps.z
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         x = model.run_with_cache(TOKENS, names_filter=name, **more)[1][name]
-    if spec.scores is None:
+    if spec.taps.scores is None:
         return x.transpose(1, 2)
     return x.masked_fill(x < LEAST, -torch.inf)
 
 
 def expected(model: Any, layer: Any, calls: list[Call]) -> Tensor:
-    shows = read_model(model).specs(0)[0].scores is not None
+    shows = read_model(model).specs(0)[0].taps.scores is not None
     return edited_scores(layer, calls) if shows else edited_results(layer, calls)
 
 

@@ -37,7 +37,7 @@ def attended(
     with torch.no_grad(), applied(model, list(hooks)):
         cache = model.run_with_cache(tokens, names_filter=names)[1]
     scores, pattern, v = (cache[x].double() for x in names)
-    if spec.scores is None:  # the hook of that name carries something else
+    if spec.taps.scores is None:  # the hook of that name carries something else
         scores = capture(model, tokens, layers=[layer])[0].scores.double()
     return spec, scores, pattern, v.repeat_interleave(spec.n_heads // v.shape[2], 2)
 

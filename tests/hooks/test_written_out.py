@@ -167,7 +167,7 @@ def test_positions(name: str, model: Any) -> None:
 def test_layers_that_share_keys_are_changed_apart(layer: int, shared_model: Any) -> None:
     """Layer 5 attends to the keys of layer 2."""
     model, name = shared_model("bridge", "gemma4-shared"), "gemma4-shared"
-    assert [spec.keys_of for spec in read_model(model).specs()] == [None, None, None, 1, 1, 2]
+    assert [spec.taps.keys_of for spec in read_model(model).specs()] == [None, None, None, 1, 1, 2]
     order = torch.arange(L).flip(0).double() ** 1.5
     pairs = (order[:, None] - order).expand(8, -1, -1)
     hooks = swap_positions(model, order, layers=[layer])
@@ -212,7 +212,9 @@ def test_chunks_are_the_reason() -> None:
         with pytest.raises(ValueError, match=r"at most 16 long .* layer 0 of .* hides the keys of earlier chunks"):
             tool()
     short = zoo.bridge("llama4", attention_chunk_size=6)
-    assert all("hides the keys of earlier chunks of 6 tokens" in str(s.problem) for s in read_model(short).specs()[:3])
+    assert all(
+        "hides the keys of earlier chunks of 6 tokens" in str(s.limits.problem) for s in read_model(short).specs()[:3]
+    )
     with pytest.raises(ValueError, match=r"dummy_distance needs .* hides the keys of earlier chunks of 6 tokens"):
         dummy_distance(short, 3)
 
@@ -248,7 +250,7 @@ def test_patched_vectors(name: str, model: Any) -> None:
         oracle(name)(TOKENS, use_cache=False)
         own = seen[layer][0]
     captured = capture(model, other, layers=[layer])[0]
-    if captured.spec.keys_of is not None:
+    if captured.spec.taps.keys_of is not None:
         pytest.skip("a layer that shares keys")
     at = torch.arange(L).double()
     distances = (at[:, None] - at).expand(captured.spec.n_heads, -1, -1)

@@ -70,7 +70,7 @@ def test_tensors_are_those_of_the_cache_and_of_each_other(kind: str, name: str, 
         close(layer.scores[..., inside], scores[..., inside])
         if name != "gpt_oss":  # whose sinks take a part of every row
             close(layer.scores.masked_fill(~inside, -torch.inf).softmax(-1), cache[f"{hook}pattern"])
-        if spec.scores is not None:
+        if spec.taps.scores is not None:
             assert torch.equal(layer.scores, cache[f"{hook}attn_scores"])
     assert layers == list(range(model.cfg.n_layers))
 
@@ -159,7 +159,7 @@ def test_tampering_is_noticed_or_harmless(kind: str, name: str, hook: str, share
 
     with model.hooks(fwd_hooks=[(tampered, tamper)] if tampered in model.hook_dict else []):
         if fires_and_matters(model, tampered, fired):
-            with pytest.raises(ValueError, match=r"layer 1 of .* differ from its own by"):
+            with pytest.raises(ValueError, match=r"scores of layer 1 of .* are not what its queries, keys"):
                 capture(model, TOKENS)
         else:  # what happens to queries before they are read is part of what they are
             assert len(capture(model, TOKENS)) == 2
@@ -169,7 +169,7 @@ def fires_and_matters(model: Any, name: str, fired: list[int]) -> bool:
     with torch.no_grad():
         model(TOKENS)
     short = name.rsplit(".", 1)[-1]
-    editable = short != "hook_attn_scores" or read_model(model, 1).specs()[0].scores is not None
+    editable = short != "hook_attn_scores" or read_model(model, 1).specs()[0].taps.scores is not None
     return bool(fired) and short != "hook_q" and editable
 
 
@@ -261,7 +261,7 @@ def test_autocast_of_the_caller_is_obeyed(kind: str, name: str, shared_model: An
         table = additivity(model, TOKENS, progress=False)
     for layer, without in zip(layers, plain, strict=True):
         inside = layer.spec.mask(12)
-        if layer.spec.scores is not None:
+        if layer.spec.taps.scores is not None:
             assert torch.equal(layer.scores, cache["attn_scores", layer.layer])
         assert not torch.equal(layer.scores[..., inside].float(), without[..., inside])
         rows = table[(table["layer"] == layer.layer) & (table["batch"] == 0)]

@@ -82,16 +82,16 @@ def _ministral_3(rope: dict[str, Any]) -> transformers.PreTrainedModel:
 def test_the_reading_knows_up_to_which_length_it_holds(kind: str) -> None:
     limit, layer, _ = KINDS[kind]
     specs = read_model(zoo.as_bridge(varying(kind))).specs()
-    assert min(spec.holds_to for spec in specs if spec.holds_to is not None) == limit
-    assert specs[layer].holds_to == limit
-    assert any(spec.scaled for spec in specs) == (kind == "temperature of rotated")
+    assert min(spec.limits.holds_to for spec in specs if spec.limits.holds_to is not None) == limit
+    assert specs[layer].limits.holds_to == limit
+    assert any(spec.limits.scaled for spec in specs) == (kind == "temperature of rotated")
 
 
 @pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
 def test_others_hold_at_any_length(name: str, shared_model: Any) -> None:
     """So do static scalings of frequencies: linear, llama3, YaRN."""
     ends = {16, 15} if name == "llama4" else {None}  # chunks of 16, and a temperature from the sixteenth token on
-    assert {spec.holds_to for spec in read_model(shared_model("bridge", name)).specs()} == ends
+    assert {spec.limits.holds_to for spec in read_model(shared_model("bridge", name)).specs()} == ends
 
 
 def test_limits_of_configurations() -> None:
@@ -233,10 +233,10 @@ def test_a_rotation_that_changes_in_an_unknown_way_is_noticed(monkeypatch: pytes
 
     monkeypatch.setattr(rotary, "forward", forward)
     specs = read_model(model).specs()
-    assert [(spec.holds_to, spec.problem) for spec in specs] == [(None, None)] * 2
+    assert [(spec.limits.holds_to, spec.limits.problem) for spec in specs] == [(None, None)] * 2
     assert len(capture(model, zoo.random_tokens(ORIGINAL))) == 2
     tokens = zoo.random_tokens(100)
-    with pytest.raises(ValueError, match="recomputed from queries, keys and the rotation read from the model differ"):
+    with pytest.raises(ValueError, match="are not what its queries, keys and rotation give"):
         capture(model, tokens)
     with torch.no_grad(), contextlib.suppress(ValueError):  # hooks refuse the text, or follow the model
         close(model.run_with_hooks(tokens, fwd_hooks=remap_distance(model, lambda d: d)), model(tokens))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,22 +34,22 @@ def test_a_layer_that_discards_edited_scores_is_found_out(llama: Any) -> None:
     assert judge_edits(spec, seen) == spec
     ignored = {**seen, "hook_attn_scores": seen["hook_attn_scores"].flip(1)}
     judged = judge_edits(spec, ignored)
-    assert not judged.scores_editable
-    assert judged.no_rotation == "discards edited scores"
-    hidden = judge_edits(replace(spec, scores=None, v=None, scores_editable=False), seen)
-    assert hidden.no_rotation == "shows no scores, and its hook_z is not its pattern times values"
+    assert not judged.limits.scores_editable
+    assert judged.limits.no_rotation == "discards edited scores"
+    hidden = judge_edits(spec.with_taps(scores=None, v=None).with_limits(scores_editable=False), seen)
+    assert hidden.limits.no_rotation == "shows no scores, and its hook_z is not its pattern times values"
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
     spec = tp.read_model(llama).specs()[0]
-    closed = replace(spec, scores_editable=False)
-    hidden = replace(spec, scores=None, z=None)
+    closed = spec.with_limits(scores_editable=False)
+    hidden = spec.with_taps(scores=None, z=None)
     hides = "shows no scores, and its hook_z is not the sum of the values at its hooks, weighted by its pattern"
     for layer, why in ((closed, "discards edited scores"), (hidden, hides)):
         with pytest.raises(ValueError, match=rf"{why}: edit its results .* or load the model with the"):
             replace_scores(layer, [0], lambda view: view.scores, "a test")
-    unread = replace(spec, q=None, problem="hook_q does not fire")
+    unread = spec.with_taps(q=None).with_limits(problem="hook_q does not fire")
     with pytest.raises(ValueError, match="hook_q does not fire"):
         replace_scores(unread, [0], lambda view: view.scores, "a test", vectors=True)
 

@@ -45,9 +45,9 @@ def test_fused_attention_works_or_says_what_to_do(name: str) -> None:
     model = zoo.bridge(name, "sdpa")
     for spec in read_model(model).specs():
         if name == "opt":
-            assert 'attn_implementation="eager"' in str(spec.problem)
+            assert 'attn_implementation="eager"' in str(spec.limits.problem)
         else:
-            assert spec.problem is None
+            assert spec.limits.problem is None
     if name == "opt":
         with pytest.raises(ValueError, match=r"OPTForCausalLM: neither hook_attn_scores nor hook_pattern fires"):
             capture(model, TOKENS)
@@ -64,7 +64,7 @@ def test_compatibility_mode(name: str, processed: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.enable_compatibility_mode(no_processing=not processed)
-    assert [s.problem for s in read_model(model).specs()] == [None, None]
+    assert [s.limits.problem for s in read_model(model).specs()] == [None, None]
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
     everything = [layer.layer for layer in capture(model, TOKENS)]
     assert everything == [0, 1]
@@ -132,7 +132,7 @@ def test_ungrouped_keys_and_split_inputs(name: str, settings: list[str]) -> None
     for setting in settings:
         getattr(model, f"set_{setting}")(True)
     n_keys = 8 if len(settings) == 1 else zoo.hf_model(name).config.num_key_value_heads
-    assert [(s.n_kv_heads, s.problem) for s in read_model(model).specs()] == [(n_keys, None)] * 2
+    assert [(s.n_kv_heads, s.limits.problem) for s in read_model(model).specs()] == [(n_keys, None)] * 2
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
 
 
@@ -183,7 +183,7 @@ def test_looking_changes_nothing(kind: str, name: str, training: bool) -> None:
     assert calls == [1]  # by the run of the user's own
     assert torch.equal(logits(), plain)
     assert calls == [1, 1]
-    assert [s.problem for s in specs] == [None] * len(specs)
+    assert [s.limits.problem for s in specs] == [None] * len(specs)
 
 
 @pytest.mark.filterwarnings("ignore:A hook on attn")  # TransformerLens 4 says where an edit is in vain
@@ -205,7 +205,12 @@ def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_
         inside = read_model(model).specs()
         assert torch.equal(model(TOKENS), plain)
     for spec, bare in zip(inside, read_model(model).specs(), strict=True):
-        assert (spec.problem, spec.scale, spec.scores, spec.q_rot) == (None, bare.scale, bare.scores, bare.q_rot)
+        assert (spec.limits.problem, spec.scale, spec.taps.scores, spec.taps.q_rot) == (
+            None,
+            bare.scale,
+            bare.taps.scores,
+            bare.taps.q_rot,
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])

@@ -247,6 +247,7 @@ def kept_by_a_process(assets: Path, model: PackagedModel, pieces: list[Path], lo
 def test_of_two_processes_one_converts(installed: Installed, tmp_path: Path) -> None:
     """The other waits for it, and both have the model."""
     arguments = (installed.assets, PACKAGED["pieces"], packaged_pieces("pieces"), tmp_path / "log")
+    tempfile.tempdir = None  # a socket's path, which is in this folder, may have a hundred characters
     processes = [started(kept_by_a_process, *arguments) for _ in range(2)]
     with processes[0] as first, processes[1] as second:
         first.join()

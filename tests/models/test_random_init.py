@@ -75,7 +75,7 @@ def test_random_control(kind: str, name: str) -> None:
     matrix = first.blocks[0].attn.W_Q
     assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
     assert matrix.dtype == model.blocks[0].attn.W_Q.dtype
-    assert [s.problem for s in read_model(first).specs()] == [None, None]
+    assert [s.limits.problem for s in read_model(first).specs()] == [None, None]
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

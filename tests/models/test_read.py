@@ -104,7 +104,7 @@ def test_facts_of_every_layer(kind: str, name: str, shared_model: Any) -> None:
     assert [s.scale for s in specs] == [pytest.approx(SCALES.get(name, 8**-0.5), rel=1e-6)] * n
     keys = [2 if name == "gemma4" and s.window is None else KV_HEADS.get(name, 4) for s in specs]
     assert [(s.n_heads, s.n_kv_heads, s.causal) for s in specs] == [(N_HEADS, kv, True) for kv in keys]
-    assert [s.problem for s in specs] == [None] * n
+    assert [s.limits.problem for s in specs] == [None] * n
     assert all(s.architecture == type(zoo.hf_model(name)).__name__ for s in specs)
 
 
@@ -118,7 +118,7 @@ def test_rotation_is_that_of_hugging_face(kind: str, name: str, shared_model: An
         assert spec.rotary is not None
         assert spec.rotary.pairing == ("adjacent" if name in ADJACENT else "half")
         assert spec.rotary.attention_factor == pytest.approx(attention_factor, rel=1e-6)
-        assert spec.no_rotation is None
+        assert spec.limits.no_rotation is None
         if kind == "bridge" and name not in ("gptj", "codegen"):  # which keep a table and no frequencies
             assert torch.equal(spec.rotary.frequencies, own)
         else:
@@ -137,8 +137,8 @@ def test_a_layer_without_positions_among_others(shared_model: Any) -> None:
 def test_scores_that_are_not_those_of_queries_and_keys_are_named(kind: str, name: str, shared_model: Any) -> None:
     problem = "additive bias such as ALiBi"
     for spec in read_model(shared_model(kind, name)).specs():
-        assert problem in str(spec.problem)
-        assert spec.scores is not None
+        assert problem in str(spec.limits.problem)
+        assert spec.taps.scores is not None
         assert spec.causal
         with pytest.raises(ValueError, match=rf"layer {spec.layer} of \w+: .*{problem}"):
             spec.require_scale()
@@ -161,7 +161,7 @@ def test_full_attention_is_not_causal() -> None:
     )  # fmt: skip
     model = zoo.as_bridge(BertForMaskedLM(config).eval())
     spec = read_attention(model, 1)
-    assert (spec.causal, spec.window, spec.rotary, spec.problem) == (False, None, None, None)
+    assert (spec.causal, spec.window, spec.rotary, spec.limits.problem) == (False, None, None, None)
     assert bool(spec.mask(5).all())
     for layer in capture(model, TOKENS):
         ours = torch.einsum("bqhd,bkhd->bhqk", layer.q, layer.k) * 8**-0.5
@@ -186,7 +186,7 @@ def test_another_class_with_the_same_hooks() -> None:
     model = HookedEncoder(cfg)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    assert [(s.causal, s.problem, s.scale) for s in read_model(model).specs()] == [
+    assert [(s.causal, s.limits.problem, s.scale) for s in read_model(model).specs()] == [
         (False, None, pytest.approx(8**-0.5))
     ] * 2
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_models_that_transformer_lens_makes_itself(kv_heads: int) -> None:
         for parameter in model.original_model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape))
     for spec in read_model(model).specs():
-        assert (spec.problem, spec.no_rotation, spec.n_kv_heads) == (None, None, kv_heads)
+        assert (spec.limits.problem, spec.limits.no_rotation, spec.n_kv_heads) == (None, None, kv_heads)
         assert spec.rotary.pairing == "adjacent"
         torch.testing.assert_close(
             spec.rotary.frequencies, 10_000 ** (-torch.arange(4).double() / 4), rtol=1e-6, atol=0

@@ -178,7 +178,7 @@ def test_other_weights_need_no_other_reading(kind: str, name: str, before: Any) 
 def test_hooks_of_a_model_without_scores_go_together(kind: str, name: str) -> None:
     """Though its layers are read again each time."""
     model = _without_scores(kind, name)
-    assert [spec.certain for spec in read_model(model).specs()] == [False, False]
+    assert [spec.limits.certain for spec in read_model(model).specs()] == [False, False]
     assert count_passes(model, lambda: read_model(model)) > 0
     both = dummy_distance(model, 5, heads=[0]) + swap_positions(model, lambda p: 2 * p, heads=[1])
     assert len(both.to_frame()) == 4

@@ -25,7 +25,7 @@ def with_scores_of(model: Any, deviation: float) -> None:
 
     specs = read_model(model).specs()
     for spec in specs:
-        name = spec.q.name
+        name = spec.taps.q.name
         model.hook_dict[name].add_hook(lambda x, hook, layer=spec.layer: scaled(x, hook, layer), is_permanent=True)
     for spec in specs:  # one layer after the other: each changes what the next one gets
         (layer,) = capture(model, TOKENS, layers=[spec.layer])
@@ -35,8 +35,8 @@ def with_scores_of(model: Any, deviation: float) -> None:
 def described(spec: AttentionSpec) -> tuple[Any, ...]:
     rotation = None if spec.rotary is None else (spec.rotary.pairing, spec.rotary.dim)
     scale = None if spec.scale is None else (round(spec.scale, 6), spec.soft_cap)
-    edits = (spec.cos, spec.q_rot and spec.q_rot.name, spec.scores_editable)
-    return (spec.causal, spec.window, spec.problem, spec.no_rotation, rotation, scale, *edits)
+    edits = (spec.taps.cos, spec.taps.q_rot and spec.taps.q_rot.name, spec.limits.scores_editable)
+    return (spec.causal, spec.window, spec.limits.problem, spec.limits.no_rotation, rotation, scale, *edits)
 
 
 EVERY = [(d, x) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16) for x in (0.01, 1, 100, 10_000)]

@@ -394,7 +394,9 @@ def _padded_logits(trial: Trial, make: Callable[[Trial], list[Hook]]) -> Iterato
 
 def _some_heads(trial: Trial) -> Iterator[Law]:
     hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
-    name, axis = ("hook_pattern", 1) if trial.spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
+    name, axis = (
+        ("hook_pattern", 1) if trial.spec.limits.scores_editable else ("hook_z", 2)
+    )  # some norm z over all heads
     before = trial.held(trial.layer, name, []).movedim(axis, 0)
     after = trial.held(trial.layer, name, hooks).movedim(axis, 0)
     others = [h for h in range(trial.spec.n_heads) if h != trial.head]

@@ -235,7 +235,7 @@ def test_the_probe_leaves_padding_out() -> None:
     """With three tokens it could not help meeting it."""
     model = small_model(d_vocab=3, pad_id=1)
     spec = read_attention(model, 0)
-    assert spec.problem is None
+    assert spec.limits.problem is None
     assert spec.rotary is not None
 
 

@@ -276,7 +276,7 @@ def test_before_and_after_are_the_models_own(kind: str, name: str, what: Any, sh
     model, tokens, layer = shared_model(kind, name), zoo.random_tokens(), 1
     hooks = tp.swap_positions(model, torch.arange(12).flip(0))
     spec = tp.read_attention(model, layer)
-    tap = {"pattern": spec.pattern, "scores": spec.scores}[what]
+    tap = {"pattern": spec.taps.pattern, "scores": spec.taps.scores}[what]
     seen: list[torch.Tensor] = []
     inside = spec.mask(12)
     for active in ([], hooks):
@@ -299,7 +299,7 @@ def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
 
 
 def _editable(model: Any) -> bool:
-    return tp.read_attention(model, 0).scores_editable
+    return tp.read_attention(model, 0).limits.scores_editable
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

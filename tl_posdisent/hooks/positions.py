@@ -68,7 +68,10 @@ def swap_positions(
     layers, heads = listed("layers", layers), listed("heads", heads)
     edit = positions_edit("swap_positions", positions)
     chosen = any_heads(model, layers, heads)  # includes layers without RoPE: some scale by the position
-    unscaled = min((spec.holds_to for spec, _ in chosen if spec.scaled and spec.holds_to is not None), default=None)
+    unscaled = min(
+        (spec.limits.holds_to for spec, _ in chosen if spec.limits.scaled and spec.limits.holds_to is not None),
+        default=None,
+    )
     return rotation_hooks(model, layers, heads, replace(edit, unscaled=unscaled))
 
 

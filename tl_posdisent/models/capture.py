@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tl_posdisent.models.agreement import check_pattern, check_scores, checked_rows
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec, most_limited
 from tl_posdisent.models.running.forward_pass import Ended, Hook, running
@@ -23,10 +24,8 @@ from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.validation import check_flag, listed, shown
 
-_ROWS_CHECKED = 32
 _Result = TypeVar("_Result")
 
 
@@ -127,9 +126,9 @@ def capture(
         A list with one entry for each layer, in the model's order: what ``function`` returned, or the ``Captured``.
 
     Raises:
-        ValueError: invalid tokens or layers; texts of unequal length, or longer than ``spec.holds_to``; a layer whose
-            scores cannot be recomputed from queries and keys (``additivity`` still fits those); scores that differ from
-            the recomputed ones.
+        ValueError: invalid tokens or layers; texts of unequal length, or longer than ``spec.limits.holds_to``; a layer
+            whose scores cannot be recomputed from queries and keys (``additivity`` still fits those); scores that
+            differ from the recomputed ones.
         MemoryError: the score matrices of all layers do not fit into memory: give a function.
 
     Example:
@@ -192,23 +191,25 @@ class _Wanted:
 
 def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
-    vectors = [name for tap in (spec.q, spec.k, spec.q_rot, spec.k_rot) if tap for name in tap.names]
-    names = [name for name in dict.fromkeys([*vectors, spec.scores or spec.pattern]) if name]
+    vectors = [
+        name for tap in (spec.taps.q, spec.taps.k, spec.taps.q_rot, spec.taps.k_rot) if tap for name in tap.names
+    ]
+    names = [name for name in dict.fromkeys([*vectors, spec.taps.scores or spec.taps.pattern]) if name]
     return _Wanted(spec, names, partial(_gather, spec, scores))
 
 
 def _scores(spec: AttentionSpec) -> _Wanted:
-    if spec.scores is None:
+    if spec.taps.scores is None:
         computed = _vectors(spec, scores=False)
         return _Wanted(spec, computed.names, lambda held: (spec, computed.make(held).scores))
 
     def make(held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
         (seen,) = held.values()
-        rows = spread_rows(seen.shape[-2], _ROWS_CHECKED, seen.device)
+        rows = checked_rows(seen.shape[-2], seen.device)
         spec.check_mask(seen[:, :, rows], rows)
         return spec, seen
 
-    return _Wanted(spec, [spec.scores], make)
+    return _Wanted(spec, [spec.taps.scores], make)
 
 
 def _called_back(
@@ -252,60 +253,37 @@ def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> l
 
 
 def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captured:
-    assert spec.q
-    assert spec.k
-    q_tap, k_tap = spec.q, spec.k
+    assert spec.taps.q
+    assert spec.taps.k
+    q_tap, k_tap = spec.taps.q, spec.taps.k
     q, k = (tap.read(*(held[name] for name in tap.names)) for tap in (q_tap, k_tap))
-    if spec.q_rot and spec.k_rot:
-        q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.q_rot, spec.k_rot))
+    if spec.taps.q_rot and spec.taps.k_rot:
+        q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.taps.q_rot, spec.taps.k_rot))
     else:
         positions = torch.arange(q.shape[1], device=q.device)
         q_rot, k_rot = spec.rotated(q, positions), spec.rotated(k, positions)
-    own = held[spec.scores] if spec.scores else None
+    own = held[spec.taps.scores] if spec.taps.scores else None
     with torch.autocast(q.device.type, enabled=False):
-        _self_check(spec, q, k, own, held.get(spec.pattern or ""))
+        _self_check(spec, q, k, own, held.get(spec.taps.pattern or ""))
         if scores and own is None:
             own = spec.score(q_rot, k_rot)
     return Captured(spec.layer, spec, q, k, q_rot, k_rot, own if scores else None)
 
 
-def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, " row"]:
-    """Choose evenly spaced rows of a matrix with n rows, first and last included.
-
-    Computed in float64, which represents the indices of long texts exactly.
-    """
-    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64, device="cpu").round().long()
-    return rows.to(device)
-
-
 def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None, pattern: Tensor | None) -> None:
     """Recompute some rows of the scores (of the pattern, if the model shows only that) and compare them."""
-    end = scores if scores is not None else pattern
-    assert end is not None
-    rows, positions = spread_rows(end.shape[-2], _ROWS_CHECKED, end.device), torch.arange(q.shape[1], device=q.device)
-    theirs = end[:, :, rows]
+    shown = scores if scores is not None else pattern
+    assert shown is not None
+    rows, positions = checked_rows(shown.shape[-2], shown.device), torch.arange(q.shape[1], device=q.device)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    ours = spec.score(spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions))
+    q_rot, k_rot = spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions)
     if scores is not None:
-        inside = spec.check_mask(theirs, rows)
-    else:  # where a pattern is 0 inside the mask, one cannot tell whether the cell was masked
-        inside = spec.sees(rows[:, None] - positions)
-        if bool((theirs[..., ~inside] != 0).any()):
-            raise ValueError(spec.other_mask(end.shape[-1]))
-        largest = torch.where(inside, ours, 0.0).abs().amax()
-        ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
-    theirs = theirs.to(wide)
-    error = torch.where(inside, ours - theirs, 0.0).abs().amax()
-    allowed = score_tolerance(end.dtype, q.dtype) * torch.where(inside, theirs, 0.0).abs().amax()
-    if scores is None:  # the effect that rounding of large scores has on a pattern
-        allowed = allowed + 8 * torch.finfo(q.dtype).eps * largest
-    if not bool(error <= allowed):
-        raise ValueError(
-            f"layer {spec.layer} of {spec.architecture}: scores recomputed from queries, keys and the rotation read "
-            f"from the model differ from its own by {error.item():.1e}, where {allowed.item():.1e} is rounding; "
-            "its positions or tables may have changed with the length (padding, dynamic scaling), or other hooks "
-            "act on its attention"
-        )
+        check_scores(spec, q_rot, k_rot, scores[:, :, rows], spec.check_mask(scores[:, :, rows], rows), q.dtype)
+        return
+    outside = ~spec.sees(rows[:, None] - positions)
+    if bool((shown[:, :, rows][..., outside] != 0).any()):  # a 0 inside the mask is no sign of another mask
+        raise ValueError(spec.other_mask(shown.shape[-1]))
+    check_pattern(spec, q_rot, k_rot, shown[:, :, rows], rows, q.dtype)
 
 
 def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
@@ -313,10 +291,10 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
 
     ``positions`` are those that ``swap_positions`` assigns to all heads in this run, or None for 0, 1, 2 …
     """
-    rotary = None if spec.rotary is None and spec.q and spec.k else spec.require_rotary("patching")
-    assert spec.q
-    assert spec.k
-    taps = {"q": spec.q, "k": spec.k}
+    rotary = None if spec.rotary is None and spec.taps.q and spec.taps.k else spec.require_rotary("patching")
+    assert spec.taps.q
+    assert spec.taps.k
+    taps = {"q": spec.taps.q, "k": spec.taps.k}
     names = list(dict.fromkeys(name for tap in taps.values() for name in tap.names))
     seen: dict[str, Tensor] = {}
 
@@ -338,10 +316,10 @@ def listen_scores(spec: AttentionSpec, positions: Tensor | None, held: dict[str,
     """Return hooks that store a layer's scores in ``held``, under ``"scores"``: its own, or computed from vectors."""
 
     def keep(x: Tensor, hook: Any) -> None:
-        held["scores"] = x.detach().clone() if spec.scores else spec.score(held.pop("q"), held.pop("k"))
+        held["scores"] = x.detach().clone() if spec.taps.scores else spec.score(held.pop("q"), held.pop("k"))
 
-    if spec.scores is not None:
-        return [(spec.scores, keep)]
+    if spec.taps.scores is not None:
+        return [(spec.taps.scores, keep)]
     spec.require_scale()
-    assert spec.pattern is not None
-    return [*listen_vectors(spec, positions, held), (spec.pattern, keep)]
+    assert spec.taps.pattern is not None
+    return [*listen_vectors(spec, positions, held), (spec.taps.pattern, keep)]

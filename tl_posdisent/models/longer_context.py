@@ -54,8 +54,8 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     model = reading.model
     check_integer("length", length, 1)
     limited = most_limited(reading.attention)
-    if limited is not None and limited.holds_to is not None and length > limited.holds_to:
-        raise ArgumentError("length", f"must be at most {limited.holds_to}, got {length}: {limited.why_limited}")
+    if limited is not None and limited.limits.holds_to is not None and length > limited.limits.holds_to:
+        raise ArgumentError("length", f"must be at most {limited.limits.holds_to}, got {length}: {limited.why_limited}")
     with restored(model):
         grown = [
             (slot, _grown(spec, slot, length))

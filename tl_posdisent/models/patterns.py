@@ -32,7 +32,7 @@ def for_each_pattern(
 
         def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
             x = x.detach()
-            function(spec, x if spec.pattern else masked_softmax(x, ~spec.is_masked(x)))
+            function(spec, x if spec.taps.pattern else masked_softmax(x, ~spec.is_masked(x)))
 
         hooks.append((pattern_or_scores(spec), listen))
     with running(model) as p:
@@ -41,7 +41,7 @@ def for_each_pattern(
 
 def pattern_or_scores(spec: AttentionSpec) -> str:
     """Return the hook point of a layer's pattern or, if it shows none, of its scores; raise if it shows neither."""
-    name = spec.pattern or spec.scores
+    name = spec.taps.pattern or spec.taps.scores
     if name is None:
         raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
     return name

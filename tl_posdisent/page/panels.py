@@ -92,7 +92,7 @@ def _attention(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pai
     In a layer under its intervention, only that layer is run, if blocks depend on the residual stream alone.
     """
     reading, texts = subject.reading, read_texts(subject.model, *subject.some(READ, _ATTENTION).texts.values())
-    shown = [spec for spec in specs if spec.pattern or spec.scores]
+    shown = [spec for spec in specs if spec.taps.pattern or spec.taps.scores]
     chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in shown]
     tables = [pd.DataFrame(columns=["intervention", *HEAD, "distance"])]
     if not chosen:

@@ -133,7 +133,7 @@ def dummy_distance_check(
     model, some = reading.model, any_heads(reading, layers, heads, "dummy_distance_check")
     for spec, _ in some:
         spec.require_scale()
-        if spec.scores is None:
+        if spec.taps.scores is None:
             raise ArgumentError(
                 "layers",
                 f"must show their scores, but layer {spec.layer} of {spec.architecture} shows only its pattern",
@@ -233,7 +233,7 @@ def disentanglement(
     table = additivity(reading, heads=pairs_of(chosen), pool=True, **batch)[["layer", "head", "r"]]
     alike: dict[tuple[int, ...], Chosen] = {}  # by the distances that their masks allow
     for spec, some in chosen:
-        if spec.rotary is not None and not spec.no_rotation and not spec.problem:
+        if spec.rotary is not None and not spec.limits.no_rotation and not spec.limits.problem:
             first = 0 if spec.causal else 1 - texts.longest
             left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
             alike.setdefault(left, []).append((spec, some))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
 from tl_posdisent.hooks.hook_list import Heads
-from tl_posdisent.models.capture import Captured, spread_rows
+from tl_posdisent.models.agreement import spread_rows
+from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts

@@ -80,7 +80,7 @@ def _foreign_keys(
 
 def _other_layer(model: Any, spec: AttentionSpec) -> int:
     """Return the model's next layer, in turn, with one key head, and with keys of the size of this one's."""
-    single = [each for each in read_model(model).specs() if each.n_kv_heads == 1 and each.problem is None]
+    single = [each for each in read_model(model).specs() if each.n_kv_heads == 1 and each.limits.problem is None]
     alike = [each.layer for each in single if each.d_head == spec.d_head and each.layer != spec.layer]
     if not alike:
         raise ArgumentError(
@@ -105,13 +105,13 @@ def _random_projections(
     """
     until = max(spec.layer for spec in specs)
     below = [spec for spec in read_model(model).specs() if spec.layer <= until]
-    if silent := [spec for spec in below if spec.z is None]:
+    if silent := [spec for spec in below if spec.taps.z is None]:
         raise ValueError(
             f"layer {silent[0].layer} of {silent[0].architecture} has no hook_z, so its output is not known"
         )
     copy = next(random_control(model, [seed], weights="random_qk"))
     with running(model) as p:
-        outputs = p.record(tokens, [spec.z for spec in below if spec.z], stop=until + 1)
+        outputs = p.record(tokens, [spec.taps.z for spec in below if spec.taps.z], stop=until + 1)
     hooks: list[Hook] = [(name, partial(_put, z)) for name, z in outputs.items()]
     own = read_model(copy).specs([spec.layer for spec in specs])
     with applied(copy, hooks):

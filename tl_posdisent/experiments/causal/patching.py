@@ -136,7 +136,7 @@ def _hooks(
     spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation, place: int | None
 ) -> list[Hook]:
     some = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
-    if activation == "pattern" and not spec.scores_editable:  # as scores of which it is the softmax
+    if activation == "pattern" and not spec.limits.scores_editable:  # as scores of which it is the softmax
         if place is None:
             return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
 

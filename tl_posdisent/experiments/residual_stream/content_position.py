@@ -240,7 +240,7 @@ def _explained(
         raise ValueError(
             f"the parts of queries and keys must add up to the scores, but in layer {spec.layer} of "
             f"{spec.architecture} they differ from the scores by {error.item():.1e}, where {allowed.item():.1e} would "
-            "be rounding" + (f": {spec.problem}" if spec.problem else "")
+            "be rounding" + (f": {spec.limits.problem}" if spec.limits.problem else "")
         )
     if bool(bias.abs().amax() <= allowed):
         bias = torch.zeros_like(bias)  # rounding

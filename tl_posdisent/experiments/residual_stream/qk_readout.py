@@ -225,12 +225,12 @@ def measure_readouts(
 
     Only the length of the tokens matters.
     """
-    if spec.q is None and spec.no_rotation is not None:
+    if spec.taps.q is None and spec.limits.no_rotation is not None:
         raise ValueError(
             f"{needed} queries and keys of each head before rotation, but layer {spec.layer} of {spec.architecture} "
-            f"{spec.no_rotation}"
+            f"{spec.limits.no_rotation}"
         )
-    if spec.q is not None and spec.q.latent is not None and taps["q"].latent is None:
+    if spec.taps.q is not None and spec.taps.q.latent is not None and taps["q"].latent is None:
         raise ValueError(
             f"{needed} queries and keys that are an affine function of the residual stream behind one norm, but those "
             f"of layer {spec.layer} of {spec.architecture} are behind the norms of latents (multi-head latent "
@@ -319,7 +319,7 @@ def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
     """
     sizes = {"q": spec.n_heads, "k": spec.n_kv_heads}
     plain = {side: Tap(hook_name(spec.layer, f"hook_{side}"), "pos head", n) for side, n in sizes.items()}
-    normed = {} if before_norm else {"q": spec.q, "k": spec.k}
+    normed = {} if before_norm else {"q": spec.taps.q, "k": spec.taps.k}
     return {side: normed.get(side) or plain[side] for side in ("q", "k")}
 
 

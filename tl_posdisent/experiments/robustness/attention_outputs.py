@@ -33,7 +33,7 @@ def for_each_output(
             require_finite(z, spec.layer)
             function(spec.layer, z.detach())
 
-        if spec.z is None:
+        if spec.taps.z is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z")
         return at_results(spec.layer, spec.n_heads, listen)
 

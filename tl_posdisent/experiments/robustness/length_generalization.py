@@ -152,7 +152,7 @@ def length_generalization(
     edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
     end = check_integer("in_range", edges[1] if in_range is None else in_range, edges[0] + 3, edges[-1])
     for spec in specs:
-        if spec.z is None or spec.pattern is None:
+        if spec.taps.z is None or spec.taps.pattern is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z or no hook_pattern")
     texts = batch.unpadded()
     read = torch.stack([text[: edges[-1]] for text in texts])
@@ -239,10 +239,12 @@ def _observers(
         note("outside", lambda a, b: outside[..., a:b].mean((1, 2)))
         bar.update()
 
-    assert spec.pattern
+    assert spec.taps.pattern
     hooks: list[Hook] = [at_results(spec.layer, spec.n_heads, at_z)]
-    if spec.scores_editable or not edited:  # else scores and patterns at the hooks are not those that the layer uses
-        hooks += [(spec.pattern, at_pattern), *([(spec.scores, at_scores)] if spec.scores else [])]
+    if (
+        spec.limits.scores_editable or not edited
+    ):  # else scores and patterns at the hooks are not those that the layer uses
+        hooks += [(spec.taps.pattern, at_pattern), *([(spec.taps.scores, at_scores)] if spec.taps.scores else [])]
     return hooks
 
 

@@ -92,13 +92,13 @@ class HookFunction:
         self._check_seen(edits, name, seen)
         layer, new = RunningLayer(edits.spec, seen), None
         if name == edits.at_scores:
-            new = edit_scores(edits, layer) if edits.spec.scores else edit_attention_result(edits, layer, x)
+            new = edit_scores(edits, layer) if edits.spec.taps.scores else edit_attention_result(edits, layer, x)
         if name == edits.at_result:
             new = edit_results(edits, x if new is None else new)
         if name == fired[-1]:
-            if edits.heads and edits.spec.scores is None:
+            if edits.heads and edits.spec.taps.scores is None:
                 check_hidden_attention(edits, layer)
-            if edits.by_slot and (shown := edits.spec.scores or edits.spec.pattern):
+            if edits.by_slot and (shown := edits.spec.taps.scores or edits.spec.taps.pattern):
                 check_all_keys(edits.spec, seen[shown])
             del self._seen[edits.spec.layer]
         return new
@@ -112,7 +112,7 @@ class HookFunction:
         if edits.lent - seen.keys():
             raise ValueError(
                 f"hooks of {' + '.join(self.tools)} act on layer {edits.spec.layer}, which attends to the keys of "
-                f"layer {edits.spec.keys_of}, and do not see these: run the model from its first layer on"
+                f"layer {edits.spec.taps.keys_of}, and do not see these: run the model from its first layer on"
             )
         raise ValueError(
             f"hooks of {' + '.join(self.tools)} do not see layer {edits.spec.layer} from its beginning, or see it "

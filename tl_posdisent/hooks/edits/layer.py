@@ -32,7 +32,7 @@ def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch 
     """Return the scores of a layer under its edits."""
     check_whole_text(layer)
     scores = layer.scores
-    if edits.recomputed and layer.has_vectors and layer.spec.scores is not None:
+    if edits.recomputed and layer.has_vectors and layer.spec.taps.scores is not None:
         check_scores(layer, edits.recomputed)
     if edits.recomputed or any(edit.counts for edit, _ in edits.score_edits):
         if restarts(layer.positions):
@@ -50,7 +50,7 @@ def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch 
 
 def check_whole_text(layer: RunningLayer) -> None:
     """Refuse a text that is run in parts, with a KV cache; a model may have lost the cache, but not the position."""
-    if layer.spec.scores:
+    if layer.spec.taps.scores:
         check_all_keys(layer.spec, layer.scores)
     if len(layer.slots) == 1 and (position := int(layer.positions.max())) > 0:
         raise _part_of_text(layer.spec, 1, position + 1)
@@ -118,12 +118,12 @@ def edit_attention_result(edits: LayerEdits, layer: RunningLayer, z: Tensor) -> 
 @no_autocast()
 def check_hidden_attention(edits: LayerEdits, layer: RunningLayer) -> None:
     """Compare what the edits relied on with pattern and result, once both are seen, in whichever order."""
-    assert layer.spec.pattern is not None
-    assert layer.spec.z is not None
-    pattern = layer.tensors[layer.spec.pattern]
+    assert layer.spec.taps.pattern is not None
+    assert layer.spec.taps.z is not None
+    pattern = layer.tensors[layer.spec.taps.pattern]
     check_all_keys(layer.spec, pattern)
     check_pattern(layer, edits.heads, pattern)
-    check_result(layer, edits.heads, layer.tensors[layer.spec.z], pattern)
+    check_result(layer, edits.heads, layer.tensors[layer.spec.taps.z], pattern)
 
 
 # --- results

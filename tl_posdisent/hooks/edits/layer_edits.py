@@ -48,7 +48,7 @@ class LayerEdits:
     @cached_property
     def recomputed(self) -> list[int]:
         """Heads whose scores must be those of queries, keys and rotation."""
-        if self.spec.scores is None or not self.spec.cos:  # nothing else shows that positions are the slots
+        if self.spec.taps.scores is None or not self.spec.taps.cos:  # nothing else shows that positions are the slots
             return self.heads
         rotated = (head for heads in self.rotated.values() for head in heads)
         return sorted({*rotated, *(head for edit, heads in self.score_edits if edit.vectors for head in heads)})
@@ -75,40 +75,38 @@ class LayerEdits:
     @property
     def lent(self) -> frozenset[str]:
         """The hooks of an earlier layer, whose keys and values this layer attends to."""
-        taps = (self.spec.k, self.spec.v) if self.heads and self.spec.keys_of is not None else ()
+        taps = (self.spec.taps.k, self.spec.taps.v) if self.heads and self.spec.taps.keys_of is not None else ()
         return frozenset(tap.name for tap in taps if tap is not None)
 
     @property
     def at_scores(self) -> str | None:
         """The hook at which scores are edited: that of the scores or, in a model that shows none, of the result."""
-        return (self.spec.scores or self.spec.z) if self.heads else None
+        return (self.spec.taps.scores or self.spec.taps.z) if self.heads else None
 
     @property
     def at_result(self) -> str | None:
-        return (self.spec.z or hook_name(self.spec.layer, "hook_z")) if self.result_edits else None
+        return (self.spec.taps.z or hook_name(self.spec.layer, "hook_z")) if self.result_edits else None
 
     @cached_property
     def names(self) -> list[str]:
         """The hooks that are needed, in the order in which they fire."""
-        spec = self.spec
-        taps: list[Tap | None] = []
+        taps = self.spec.taps
+        vectors: list[Tap | None] = []
         names: list[str | None] = [self.at_scores, self.at_result]
         if self.heads:
-            taps += [spec.q, spec.k]
-            if spec.cos is not None:
-                names.append(spec.cos)
+            vectors += [taps.q, taps.k]
+            if taps.cos is not None:
+                names.append(taps.cos)
             else:
-                taps.append(spec.q_rot)
-            if spec.scores is None:
-                taps += [spec.v, spec.gate]
-                names.append(spec.pattern)
+                vectors.append(taps.q_rot)
+            if taps.scores is None:
+                vectors += [taps.v, taps.gate]
+                names.append(taps.pattern)
         else:  # so that a list that acts twice is noticed
-            names.append(spec.scores or spec.pattern)
-        needed = {*names, *(name for tap in taps if tap for name in tap.names)}
-        fired = list(spec.points.values())
-        return sorted(
-            (name for name in needed if name), key=lambda name: fired.index(name) if name in fired else len(fired)
-        )
+            names.append(taps.scores or taps.pattern)
+        needed = {*names, *(name for tap in vectors if tap for name in tap.names)}
+        fired = {name: place for place, name in enumerate(self.spec.points.values())}
+        return sorted((name for name in needed if name), key=lambda name: fired.get(name, len(fired)))
 
 
 def layer_edits(spec: AttentionSpec, interventions: Sequence[Intervention]) -> LayerEdits:
@@ -139,7 +137,7 @@ def _check_conflicts(edits: LayerEdits) -> None:
 
 def can_rescore(spec: AttentionSpec) -> bool:
     """Say whether edited scores reach the output of a layer: at the hook of its scores, or by its result."""
-    return spec.puts_in_result if spec.scores is None else spec.scores_editable
+    return spec.puts_in_result if spec.taps.scores is None else spec.limits.scores_editable
 
 
 def _check_hooks(edits: LayerEdits) -> None:
@@ -148,14 +146,13 @@ def _check_hooks(edits: LayerEdits) -> None:
     if not edits.heads:
         return
     if not can_rescore(spec):
-        why = (
-            f"shows no scores, and its hook_z is not {Z_OF_VALUES}" if spec.scores is None else "discards edited scores"
-        )
+        hidden = f"shows no scores, and its hook_z is not {Z_OF_VALUES}"
+        why = spec.limits.problem or ("discards edited scores" if spec.taps.scores else hidden)
         raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} {spec.problem or why}: edit its results (ablate_heads), or "
-            "load the model with the other backend"
+            f"layer {spec.layer} of {spec.architecture} {why}: edit its results (ablate_heads), or load the model with "
+            "the other backend"
         )
-    if edits.rotated or spec.scores is None or any(edit.vectors for edit, _ in edits.score_edits):
-        if spec.q is None or spec.k is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
+    if edits.rotated or spec.taps.scores is None or any(edit.vectors for edit, _ in edits.score_edits):
+        if spec.taps.q is None or spec.taps.k is None:
+            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.limits.problem}")
         spec.require_scale()

@@ -36,17 +36,17 @@ class RunningLayer:
     @cached_property
     def q(self) -> Float[Tensor, "batch pos head d_head"]:
         """Queries before rotation."""
-        return self._vectors(self.spec.q, self.spec.n_heads)
+        return self._vectors(self.spec.taps.q, self.spec.n_heads)
 
     @cached_property
     def k(self) -> Float[Tensor, "batch pos kv d_head"]:
         """Keys before rotation."""
-        return self._vectors(self.spec.k, self.spec.n_kv_heads)
+        return self._vectors(self.spec.taps.k, self.spec.n_kv_heads)
 
     @property
     def has_vectors(self) -> bool:
         """Whether scores can be recomputed from queries and keys."""
-        return self.spec.problem is None and self.spec.q is not None and self.spec.k is not None
+        return self.spec.limits.problem is None and self.spec.taps.q is not None and self.spec.taps.k is not None
 
     def _vectors(self, tap: Tap | None, n: int) -> Tensor:
         assert tap is not None
@@ -77,9 +77,13 @@ class RunningLayer:
     ) -> Float[Tensor, "batch row head d_value"]:
         """Compute z of some heads, for some queries, from their patterns."""
         spec = self.spec
-        assert spec.v is not None
-        values = spec.v.read(self.tensors[spec.v.name])[:, :, [spec.key_head(head) for head in heads]]
-        gate = None if spec.gate is None else spec.gate.read(self.tensors[spec.gate.name])[:, rows][:, :, heads]
+        assert spec.taps.v is not None
+        values = spec.taps.v.read(self.tensors[spec.taps.v.name])[:, :, [spec.key_head(head) for head in heads]]
+        gate = (
+            None
+            if spec.taps.gate is None
+            else spec.taps.gate.read(self.tensors[spec.taps.gate.name])[:, rows][:, :, heads]
+        )
         return spec.gathered(pattern, values, gate)
 
     # --- positions
@@ -91,8 +95,8 @@ class RunningLayer:
     @cached_property
     def slots(self) -> Int[Tensor, " pos"]:
         """Indices in the batch, padding included."""
-        shown = self.tensors[self.spec.scores] if self.spec.scores else self.q
-        return torch.arange(shown.shape[2 if self.spec.scores else 1], device=shown.device)
+        shown = self.tensors[self.spec.taps.scores] if self.spec.taps.scores else self.q
+        return torch.arange(shown.shape[2 if self.spec.taps.scores else 1], device=shown.device)
 
     @cached_property
     def known_positions(self) -> Int[Tensor, "*batch pos"] | None:
@@ -100,15 +104,15 @@ class RunningLayer:
         spec = self.spec
         if spec.rotary is None or not self.has_vectors:
             return None
-        if spec.cos is not None:
-            positions = positions_from_table(self.tensors[spec.cos], spec.rotary, self.slots)
-        elif spec.q_rot is not None:
-            after = spec.q_rot.read(self.tensors[spec.q_rot.name])
+        if spec.taps.cos is not None:
+            positions = positions_from_table(self.tensors[spec.taps.cos], spec.rotary, self.slots)
+        elif spec.taps.q_rot is not None:
+            after = spec.taps.q_rot.read(self.tensors[spec.taps.q_rot.name])
             positions = positions_from_vectors(self.q, after, spec.rotary, self.slots)
         else:
             return None
         if positions is None:
-            spec.check_length(len(self.slots), "interventions on attention")
+            spec.check_length(len(self.slots), "interventions on its rotation")
             raise unknown_positions(spec.layer, self.slots)
         return positions
 
@@ -136,7 +140,7 @@ class RunningLayer:
     @cached_property
     def scores(self) -> Float[Tensor, "batch head query key"]:
         """The model's own scores, or, if it does not show them, those of its queries and keys."""
-        return self.spec.score(*self.rotated) if self.spec.scores is None else self.tensors[self.spec.scores]
+        return self.spec.score(*self.rotated) if self.spec.taps.scores is None else self.tensors[self.spec.taps.scores]
 
     @cached_property
     def masked_below(self) -> float:
@@ -155,7 +159,7 @@ class RunningLayer:
 
     @cached_property
     def mask(self) -> RunningMask:
-        if self.spec.scores is None:  # only the pattern shows the mask: it is compared with the layer's afterwards
+        if self.spec.taps.scores is None:  # only the pattern shows the mask: it is compared with the layer's afterwards
             masked = torch.zeros_like(self.scores[:, :1], dtype=torch.bool)
         else:
             masked = self.scores.detach() <= self.masked_below

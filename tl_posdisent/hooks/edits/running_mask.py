@@ -70,7 +70,7 @@ def running_mask(spec: AttentionSpec, masked: Bool[Tensor, "batch head query key
     """Read the mask of a pass from the cells that are masked in a layer's scores."""
     slot = torch.arange(masked.shape[-1], device=masked.device)
     allowed = spec.sees(slot[:, None] - slot)
-    return RunningMask(~masked if spec.shows_mask else allowed & ~masked, allowed)
+    return RunningMask(~masked if spec.limits.shows_mask else allowed & ~masked, allowed)
 
 
 def _earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*batch key"]:

@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair,
 from tl_posdisent.models.reading.length_limits import chosen_keys, chunk_size, length_limit, text_config
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import Seen, Tensors, is_mask
-from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.spec import AttentionSpec, Limits, Taps
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
 from tl_posdisent.rope.rotary import Rotary, table_like
@@ -50,27 +50,28 @@ def explain(p: Pass, layer: int, tensors: Tensors, own: OwnNumbers, keys_of: int
         d_head=cfg.d_head,
         causal=causal,
         window=window,
-        scores=named("hook_attn_scores") if seen.shows_scores else None,
-        pattern=named("hook_pattern"),
-        z=named("hook_z"),
-        v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
-        masked_below=seen.lowest,
-        shows_mask=seen.shows_mask,
+        taps=Taps(
+            scores=named("hook_attn_scores") if seen.shows_scores else None,
+            pattern=named("hook_pattern"),
+            z=named("hook_z"),
+            v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
+        ),
+        limits=Limits(masked_below=seen.lowest, shows_mask=seen.shows_mask),
         points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
     )
     if visible is None:
-        return replace(spec, problem=_no_pattern(model.blocks[layer].attn))
+        return spec.with_limits(problem=_no_pattern(model.blocks[layer].attn))
     if (limit := length_limit(model, layer)) is not None:
-        spec = replace(spec, holds_to=limit.length, beyond=limit.beyond, scaled=limit.scaled)
+        spec = spec.with_limits(holds_to=limit.length, beyond=limit.beyond, scaled=limit.scaled)
     config = text_config(model)
     if not is_mask(visible, causal, window):
         problem = _other_mask(visible, chunk_size(config, layer), chosen_keys(config))
-        return replace(spec, problem=problem, no_rotation=f"cannot be read: {problem}")
+        return spec.with_limits(problem=problem, no_rotation=f"cannot be read: {problem}")
     if not options.pairs:
-        return replace(spec, problem="hook_q and hook_k do not fire")
+        return spec.with_limits(problem="hook_q and hook_k do not fire")
     explanations = itertools.product(options.rotations, options.pairs, options.scales, options.soft_caps)
     spec = _explain_scores(spec, seen, visible, explanations)
-    if seen.shows_scores or spec.problem:
+    if seen.shows_scores or spec.limits.problem:
         return spec
     spec = _explain_result(spec, seen, options)
     if keys_of is not None:
@@ -118,7 +119,7 @@ def _explain_scores(
         vectors = known[pair]
         if vectors is None or (rotary is not None and rotary.dim > vectors[0].shape[-1]):
             continue
-        candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap, q=pair[0], k=pair[1])
+        candidate = replace(spec.with_taps(q=pair[0], k=pair[1]), rotary=rotary, scale=scale, soft_cap=cap)
         candidate = _with_sizes(candidate, *vectors)
         turned = candidate.rotated(vectors[0], positions), candidate.rotated(vectors[1], positions)
         if pair[0].latent is not None and not _gives_rotated(candidate, turned, seen):
@@ -127,10 +128,10 @@ def _explain_scores(
         if tried[-1][0] < 0.02:  # 2 % of the rounding tolerance: no other candidate can be right
             break
     if not tried:
-        return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+        return spec.with_limits(problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
     best = min(error for error, *_ in tried)
     if best > 1:
-        return replace(spec, n_kv_heads=tried[0][1].n_kv_heads, problem=_unexplained(seen))
+        return replace(spec.with_limits(problem=_unexplained(seen)), n_kv_heads=tried[0][1].n_kv_heads)
     # Among those that fit equally well (a high soft cap leaves no trace in 16 bits), the first is the most specific.
     _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
     return _with_taps(chosen, turned, seen)
@@ -145,10 +146,11 @@ def _per_head(spec: AttentionSpec, seen: Seen, length: int, pair: Pair) -> tuple
 
 def _with_sizes(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:
     """Take sizes from the vectors: TransformerLens may ungroup keys, and layers may differ."""
-    assert spec.k is not None
+    assert spec.taps.k is not None
     n_kv, d_head = k.shape[2:]
     certain = bool(q.any()) and bool(k.any())
-    return replace(spec, k=replace(spec.k, n_heads=n_kv), n_kv_heads=n_kv, d_head=d_head, certain=certain)
+    spec = spec.with_taps(k=replace(spec.taps.k, n_heads=n_kv)).with_limits(certain=certain)
+    return replace(spec, n_kv_heads=n_kv, d_head=d_head)
 
 
 def _explain_result(spec: AttentionSpec, seen: Seen, options: Candidates) -> AttentionSpec:
@@ -156,12 +158,12 @@ def _explain_result(spec: AttentionSpec, seen: Seen, options: Candidates) -> Att
     if "hook_z" in seen and "hook_pattern" in seen:
         for v, gate in itertools.product(options.values, options.gates):
             values, gates = (None if tap is None else read(tap, seen) for tap in (v, gate))
-            candidate = replace(spec, v=v, gate=gate)
+            candidate = spec.with_taps(v=v, gate=gate)
             if values is not None and values.shape[2] == spec.n_kv_heads:
                 gathered = candidate.gathered(seen["hook_pattern"], values, gates)
                 if gathered.shape == seen["hook_z"].shape and mismatch(seen["hook_z"], gathered) <= 1:
                     return candidate
-    return replace(spec, v=None)
+    return spec.with_taps(v=None)
 
 
 def _unexplained(seen: Seen) -> str:
@@ -188,7 +190,7 @@ def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> Att
     if spec.rotary is None:
         for name, x in zip(("hook_rot_q", "hook_rot_k"), turned, strict=True):
             if name in seen and not _carries(seen[name], x):
-                return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+                return spec.with_limits(problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
         return spec
 
     def rotated(which: str, tap: Tap | None, x: Tensor) -> Tap | None:
@@ -202,10 +204,9 @@ def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> Att
                     return after
         return None
 
-    return replace(
-        spec,
-        q_rot=rotated("q", spec.q, turned[0]),
-        k_rot=rotated("k", spec.k, turned[1]),
+    return spec.with_taps(
+        q_rot=rotated("q", spec.taps.q, turned[0]),
+        k_rot=rotated("k", spec.taps.k, turned[1]),
         cos=hook_name(layer, "hook_cos") if "hook_cos" in seen and _is_table(seen["hook_cos"], spec.rotary) else None,
     )
 
@@ -229,9 +230,9 @@ def _gives_rotated(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) ->
     Scores do not show the order of coordinates: some rotations read pairs of neighbours and write the first of all
     pairs before the second (DeepSeek V3).
     """
-    assert spec.q is not None
-    assert spec.k is not None
-    taps = (_rotated_latent(spec.layer, which, tap) for which, tap in (("q", spec.q), ("k", spec.k)))
+    assert spec.taps.q is not None
+    assert spec.taps.k is not None
+    taps = (_rotated_latent(spec.layer, which, tap) for which, tap in (("q", spec.taps.q), ("k", spec.taps.k)))
     return all(_carries(read(tap, seen), x) for tap, x in zip(taps, turned, strict=True))
 
 
@@ -264,12 +265,12 @@ def with_lent(tensors: Tensors, lender: Tensors) -> Tensors:
 
 def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
     """Return the spec with the hooks of keys and values in the layer to which they belong."""
-    k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap.name))) for tap in (spec.k, spec.v))
+    k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap.name))) for tap in (spec.taps.k, spec.taps.v))
     names = [FIRST_HOOK, *(tap.name for tap in (k, v) if tap)]
     points = WeakKeyDictionary({p.points[name]: name for name in names if name in p.points})
     for point, name in spec.points.items():
         points.setdefault(point, name)
-    return replace(spec, k=k, v=v, keys_of=lender, points=points)
+    return replace(spec.with_taps(k=k, v=v, keys_of=lender), points=points)
 
 
 # --- how well a candidate fits
@@ -287,7 +288,7 @@ def misfit(
     A spec is acceptable up to 1. If only the pattern fires, it is compared instead.
     """
     predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may have a wider dtype than q and k
-    if spec.scores is not None:
+    if spec.taps.scores is not None:
         observed = seen["hook_attn_scores"]
         if predicted.shape == observed.shape:
             return mismatch(observed[..., visible], predicted[..., visible], dtype)

@@ -103,7 +103,7 @@ class ModelReading(HasTable):
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
         picked = attending if layers is None else check_indices("layers", self._numbers(layers), self.n_layers)
         self._refuse_without_attention(picked)
-        missing = [layer for layer in picked if layer not in self.read or not self.read[layer].certain]
+        missing = [layer for layer in picked if layer not in self.read or not self.read[layer].limits.certain]
         if missing:
             _check_unchanged(self)
             for spec in probe(self.model, missing):
@@ -115,7 +115,7 @@ class ModelReading(HasTable):
         """Return the specs of these layers, by default all with RoPE; raise if ``tool`` cannot change a rotation."""
         specs = self.specs(layers)
         if layers is None:
-            specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
+            specs = [s for s in specs if s.rotary is not None or s.limits.no_rotation or s.limits.problem] or specs[:1]
         for spec in specs:
             spec.require_rotary(tool)
         return specs
@@ -167,17 +167,17 @@ class ModelReading(HasTable):
 
 def _obstacles(spec: AttentionSpec, no_results: str) -> dict[str, str]:
     """Return for each group of tools why it does not act on a layer, empty if it does."""
-    problem = spec.problem or ""
+    problem = spec.limits.problem or ""
     no_rotation = "it has no rotary position embedding" if spec.rotary is None else ""
-    shows_scores = spec.scores is not None
-    edits_act = spec.scores_editable if shows_scores else spec.puts_in_result
+    shows_scores = spec.taps.scores is not None
+    edits_act = spec.limits.scores_editable if shows_scores else spec.puts_in_result
     no_edits = "it discards edited scores" if shows_scores else "it shows no scores, and hook_z is not pattern × values"
     return {
         "fits": "" if shows_scores else problem,
         "capture": problem,
-        "rotation": spec.no_rotation or problem or no_rotation,
+        "rotation": spec.limits.no_rotation or problem or no_rotation,
         "score_edits": "" if edits_act else problem or no_edits,
-        "result_edits": no_results or ("" if spec.z else "hook_z does not fire"),
+        "result_edits": no_results or ("" if spec.taps.z else "hook_z does not fire"),
     }
 
 

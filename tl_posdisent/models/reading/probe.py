@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,11 +60,11 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             if not shows_scores(seen[spec.layer]):
                 own_taps = next(queries_and_keys(model, spec.layer, seen[spec.layer]), ())
                 size = (spec.d_head**0.5 * (spec.scale or spec.d_head**-0.5)) ** -0.5  # so that scores have variance 1
-                taps = (spec.q, spec.k) if spec.q and spec.k else own_taps
+                taps = (spec.taps.q, spec.taps.k) if spec.taps.q and spec.taps.k else own_taps
                 edits += [(tap.name, partial(resize, size)) for tap in taps if tap.norm is None]
         if edits:
             seen = listen(p, tokens, specs, edits)
-            again = [explain(p, s.layer, seen[s.layer], own, s.keys_of) for s in specs]
+            again = [explain(p, s.layer, seen[s.layer], own, s.taps.keys_of) for s in specs]
             specs = again
         return check_edited_scores(p, tokens, specs, edits)
 
@@ -75,9 +74,9 @@ def _explained(p: Pass, layer: int, seen: dict[int, Seen], own: OwnNumbers) -> A
     spec = explain(p, layer, seen[layer], own)
     for lender in lenders(p, layer):
         lent = explain(p, layer, with_lent(seen[layer], seen[lender]), own, lender)
-        if lent.problem is None:
+        if lent.limits.problem is None:
             return lent
-        spec = replace(spec, problem="it has no keys of its own, and those of no earlier layer explain its pattern")
+        spec = spec.with_limits(problem="it has no keys of its own, and those of no earlier layer explain its pattern")
     return spec
 
 
@@ -123,7 +122,7 @@ def listen(
     Specs tell which layers attend to the keys of another. The pass ends after the last layer, unless it is to be a
     ``whole`` one.
     """
-    keys_of = {x.layer: x.keys_of for x in read if isinstance(x, AttentionSpec) and x.keys_of is not None}
+    keys_of = {x.layer: x.taps.keys_of for x in read if isinstance(x, AttentionSpec) and x.taps.keys_of is not None}
     layers = sorted({*(x if isinstance(x, int) else x.layer for x in read), *keys_of.values()})
     places = {hook_name(layer, short): (layer, short) for layer in layers for short in _LISTEN}
     there = [name for name in places if name in p.points]
@@ -150,7 +149,7 @@ def check_edited_scores(
         noise = torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x)
         return torch.where(spec.is_masked(x), x, noise)
 
-    edits = [(spec.scores, partial(disturb, spec)) for spec in specs if spec.scores]
+    edits = [(spec.taps.scores, partial(disturb, spec)) for spec in specs if spec.taps.scores]
     seen = listen(p, tokens, specs, [*first, *edits]) if edits else {}
     return [judge_edits(spec, seen.get(spec.layer, {})) for spec in specs]
 
@@ -158,10 +157,11 @@ def check_edited_scores(
 def judge_edits(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
     """Say whether the pattern of a layer is that of its edited scores, and whether its rotation can be edited."""
     visible = visible_cells(seen)
-    if spec.scores and visible is not None and "hook_pattern" in seen:
+    if spec.taps.scores and visible is not None and "hook_pattern" in seen:
         editable = is_softmax(seen["hook_pattern"], seen["hook_attn_scores"], visible)
-        spec = replace(spec, scores_editable=editable)
-    if spec.rotary is None or spec.scores_editable or spec.puts_in_result:
+        spec = spec.with_limits(scores_editable=editable)
+    if spec.rotary is None or spec.limits.scores_editable or spec.puts_in_result:
         return spec
-    why = "discards edited scores" if spec.scores else "shows no scores, and its hook_z is not its pattern times values"
-    return replace(spec, no_rotation=why)
+    if spec.taps.scores:
+        return spec.with_limits(no_rotation="discards edited scores")
+    return spec.with_limits(no_rotation="shows no scores, and its hook_z is not its pattern times values")

@@ -11,7 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
+from tl_posdisent.models.reading.geometry import Geometry
+from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.utils.precision import mismatch
 
 Tensors = dict[str, Tensor]
@@ -91,5 +92,5 @@ def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
     """Say whether the visible cells are those of a causal or full mask with this window."""
     if visible is None:
         return True
-    layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
+    layer = Geometry(1, 1, 1, causal, window)
     return torch.equal(visible, layer.mask(len(visible), visible.device))

@@ -296,7 +296,7 @@ def show_interventions(
     options = Options(listed("heads", heads), text, listed("positions", positions), scale, title, layer)
     # Refuse what cannot be drawn before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
-    tap = spec.pattern if what == "pattern" else spec.scores
+    tap = spec.taps.pattern if what == "pattern" else spec.taps.scores
     if tap is None:
         raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
     hooks = check_hooks(model, hooks)
