@@ -153,7 +153,7 @@ def test_padding_shows_in_a_pattern_too() -> None:
     for x, padded in ((scores + causal, False), (scores, False), (left, True), (right, True), (knocked_out, False)):
         shape: Any = {"n_heads": 3, "n_kv_heads": 3, "d_head": 1, "window": None}
         spec = AttentionSpec(layer=0, architecture="", causal=x is not scores, **shape)
-        mask = running_mask(spec, masked_cells(x.softmax(-1), torch.float32))
+        mask = running_mask(spec, -masked_cells(x.softmax(-1), torch.float32).float(), -0.5)
         assert mask.padding.any(1).tolist() == [False, padded]
 
 

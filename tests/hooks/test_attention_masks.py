@@ -419,7 +419,7 @@ def test_starts_and_ends_by_their_definition(seed: int) -> None:
     for row in range(3):
         masked[row, :, first[row] :, : first[row]] = True
         masked[row, :, :, last[row] :] |= bool(row % 2)
-    mask = running_mask(spec, masked)
+    mask = running_mask(spec, -masked.float(), -0.5)
     for row in range(3):
         sees = [[not bool(masked[row, :, q, k].all()) for k in range(n)] for q in range(n)]
         may = [[bool(spec.sees(torch.tensor(q - k))) for k in range(n)] for q in range(n)]

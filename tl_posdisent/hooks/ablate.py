@@ -110,7 +110,7 @@ def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
     dtype = next(model.parameters()).dtype
 
     def refuse(spec: AttentionSpec, scores: Tensor, hook: Any) -> None:
-        if scores.ndim == 4 and bool(running_mask(spec, _masked(scores.detach(), dtype)).padding.any()):
+        if scores.ndim == 4 and bool(running_mask(spec, -_masked(scores.detach(), dtype).float(), -0.5).padding.any()):
             raise ValueError(
                 "mode \"resample\" puts one text's output in the place of another's, so texts must have equal length "
                 f"and no padding, got padding at {hook.name}: run texts of each length on their own"

@@ -47,8 +47,8 @@ def check_scores(
         dtype: that of the model's queries and keys.
         slack: error of the scores that comes from rounding of angles.
     """
-    visible = visible.expand(shown.shape)
-    if mismatch(shown[visible], spec.score(q_rot, k_rot)[visible], dtype, slack) > 1:
+    theirs, ours = (torch.where(visible, x, 0.0) for x in (shown, spec.score(q_rot, k_rot)))
+    if mismatch(theirs, ours, dtype, slack) > 1:
         raise _disagreement(spec, k_rot.shape[1])
 
 

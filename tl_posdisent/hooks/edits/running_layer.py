@@ -70,7 +70,9 @@ class RunningLayer:
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as the model rotates them, in float32 (float64 for float64)."""
-        return self.spec.rotated(self.wide_q, self.positions), self.spec.rotated(self.wide_k, self.positions)
+        both = torch.cat([self.wide_q, self.wide_k], 2)  # angles and tables are computed once
+        q, k = self.spec.rotated(both, self.positions).split([self.q.shape[2], self.k.shape[2]], 2)
+        return q, k
 
     def gathered(
         self, pattern: Float[Tensor, "batch head row key"], heads: list[int], rows: Tensor | slice = slice(None)
@@ -160,7 +162,5 @@ class RunningLayer:
     @cached_property
     def mask(self) -> RunningMask:
         if self.spec.taps.scores is None:  # only the pattern shows the mask: it is compared with the layer's afterwards
-            masked = torch.zeros_like(self.scores[:, :1], dtype=torch.bool)
-        else:
-            masked = self.scores.detach() <= self.masked_below
-        return running_mask(self.spec, masked)
+            return running_mask(self.spec, torch.zeros_like(self.scores[:, :1]), -1.0)
+        return running_mask(self.spec, self.scores, self.masked_below)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -23,20 +23,31 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class RunningMask:
-    """The mask of a pass in one layer.
+    """The mask of a pass in one layer, read from its scores as far as it is needed.
 
     Attributes:
-        visible: cells in which a query sees a key.
-        allowed: those in which the layer's own mask lets it.
+        scores: those of the pass, or zeros for one head in a model that does not show them.
+        masked_below: a cell is masked if its score is at or below this value.
+        allowed: the cells in which the layer's own mask lets a query see a key.
+        shows_mask: whether the scores show all cells that are masked.
     """
 
-    visible: Bool[Tensor, "batch head query key"]
+    scores: Float[Tensor, "batch head query key"]
+    masked_below: float
     allowed: Bool[Tensor, "query key"]
+    shows_mask: bool
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "batch head query key"]:
+        """The cells in which a query sees a key."""
+        visible = self.scores > self.masked_below
+        return visible if self.shows_mask else visible & self.allowed
 
     @cached_property
     def seen(self) -> Bool[Tensor, "batch query key"]:
         """The cells in which any head sees a key."""
-        return self.visible.any(1)
+        seen = self.scores.amax(1) > self.masked_below
+        return seen if self.shows_mask else seen & self.allowed
 
     @cached_property
     def starts(self) -> Bool[Tensor, "batch key"]:
@@ -66,11 +77,12 @@ class RunningMask:
         return idle.long().cumprod(-1).bool() | self.after
 
 
-def running_mask(spec: AttentionSpec, masked: Bool[Tensor, "batch head query key"]) -> RunningMask:
-    """Read the mask of a pass from the cells that are masked in a layer's scores."""
-    slot = torch.arange(masked.shape[-1], device=masked.device)
-    allowed = spec.sees(slot[:, None] - slot)
-    return RunningMask(~masked if spec.limits.shows_mask else allowed & ~masked, allowed)
+def running_mask(
+    spec: AttentionSpec, scores: Float[Tensor, "batch head query key"], masked_below: float
+) -> RunningMask:
+    """Read the mask of a pass from a layer's scores."""
+    allowed = spec.mask(scores.shape[-1], scores.device)
+    return RunningMask(scores.detach(), masked_below, allowed, spec.limits.shows_mask)
 
 
 def _earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*batch key"]:

@@ -53,7 +53,7 @@ def rotated_scores(
         pieces = _pieces_of_ceiling(distances, rotation.ceiling)
     else:
         needed = torch.where(layer.mask.seen, layer.distances, 0)  # a function may have no values at other distances
-        low, high = int(needed.min()), int(needed.max())
+        low, high = (int(x) for x in needed.aminmax())
         real = torch.arange(low, max(high, low + 1) + 1, device=needed.device).double()
         values = mapped(distances, real, "distances", "real distances").clamp(max=rotation.ceiling)
         straight = straight_pieces(values, low)
@@ -157,8 +157,10 @@ def _selected(
     """Compute scores from vectors turned for each piece, and select for each pair the piece of its distance."""
     plain, exact = own_vectors(layer, heads), rotation.frequencies(layer.rotary)
     positions = rotation.positions(layer.positions, len(layer.q))
-    real = positions[..., :, None] - positions[..., None, :] if len(pieces) > 1 else None
-    real = real[:, None] if real is not None and real.ndim == 3 else real
+    real = None
+    if len(pieces) > 1:
+        real = layer.distances if rotation.position is None else positions[..., :, None] - positions[..., None, :]
+        real = real[:, None] if real.ndim == 3 else real
     changed = None
     for piece in pieces:
         here = None if real is None or changed is None else real >= piece.start
