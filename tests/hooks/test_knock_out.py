@@ -10,7 +10,7 @@ from support import zoo
 from support.intervention_cases import TOKENS, L, close, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, knock_out
+from tl_posdisent import ablate_heads, knock_out, lambda_mask
 from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
@@ -68,8 +68,11 @@ def test_a_query_keeps_a_key(shared_model: Any) -> None:
         knock_out(model, 0, 0),
         knock_out(model, keys=range(L)),
         knock_out(model, 5, range(3)) + knock_out(model, 5, range(3, 6)),
+        lambda_mask(model, 0, 2) + knock_out(model, 5, [4, 5]),
     ):
-        with pytest.raises(ArgumentError, match=r"keys must leave each query a key .* query \d would see none"):
+        with pytest.raises(
+            ValueError, match=r"(knock_out|lambda_mask) must leave each query a key, .* query \d would see none"
+        ):
             logits(model, hooks)
 
 
@@ -82,6 +85,8 @@ def test_a_query_keeps_a_key(shared_model: Any) -> None:
         ({"keys": 1.5}, "keys must be an integer or a sequence of integers, got 1.5"),
         ({"keys": "3"}, "keys must be an integer or a sequence of integers, got '3'"),
         ({"queries": [1, 1]}, "queries must name at least one and none twice"),
+        ({"queries": slice(None, None, -1)}, "queries must be a slice of integers with a step of at least 1"),
+        ({"queries": slice("a")}, "queries must be a slice of integers with a step of at least 1"),
     ],
 )
 def test_refusals(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
@@ -96,6 +101,7 @@ def test_refusals_while_running(shared_model: Any) -> None:
         (knock_out(model, 3, torch.ones(5, dtype=torch.bool)), r"keys must have shape \(pos,\) = \(12,\) as booleans"),
         (knock_out(model, cells=torch.zeros(3, 3, dtype=torch.bool)), r"cells must have shape .* got \(3, 3\)"),
         (ablate_heads(model, [(0, 1)], positions=20), "positions must be integers from 0 to 11"),
+        (knock_out(model, -1, slice(50, 60)), "keys must choose a slot of the running text, which has 12, got none"),
     ):
         with pytest.raises(ArgumentError, match=message):
             logits(model, hooks)
@@ -127,3 +133,29 @@ def test_results_at_chosen_tokens_need_the_whole_text(kind: str, name: str, shar
         assert model.generate(TOKENS, use_past_kv_cache=False, **options).shape == (2, L + 3)
         with pytest.raises(ValueError, match=r"layer 0 sees 1 of 13 tokens: .* use_past_kv_cache=False"):
             model.generate(TOKENS, use_past_kv_cache=True, **options)
+
+
+def test_a_large_bias_of_the_users_own_hides_nothing_and_is_hidden(shared_model: Any) -> None:
+    """A key that is knocked out gets no attention, whatever is added to scores."""
+    model = shared_model("bridge", "llama-gqa")
+    bias = ("blocks.0.attn.hook_attn_scores", lambda x, hook: torch.where(x > -1e30, x - 60, x))
+    hooks = knock_out(model, keys=[0, 1], queries=range(4, L), layers=0)
+    with torch.no_grad(), model.hooks(fwd_hooks=[bias]):
+        _, cache = model.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_pattern")
+        plain = cache["pattern", 0]
+        with model.hooks(fwd_hooks=hooks):
+            _, cache = model.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_pattern")
+    assert float(cache["pattern", 0][..., 4:, :2].max()) == 0
+    rest = plain[..., 4:, 2:]
+    close(cache["pattern", 0][..., 4:, 2:], rest / rest.sum(-1, keepdim=True), 1e-5)
+
+
+def test_what_is_given_may_be_changed_afterwards(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    cells, marks = torch.zeros(L, L, dtype=torch.bool), torch.zeros(L, dtype=torch.bool)
+    cells[5, 2], marks[5] = True, True
+    made = (knock_out(model, cells=cells), knock_out(model, marks, 2), ablate_heads(model, [(0, 1)], positions=marks))
+    expected = [logits(model, hooks) for hooks in made]
+    cells.fill_(False)
+    marks.fill_(False)
+    assert all(torch.equal(logits(model, hooks), x) for hooks, x in zip(made, expected, strict=True))

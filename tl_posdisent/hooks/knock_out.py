@@ -66,7 +66,7 @@ def knock_out(
         if not isinstance(cells, Tensor) or cells.dtype != torch.bool or cells.ndim not in (2, 3):
             got = f"{cells.dtype} {tuple(cells.shape)}" if isinstance(cells, Tensor) else shown(cells)
             raise ArgumentError("cells", f"must be booleans [query, key] or [batch, query, key], got {got}")
-        call, edit = f"knock_out({'×'.join(map(str, cells.shape))} cells)", partial(_hide_cells, cells=cells)
+        call, edit = f"knock_out({'×'.join(map(str, cells.shape))} cells)", partial(_hide_cells, cells=cells.clone())
     else:
         chosen = {"queries": checked_slots("queries", queries), "keys": checked_slots("keys", keys)}
         shown_slots = [f"{name}={slots_text(x)}" for name, x in chosen.items() if x is not None]
@@ -78,7 +78,7 @@ def knock_out(
 def _hide(view: View, queries: ChosenSlots, keys: ChosenSlots) -> Tensor:
     length, device = view.scores.shape[-1], view.scores.device
     rows, columns = slot_mask("queries", queries, length, device), slot_mask("keys", keys, length, device)
-    return _hidden(view, rows[:, None] & columns)
+    return view.scores.masked_fill(rows[:, None] & columns, -torch.inf)
 
 
 def _hide_cells(view: View, cells: Tensor) -> Tensor:
@@ -90,15 +90,4 @@ def _hide_cells(view: View, cells: Tensor) -> Tensor:
             f"got {tuple(cells.shape)}",
         )
     cells = cells.to(view.scores.device)
-    return _hidden(view, cells if cells.ndim == 2 else cells[:, None])
-
-
-def _hidden(view: View, cells: Bool[Tensor, "*lead query key"]) -> Tensor:
-    blind = view.inside.any(-1) & ~(view.inside & ~cells).any(-1)
-    if bool(blind.any()):
-        raise ArgumentError(
-            "keys",
-            f"must leave each query a key that it sees, and in layer {view.spec.layer} query "
-            f"{int(blind.nonzero()[0, -1])} would see none",
-        )
-    return view.scores.masked_fill(cells, -torch.inf)
+    return view.scores.masked_fill(cells if cells.ndim == 2 else cells[:, None], -torch.inf)

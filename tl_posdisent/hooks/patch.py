@@ -75,7 +75,8 @@ def patch_vectors(
             raise ArgumentError(name, f"must be floating point, got {x.dtype}")
         if x is not None and not bool(x.isfinite().all()):
             raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} values that are not")
-    return vector_hooks(spec, chosen, q_rot, k_rot, keys)
+    q_own, k_own = (None if x is None else x.clone() for x in (q_rot, k_rot))  # the caller may reuse the tensors
+    return vector_hooks(spec, chosen, q_own, k_own, keys)
 
 
 def vector_hooks(

@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_indices, listed
+from tl_posdisent.utils.validation import check_indices, is_integer, listed
 from tl_posdisent.utils.words import plural
 
 Slots = int | range | slice | Sequence[int] | Bool[Tensor, " pos"] | None
@@ -22,8 +22,15 @@ _ANY_LENGTH = 2**62  # slots are compared with the text when the model runs
 
 def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
     """Validate chosen slots as far as that is possible without a text."""
-    if chosen is None or isinstance(chosen, slice) or (isinstance(chosen, Tensor) and chosen.dtype == torch.bool):
+    if chosen is None:
+        return None
+    if isinstance(chosen, slice):
+        ends = [x for x in (chosen.start, chosen.stop, chosen.step) if x is not None]
+        if not all(map(is_integer, ends)) or (chosen.step is not None and chosen.step < 1):
+            raise ArgumentError(name, f"must be a slice of integers with a step of at least 1, got {chosen}")
         return chosen
+    if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
+        return chosen.clone()
     check_indices(name, chosen, _ANY_LENGTH)
     slots: int | list[int] = listed(name, chosen)
     return slots
@@ -32,7 +39,8 @@ def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
 def slots_text(chosen: ChosenSlots) -> str:
     """Describe chosen slots in a few characters."""
     if isinstance(chosen, slice):
-        return ":".join("" if x is None else str(x) for x in (chosen.start, chosen.stop))
+        ends = (chosen.start, chosen.stop) + (() if chosen.step is None else (chosen.step,))
+        return ":".join("" if x is None else str(x) for x in ends)
     if isinstance(chosen, Tensor):
         return plural(int(chosen.sum()), "slot")
     if not isinstance(chosen, Sequence):
@@ -48,6 +56,9 @@ def slot_mask(name: str, chosen: ChosenSlots, length: int, device: torch.device)
     if isinstance(chosen, Tensor):
         if chosen.shape != mask.shape:
             raise ArgumentError(name, f"must have shape (pos,) = ({length},) as booleans, got {tuple(chosen.shape)}")
-        return chosen.to(device)
-    mask[chosen if isinstance(chosen, slice) else check_indices(name, chosen, length)] = True
+        mask = chosen.to(device)
+    else:
+        mask[chosen if isinstance(chosen, slice) else check_indices(name, chosen, length)] = True
+    if not bool(mask.any()):
+        raise ArgumentError(name, f"must choose a slot of the running text, which has {length}, got none")
     return mask

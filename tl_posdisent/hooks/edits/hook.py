@@ -93,14 +93,15 @@ class HookFunction:
         layer, new = RunningLayer(edits.spec, seen), None
         if name == edits.at_scores:
             new = edit_scores(edits, layer) if edits.spec.taps.scores else edit_attention_result(edits, layer, x)
+        shown = edits.spec.taps.scores or edits.spec.taps.pattern
+        if edits.by_slot and shown in seen:  # in some models the pattern fires after the result
+            check_all_keys(edits.spec, seen[shown])
         if name == edits.at_result:
             new = edit_results(edits, x if new is None else new)
         if name == fired[-1]:
             if edits.heads and edits.spec.taps.scores is None:
                 check_hidden_attention(edits, layer)
-            if edits.by_slot and (shown := edits.spec.taps.scores or edits.spec.taps.pattern):
-                check_all_keys(edits.spec, seen[shown])
-            del self._seen[edits.spec.layer]
+            self._seen.pop(edits.spec.layer, None)
         return new
 
     def _check_seen(self, edits: LayerEdits, name: str, seen: dict[str, Tensor]) -> None:

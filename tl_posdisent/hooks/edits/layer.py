@@ -83,10 +83,24 @@ def _edited(
         vectors = layer.q[:, :, heads], layer.k[:, :, [layer.spec.key_head(head) for head in heads]]
     index = layer.index if edit.counts else None
     view = View(layer.spec, heads, inside, rotation, layer.positions, index, scores, vectors)
-    new = torch.where(inside, edit.edit(view).to(scores.dtype), scores)
+    if edit.order == Order.HIDE:  # also what is masked already, so that nothing depends on whether a score is a mask
+        new = torch.where(inside.any(-1, keepdim=True), edit.edit(view), scores)
+        _check_keys_left(layer, edit, inside, new)
+    else:
+        new = torch.where(inside, edit.edit(view).to(scores.dtype), scores)
     if index is not None:
         check_count(layer, view, edit, new)
     return new
+
+
+def _check_keys_left(layer: RunningLayer, edit: ScoreEdit, inside: Tensor, new: Tensor) -> None:
+    """Refuse an edit that hides the last key that a query sees: a softmax without any key has no meaning."""
+    blind = inside.any(-1) & ~(inside & (new != -torch.inf)).any(-1)
+    if bool(blind.any()):
+        raise ValueError(
+            f"{edit.tool} must leave each query a key, and in layer {layer.spec.layer} query "
+            f"{int(blind.nonzero()[0, -1])} would see none, with what other edits and the model's mask hide: hide fewer"
+        )
 
 
 def _of_heads(scores: Float[Tensor, "batch head query key"], heads: list[int]) -> Float[Tensor, "batch _ query key"]:

@@ -17,6 +17,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.rope.rotary import Rotary
 
 _MARGIN = 0.1  # of the lowest possible score: more than its rounding in any dtype
+_NO_BIAS = -500.0  # what users add to a score without masking it is not as low
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class RunningLayer:
 
     @cached_property
     def masked_below(self) -> float:
-        """The value at or below which a score is masked: no score of these queries and keys is as low.
+        """The value at or below which a score is masked: no score of these queries and keys is as low, nor any bias.
 
         Users mask with numbers of any size, such as -1e4 and -1e9, added to a score or in its place.
         """
@@ -157,7 +158,7 @@ class RunningLayer:
         q, k = (x.detach().float().norm(dim=-1).amax() for x in (self.q, self.k))
         factor = max(1.0, spec.rotary.attention_factor**2) if spec.rotary else 1.0
         lowest = float(spec.capped(-q * k * abs(spec.require_scale()) * factor))
-        return max(by_model, lowest - _MARGIN * (1 - lowest))
+        return max(by_model, min(_NO_BIAS, lowest - _MARGIN * (1 - lowest)))
 
     @cached_property
     def mask(self) -> RunningMask:

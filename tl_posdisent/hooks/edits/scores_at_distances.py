@@ -261,7 +261,7 @@ def _matrix(
             f"{spec.n_heads} heads and {batch} texts (or 1), got {tuple(distances.shape)}",
         )
     distances = distances.to(layer.q.device)
-    if not bool((distances.isfinite() | ~spec.mask(length, distances.device)).all()):
+    if not bool((distances.isfinite() | ~layer.mask.seen[:, None]).all()):
         raise ArgumentError("distances", "must be finite inside the mask")
     if distances.ndim >= 3 and distances.shape[-3] == spec.n_heads > 1:
         distances = distances[..., torch.tensor(list(heads), device=distances.device), :, :]
