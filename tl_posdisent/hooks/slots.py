@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_indices, listed
+from tl_posdisent.utils.validation import check_indices, check_values, listed
 from tl_posdisent.utils.words import plural
 
 Slots = int | range | slice | Sequence[int] | Bool[Tensor, " pos"] | None
@@ -22,6 +22,7 @@ _ANY_LENGTH = 2**62  # slots are compared with the text when the model runs
 
 def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
     """Validate chosen slots as far as that is possible without a text."""
+    check_values(name, chosen)
     if chosen is None or isinstance(chosen, slice) or (isinstance(chosen, Tensor) and chosen.dtype == torch.bool):
         return chosen
     check_indices(name, chosen, _ANY_LENGTH)
