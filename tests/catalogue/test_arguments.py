@@ -102,6 +102,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     ),
     "needles": ([3, "x", TOKENS], "needles"),
     "places": ([12, -13, [0, 0], [0.5], [], "0", True], ""),
+    "slots": ([[0, 0], [0.5], [], "0", True, 10**400], ""),  # those beyond a text are refused while it runs
+    "cells": ([3, "x", [[True]], torch.ones(12, 12), torch.ones(12, dtype=torch.bool)], "cells"),
     "source": ([TOKENS[:, :5]], "source"),
     "metric": ([3, "loss"], "function metric"),
     "device": (["no such device"], "device"),
@@ -161,6 +163,7 @@ ELSEWHERE = {
     ("score_sources", "text"): "number of a text",
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
+    ("knock_out", "keys"): "slots",
     ("jobs", "texts"): "",
     ("rotary_from_table", "sin"): "",  # as cos
     ("Widget", "title"): "",

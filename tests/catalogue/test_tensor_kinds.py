@@ -12,7 +12,7 @@ from support import public_calls as calls
 from support.intervention_cases import TOKENS
 from torch import Tensor
 
-from tl_posdisent import additivity, fit_additive, fit_attention, remap_distance, swap_positions
+from tl_posdisent import additivity, fit_additive, fit_attention, knock_out, remap_distance, swap_positions
 from tl_posdisent.hooks import patch_vectors, phase_noise
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
@@ -77,6 +77,8 @@ def test_tensors_of_interventions(kind: str, shared_model: Any) -> None:
         "positions": lambda: swap_positions(model, change(torch.ones(12))),
         "noise": lambda: phase_noise(model, change(torch.ones(12, 4))),
         "distances": lambda: remap_distance(model, change(torch.ones(12, 12))),
+        "cells": lambda: knock_out(model, cells=change(torch.ones(12, 12)).bool()),
+        "keys": lambda: knock_out(model, keys=change(torch.ones(12)).bool()),
         "q_rot": lambda: patch_vectors(model, 0, change(vectors), None),
         "attention_mask": lambda: additivity(model, TOKENS, attention_mask=change(torch.ones(2, 12)), layers=0),
     }

@@ -122,7 +122,7 @@ def test_a_bridge_ignores_fwd_hooks_of_other_calls() -> None:
     """Without an error, unlike ``run_with_hooks`` and calls inside ``hooks`` and ``applied``."""
     bridge = tp.load_demo_model(backend="bridge")
     hooks = tp.dummy_distance(bridge, 5)
-    few = {"max_new_tokens": 8, "do_sample": False, "verbose": False}
+    few = {"max_new_tokens": 8, "do_sample": False, "verbose": False, "use_past_kv_cache": False}
     with torch.no_grad():
         plain, generated = bridge(TOKENS), bridge.generate(TOKENS, **few)
         ignored = bridge(TOKENS, fwd_hooks=hooks), bridge.run_with_cache(TOKENS, fwd_hooks=hooks)[0]
@@ -143,6 +143,40 @@ def test_a_hooked_transformer_refuses_fwd_hooks_of_other_calls() -> None:
     for call in (hooked, hooked.run_with_cache):
         with pytest.raises(TypeError, match="unexpected keyword argument 'fwd_hooks'"):
             call(TOKENS, fwd_hooks=hooks)
+
+
+def test_lists_that_are_installed_separately() -> None:
+    """In a bridge, edits of scores act in the order of installation, not in that of added lists; a change is noticed
+    before it is lost."""
+    model = tp.load_demo_model(backend="bridge")
+    positions, fitted = tp.dummy_distance(model, 5, layers=[3]), drop_component(model, "key", layers=[3])
+    window = tp.lambda_mask(model, 0, 6, layers=[3])
+    added = seen(model, positions + fitted)
+    with model.hooks(fwd_hooks=positions):
+        assert near(seen(model, fitted), added)
+    with (
+        model.hooks(fwd_hooks=fitted),
+        pytest.raises(ValueError, match="Lists of hooks of this package act together if they are added, a \\+ b"),
+    ):
+        logits(model, positions)
+    added = seen(model, fitted + window)  # keys are hidden before the scores are fitted
+    with model.hooks(fwd_hooks=fitted):
+        assert not near(seen(model, window), added, 0.01)
+
+
+def test_a_knocked_out_key_is_as_if_it_were_not_there(model: Any) -> None:
+    """The others share its attention, and no later token depends on it; positions stay."""
+    hooks = tp.knock_out(model, range(11, 48), 10, layers=[3])
+    pattern, plain = seen(model, hooks)[0, :, 11:], seen(model)[0, :, 11:]
+    rest = plain.clone()
+    rest[..., 10] = 0
+    assert near(pattern, rest / rest.sum(-1, keepdim=True))
+    other = TOKENS.clone()
+    other[0, 10] = 7
+    everywhere = tp.knock_out(model, range(11, 48), 10)
+    after = [logits(model, everywhere, tokens)[0, 11:] for tokens in (TOKENS, other)]
+    assert near(*after)
+    assert not near(logits(model, (), other)[0, 11:], logits(model)[0, 11:], 0.1)
 
 
 def test_no_head_sees_beyond_the_window(model: Any) -> None:

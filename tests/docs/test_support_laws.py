@@ -54,6 +54,7 @@ _BROKEN: dict[str, Callable[..., Any]] = {
     "controlled_distance": _halved("controlled_distance", "total"),
     **dict.fromkeys(INTERVENTIONS, _nothing),
     "ablate_heads": _another_head,
+    "knock_out": _nothing,
     "head_ablation": _halved("head_ablation", "value"),
     "head_patching": _halved("head_patching", "value"),
     "position_patching": _halved("position_patching", "value"),

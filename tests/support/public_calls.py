@@ -133,6 +133,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
+    "knock_out": {"keys": [1], "queries": [5, 6]},
     "limit_frequencies": {"high": 0.5},
     "logit_difference": {"answers": [3]},
     "needle_texts": {"length": 12},

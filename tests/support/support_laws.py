@@ -27,6 +27,7 @@ from tl_posdisent.experiments.causal.patching import component_patching, head_pa
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.frequencies import limit_frequencies
+from tl_posdisent.hooks.knock_out import knock_out
 from tl_posdisent.hooks.lambda_mask import lambda_mask
 from tl_posdisent.hooks.patch import MovedComponent, patch_vectors
 from tl_posdisent.hooks.phase_noise import phase_noise
@@ -411,6 +412,20 @@ def _patch_vectors(trial: Trial) -> Iterator[Law]:
     yield "its own rotated vectors change nothing", _gap(trial.logits(hooks), trial.plain)
 
 
+def _knock_out(trial: Trial) -> Iterator[Law]:
+    length, key = trial.tokens.shape[1], 3
+    nothing = knock_out(trial.reading, cells=torch.zeros(length, length, dtype=torch.bool))
+    yield "what should change nothing", _gap(trial.logits(nothing), trial.plain)
+    hooks = knock_out(trial.reading, range(key + 1, length), key)
+    yield "what should change something", float(torch.equal(trial.logits(hooks), trial.plain))
+    first = trial.reading.attention[0].layer
+    if first == 0:  # what reaches a later layer may carry the token of the hidden key
+        other = trial.tokens.clone()
+        other[:, key] = trial.tokens[:, key].flip(0)
+        results = [Trial(trial.reading, x).held(first, "hook_z", hooks)[:, key + 1 :] for x in (trial.tokens, other)]
+        yield "heads do not see the token of a hidden key", _gap(*results)
+
+
 TOOLS: dict[str, Callable[[Trial], Iterator[Law]]] = {
     "additivity": _additivity,
     "capture": _capture,
@@ -418,6 +433,7 @@ TOOLS: dict[str, Callable[[Trial], Iterator[Law]]] = {
     **{name: partial(_intervention, intervention) for name, intervention in INTERVENTIONS.items()},
     "single heads": _some_heads,
     "patch_vectors": _patch_vectors,
+    "knock_out": _knock_out,
     "head_ablation": _head_ablation,
     "head_patching": _head_patching,
     "position_patching": _position_patching,
@@ -432,7 +448,7 @@ ACTS: dict[str, tuple[str, ...]] = {
         *("controlled_distance", "swap_positions", "dummy_distance", "remap_distance", "limit_frequencies"),
         *("phase_noise", "position_interpolation", "lambda_mask", "single heads", "patch_vectors", "position_patching"),
     ),
-    "score_edits": ("drop_component", "substitute_additive", "substitute_attention", "component_patching"),
+    "score_edits": ("knock_out", "drop_component", "substitute_additive", "substitute_attention", "component_patching"),
     "result_edits": ("ablate_heads", "head_ablation", "head_patching"),
 }
 """The tools for which each column of ``read_model(model).to_frame()`` speaks."""

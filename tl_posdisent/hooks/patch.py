@@ -34,9 +34,9 @@ def patch_vectors(
     """Replace the rotated queries, the rotated keys, or both, of a layer's heads by those of another run.
 
     Combined with other interventions: positions, interpolation, frozen frequencies and phase noise act only on the side
-    that is not patched. Distances (``dummy_distance``, ``remap_distance``, ``lambda_mask``) are refused on the same
-    head, because they give the other side no position. Subspaces that ``limit_frequencies`` drops contribute nothing to
-    the scores, patched or not.
+    that is not patched. Distances (``dummy_distance``, ``remap_distance``, a ceiling of ``lambda_mask``) are refused on
+    the same head, because they give the other side no position. Subspaces that ``limit_frequencies`` drops contribute
+    nothing to the scores, patched or not.
 
     Args:
         model: a model with rotary embeddings.
