@@ -37,6 +37,7 @@ from tl_posdisent import (
     lambda_mask,
     limit_frequencies,
     position_interpolation,
+    read_model,
     remap_distance,
     swap_positions,
 )
@@ -58,7 +59,7 @@ MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) f
 NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
 HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
 HEADS += [pytest.param("bridge", "gptj", None, marks=LATER), pytest.param("bridge", "neox", [1, 6], marks=LATER)]
-OTHERS = "other hooks act on its attention; .* act together if they are added"
+OTHERS = "other hooks act on its attention"
 POSITIONS = {"swap", "dummy", "remap"}
 ROTATING = {*POSITIONS, "lambda", "interpolate", "freeze", "drop", "noise", "vectors"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
@@ -346,6 +347,32 @@ def test_hooks_of_another_model_are_refused(kind: str, name: str, run: Any, shar
         assert state(one) == before
     for hooks in made.values():
         logits(model, hooks)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "neox", "gptj", "deepseek_v3"])
+@pytest.mark.parametrize("at", ["q", "k", "v"])
+def test_own_hooks_on_vectors_act_with_interventions_or_are_noticed(name: str, at: str, shared_model: Any) -> None:
+    """In one list, in either order, the edits start from the patched vectors; installed later, they raise."""
+    model, tokens = shared_model("bridge", name), zoo.random_tokens(64)
+    spec = read_model(model).specs(0)[0]
+    tap = {"q": spec.taps.q, "k": spec.taps.k}.get(at)
+    place = f"blocks.0.attn.hook_{at}" if tap is None else tap.name
+
+    def patch(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x.select(next(n for n in range(1, x.ndim) if x.shape[n] == 64), 10).mul_(-3)
+        return x
+
+    own, ours = (place, patch), dummy_distance(model, 5, layers=[0])
+    with torch.no_grad():
+        with model.hooks(fwd_hooks=[own]):
+            expected = model.run_with_hooks(tokens, fwd_hooks=ours)
+        assert (expected - model.run_with_hooks(tokens, fwd_hooks=ours)).abs().max() > 1e-3
+        for both in (ours + [own], [own] + ours):  # noqa: RUF005
+            close(model.run_with_hooks(tokens, fwd_hooks=both), expected)
+        if at != "v" or spec.taps.scores is None:
+            with model.hooks(fwd_hooks=ours), pytest.raises(ValueError, match=OTHERS):
+                model.run_with_hooks(tokens, fwd_hooks=[own])
 
 
 def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:

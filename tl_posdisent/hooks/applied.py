@@ -24,7 +24,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     Args:
         model: HookedTransformer, TransformerBridge or a similar model.
         hooks: hooks of this package, or any list of ``(hook name or filter, function)``. Lists that are added,
-            ``a + b``, act together; lists in nested blocks must act on different heads, or the forward pass raises.
+            ``a + b``, act together. Lists in nested blocks act one after the other: where one must recompute scores
+            that another has changed, the forward pass raises; edits of scores alone act in the order of installation.
 
     Yields:
         The model itself.

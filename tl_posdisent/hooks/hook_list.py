@@ -54,23 +54,27 @@ class Hooks(list[Any]):
         self._function = HookFunction(tuple(interventions))
         super().__init__([(self._function.accepts, self._function)] if self._function.layers else [])
         super().extend(others)
+        if others and any(edits.heads for edits in self._function.layers.values()):
+            super().append((self._function.rereads, self._function.read_again))
 
     @classmethod
     def of_list(cls, hooks: Sequence[Any]) -> Hooks:
         """Make a list that knows its interventions from one in which they are entries, such as ``[*hooks, own]``."""
         check_entries(hooks)
         made = [entry[1] for entry in hooks if isinstance(entry[1], HookFunction)]
-        own = [entry for entry in hooks if not isinstance(entry[1], HookFunction)]
+        own = [entry for entry in hooks if not isinstance(getattr(entry[1], "__self__", entry[1]), HookFunction)]
         return cls([x for each in made for x in each.interventions], own)
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
-        return self._function.interventions if len(self.others) < len(self) else ()
+        here = any(isinstance(entry, tuple) and entry[-1] is self._function for entry in self)
+        return self._function.interventions if here else ()
 
     @property
     def others(self) -> list[Any]:
         """The user's own hooks, including those appended to the list later."""
-        return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1:] == (self._function,))]
+        ours = (self._function, self._function.read_again)
+        return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1] in ours)]
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):

@@ -9,11 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-<<<<<<< HEAD
-from tl_posdisent.utils.validation import check_indices, is_integer, listed
-=======
-from tl_posdisent.utils.validation import check_indices, check_values, listed
->>>>>>> w-docs
+from tl_posdisent.utils.validation import check_indices, check_values, is_integer, listed
 from tl_posdisent.utils.words import plural
 
 Slots = int | range | slice | Sequence[int] | Bool[Tensor, " pos"] | None
@@ -26,17 +22,13 @@ _ANY_LENGTH = 2**62  # slots are compared with the text when the model runs
 
 def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
     """Validate chosen slots as far as that is possible without a text."""
-<<<<<<< HEAD
+    check_values(name, chosen)
     if chosen is None:
         return None
     if isinstance(chosen, slice):
         ends = [x for x in (chosen.start, chosen.stop, chosen.step) if x is not None]
         if not all(map(is_integer, ends)) or (chosen.step is not None and chosen.step < 1):
             raise ArgumentError(name, f"must be a slice of integers with a step of at least 1, got {chosen}")
-=======
-    check_values(name, chosen)
-    if chosen is None or isinstance(chosen, slice) or (isinstance(chosen, Tensor) and chosen.dtype == torch.bool):
->>>>>>> w-docs
         return chosen
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         return chosen.clone()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.models.patterns import masked_softmax
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.precision import mismatch
+from tl_posdisent.utils.precision import mismatch, score_tolerance
 
 _ROWS_CHECKED = 32
 
@@ -50,6 +50,20 @@ def check_scores(
     theirs, ours = (torch.where(visible, x, 0.0) for x in (shown, spec.score(q_rot, k_rot)))
     if mismatch(theirs, ours, dtype, slack) > 1:
         raise _disagreement(spec, k_rot.shape[1])
+
+
+def check_rest(
+    spec: AttentionSpec,
+    rest: Float[Tensor, "batch head query key"],
+    scores: Float[Tensor, "batch head row key"],
+    dtype: torch.dtype,
+    slack: float = 0.0,
+) -> None:
+    """Raise unless scores less the product of queries and keys are rounding of ``scores``, or within slack."""
+    least, most = rest.aminmax()
+    allowed = score_tolerance(scores.dtype, dtype) * scores.abs().amax() + slack
+    if not bool(torch.maximum(-least, most) <= allowed):  # NaN is not
+        raise _disagreement(spec, rest.shape[-1])
 
 
 def check_pattern(

@@ -4,37 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
 from tl_posdisent.hooks.edits.running_positions import rounding
-from tl_posdisent.hooks.edits.scores_at_distances import own_vectors
+from tl_posdisent.hooks.edits.scores_at_distances import own_vectors, with_product
 from tl_posdisent.models import agreement
 from tl_posdisent.utils.precision import mismatch
 
 Z_OF_VALUES = "the sum of the values at its hooks, weighted by its pattern"
 
 
-def check_scores(layer: RunningLayer, heads: Sequence[int]) -> None:
-    """Raise unless some rows of the model's own scores are those of queries, keys and rotation."""
-    rows = agreement.checked_rows(len(layer.slots), layer.q.device)
-    shown = layer.scores.detach()[:, :, rows][:, list(heads)]
-    visible = shown > layer.masked_below
-    if not layer.spec.limits.shows_mask:
-        visible = visible & layer.spec.sees(rows[:, None] - layer.slots)
-    if layer.known_positions is None:  # padding after a text has positions of its own
-        visible = visible & ~layer.mask.after[:, None, rows, None]
-    q, k = (x.detach() for x in own_vectors(layer, heads))
-    agreement.check_scores(layer.spec, q[:, rows], k, shown, visible, layer.q.dtype, _slack(layer, q, k))
+def rest_of_scores(layer: RunningLayer, heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
+    """Return the scores of some heads less the product of queries and keys; raise unless it is rounding and the mask.
+
+    Other hooks that change scores, or queries and keys after these were read, show in any cell.
+    """
+    shown = layer.scores if len(heads) == layer.spec.n_heads else layer.scores[:, list(heads)]
+    vectors = own_vectors(layer, heads)
+    rest = with_product(layer.spec, shown.to(vectors.q.dtype), vectors, -1)
+    with torch.no_grad():
+        masked = shown <= layer.masked_below
+        if not layer.spec.limits.shows_mask:
+            masked = masked | ~layer.mask.allowed
+        if layer.known_positions is None:  # padding after a text has positions of its own
+            masked = masked | layer.mask.after[:, None, :, None]
+        rows = agreement.checked_rows(len(layer.slots), shown.device)
+        largest = shown[:, :, rows].masked_fill(masked[:, :, rows], 0.0)
+        slack = _slack(layer, *(x.detach() for x in vectors))
+        agreement.check_rest(layer.spec, rest.masked_fill(masked, 0.0), largest, layer.q.dtype, slack)
+    return rest
 
 
 def check_pattern(layer: RunningLayer, heads: Sequence[int], pattern: Float[Tensor, "batch head query key"]) -> None:
-    """Compare some rows of the pattern of a model that shows no scores, the only trace of its mask and positions."""
-    rows = agreement.checked_rows(len(layer.slots), layer.q.device)
-    shown = pattern.detach()[:, :, rows][:, list(heads)]
+    """Compare the pattern of a model that shows no scores, the only trace of its mask and positions."""
     q, k = (x.detach() for x in own_vectors(layer, heads))
-    agreement.check_pattern(layer.spec, q[:, rows], k, shown, rows, layer.q.dtype, _slack(layer, q, k))
+    shown = pattern.detach()[:, list(heads)]
+    agreement.check_pattern(layer.spec, q, k, shown, layer.slots, layer.q.dtype, _slack(layer, q, k))
 
 
 def _slack(layer: RunningLayer, q: Tensor, k: Tensor) -> float:
@@ -51,12 +59,10 @@ def check_result(
     pattern: Float[Tensor, "batch head query key"],
 ) -> None:
     """Raise unless z is the pattern times values (and gate): only then can it be computed from edited scores."""
-    spec = layer.spec
-    rows = agreement.checked_rows(z.shape[1], z.device)
-    theirs = z.detach()[:, rows][:, :, heads].double()
-    ours = layer.gathered(pattern.detach()[:, heads][:, :, rows].double(), heads, rows).detach()
+    spec, theirs = layer.spec, z.detach()[:, :, heads].double()
+    ours = layer.gathered(pattern.detach()[:, heads].double(), heads).detach()
     if ours.shape != theirs.shape or mismatch(theirs, ours, z.dtype) > 1:
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture} shows no scores that could be edited, and its hook_z is not "
-            f"{Z_OF_VALUES}: its scores cannot be changed"
+            f"{Z_OF_VALUES}: its scores cannot be changed, or other hooks act on its attention"
         )

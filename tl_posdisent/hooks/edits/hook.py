@@ -78,6 +78,19 @@ class HookFunction:
             new = changed if new is None else new  # only the layer to which the hook belongs changes the tensor
         return new
 
+    def rereads(self, name: str) -> bool:
+        """Say whether ``read_again`` has something to read at this hook."""
+        return name in self.names and any(
+            name in edits.names and name not in (edits.at_scores, edits.at_result) for edits in self.layers.values()
+        )
+
+    def read_again(self, x: Tensor, hook: Any) -> None:
+        """Read a hook again behind the user's own hooks in the same list, which may have changed the tensor."""
+        point = getattr(hook, "_target", hook)
+        for layer, name in self.places.get(point, []) if point.name == hook.name else []:
+            if name in self._seen.get(layer, {}):
+                self._seen[layer][name] = x
+
     def _at(self, edits: LayerEdits, name: str, x: Tensor) -> Tensor | None:
         """Keep what one hook of a layer shows, edit the layer if it is the hook for that, and forget it at the last."""
         seen = self._seen.setdefault(edits.spec.layer, {})

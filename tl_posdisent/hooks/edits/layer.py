@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.agreement import check_pattern, check_result, check_scores
+from tl_posdisent.hooks.edits.agreement import check_pattern, check_result, rest_of_scores
 from tl_posdisent.hooks.edits.head_edits import HeadRotation
 from tl_posdisent.hooks.edits.hidden_start import check_count, check_start
 from tl_posdisent.hooks.edits.layer_edits import LayerEdits
@@ -31,16 +31,19 @@ WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with
 def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch head query key"]:
     """Return the scores of a layer under its edits."""
     check_whole_text(layer)
-    scores = layer.scores
-    if edits.recomputed and layer.has_vectors and layer.spec.taps.scores is not None:
-        check_scores(layer, edits.recomputed)
+    scores, shows = layer.scores, layer.spec.taps.scores is not None
+    rest = rest_of_scores(layer, edits.recomputed) if shows and edits.recomputed and layer.has_vectors else None
     if edits.recomputed or any(edit.counts for edit, _ in edits.score_edits):
         if restarts(layer.positions):
             check_packed(layer.positions, layer.mask)
         if edits.by_place and layer.at_slots:
             check_start(layer, edits.rotated)
     for rotation, heads in edits.rotated.items():
-        scores = _with_heads(scores, heads, rotated_scores(layer, rotation, heads, _of_heads(scores, heads)))
+        before = _of_heads(scores, heads)
+        added = torch.zeros_like(before)
+        if rest is not None:
+            added = _of_heads(rest, [edits.recomputed.index(head) for head in heads])
+        scores = _with_heads(scores, heads, rotated_scores(layer, rotation, heads, before, added))
     for edit, chosen in edits.score_edits:
         groups = edits.alike(chosen) if edit.vectors else {HeadRotation(): list(chosen)}
         for rotation, heads in groups.items():

@@ -76,17 +76,14 @@ class RunningLayer:
         return q, k
 
     def gathered(
-        self, pattern: Float[Tensor, "batch head row key"], heads: list[int], rows: Tensor | slice = slice(None)
-    ) -> Float[Tensor, "batch row head d_value"]:
-        """Compute z of some heads, for some queries, from their patterns."""
+        self, pattern: Float[Tensor, "batch head query key"], heads: list[int]
+    ) -> Float[Tensor, "batch query head d_value"]:
+        """Compute z of some heads from their patterns."""
         spec = self.spec
         assert spec.taps.v is not None
         values = spec.taps.v.read(self.tensors[spec.taps.v.name])[:, :, [spec.key_head(head) for head in heads]]
-        gate = (
-            None
-            if spec.taps.gate is None
-            else spec.taps.gate.read(self.tensors[spec.taps.gate.name])[:, rows][:, :, heads]
-        )
+        tap = spec.taps.gate
+        gate = None if tap is None else tap.read(self.tensors[tap.name])[:, :, heads]
         return spec.gathered(pattern, values, gate)
 
     # --- positions

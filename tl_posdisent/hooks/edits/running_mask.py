@@ -40,13 +40,13 @@ class RunningMask:
     @cached_property
     def visible(self) -> Bool[Tensor, "batch head query key"]:
         """The cells in which a query sees a key."""
-        visible = self.scores > self.masked_below
+        visible = ~(self.scores <= self.masked_below)  # NaN is no mask
         return visible if self.shows_mask else visible & self.allowed
 
     @cached_property
     def seen(self) -> Bool[Tensor, "batch query key"]:
         """The cells in which any head sees a key."""
-        seen = self.scores.amax(1) > self.masked_below
+        seen = ~(self.scores.amax(1) <= self.masked_below)
         return seen if self.shows_mask else seen & self.allowed
 
     @cached_property

@@ -1,9 +1,8 @@
 """Scores of heads under edits of their rotation, from the model's own scores and its queries and keys.
 
-The scores that the edits would give and the model's own are both products of queries and keys; their difference is
-added to the model's scores. What the model or other hooks have added (masks, a bias) stays, and where nothing changes
-the scores stay as they are. A piecewise linear function of the distance (one distance, a ceiling) selects among
-products of turned vectors. All other distances are computed subspace by subspace for each pair.
+The model's scores are a product of queries and keys and a rest, the mask and rounding. The edits give another product,
+to which the rest is added, so masked cells stay masked. A piecewise linear function of the distance (one distance, a
+ceiling) selects among products of turned vectors. All other distances are computed subspace by subspace for each pair.
 """
 
 from __future__ import annotations
@@ -37,18 +36,26 @@ class Vectors(NamedTuple):
 
 
 def rotated_scores(
-    layer: RunningLayer, rotation: HeadRotation, heads: Sequence[int], scores: Float[Tensor, "batch head query key"]
+    layer: RunningLayer,
+    rotation: HeadRotation,
+    heads: Sequence[int],
+    scores: Float[Tensor, "batch head query key"],
+    rest: Float[Tensor, "batch head query key"],
 ) -> Float[Tensor, "batch head query key"]:
-    """Return the scores of some heads under the edits of their rotation, given the model's own."""
-    plain = own_vectors(layer, heads)
+    """Return the scores of some heads under the edits of their rotation.
+
+    Args:
+        scores: the model's own.
+        rest: these less the product of its queries and keys.
+    """
     if not rotation.pairwise:
         angles = rotation.angles(layer.rotary, rotation.positions(layer.positions, len(layer.q)))
-        return _exchanged(layer.spec, scores, plain, _turned(layer, rotation, heads, angles, angles))
+        return _rounded(with_product(layer.spec, rest, _turned(layer, rotation, heads, angles, angles)), scores)
     distances = None if rotation.distance is None else rotation.distance.distances
     if isinstance(distances, Tensor):
         cells = _matrix(layer, distances, heads)
         values, index = cells.clamp(max=rotation.ceiling).unique(return_inverse=True)
-        return _added(layer, rotation, heads, scores, values, index)
+        return _rounded(rest + _of_pairs(layer, rotation, heads, values, index), scores)
     if distances is None or isinstance(distances, (int, float)):
         pieces = _pieces_of_ceiling(distances, rotation.ceiling)
     else:
@@ -60,9 +67,9 @@ def rotated_scores(
         if straight is None:
             index = (layer.distances - low).clamp(0, len(values) - 1)
             index = index if index.ndim == 2 else index[:, None]  # positions differ between texts
-            return _added(layer, rotation, heads, scores, values, index)
+            return _rounded(rest + _of_pairs(layer, rotation, heads, values, index), scores)
         pieces = straight
-    return _selected(layer, rotation, heads, scores, pieces)
+    return _selected(layer, rotation, heads, scores, rest, pieces)
 
 
 def own_vectors(layer: RunningLayer, heads: Sequence[int]) -> Vectors:
@@ -93,21 +100,20 @@ def _turned(
     return Vectors(q, k if len(heads) == layer.spec.n_heads else k[:, :, [shared.index(group) for group in there]])
 
 
-def _exchanged(spec: AttentionSpec, scores: Tensor, before: Vectors, after: Vectors) -> Tensor:
-    """Add the difference of two products of queries and keys to scores that contain the first."""
-    wide = scores.to(before.q.dtype)
+def with_product(
+    spec: AttentionSpec, rest: Float[Tensor, "batch head query key"], vectors: Vectors, sign: int = 1
+) -> Float[Tensor, "batch head query key"]:
+    """Add the scores of rotated queries and keys to the rest, or subtract them."""
     if spec.soft_cap is not None:
-        return _rounded(wide + (spec.score(*after) - spec.score(*before)), scores)
-    q = torch.cat([after.q.transpose(1, 2), before.q.transpose(1, 2)], -1)
-    k = torch.cat([after.k.transpose(1, 2), -before.k.transpose(1, 2)], -1)
+        return rest + sign * spec.score(*vectors)
+    q, k = vectors.q.transpose(1, 2), vectors.k.transpose(1, 2)
     batch, n_kv = k.shape[:2]
     # query heads that share a key head are one longer list of queries
     shared, q_shared = (
-        rearrange(x, "batch (kv group) query d -> (batch kv) (group query) d", kv=n_kv) for x in (wide, q)
+        rearrange(x, "batch (kv group) query d -> (batch kv) (group query) d", kv=n_kv) for x in (rest, q)
     )
-    new = torch.baddbmm(shared, q_shared, k.flatten(0, 1).mT, alpha=spec.require_scale())
-    new = rearrange(new, "(batch kv) (group query) key -> batch (kv group) query key", batch=batch, query=q.shape[2])
-    return _rounded(new, scores)
+    new = torch.baddbmm(shared, q_shared, k.flatten(0, 1).mT, alpha=sign * spec.require_scale())
+    return rearrange(new, "(batch kv) (group query) key -> batch (kv group) query key", batch=batch, query=q.shape[2])
 
 
 def _rounded(new: Tensor, scores: Tensor) -> Tensor:
@@ -152,43 +158,49 @@ def _pieces_of_ceiling(distance: float | None, ceiling: float) -> list[Piece]:
 
 
 def _selected(
-    layer: RunningLayer, rotation: HeadRotation, heads: Sequence[int], scores: Tensor, pieces: Sequence[Piece]
+    layer: RunningLayer,
+    rotation: HeadRotation,
+    heads: Sequence[int],
+    scores: Tensor,
+    rest: Tensor,
+    pieces: Sequence[Piece],
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores from vectors turned for each piece, and select for each pair the piece of its distance."""
-    plain, exact = own_vectors(layer, heads), rotation.frequencies(layer.rotary)
-    positions = rotation.positions(layer.positions, len(layer.q))
+    exact, positions = rotation.frequencies(layer.rotary), rotation.positions(layer.positions, len(layer.q))
     real = None
     if len(pieces) > 1:
         real = layer.distances if rotation.position is None else positions[..., :, None] - positions[..., None, :]
         real = real[:, None] if real.ndim == 3 else real
-    changed = None
+    selected = None
     for piece in pieces:
-        here = None if real is None or changed is None else real >= piece.start
+        here = None if real is None or selected is None else real >= piece.start
         if here is not None and not bool(here.any()):
             continue
         if piece.slope == 1 and piece.shift == 0:
-            angles = rotation.angles(layer.rotary, positions)
-            after = plain if rotation.distances_alone else _turned(layer, rotation, heads, angles, angles)
+            angles = of_keys = rotation.angles(layer.rotary, positions)
         else:
             places = piece.slope * positions.double()
-            after = _turned(layer, rotation, heads, exact.angles(places + piece.shift), exact.angles(places))
-        new = scores if after is plain else _exchanged(layer.spec, scores, plain, after)
-        changed = new if changed is None or here is None else torch.where(here, new, changed)
-    assert changed is not None
-    return changed
+            angles, of_keys = exact.angles(places + piece.shift), exact.angles(places)
+        if angles is of_keys and rotation.distances_alone:
+            new = scores
+        else:
+            after = _turned(layer, rotation, heads, angles, of_keys)
+            new = _rounded(with_product(layer.spec, rest, after), scores)
+        selected = new if selected is None or here is None else torch.where(here, new, selected)
+    assert selected is not None
+    return selected
 
 
-def _added(
+def _of_pairs(
     layer: RunningLayer,
     rotation: HeadRotation,
     heads: Sequence[int],
-    scores: Float[Tensor, "batch head query key"],
     values: Float[Tensor, " distance"],
     index: Int[Tensor, "*lead query key"],
 ) -> Float[Tensor, "batch head query key"]:
-    """Return scores at the distances ``values[index]``."""
+    """Compute scores at the distances ``values[index]``."""
     spec, rotary = layer.spec, layer.rotary
-    phases = rotation.phases(rotary, layer.positions, len(scores))
+    phases = rotation.phases(rotary, layer.positions, len(layer.q))
 
     def noisy(x: Tensor) -> Tensor:
         return turn(x, phases[..., None, :], rotary.pairing, 1.0) if isinstance(phases, Tensor) else x
@@ -197,9 +209,7 @@ def _added(
     k = noisy(layer.wide_k)[:, :, [spec.key_head(head) for head in heads]]
     ahead = layer.mask.seen.triu(1)  # keys after their query, in the prefix of a prefix LM
     causal = spec.causal and not bool(ahead.any())
-    edited = replace(spec, rotary=rotation.frequencies(rotary), causal=causal)
-    change = pair_scores(edited, q, k, values, index) - spec.score(*own_vectors(layer, heads))
-    return _rounded(scores.to(change.dtype) + change, scores)
+    return pair_scores(replace(spec, rotary=rotation.frequencies(rotary), causal=causal), q, k, values, index)
 
 
 def pair_scores(
