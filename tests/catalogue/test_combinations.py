@@ -282,7 +282,7 @@ HOOKS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: tp.remap_distance(m, lambda d: min(d, 16)), "distances"),
     (lambda m: tp.knock_out(m, 12, 0), "queries"),
     (lambda m: tp.knock_out(m, 5, torch.ones(5) > 0), "keys"),
-    (lambda m: tp.knock_out(m, keys=range(12)), "keys"),
+    (lambda m: tp.knock_out(m, keys=range(12)), "knock_out"),
     (lambda m: tp.knock_out(m, cells=torch.ones(5, 5) > 0), "cells"),
     (lambda m: tp.ablate_heads(m, [(0, 1)], positions=12), "positions"),
     (lambda m: phase_noise(m, torch.zeros(12)), "noise"),
