@@ -54,13 +54,16 @@ def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, t
     some: dict[str, Any] = {"layers": LAYERS}
     n_heads *= len(LAYERS)
     backwards = torch.arange(length).flip(0)
+    most = 1.25 if length <= 256 else 1.4  # of an intervention on positions
     return {
         "a list of hooks": (lambda model, tokens: tp.dummy_distance(model, 5), 1, 0.05),
-        "dummy_distance": (with_hooks(lambda model: tp.dummy_distance(model, 5)), 1, 1.15),
-        "swap_positions": (with_hooks(lambda model: tp.swap_positions(model, backwards)), 1, 1.15),
-        "remap_distance, a ceiling": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.clamp(max=16))), 1, 2.0),
+        "dummy_distance": (with_hooks(lambda model: tp.dummy_distance(model, 5)), 1, most),
+        "swap_positions": (with_hooks(lambda model: tp.swap_positions(model, backwards)), 1, most),
+        "remap_distance, a ceiling": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.clamp(max=16))), 1, most),
         "remap_distance, a root": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.sqrt())), 1, 4.0),
-        "limit_frequencies": (with_hooks(lambda model: tp.limit_frequencies(model, low=0.01)), 1, 1.15),
+        "limit_frequencies, frozen": (with_hooks(lambda m: tp.limit_frequencies(m, low=0.01, mode="freeze")), 1, most),
+        "limit_frequencies, dropped": (with_hooks(lambda m: tp.limit_frequencies(m, low=0.01)), 1, most),
+        "knock_out": (with_hooks(lambda model: tp.knock_out(model, queries=slice(8, None), keys=0)), 1, 1.5),
         "lambda_mask": (with_hooks(lambda model: tp.lambda_mask(model, 4, 64, 64)), 1, 2.0),
         "additivity": (table(tp.additivity), 1, 2.0),
         "controlled_distance": (table(tp.controlled_distance), 1, 2.0),
@@ -98,12 +101,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="rows whose names begin so")
     parser.add_argument("--backend", default="bridge", choices=["bridge", "hooked"])
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the text")
     parser.add_argument("--memory", action="store_true", help="measure memory instead, on 512 tokens")
     chosen = parser.parse_args()
     os.environ["BENCH_CLOCK"] = "cpu"
     torch.set_num_threads(1)
     model: Any = tp.load_model("smollm2", backend=chosen.backend)
-    tokens = model.to_tokens(tp.demo_text(), truncate=False)[:, : 2 * LENGTH if chosen.memory else LENGTH]
+    length = 2 * LENGTH if chosen.memory else chosen.length
+    tokens = model.to_tokens(tp.demo_text() * (1 + length // LENGTH), truncate=False)[:, :length]
 
     @torch.no_grad()
     def forward() -> Any:
@@ -111,7 +116,7 @@ def main() -> None:
 
     forward()
     measured: list[dict[str, Any]] = []
-    for name, (run, parts, aim) in rows(model.cfg.n_heads).items():
+    for name, (run, parts, aim) in rows(model.cfg.n_heads, length).items():
         if name.startswith(tuple(chosen.only)):
             if chosen.memory:
                 measured.append({"what": name, "memory": peak(partial(run, model, tokens)), "aim": 1024.0})
@@ -119,7 +124,7 @@ def main() -> None:
                 passes = cost_or_error(partial(run, model, tokens), forward, parts)
                 measured.append({"what": name, "passes": passes, "aim": aim})
             print(measured[-1], flush=True)
-    report("real_model", f"SmolLM2-135M (4 bits, dequantised), {chosen.backend}, {LENGTH} tokens, in passes", measured)
+    report("real_model", f"SmolLM2-135M (4 bits, dequantised), {chosen.backend}, {length} tokens, in passes", measured)
 
 
 if __name__ == "__main__":

@@ -92,17 +92,17 @@ def _earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*bat
     return first.flip(-1).cummin(-1).values.flip(-1)
 
 
-def index_in_text(own: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch key"]:
+def index_in_text(positions: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch key"]:
     """Return the index of each token in its text: from the last start whose position is 0, or from the first slot."""
     slot = torch.arange(starts.shape[-1], device=starts.device)
-    return slot - torch.where(starts & (own == 0), slot, 0).cummax(-1).values
+    return slot - torch.where(starts & (positions == 0), slot, 0).cummax(-1).values
 
 
 def other_indices(
-    index: Int[Tensor, "*rows key"], own: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]
+    index: Int[Tensor, "*rows key"], positions: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]
 ) -> Iterator[tuple[int, Int[Tensor, "*_ key"]]]:
     """Yield starts, and the indices that tokens have if the keys before are padding, where positions do not tell."""
     slot = torch.arange(starts.shape[-1], device=starts.device)
-    unknown = starts & ~(starts & (own == 0)).any(-1, keepdim=True)
+    unknown = starts & ~(starts & (positions == 0)).any(-1, keepdim=True)
     for start in unknown.any(0).nonzero()[:, 0].flip(0).tolist():
         yield start, index - start * (unknown[:, start, None] & (slot >= start))

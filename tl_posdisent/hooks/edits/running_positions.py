@@ -43,8 +43,8 @@ def positions_from_table(
     if table.shape[-1] != cos.shape[-1]:
         return None
     blocks = cos.detach().float().flatten(0, 1).split(max(1, _CELLS_PER_BLOCK // len(table)))
-    distances = (torch.cdist(some, table, compute_mode="donot_use_mm_for_euclid_dist") for some in blocks)
-    positions = torch.cat([each.argmin(-1) for each in distances]).view(cos.shape[:2])
+    distances = (torch.cdist(block, table, compute_mode="donot_use_mm_for_euclid_dist") for block in blocks)
+    positions = torch.cat([x.argmin(-1) for x in distances]).view(cos.shape[:2])
     return (positions[0] if len(positions) == 1 else positions) if fits(positions) else None
 
 
@@ -68,7 +68,7 @@ def positions_from_vectors(
     candidates = torch.arange(end_of_known(expected), device=before.device)
     possible = torch.exp(-1j * rotary.angles(candidates)).to(turns.dtype)
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
-    positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])
+    positions = torch.cat([(block @ possible.T).real.argmax(-1) for block in blocks]).view(before.shape[:2])
     return positions if fits(positions) else None
 
 
@@ -87,17 +87,17 @@ def unknown_positions(layer: int, expected: Int[Tensor, " pos"]) -> ValueError:
     )
 
 
-def restarts(own: Int[Tensor, "*batch pos"]) -> bool:
+def restarts(positions: Int[Tensor, "*batch pos"]) -> bool:
     """Say whether positions begin again at 0 within a row."""
-    return bool(((own[..., 1:] == 0) & (own[..., :-1] > 0)).any())
+    return bool(((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any())
 
 
-def check_packed(own: Int[Tensor, "*batch query"], mask: RunningMask) -> None:
+def check_packed(positions: Int[Tensor, "*batch query"], mask: RunningMask) -> None:
     """Refuse texts packed into one row by their positions alone, which the mask does not hide from each other."""
     real = ~mask.padding
-    own, both = own.expand(real.shape), real[:, 1:] & real[:, :-1]
-    begins = both & (own[:, 1:] == 0) & (own[:, :-1] > 0)
-    packed = begins.any(-1) & (begins | ~both | (own.diff() == 1)).all(-1)
+    positions, both = positions.expand(real.shape), real[:, 1:] & real[:, :-1]
+    begins = both & (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+    packed = begins.any(-1) & (begins | ~both | (positions.diff() == 1)).all(-1)
     text = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
     seen = mask.seen & ~mask.after[:, :, None]
     if bool((seen & (text[:, :, None] != text[:, None, :]))[packed].any()):
@@ -111,9 +111,8 @@ def check_packed(own: Int[Tensor, "*batch query"], mask: RunningMask) -> None:
 
 def check_one_text(spec: AttentionSpec, inside: Bool[Tensor, "*lead query key"], tool: str) -> None:
     """Refuse several texts packed into one row, each masked from the others: scores are fitted text by text."""
-    at = torch.arange(inside.shape[-1], device=inside.device)
     real = inside.diagonal(0, -2, -1)
-    whole = spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]
+    whole = spec.mask(inside.shape[-1], inside.device) & real[..., :, None] & real[..., None, :]
     if not torch.equal(whole, inside):
         raise ArgumentError(
             "attention_mask",
