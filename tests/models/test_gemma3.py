@@ -21,7 +21,6 @@ from tl_posdisent import (
     head_patching,
     random_control,
     read_model,
-    remap_distance,
     score_sources,
     swap_positions,
 )
@@ -110,21 +109,6 @@ def test_one_profile_for_other_texts_tells_it_from_random_queries_and_keys(model
         for m in (model, next(random_control(model, weights="random_qk")))
     )
     assert trained > random + 0.05
-
-
-def test_a_cache_that_forgets_gives_the_logits_of_the_whole_text(model: Any) -> None:
-    """Steps of one, two and three tokens across the window of 512, under hooks on every layer."""
-    text, ends = model.to_tokens(demo_text() * 2, truncate=False)[:, :519], (510, 511, 513, 516, 519)
-    hooks = remap_distance(model, lambda d: d.clamp(max=16))
-    with torch.no_grad(), applied(model, hooks):
-        expected = model.original_model(text, use_cache=False, logits_to_keep=9).logits
-        found, cache, start = [], None, 0
-        for end in ends:
-            step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 0 if start else 1}
-            out = model.original_model(text[:, start:end], **step)
-            found.append(out.logits if start else out.logits[:, :0])
-            cache, start = out.past_key_values, end
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=2e-3)
 
 
 def test_patched_heads_are_those_of_a_plain_loop(model: Any, tokens: Tensor) -> None:

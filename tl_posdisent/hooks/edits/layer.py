@@ -87,8 +87,10 @@ def _edited(
     index = layer.index if edit.counts else None
     view = View(layer.spec, heads, inside, rotation, layer.positions, index, scores, vectors)
     if edit.order == Order.HIDE:  # also what is masked already, so that nothing depends on whether a score is a mask
-        new = torch.where(inside.any(-1, keepdim=True), edit.edit(view), scores)
-        _check_keys_left(layer, edit, inside, new)
+        new = edit.edit(view)
+        blind = ~(inside & (new != -torch.inf)).any(-1)
+        _check_keys_left(layer, edit, inside.any(-1) & blind)
+        new = torch.where(blind[..., None], scores, new)  # at padding, which may see no key anyway
     else:
         new = torch.where(inside, edit.edit(view).to(scores.dtype), scores)
     if index is not None:
@@ -96,9 +98,9 @@ def _edited(
     return new
 
 
-def _check_keys_left(layer: RunningLayer, edit: ScoreEdit, inside: Tensor, new: Tensor) -> None:
-    """Refuse an edit that hides the last key that a query sees: a softmax without any key has no meaning."""
-    blind = inside.any(-1) & ~(inside & (new != -torch.inf)).any(-1)
+def _check_keys_left(layer: RunningLayer, edit: ScoreEdit, blind: Bool[Tensor, "batch head query"]) -> None:
+    """Refuse an edit that hides the last key that a query of a text sees: a softmax without keys has no meaning."""
+    blind = blind & ~layer.mask.after[:, None]
     if bool(blind.any()):
         raise ValueError(
             f"{edit.tool} must leave each query a key, and in layer {layer.spec.layer} query "
