@@ -86,7 +86,8 @@ def test_the_job_array_with_a_killed_part(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(of_third, alone, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
+@pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")  # and then dask leaves a socket of its own open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_dask_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers are copies of a process that has imported TransformerLens."""
     dask = pytest.importorskip("dask")
