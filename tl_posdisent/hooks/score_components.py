@@ -150,7 +150,7 @@ def keep_two_axis(
 def split_two_axis(spec: AttentionSpec, q: Tensor, k: Tensor, inside: Tensor) -> TwoAxisParts:
     """Compute the parts of the two-axis model at the real distances, in closed form."""
     rotary, positions = spec.require_rotary("two axes"), torch.arange(q.shape[1], device=q.device)
-    there = keys_there(inside)  # without a KV cache, also the queries that are not padding
+    there = keys_there(inside)  # and the queries that are not padding
     weights = (there / there.sum(-1, keepdim=True)).to(q.dtype)
     mean_key = torch.einsum("bkhd,bk->bhd", k, weights.expand(len(k), -1))[:, None]
     turn = _mean_turn(spec, rotary, there)

@@ -135,17 +135,12 @@ def _check_conflicts(edits: LayerEdits) -> None:
             raise ValueError(f"layer {layer}, head {head} ({head_label(layer, head)}): {problem}")
 
 
-def can_rescore(spec: AttentionSpec) -> bool:
-    """Say whether edited scores reach the output of a layer: at the hook of its scores, or by its result."""
-    return spec.puts_in_result if spec.taps.scores is None else spec.limits.scores_editable
-
-
 def _check_hooks(edits: LayerEdits) -> None:
     """Refuse a layer that lacks the hooks for its edits."""
     spec = edits.spec
     if not edits.heads:
         return
-    if not can_rescore(spec):
+    if not spec.scores_can_be_edited:
         hidden = f"shows no scores, and its hook_z is not {Z_OF_VALUES}"
         why = spec.limits.problem or ("discards edited scores" if spec.taps.scores else hidden)
         raise ValueError(

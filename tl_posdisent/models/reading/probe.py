@@ -160,7 +160,7 @@ def judge_edits(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
     if spec.taps.scores and visible is not None and "hook_pattern" in seen:
         editable = is_softmax(seen["hook_pattern"], seen["hook_attn_scores"], visible)
         spec = spec.with_limits(scores_editable=editable)
-    if spec.rotary is None or spec.limits.scores_editable or spec.puts_in_result:
+    if spec.rotary is None or spec.scores_can_be_edited:
         return spec
     if spec.taps.scores:
         return spec.with_limits(no_rotation="discards edited scores")

@@ -111,6 +111,11 @@ class AttentionSpec(Geometry):
         """Whether the layer shows no scores, and the result of edited ones can be put in at ``hook_z``."""
         return self.taps.scores is None and None not in (self.taps.v, self.taps.z, self.taps.pattern)
 
+    @property
+    def scores_can_be_edited(self) -> bool:
+        """Whether edited scores reach the output: at the hook of the scores, or by the result."""
+        return self.limits.scores_editable if self.taps.scores else self.puts_in_result
+
     def is_masked(self, scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Find the cells that are masked in a run of this model, for any reason (including padding)."""
         return scores <= self.limits.masked_below
