@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 import tl_posdisent as tp
 from tl_posdisent.page.measurements import SECTIONS
@@ -104,7 +105,7 @@ def test_a_cell_says_its_number_and_leads_to_its_head(path: Path, opened: Open) 
     page.page.wait_for_url("**#L3H4")
     row = page.page.locator("#table-atlas tr", has=page.page.locator("#L3H4"))
     assert row.is_visible()
-    assert page.page.locator("#panel h3").inner_text() == "L3H4"
+    expect(page.page.locator("#panel h3")).to_have_text("L3H4")
     titles = page.page.locator("#table-atlas thead th").all_inner_texts()
     assert float(row.locator("td").nth(titles.index("held-out r") - 1).inner_text()) == pytest.approx(
         float(r), abs=6e-4
@@ -195,7 +196,7 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
     assert plot.locator(".hoverlayer text").first.text_content().startswith(label)
     page.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.page.wait_for_url(f"**#{label}")
-    assert page.page.locator("#panel h3").inner_text() == label
+    expect(page.page.locator("#panel h3")).to_have_text(label)
     across.select_option("map")
     assert plot.get_attribute("aria-label") == "verdict, by head"
     assert page.page.evaluate(_OVERLAPS) == []
@@ -216,7 +217,7 @@ def test_the_map_by_keyboard(path: Path, opened: Open) -> None:
     assert [frame[name] for name in ("x0", "x1", "y0", "y1")] == [0.5, 1.5, 1.5, 2.5]
     page.page.keyboard.press("Enter")
     page.page.wait_for_url("**#L2H1")
-    assert page.page.locator("#panel h3").inner_text() == "L2H1"
+    expect(page.page.locator("#panel h3")).to_have_text("L2H1")
     plot.focus()
     for _ in range(9):
         page.page.keyboard.press("ArrowRight")
@@ -238,6 +239,7 @@ def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
     page.page.wait_for_url("**#L2H5")
     page.settle(CANVASES + 1)
     panel = page.page.locator("#panel")
+    expect(panel.locator("h3")).to_have_text("L2H5")
     assert panel.locator("dd").all_inner_texts() == row.locator("td").all_inner_texts()
     titles = page.page.locator("#table-atlas thead th").all_inner_texts()
     assert panel.locator("dt").all_inner_texts() == titles[1:]
@@ -296,7 +298,7 @@ def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: 
     assert page.page.locator(".scroll").evaluate_all("all => all.every(x => x.scrollHeight <= x.clientHeight + 1)")
     page.page.locator("#atlas .rows").uncheck()
     page.page.evaluate("() => { location.hash = 'L4H7' }")
-    assert verdicts.count() == 21  # that of the link
+    expect(verdicts).to_have_count(21)  # that of the link
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -30,7 +30,6 @@ from tl_posdisent import (
 from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.hooks.edits.running_mask import running_mask
 from tl_posdisent.models.reading.query_key_hooks import read, short_name
-from tl_posdisent.models.reading.seen import Tensors as Seen
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import rotate
 from tl_posdisent.utils.errors import ArgumentError
@@ -226,12 +225,12 @@ def at_distances(reading: Any, distances: Tensor, heads: list[int] | None) -> li
     some: Any = slice(None) if heads is None else heads
     hooks = []
     for spec in reading.specs():
-        held: Seen = {}
+        held: dict[str, Tensor] = {}
 
-        def keep(name: str, x: Tensor, hook: Any, held: Seen = held) -> None:
+        def keep(name: str, x: Tensor, hook: Any, held: dict[str, Tensor] = held) -> None:
             held[short_name(name)] = x
 
-        def put(scores: Tensor, hook: Any, spec: AttentionSpec = spec, held: Seen = held) -> Tensor:
+        def put(scores: Tensor, hook: Any, spec: AttentionSpec = spec, held: dict[str, Tensor] = held) -> Tensor:
             q, k = (read(tap, held).double() for tap in (spec.taps.q, spec.taps.k))
             own = scores.double()
             for d in distances.unique():

@@ -44,7 +44,7 @@ def test_a_result_that_is_not_of_pattern_and_values_is_refused(shared_model: Any
         return 2 * z
 
     hooks = [("blocks.0.attn.hook_z", doubled), *remap_distance(model, lambda d: d.clamp(max=3), layers=[0])]
-    refused(model, hooks, "its hook_z is not the sum of the values at its hooks, weighted by its pattern")
+    refused(model, hooks, "its hook_z is not the sum of its values, weighted by its pattern")
 
 
 @every_way

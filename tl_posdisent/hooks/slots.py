@@ -9,15 +9,13 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_indices, check_values, is_integer, listed
+from tl_posdisent.utils.validation import check_indices, check_values, is_integer, listed, shown
 from tl_posdisent.utils.words import plural
 
 Slots = int | range | slice | Sequence[int] | Bool[Tensor, " pos"] | None
 """Slots of the batch, from 0, or from the end if negative; None for all."""
 
 ChosenSlots = int | Sequence[int] | slice | Tensor | None
-
-_ANY_LENGTH = 2**62  # slots are compared with the text when the model runs
 
 
 def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
@@ -32,9 +30,13 @@ def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
         return chosen
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         return chosen.clone()
-    check_indices(name, chosen, _ANY_LENGTH)
-    slots: int | list[int] = listed(name, chosen)
-    return slots
+    slots: int | list[int] | tuple[int, ...] = listed(name, chosen)
+    indices = [slots] if is_integer(slots) else slots
+    if not isinstance(indices, Sequence) or not all(map(is_integer, indices)):
+        raise ArgumentError(name, f"must be integers, a range, a slice or booleans, got {shown(chosen)}")
+    if not indices or len(set(indices)) < len(indices):
+        raise ArgumentError(name, f"must name at least one and none twice, got {shown(chosen)}")
+    return slots  # compared with the text when the model runs
 
 
 def slots_text(chosen: ChosenSlots) -> str:

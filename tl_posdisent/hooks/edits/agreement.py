@@ -10,11 +10,9 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
 from tl_posdisent.hooks.edits.running_positions import rounding
-from tl_posdisent.hooks.edits.scores_at_distances import own_vectors, with_product
+from tl_posdisent.hooks.edits.scores_at_distances import add_product, own_vectors
 from tl_posdisent.models import agreement
 from tl_posdisent.utils.precision import mismatch
-
-Z_OF_VALUES = "the sum of the values at its hooks, weighted by its pattern"
 
 
 def rest_of_scores(layer: RunningLayer, heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
@@ -24,7 +22,7 @@ def rest_of_scores(layer: RunningLayer, heads: Sequence[int]) -> Float[Tensor, "
     """
     shown = layer.scores if len(heads) == layer.spec.n_heads else layer.scores[:, list(heads)]
     vectors = own_vectors(layer, heads)
-    rest = with_product(layer.spec, shown.to(vectors.q.dtype), vectors, -1)
+    rest = add_product(layer.spec, shown.to(vectors.q.dtype, copy=True), vectors, -1)
     with torch.no_grad():
         masked = shown <= layer.masked_below
         if not layer.spec.limits.shows_mask:
@@ -34,7 +32,7 @@ def rest_of_scores(layer: RunningLayer, heads: Sequence[int]) -> Float[Tensor, "
         rows = agreement.checked_rows(len(layer.slots), shown.device)
         largest = shown[:, :, rows].masked_fill(masked[:, :, rows], 0.0)
         slack = _slack(layer, *(x.detach() for x in vectors))
-        agreement.check_rest(layer.spec, rest.masked_fill(masked, 0.0), largest, layer.q.dtype, slack)
+        agreement.check_rest(layer.spec, rest, masked, largest, layer.q.dtype, slack)
     return rest
 
 
@@ -64,5 +62,6 @@ def check_result(
     if ours.shape != theirs.shape or mismatch(theirs, ours, z.dtype) > 1:
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture} shows no scores that could be edited, and its hook_z is not "
-            f"{Z_OF_VALUES}: its scores cannot be changed, or other hooks act on its attention"
+            "the sum of its values, weighted by its pattern: its scores cannot be changed, or other hooks act on its "
+            "attention"
         )

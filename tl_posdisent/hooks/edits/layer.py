@@ -40,10 +40,9 @@ def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch 
             check_start(layer, edits.rotated)
     for rotation, heads in edits.rotated.items():
         before = _of_heads(scores, heads)
-        added = torch.zeros_like(before)
-        if rest is not None:
-            added = _of_heads(rest, [edits.recomputed.index(head) for head in heads])
-        scores = _with_heads(scores, heads, rotated_scores(layer, rotation, heads, before, added))
+        places = [edits.recomputed.index(head) for head in heads]
+        beyond = torch.zeros_like(before) if rest is None else _of_heads(rest, places)
+        scores = _with_heads(scores, heads, rotated_scores(layer, rotation, heads, before, beyond))
     for edit, chosen in edits.score_edits:
         groups = edits.alike(chosen) if edit.vectors else {HeadRotation(): list(chosen)}
         for rotation, heads in groups.items():

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tl_posdisent.hooks.edits.agreement import Z_OF_VALUES
 from tl_posdisent.hooks.edits.conflicts import conflict
 from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.head_edits import HeadRotation, compose
@@ -140,9 +139,7 @@ def _check_hooks(edits: LayerEdits) -> None:
     spec = edits.spec
     if not edits.heads:
         return
-    if not spec.scores_can_be_edited:
-        hidden = f"shows no scores, and its hook_z is not {Z_OF_VALUES}"
-        why = spec.limits.problem or ("discards edited scores" if spec.taps.scores else hidden)
+    if why := spec.why_no_score_edits:
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture} {why}: edit its results (ablate_heads), or load the model with "
             "the other backend"

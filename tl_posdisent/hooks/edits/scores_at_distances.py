@@ -46,11 +46,11 @@ def rotated_scores(
 
     Args:
         scores: the model's own.
-        rest: these less the product of its queries and keys.
+        rest: these less the product of its queries and keys; overwritten.
     """
     if not rotation.pairwise:
         angles = rotation.angles(layer.rotary, rotation.positions(layer.positions, len(layer.q)))
-        return _rounded(with_product(layer.spec, rest, _turned(layer, rotation, heads, angles, angles)), scores)
+        return _rounded(add_product(layer.spec, rest, _turned(layer, rotation, heads, angles, angles)), scores)
     distances = None if rotation.distance is None else rotation.distance.distances
     if isinstance(distances, Tensor):
         cells = _matrix(layer, distances, heads)
@@ -100,20 +100,25 @@ def _turned(
     return Vectors(q, k if len(heads) == layer.spec.n_heads else k[:, :, [shared.index(group) for group in there]])
 
 
-def with_product(
-    spec: AttentionSpec, rest: Float[Tensor, "batch head query key"], vectors: Vectors, sign: int = 1
+def add_product(
+    spec: AttentionSpec, scores: Float[Tensor, "batch head query key"], vectors: Vectors, sign: int = 1
 ) -> Float[Tensor, "batch head query key"]:
-    """Add the scores of rotated queries and keys to the rest, or subtract them."""
+    """Add the scores of rotated queries and keys to ``scores``, in place, or subtract them.
+
+    In place because a new tensor of this size takes longer than the product does.
+    """
     if spec.soft_cap is not None:
-        return rest + sign * spec.score(*vectors)
+        return scores.add_(spec.score(*vectors), alpha=sign)
     q, k = vectors.q.transpose(1, 2), vectors.k.transpose(1, 2)
     batch, n_kv = k.shape[:2]
     # query heads that share a key head are one longer list of queries
     shared, q_shared = (
-        rearrange(x, "batch (kv group) query d -> (batch kv) (group query) d", kv=n_kv) for x in (rest, q)
+        rearrange(x, "batch (kv group) query d -> (batch kv) (group query) d", kv=n_kv) for x in (scores, q)
     )
-    new = torch.baddbmm(shared, q_shared, k.flatten(0, 1).mT, alpha=sign * spec.require_scale())
-    return rearrange(new, "(batch kv) (group query) key -> batch (kv group) query key", batch=batch, query=q.shape[2])
+    shared.baddbmm_(q_shared, k.flatten(0, 1).mT, alpha=sign * spec.require_scale())
+    return rearrange(
+        shared, "(batch kv) (group query) key -> batch (kv group) query key", batch=batch, kv=n_kv, query=q.shape[2]
+    )
 
 
 def _rounded(new: Tensor, scores: Tensor) -> Tensor:
@@ -172,7 +177,7 @@ def _selected(
         real = layer.distances if rotation.position is None else positions[..., :, None] - positions[..., None, :]
         real = real[:, None] if real.ndim == 3 else real
     selected = None
-    for piece in pieces:
+    for n, piece in enumerate(pieces):
         here = None if real is None or selected is None else real >= piece.start
         if here is not None and not bool(here.any()):
             continue
@@ -185,8 +190,12 @@ def _selected(
             new = scores
         else:
             after = _turned(layer, rotation, heads, angles, of_keys)
-            new = _rounded(with_product(layer.spec, rest, after), scores)
-        selected = new if selected is None or here is None else torch.where(here, new, selected)
+            new = _rounded(add_product(layer.spec, rest if n == len(pieces) - 1 else rest.clone(), after), scores)
+        if selected is None or here is None:
+            selected = new
+        else:
+            kept = new is scores or torch.is_grad_enabled()  # otherwise overwritten, as in ``add_product``
+            selected = torch.where(here, new, selected, out=None if kept else new)
     assert selected is not None
     return selected
 

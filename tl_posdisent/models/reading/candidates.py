@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, short_name
-from tl_posdisent.models.reading.seen import Seen, shows_scores
+from tl_posdisent.models.reading.seen import Seen
 from tl_posdisent.models.reading.stored_tables import owner_of_sines
 from tl_posdisent.models.running.model_parts import hook_name, modules
 from tl_posdisent.rope.rotary import Pairing, Rotary, rotary_from_table
@@ -69,7 +69,7 @@ def _d_head(model: Any, seen: Seen) -> int:
     return int(q.shape[-1] if q is not None and q.ndim == 4 else model.cfg.d_head)
 
 
-def queries_and_keys(model: Any, layer: int, seen: Mapping[str, Tensor]) -> Iterator[Pair]:
+def queries_and_keys(model: Any, layer: int, seen: Seen) -> Iterator[Pair]:
     """Yield candidates for the hooks that carry queries and keys before rotation, the last in the pass first.
 
     Where Hugging Face's code computes the attention, a norm may come before the rotation or after it.
@@ -81,7 +81,7 @@ def queries_and_keys(model: Any, layer: int, seen: Mapping[str, Tensor]) -> Iter
     if pair[0] is None or pair[1] is None:
         return
     own, plain = getattr(model.blocks[layer].attn, "original_component", None), (pair[0], pair[1])
-    if own is not None and not shows_scores(seen):
+    if own is not None and not seen.shows_scores:
         names = [f"{which}_norm.hook_out" for which in "qk"]
         for layout in layouts(seen, *names):
             taps = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, candidates
 from tl_posdisent.models.reading.length_limits import chosen_keys, chunk_size, length_limit, text_config
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
-from tl_posdisent.models.reading.seen import Seen, Tensors, is_mask
+from tl_posdisent.models.reading.seen import Seen, is_mask
 from tl_posdisent.models.reading.spec import AttentionSpec, Limits, Taps
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
@@ -26,12 +26,12 @@ from tl_posdisent.rope.rotary import Rotary, table_like
 from tl_posdisent.utils.precision import mismatch
 
 
-def explain(p: Pass, layer: int, tensors: Tensors, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
+def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | None = None) -> AttentionSpec:
     """Describe a layer from one pass: the rotation, scale and cap that reproduce its scores, or why none do.
 
-    ``keys_of`` is the layer to which the keys and values in ``tensors`` belong, if not to this one.
+    ``keys_of`` is the layer to which the keys and values in ``seen`` belong, if not to this one.
     """
-    model, cfg, seen = p.model, p.model.cfg, Seen(tensors)
+    model, cfg = p.model, p.model.cfg
     options = candidates(model, layer, seen, own)
     visible = seen.visible
     causal = visible is None or not bool(visible.triu(1).any())
@@ -258,9 +258,9 @@ def _has_keys(points: Mapping[str, Any], layer: int) -> bool:
     return hook_name(layer, "k.hook_out") in points
 
 
-def with_lent(tensors: Tensors, lender: Tensors) -> Tensors:
+def with_lent(seen: Seen, lender: Seen) -> Seen:
     """Return what a layer showed, with the keys and values of another layer, which fired before."""
-    return {name: lender[name] for name in _LENT if name in lender} | tensors
+    return Seen({name: lender[name] for name in _LENT if name in lender} | dict(seen))
 
 
 def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:

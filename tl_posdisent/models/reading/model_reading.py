@@ -169,13 +169,11 @@ def _obstacles(spec: AttentionSpec, no_results: str) -> dict[str, str]:
     """Return for each group of tools why it does not act on a layer, empty if it does."""
     problem = spec.limits.problem or ""
     no_rotation = "it has no rotary position embedding" if spec.rotary is None else ""
-    shows_scores = spec.taps.scores is not None
-    no_edits = "it discards edited scores" if shows_scores else "it shows no scores, and hook_z is not pattern × values"
     return {
-        "fits": "" if shows_scores else problem,
+        "fits": "" if spec.taps.scores else problem,
         "capture": problem,
         "rotation": spec.limits.no_rotation or problem or no_rotation,
-        "score_edits": "" if spec.scores_can_be_edited else problem or no_edits,
+        "score_edits": spec.why_no_score_edits,
         "result_edits": no_results or ("" if spec.taps.z else "hook_z does not fire"),
     }
 

@@ -22,8 +22,7 @@ from tl_posdisent.models.reading.candidates import (
     queries_and_keys,
 )
 from tl_posdisent.models.reading.explanation import explain, lenders, with_lent
-from tl_posdisent.models.reading.seen import Tensors as Seen
-from tl_posdisent.models.reading.seen import is_softmax, shows_scores, visible_cells
+from tl_posdisent.models.reading.seen import Seen, is_softmax
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Pass, running
 from tl_posdisent.models.running.model_parts import architecture, hook_name, n_layers
@@ -57,7 +56,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
 
         edits: list[Hook] = []
         for spec in specs:
-            if not shows_scores(seen[spec.layer]):
+            if not seen[spec.layer].shows_scores:
                 own_taps = next(queries_and_keys(model, spec.layer, seen[spec.layer]), ())
                 size = (spec.d_head**0.5 * (spec.scale or spec.d_head**-0.5)) ** -0.5  # so that scores have variance 1
                 taps = (spec.taps.q, spec.taps.k) if spec.taps.q and spec.taps.k else own_taps
@@ -126,10 +125,11 @@ def listen(
     layers = sorted({*(x if isinstance(x, int) else x.layer for x in read), *keys_of.values()})
     places = {hook_name(layer, short): (layer, short) for layer in layers for short in _LISTEN}
     there = [name for name in places if name in p.points]
-    seen: dict[int, Seen] = {layer: {} for layer in layers}
+    tensors: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
     for name, x in p.record(tokens, there, edits, stop=None if whole else max(layers) + 1, **more).items():
         layer, short = places[name]
-        seen[layer][short] = x
+        tensors[layer][short] = x
+    seen = {layer: Seen(shown) for layer, shown in tensors.items()}
     return seen | {layer: with_lent(seen[layer], seen[lender]) for layer, lender in keys_of.items()}
 
 
@@ -151,17 +151,15 @@ def check_edited_scores(
 
     edits = [(spec.taps.scores, partial(disturb, spec)) for spec in specs if spec.taps.scores]
     seen = listen(p, tokens, specs, [*first, *edits]) if edits else {}
-    return [judge_edits(spec, seen.get(spec.layer, {})) for spec in specs]
+    return [judge_edits(spec, seen.get(spec.layer, Seen({}))) for spec in specs]
 
 
 def judge_edits(spec: AttentionSpec, seen: Seen) -> AttentionSpec:
     """Say whether the pattern of a layer is that of its edited scores, and whether its rotation can be edited."""
-    visible = visible_cells(seen)
+    visible = seen.visible
     if spec.taps.scores and visible is not None and "hook_pattern" in seen:
         editable = is_softmax(seen["hook_pattern"], seen["hook_attn_scores"], visible)
         spec = spec.with_limits(scores_editable=editable)
     if spec.rotary is None or spec.scores_can_be_edited:
         return spec
-    if spec.taps.scores:
-        return spec.with_limits(no_rotation="discards edited scores")
-    return spec.with_limits(no_rotation="shows no scores, and its hook_z is not its pattern times values")
+    return spec.with_limits(no_rotation=spec.why_no_score_edits)

@@ -15,9 +15,6 @@ from tl_posdisent.models.reading.geometry import Geometry
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.utils.precision import mismatch
 
-Tensors = dict[str, Tensor]
-"""Tensors recorded in one layer during one pass, by short hook name."""
-
 
 @dataclass(frozen=True, eq=False)
 class Seen(Mapping[str, Tensor]):
@@ -69,16 +66,6 @@ class Seen(Mapping[str, Tensor]):
     def shows_mask(self) -> bool:
         """Whether the scores show which cells are masked: in some models the mask is applied behind their hook."""
         return self.unmasked is not None and self.visible is not None and torch.equal(self.visible, self.unmasked)
-
-
-def shows_scores(tensors: Mapping[str, Tensor]) -> bool:
-    """Say whether the hook of the scores carries scores (``Seen.shows_scores``)."""
-    return Seen(tensors).shows_scores
-
-
-def visible_cells(tensors: Mapping[str, Tensor]) -> Bool[Tensor, "query key"] | None:
-    """Find the cells that any head of any text attends to (``Seen.visible``)."""
-    return Seen(tensors).visible
 
 
 def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:

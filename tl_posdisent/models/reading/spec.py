@@ -116,6 +116,14 @@ class AttentionSpec(Geometry):
         """Whether edited scores reach the output: at the hook of the scores, or by the result."""
         return self.limits.scores_editable if self.taps.scores else self.puts_in_result
 
+    @property
+    def why_no_score_edits(self) -> str:
+        """Why edited scores do not reach the output, or an empty string if they do."""
+        if self.scores_can_be_edited:
+            return ""
+        hidden = "shows no scores, and its hook_z is not the sum of its values, weighted by its pattern"
+        return self.limits.problem or ("discards edited scores" if self.taps.scores else hidden)
+
     def is_masked(self, scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Find the cells that are masked in a run of this model, for any reason (including padding)."""
         return scores <= self.limits.masked_below
