@@ -27,10 +27,10 @@ from .experiments.causal.head_ablation import head_ablation as head_ablation
 from .experiments.causal.head_effects import head_effects as head_effects
 from .experiments.causal.head_verdicts import head_verdicts as head_verdicts
 from .experiments.causal.ladder import attention_ladder as attention_ladder
-from .experiments.causal.metrics import logit_difference as logit_difference
 from .experiments.causal.patching import component_patching as component_patching
 from .experiments.causal.patching import head_patching as head_patching
 from .experiments.causal.patching import position_patching as position_patching
+from .experiments.measuring.metrics import logit_difference as logit_difference
 from .experiments.residual_stream.distance_sources import distance_sources as distance_sources
 from .experiments.residual_stream.score_sources import score_sources as score_sources
 from .experiments.retrieval.retrieval_heads import retrieval_heads as retrieval_heads

@@ -16,8 +16,8 @@ from support.public_calls import call, needles_of
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
 from tl_posdisent.experiments.attention_scores import additivity as additivity_module
-from tl_posdisent.experiments.attention_scores import score_controls
-from tl_posdisent.experiments.attention_scores.score_controls import Control
+from tl_posdisent.experiments.measuring import score_controls
+from tl_posdisent.experiments.measuring.score_controls import Control
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(14, batch=3)

@@ -28,7 +28,7 @@ from tl_posdisent import (
     position_patching,
 )
 from tl_posdisent.experiments import streaming_ablation
-from tl_posdisent.experiments.causal.metrics import as_numbers, next_token_loss
+from tl_posdisent.experiments.measuring.metrics import as_numbers, next_token_loss
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)

@@ -11,7 +11,7 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent import additivity, capture, random_control
-from tl_posdisent.experiments.attention_scores.score_controls import for_each_control
+from tl_posdisent.experiments.measuring.score_controls import for_each_control
 from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)

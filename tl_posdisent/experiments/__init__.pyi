@@ -16,12 +16,12 @@ from .causal.head_verdicts import head_verdicts as head_verdicts
 from .causal.intervention_losses import intervention_losses as intervention_losses
 from .causal.ladder import attention_ladder as attention_ladder
 from .causal.loss_attribution import shapley_values as shapley_values
-from .causal.metrics import LogitDifference as LogitDifference
-from .causal.metrics import logit_difference as logit_difference
 from .causal.patching import component_patching as component_patching
 from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
 from .causal.position_effects import position_effects as position_effects
+from .measuring.metrics import LogitDifference as LogitDifference
+from .measuring.metrics import logit_difference as logit_difference
 from .residual_stream.content_position import ContentPosition as ContentPosition
 from .residual_stream.content_position import PositionalSubspace as PositionalSubspace
 from .residual_stream.content_position import content_position_terms as content_position_terms

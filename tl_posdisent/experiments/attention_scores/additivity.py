@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
 from tl_posdisent.additive.fit import explained_around, fit_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
-from tl_posdisent.experiments.attention_scores.score_controls import Control, for_each_control
+from tl_posdisent.experiments.measuring.score_controls import Control, for_each_control
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model

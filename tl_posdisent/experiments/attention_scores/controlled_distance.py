@@ -18,7 +18,7 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
-from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
+from tl_posdisent.experiments.measuring.measure_layers import measure_layers
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, pairs_of
 from tl_posdisent.hooks.positions import dummy_distance

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, make_cells
+from tl_posdisent.experiments.measuring.measure_layers import measure_layers
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
@@ -29,7 +30,6 @@ from tl_posdisent.utils.validation import Numbers, check_choice, check_seeds, he
 from tl_posdisent.utils.words import plural
 
 from .additivity import TextMarginals, cells_of, columns_of_texts, text_marginals
-from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
 _OfTexts = tuple[Tensor, Tensor, Moments, TextMarginals, Tensor]  # of texts of equal length

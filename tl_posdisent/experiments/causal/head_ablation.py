@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.effect_table import effect_table, units_of
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.experiments.measuring.rows_by_head import rows_by_head, units_of
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
 from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
@@ -90,7 +90,7 @@ def head_ablation(
     with without_gradients(), running(model):
         other = stand_in(model, attending, mode, averaged, seed)
     units = [units_of(spec, some) for spec, some in chosen]
-    return effect_table(reading, texts, units, _hooks_by(ResultEdit("ablate_heads", other)), metric, progress=progress)
+    return rows_by_head(reading, texts, units, _hooks_by(ResultEdit("ablate_heads", other)), metric, progress=progress)
 
 
 def _hooks_by(edit: Edit) -> Any:
@@ -144,7 +144,7 @@ def streaming_ablation(
     window = visible_window(texts, sinks, window, causal=causal)
     check_reach(model, [spec.layer for spec, _ in chosen])
     units, edit = [units_of(spec, some) for spec, some in chosen], hiding("streaming_ablation", sinks, window)
-    return effect_table(reading, texts, units, _hooks_by(edit), metric, progress=progress)
+    return rows_by_head(reading, texts, units, _hooks_by(edit), metric, progress=progress)
 
 
 def visible_window(texts: Texts, sinks: int, window: int | None, *, causal: bool = True) -> int:

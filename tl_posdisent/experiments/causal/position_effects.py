@@ -12,14 +12,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import estimated_effects
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
-from tl_posdisent.experiments.causal.named_interventions import (
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, metric_name, next_token_loss
+from tl_posdisent.experiments.measuring.named_interventions import (
     Interventions,
     NamedIntervention,
     named_interventions,
     rows_by_layer,
 )
-from tl_posdisent.experiments.causal.text_parts import differentiable_texts
+from tl_posdisent.experiments.measuring.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running

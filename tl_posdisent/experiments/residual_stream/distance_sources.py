@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.residual_stream.qk_readout import (
+from tl_posdisent.experiments.measuring.qk_readout import (
     FrozenReadout,
     Readout,
     freeze,
@@ -20,7 +20,7 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
     observe,
     taps_of,
 )
-from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, read_source, stream_sources
+from tl_posdisent.experiments.measuring.stream_sources import BIAS, read_source, stream_sources
 from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import LogitDifference, logit_difference
-from tl_posdisent.experiments.causal.runs import run_under
-from tl_posdisent.experiments.causal.text_parts import TOKENS, Part, parts_of
+from tl_posdisent.experiments.measuring.metrics import LogitDifference, logit_difference
+from tl_posdisent.experiments.measuring.runs import run_under
+from tl_posdisent.experiments.measuring.text_parts import TOKENS, Part, parts_of
 from tl_posdisent.hooks.hook_list import Chosen
 from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import Metric
-from tl_posdisent.experiments.causal.result_gradients import result_gradients
-from tl_posdisent.experiments.causal.text_parts import TOKENS
+from tl_posdisent.experiments.measuring.metrics import Metric
+from tl_posdisent.experiments.measuring.result_gradients import result_gradients
+from tl_posdisent.experiments.measuring.text_parts import TOKENS
 from tl_posdisent.experiments.retrieval.needles import (
     Needles,
     check_needles,
