@@ -181,7 +181,6 @@ OF_A_RESULT = {
     *(
         "plot_attention_by_distance",
         "plot_deposit",
-        "plot_distance_sources",
         "plot_dynamics",
         "plot_length",
         "plot_perturbation",
@@ -212,7 +211,7 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("DistanceSources", "LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
+    *("LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
     *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }

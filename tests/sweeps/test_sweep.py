@@ -35,7 +35,7 @@ from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = pytest.mark.slow
 
-TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "RopeHadamard", "ScoreSources"}
+TABLES = {"pd.DataFrame", "ContentPosition", "RopeHadamard", "ScoreSources"}
 TABLES |= {"SufficientHeads"}
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 

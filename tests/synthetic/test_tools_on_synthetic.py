@@ -143,7 +143,7 @@ def test_random_control_keeps_the_encoding(encoding: str) -> None:
 
 LIKE_THE_ZOO = {"d_vocab": zoo.VOCAB, "n_out": zoo.VOCAB, "n_heads": 8, "d_model": 64, "n_ctx": 64, "n_layers": 1}
 OTHER = {"evaluate", "save_checkpoint", "train"}  # not of any TransformerLens model
-AFFINE = {"content_position_terms", "distance_sources", "score_sources"}
+AFFINE = {"content_position_terms", "score_sources"}
 GROUPED = {"patch_vectors"}  # is given keys of grouped heads there
 
 

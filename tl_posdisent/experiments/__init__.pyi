@@ -26,8 +26,6 @@ from .residual_stream.content_position import ContentPosition as ContentPosition
 from .residual_stream.content_position import PositionalSubspace as PositionalSubspace
 from .residual_stream.content_position import content_position_terms as content_position_terms
 from .residual_stream.content_position import positional_subspace as positional_subspace
-from .residual_stream.distance_sources import DistanceSources as DistanceSources
-from .residual_stream.distance_sources import distance_sources as distance_sources
 from .residual_stream.rope_hadamard import RopeHadamard as RopeHadamard
 from .residual_stream.rope_hadamard import rope_hadamard as rope_hadamard
 from .residual_stream.score_sources import ScoreSources as ScoreSources
