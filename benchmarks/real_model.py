@@ -67,7 +67,6 @@ def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, t
         "lambda_mask": (with_hooks(lambda model: tp.lambda_mask(model, 4, 64, 64)), 1, 2.0),
         "additivity": (table(tp.additivity), 1, 2.0),
         "controlled_distance": (table(tp.controlled_distance), 1, 2.0),
-        "trained_vs_random, one copy": (table(tp.trained_vs_random, seeds=[0]), 1, 8.0),
         "head_ablation, a head": (table(tp.head_ablation, **some), n_heads, 0.6),
         "head_effects, eight interventions, no exact runs": (all_heads_at_once, 1, 15.0),
         "head_labels, no streaming": (table(tp.head_labels, streaming=False), 1, 6.0),

@@ -21,7 +21,6 @@ from .experiments.attention_scores.head_labels import head_labels as head_labels
 from .experiments.attention_scores.queries_and_keys import positional_symbolic as positional_symbolic
 from .experiments.attention_scores.queries_and_keys import preference_flips as preference_flips
 from .experiments.attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
-from .experiments.attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .experiments.causal.additive_substitution import additive_substitution as additive_substitution
 from .experiments.causal.head_ablation import head_ablation as head_ablation
 from .experiments.causal.head_effects import head_effects as head_effects

@@ -187,7 +187,7 @@ OF_A_RESULT = {
         "plot_shares",
     ),
     *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
-    *("shapley_values", "dynamics", "sweep"),
+    *("dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
 NOT_YET = words_of(

@@ -97,14 +97,6 @@ def test_rows_of_chosen_heads_with_options(variant: str, kind: str, name: str, s
     same(measure(model, layers=1, heads=[6, 3]), of_heads(whole[layers], [(1, 3), (1, 6)]))
 
 
-def test_means_of_layers_are_over_the_chosen_heads(shared_model: Any) -> None:
-    model, options = shared_model("bridge", "llama-gqa"), TEXTS | {"seeds": [0], "heads": HEADS}
-    by_head, by_layer = (tp.trained_vs_random(model, **options, by=by) for by in ("head", "layer"))
-    mean = by_head.groupby(["layer", "measure"])["trained"].mean().sort_index()
-    found = by_layer.set_index(["layer", "measure"])["trained"].sort_index()
-    pd.testing.assert_series_equal(found, mean, rtol=1e-6)
-
-
 def test_only_the_layers_and_heads_that_are_asked_for_are_fitted(
     shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,6 @@ GOOD: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
-    "dummy_distance_check": {"distances": [1, 2]},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "retrieval_heads": {

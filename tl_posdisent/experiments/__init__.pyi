@@ -2,12 +2,10 @@ from .attention_scores.additivity import additivity as additivity
 from .attention_scores.attention_by_distance import attention_by_distance as attention_by_distance
 from .attention_scores.controlled_distance import controlled_distance as controlled_distance
 from .attention_scores.controlled_distance import disentanglement as disentanglement
-from .attention_scores.controlled_distance import dummy_distance_check as dummy_distance_check
 from .attention_scores.head_labels import head_labels as head_labels
 from .attention_scores.queries_and_keys import positional_symbolic as positional_symbolic
 from .attention_scores.queries_and_keys import preference_flips as preference_flips
 from .attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
-from .attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_ablation import streaming_ablation as streaming_ablation
@@ -15,11 +13,9 @@ from .causal.head_effects import head_effects as head_effects
 from .causal.head_verdicts import head_verdicts as head_verdicts
 from .causal.intervention_losses import intervention_losses as intervention_losses
 from .causal.ladder import attention_ladder as attention_ladder
-from .causal.loss_attribution import shapley_values as shapley_values
 from .causal.patching import component_patching as component_patching
 from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
-from .causal.position_effects import position_effects as position_effects
 from .measuring.metrics import LogitDifference as LogitDifference
 from .measuring.metrics import logit_difference as logit_difference
 from .residual_stream.content_position import ContentPosition as ContentPosition

@@ -57,7 +57,7 @@ def plot_heads(
         value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
         by: ``"layer"`` draws the mean over the heads of each layer as a line, and the range from the lowest to the
             highest head as a band. ``"position"`` draws heads on y and positions on x, for a table with the column
-            ``position``, as from ``head_patching(..., positions=...)`` or ``position_effects``: of more than 24 heads,
+            ``position``, as from ``head_patching(..., positions=...)``: of more than 24 heads,
             those with the largest values.
         random: for ``by="layer"``: a table of random weights with the same columns, drawn beside the other.
         signed: whether to use a diverging colour scale, white at 0. Default: if a value is negative.
