@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
         "biases by_subspace causal centred check final_norm ignore_zero intercept keep_last "
-        "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming "
+        "latent_norm log pool shared_rotary_query source_norm stray_triggers "
         "sufficiency trained two_triggers fresh",
     ),
     "choice": (
@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "count": (
         [0, 2.5, True, "3", NAN, 2**63, 10**400],
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
-        "d_query_latent d_rope d_vocab depths epochs length local log_every max_gap max_length max_pairs "
+        "d_query_latent d_rope d_vocab depths epochs length log_every max_gap max_length max_pairs "
         "max_side min_length min_pairs n n_ctx n_heads n_layers n_logits n_out "
         "n_test n_train n_triggers pairs pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
@@ -75,7 +75,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "number": (
         [NAN, "1", True, 1j, 10**400],
         "attention_factor budget clip confidence distance dropout factor fraction high low lr negligible noise"
-        " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
+        " pseudo_count ridge rope_base scale share warmup weight_decay",
     ),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
     "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),

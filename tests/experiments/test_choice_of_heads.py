@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import zoo
 from support.public import public_names
-from support.public_calls import call, needles_of
+from support.public_calls import call
 
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
@@ -75,9 +75,6 @@ VARIANTS: dict[str, Call] = {
     "by subspace": lambda model, **more: tp.positional_symbolic(model, **TEXTS, by_subspace=True, sinks=1, **more),
     "interventions": lambda model, **more: ex.attention_by_distance(
         model, interventions={"five": tp.dummy_distance(model, 5)}, **TEXTS, **more
-    ),
-    "estimates": lambda model, **more: tp.head_labels(
-        model, **TEXTS, sinks=1, window=3, exact=0, length=6, needles=needles_of(TOKENS), **more
     ),
     "hooks": lambda model, **more: tp.length_generalization(
         model, **TEXTS, lengths=[0, 4, 10], hooks=tp.lambda_mask(model, 1, 3, 3), by="head", **more

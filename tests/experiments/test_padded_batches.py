@@ -81,7 +81,6 @@ MEANS: dict[str, Call] = {
     "head_patching of patterns": lambda model, tokens, **y: tp.head_patching(
         model, others(tokens), tokens, real_logits, activation="pattern", heads=[3], **y
     ),
-    "streaming_ablation": lambda *x, **y: ex.streaming_ablation(*x, sinks=1, window=3, layers=1, **y),
 }
 """The mean of a metric over texts, or of the loss over predicted tokens."""
 
@@ -221,7 +220,6 @@ def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
     substituted = tp.additive_substitution(reading, tokens, layers=0, **every)
     found = {
         "head_ablation": tp.head_ablation(reading, tokens, **one)["baseline"][0],
-        "streaming_ablation": ex.streaming_ablation(reading, tokens, sinks=1, window=2, **one)["baseline"][0],
         "position_patching": tp.position_patching(reading, tokens, places, **one)["clean"][0],
         "component_patching": tp.component_patching(reading, tokens, source_positions=places, **one)["baseline"][0],
         "intervention_losses": ex.intervention_losses(reading, tokens, {"a": tp.dummy_distance(reading, 5)}, **every)[

@@ -180,7 +180,7 @@ def test_refusals(shared_model: Any) -> None:
 
 def test_the_column_of_labels(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    table = head_labels(model, streaming=False, needles=NEEDLES, length=9, repeats=1, local=3, progress=False)
+    table = head_labels(model, needles=NEEDLES, length=9, repeats=1, local=3, progress=False)
     found = found_in(model).heads.set_index(["layer", "head"])["attention"]
     own = table.set_index(["layer", "head"])["retrieval"]
     assert (own - found[own.index]).abs().max() < 1e-7
@@ -228,7 +228,7 @@ def test_a_model_that_learned_to_retrieve_needs_its_retrieval_heads() -> None:
     whole = found.knockout[found.knockout["depth"].isna()].set_index("ablated")
     assert whole.loc["none", "right"] > 0.9
     assert {layer for layer, _ in found.top(2)} == {1}  # only a second layer can follow what the first one put there
-    labels = head_labels(model, length=10, repeats=4, local=4, streaming=False, needles=first, seeds=0, progress=False)
+    labels = head_labels(model, length=10, repeats=4, local=4, needles=first, seeds=0, progress=False)
     by_label = labels.set_index(["layer", "head"])["induction"]
     assert set(found.top(2)) == set(by_label.nlargest(2).index)
     assert whole.loc["top", "difference"] < whole.loc["random", "difference"] - 1

@@ -175,10 +175,10 @@ def test_a_scale_that_is_not_stated_is_said() -> None:
 
 def test_tables_say_what_they_are_compared_with() -> None:
     model = zoo.load(*zoo.cases("llama-gqa")[0].values)
-    labels = head_labels(model, TOKENS, streaming=False, seeds=[4], std=0.3, progress=False)
+    labels = head_labels(model, TOKENS, seeds=[4], std=0.3, progress=False)
     assert labels.attrs["random weights"] == "random weights, standard deviation 0.3, seed 4"
     copy = next(random_control(model, [4], std=0.3))
-    expected = head_labels(copy, TOKENS, streaming=False, seeds=0, progress=False)["entropy"]
+    expected = head_labels(copy, TOKENS, seeds=0, progress=False)["entropy"]
     np.testing.assert_allclose(labels["entropy_random"], expected)
 
 

@@ -8,7 +8,6 @@ from .attention_scores.queries_and_keys import preference_flips as preference_fl
 from .attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
 from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.head_ablation import head_ablation as head_ablation
-from .causal.head_ablation import streaming_ablation as streaming_ablation
 from .causal.head_effects import head_effects as head_effects
 from .causal.head_verdicts import head_verdicts as head_verdicts
 from .causal.intervention_losses import intervention_losses as intervention_losses
