@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most random_orders"
         " n_sink pad_id rotary_heads sinks split_seed start until",
     ),
-    "seed": ([-1, 0.5, True, "a"], "control_seed seed"),
+    "seed": ([-1, 0.5, True, "a"], "seed"),
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
@@ -93,7 +93,6 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "samples": ([None, "ids", [1.0]], "labels"),
     "token mask": ([NAN, "mask", torch.ones(5), numbers(2, 12)], "attention_mask heldout_mask reference"),
     "distances": ([[], [NAN], "near", [[1, 2]]], "distances far near"),
-    "counts": ([[], [0], "x", [0.5], 3], "counts"),
     "fractions": ([[], [NAN], "x", [2.0]], "fractions"),
     "lengths": ([[0, 12, 4], [0, 400], [], "x", [NAN]], "lengths"),
     "positions": (

@@ -113,14 +113,14 @@ def test_heads_that_are_made_to_be_such(kind: str, name: str, shared_model: Any)
     model = shared_model(kind, name)
     kinds = dict(enumerate(("previous_token", "duplicate_token", "induction", "first_token", "local")))
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_scores", planted(kinds))]):
-        table = labels(model, None, length=12)
+        table = labels(model, None, length=24)
     own = table[table["layer"] == 1].set_index("head")
     assert own["label"][:5].tolist() == list(kinds.values())
     for head, column in kinds.items():
         assert own.loc[head, column] == pytest.approx(1, abs=1e-5)
         assert own.loc[head, f"{column}_random"] < 0.5
         assert own.loc[head, "entropy"] < (1 if column in ("duplicate_token", "induction") else 1e-3)
-    plain = labels(model, None, length=12)
+    plain = labels(model, None, length=24)
     pd.testing.assert_frame_equal(table[table["layer"] == 0], plain[plain["layer"] == 0])
 
 

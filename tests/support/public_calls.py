@@ -126,7 +126,7 @@ OWN: dict[str, dict[str, Any]] = {
     "retrieval_heads": {
         "needles": needles_of(TOKENS),
         "heldout": needles_of(TOKENS.flip(1)),
-        "counts": [1],
+        "count": 1,
         "draws": 2,
     },
     "fitted_attention": {"by": "distance"},
