@@ -67,18 +67,17 @@ def controlled_distance(
     """
     layers = listed("layers", layers)
     reading = read_model(model, layers)
-    texts = read_texts(reading.model, tokens, attention_mask)
-    at = range(texts.longest) if distances is None else distances
-
-    def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
-        return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
+    texts, tool = read_texts(reading.model, tokens, attention_mask), "controlled_distance"
+    chosen = any_heads(reading, layers, heads, tool)
+    distances = range(texts.longest) if distances is None else distances
 
     def measure(layer: Captured, q: Tensor, k: Tensor) -> Moments:
-        return Moments.from_qk(q, k, layer.spec.require_rotary("controlled_distance"))
+        return Moments.from_qk(q, k, layer.spec.require_rotary(tool))
 
-    tool = "controlled_distance"
-    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
-    return measure_layers(reading, texts, tool, measure, table, **options)
+    def table(spec: AttentionSpec, moments: list[Moments]) -> pd.DataFrame:
+        return decompose(functools.reduce(operator.add, moments), distances, scale=spec.require_scale()).to_frame()
+
+    return measure_layers(reading, texts, chosen, measure, table, sinks=sinks, progress=progress)
 
 
 _CONTROLLED = ["r_three_axis", "r_two_axis"]
@@ -120,17 +119,16 @@ def disentanglement(
     layers = listed("layers", layers)
     reading = read_model(model, layers)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
-    batch: dict[str, Any] = {"tokens": texts, "progress": progress}
-    table = additivity(reading, heads=pairs_of(chosen), pool=True, **batch)[["layer", "head", "r"]]
-    alike: dict[tuple[int, ...], Chosen] = {}  # by the distances that their masks allow
-    for spec, some in chosen:
+    table = additivity(reading, texts, heads=pairs_of(chosen), pool=True, progress=progress)[["layer", "head", "r"]]
+    by_distances: dict[tuple[int, ...], Chosen] = {}  # that their masks allow
+    for spec, numbers in chosen:
         if spec.rotary is not None and not spec.limits.no_rotation and not spec.limits.problem:
             first = 0 if spec.causal else 1 - texts.longest
-            left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
-            alike.setdefault(left, []).append((spec, some))
+            allowed = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
+            by_distances.setdefault(allowed, []).append((spec, numbers))
     tables = [
-        controlled_distance(reading, distances=distances, heads=pairs_of(some), sinks=sinks, **batch)
-        for distances, some in alike.items()
+        controlled_distance(reading, texts, distances=distances, heads=pairs_of(alike), sinks=sinks, progress=progress)
+        for distances, alike in by_distances.items()
     ]
     if not tables:
         return reading.note(table.assign(**dict.fromkeys(_CONTROLLED, float("nan"))))
