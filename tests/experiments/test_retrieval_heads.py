@@ -163,7 +163,7 @@ def test_the_first_heads_are_at_most_half_of_each_layer(shared_model: Any) -> No
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ArgumentError, match="model must have a tokenizer"):
-        needle_texts(model)
+        needle_texts(model, length=100)
     with pytest.raises(ArgumentError, match="heldout must be Needles"):
         retrieval_heads(model, NEEDLES, [3])
     outside = Needles(NEEDLES.tokens + 1000, NEEDLES.places)
