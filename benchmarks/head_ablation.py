@@ -9,7 +9,7 @@ from common import device, medians, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tl_posdisent import bridge_from_hf, head_ablation, hooked_from_hf
-from tl_posdisent.experiments.causal.metrics import next_token_loss
+from tl_posdisent.experiments.measuring.metrics import next_token_loss
 from tl_posdisent.models.loading.load import has_hooked
 
 LAYERS, HEADS, LENGTH = 6, 16, 128

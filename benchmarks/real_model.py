@@ -67,17 +67,14 @@ def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, t
         "lambda_mask": (with_hooks(lambda model: tp.lambda_mask(model, 4, 64, 64)), 1, 2.0),
         "additivity": (table(tp.additivity), 1, 2.0),
         "controlled_distance": (table(tp.controlled_distance), 1, 2.0),
-        "trained_vs_random, one copy": (table(tp.trained_vs_random, seeds=[0]), 1, 8.0),
         "head_ablation, a head": (table(tp.head_ablation, **some), n_heads, 0.6),
         "head_effects, eight interventions, no exact runs": (all_heads_at_once, 1, 15.0),
-        "head_labels, no streaming": (table(tp.head_labels, streaming=False), 1, 6.0),
+        "head_labels": (table(tp.head_labels), 1, 6.0),
         "preference_flips": (table(tp.preference_flips), 1, 40.0),
         "additive_substitution, a head": (table(tp.additive_substitution, controls=[], **some), n_heads, 0.8),
         "additive_substitution, a head, both controls": (table(tp.additive_substitution, **some), n_heads, 2.4),
         "attention_ladder, a head": (table(tp.attention_ladder, **some), n_heads, 8.0),
         "attention_ladder, all at once, two texts": (on_two_texts(tp.attention_ladder, unit="all"), 1, 120.0),
-        "head_labels": (table(tp.head_labels), 1, 60.0),
-        "head_labels, all heads exactly": (table(tp.head_labels, exact=10**6), 1, 200.0),
     }
 
 

@@ -60,7 +60,7 @@ PICTURES = [
         "trained_and_random.svg",
         "Trained against random weights",
         "Four measures of additivity of SmolLM2-135M by layer, beside the range over five random copies of four kinds.",
-        "trained_vs_random(model, tokens, seeds=5)",
+        "additivity(copy, tokens) for copy in random_control(model, seeds=5)",
         "results.md",
     ),
     Picture(

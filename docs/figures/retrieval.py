@@ -15,7 +15,7 @@ from without_rotation import Change, copies, losses, row, speeches
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import Needles, needle_texts
-from tl_posdisent.experiments.retrieval.needles import needle_differences
+from tl_posdisent.experiments.retrieval.retrieval_heads import needle_differences
 
 Head = tuple[int, int]
 By = Literal["copying", "attention"]
@@ -26,20 +26,11 @@ TOLERANCE = 0.1  # by which the energy of another band may differ, relative
 BANDS = 3  # other bands at most
 
 
-def _found(
-    model: Any, lengths: Sequence[int], count: int, pairs: int, by: By = "copying"
-) -> tp.experiments.RetrievalHeads:
-    """Heads scored in texts of the first length, and knocked out in others; half as many of the second length."""
-    needles = needle_texts(model, length=lengths[0], pairs=pairs, seed=0)
-    heldout = [needle_texts(model, length=n, pairs=pairs // (1 + m), seed=1) for m, n in enumerate(lengths)]
-    return tp.retrieval_heads(model, needles, heldout=heldout, by=by, counts=[count], progress=False)
-
-
 @cache
 def scored(model: Any, length: int, pairs: int) -> tp.experiments.RetrievalHeads:
-    """The scores of ``_found``, with as few knock-outs as possible; once for all studies."""
+    """Both scores, with as few knock-outs as possible; once for all studies."""
     needles, few = (needle_texts(model, length=length, pairs=n, seed=seed) for seed, n in enumerate((pairs, 2)))
-    return tp.retrieval_heads(model, needles, heldout=few, counts=[1], draws=1, progress=False)
+    return tp.retrieval_heads(model, needles, few, count=1, draws=1, progress=False)
 
 
 def retrieval_scores(model: Any, length: int = LENGTH, pairs: int = PAIRS) -> pd.DataFrame:
@@ -51,17 +42,20 @@ def retrieval_knockout(
     model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT, pairs: int = PAIRS
 ) -> pd.DataFrame:
     """What the model loses without the first heads by each score; longer texts without the first by copying."""
-    copying, attention = _found(model, lengths, count, pairs), _found(model, lengths[:1], count, pairs, "attention")
-    tables = [copying.knockout.assign(by="copying"), attention.knockout.assign(by="attention")]
-    found = pd.concat(tables, ignore_index=True)
-    return found.assign(pairs=found["length"].map({n: pairs // (1 + m) for m, n in enumerate(lengths)}))
+    runs: list[tuple[By, int, int]] = [("copying", n, pairs // (1 + m)) for m, n in enumerate(lengths)]
+    needles, tables = needle_texts(model, length=lengths[0], pairs=pairs, seed=0), list[pd.DataFrame]()
+    for by, length, size in [*runs, ("attention", lengths[0], pairs)]:
+        heldout = needle_texts(model, length=length, pairs=size, seed=1)
+        found = tp.retrieval_heads(model, needles, heldout, by=by, count=count, progress=False)
+        tables.append(found.knockout.assign(by=by, length=length, n=count, pairs=size))
+    return pd.concat(tables, ignore_index=True)
 
 
 def retrieval_losses(
     model: Any, texts: int = 4, draws: int = 3, count: int = COUNT, pairs: int = PAIRS, length: int = LENGTH
 ) -> pd.DataFrame:
     """What prose, the second copy of random tokens and needles lose without heads (``losing``)."""
-    found, labels = scored(model, length, pairs), tp.head_labels(model, streaming=False, seeds=0, progress=False)
+    found, labels = scored(model, length, pairs), tp.head_labels(model, seeds=0, progress=False)
     top, induction = found.top(count), labels.set_index(["layer", "head"])["induction"]
     needles, copied = needle_texts(model, length=length, pairs=pairs, seed=1), (length - 1) // 2
     kinds = {"prose": (speeches(model, texts, length), 1), "second copy": (copies(model, texts, copied), copied + 2)}

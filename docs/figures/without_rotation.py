@@ -101,7 +101,7 @@ def by_layers(model: Any, every: int, draws: int, global_layers: Sequence[int]) 
 def by_heads(model: Any, draws: int, skip: int) -> Iterator[Change]:
     """The heads with most attention to the previous token, on two other speeches, and those with most induction
     attention; and as many others, of the same layers if they have enough."""
-    labels = tp.head_labels(model, speeches(model, 2, SKIPPED // 2, skip), streaming=False, seeds=0, progress=False)
+    labels = tp.head_labels(model, speeches(model, 2, SKIPPED // 2, skip), seeds=0, progress=False)
     labels = labels.set_index(["layer", "head"])
     size = max(len(labels) // 18, 1)
     for label in ("previous_token", "induction"):

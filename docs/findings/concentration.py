@@ -79,7 +79,7 @@ def normal(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def induction(model: Any) -> pd.DataFrame:
     """One row per head: its attention to the token after the last occurrence of its own; mean of three draws."""
-    options: dict[str, Any] = {"streaming": False, "seeds": 0, "progress": False}
+    options: dict[str, Any] = {"seeds": 0, "progress": False}
     return (
         pd.concat(tp.head_labels(model, seed=seed, **options) for seed in range(3))
         .groupby(HEAD)["induction"]

@@ -258,10 +258,6 @@ def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
         assert found == pytest.approx(float(scores[query, key]), abs=step + 0.01)
     page.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.02 * box["height"])
     assert panel.locator("output").inner_text().endswith("masked")
-    spans = panel.locator(".text span")
-    assert spans.count() == 128
-    assert "".join(spans.all_text_contents()[:48]) == "".join(model.to_str_tokens(tokens[0])).replace("\n", "\\n")
-    assert "nats per predicted token" in spans.nth(7).get_attribute("title")
     page.screenshot("report_panel")
     for label in ("L4H7", "L0H0", "L3H1"):
         page.page.evaluate("(label) => { location.hash = label }", label)

@@ -150,11 +150,9 @@ def test_copies_that_tools_make_are_made_under_hooks(kind: str, name: str, share
         for under, control in zip(made(), bare, strict=True):
             assert torch.equal(under, control)
     with torch.no_grad(), applied(model, ablate_heads(model, [(0, 3)])):
-        table = tp.trained_vs_random(model, TOKENS, seeds=1, std=0.2, distances=[1, 2], progress=False)
-        labels = tp.head_labels(model, seeds=1, length=8, streaming=False, progress=False)
-    plain = tp.trained_vs_random(model, TOKENS, seeds=1, std=0.2, distances=[1, 2], progress=False)
-    assert len(table) == len(plain)
-    assert len(labels) == 16
+        table = tp.head_labels(model, TOKENS, seeds=1, std=0.2, length=8, progress=False)
+    plain = tp.head_labels(model, TOKENS, seeds=1, std=0.2, length=8, progress=False)
+    assert len(table) == len(plain) == 16
     columns = [x for x in table.columns if x.endswith("random")]
     assert columns
     pd.testing.assert_frame_equal(table[columns], plain[columns])  # the copies are bare

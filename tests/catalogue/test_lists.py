@@ -28,7 +28,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
     "list of arrays": lambda x: [np.array(y) for y in x],
     "list of tensors": lambda x: [torch.tensor(y) for y in x],
 }
-OF_A_LAYER = {"distance_sources", "patch_vectors", "show_interventions"}  # heads of the one layer that they take
+OF_A_LAYER = {"patch_vectors", "show_interventions"}  # heads of the one layer that they take
 QUICK = {"additivity", "capture", "dummy_distance", "ablate_heads", "head_ablation"}
 CASES = [
     pytest.param(

@@ -117,10 +117,10 @@ def test_position_hooks_where_autocast_rounds_vectors_before_rotation_alone() ->
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_sources_of_the_distance_profile_under_autocast(kind: str, name: str) -> None:
+def test_sources_of_scores_under_autocast(kind: str, name: str) -> None:
     model = zoo.load(kind, name)
-    plain = tp.distance_sources(model, TOKENS, 1).profile()
+    plain = tp.score_sources(model, TOKENS, 1, 0, 5).scores()
     with autocast():
-        rounded = tp.distance_sources(model, TOKENS, 1)
-    assert_same(rounded.profile(), plain, rtol=0, atol=0.05 * plain.abs().max().item())
-    assert rounded.error().max() < 0.05
+        rounded = tp.score_sources(model, TOKENS, 1, 0, 5)
+    assert_same(rounded.scores(), plain, rtol=0, atol=0.05 * plain.abs().max().item())
+    assert rounded.error() < 0.05

@@ -22,12 +22,11 @@ REFUSED = {
 }
 BOUNDED = {
     **{"additivity": "r|share", "controlled_distance": "r_|distance|query|key", "disentanglement": "r"},
-    **{"preference_flips": "near|far", "dummy_distance_check": "key_corr|query_corr", "attention_ladder": "recovered"},
-    **{"distance_sources": "share", "length_generalization": "share|cosine|outside"},
+    **{"preference_flips": "near|far", "attention_ladder": "recovered"},
+    **{"length_generalization": "share|cosine|outside"},
 }
 """Columns that lie between -1 and 1, or are NaN."""
 NOTHING = {"preference_flips": ("near|far", 0.0), "attention_ladder": ("recovered", None)}
-NOTHING |= {"dummy_distance_check": ("_correlation", None)}
 """Of which nothing is left here."""
 
 

@@ -170,12 +170,11 @@ REFUSED = [
     ("head_patching", "experiment must be one of "),
     (
         "additivity --set layer=3",
-        "--set must be among attention_mask, layers, heads, mask, sinks, pool, controls, control_seed for additivity, "
-        "got ['",
+        "--set must be among attention_mask, layers, heads, mask, sinks, pool, controls for additivity, got ['",
     ),
     (
         "additivity --set tokens=[3]",
-        "--set must be among attention_mask, layers, heads, mask, sinks, pool, controls, control_seed for additivity",
+        "--set must be among attention_mask, layers, heads, mask, sinks, pool, controls for additivity",
     ),
     ("additivity --set progress=true", "--set must be among "),
     ("head_effects", "--set must include interventions for head_effects, got []"),

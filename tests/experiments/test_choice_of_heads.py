@@ -11,13 +11,13 @@ import pytest
 import torch
 from support import zoo
 from support.public import public_names
-from support.public_calls import call, needles_of
+from support.public_calls import call
 
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
 from tl_posdisent.experiments.attention_scores import additivity as additivity_module
-from tl_posdisent.experiments.attention_scores import score_controls
-from tl_posdisent.experiments.attention_scores.score_controls import Control
+from tl_posdisent.experiments.measuring import score_controls
+from tl_posdisent.experiments.measuring.score_controls import Control
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(14, batch=3)
@@ -76,9 +76,6 @@ VARIANTS: dict[str, Call] = {
     "interventions": lambda model, **more: ex.attention_by_distance(
         model, interventions={"five": tp.dummy_distance(model, 5)}, **TEXTS, **more
     ),
-    "estimates": lambda model, **more: tp.head_labels(
-        model, **TEXTS, sinks=1, window=3, exact=0, length=6, needles=needles_of(TOKENS), **more
-    ),
     "hooks": lambda model, **more: tp.length_generalization(
         model, **TEXTS, lengths=[0, 4, 10], hooks=tp.lambda_mask(model, 1, 3, 3), by="head", **more
     ),
@@ -95,14 +92,6 @@ def test_rows_of_chosen_heads_with_options(variant: str, kind: str, name: str, s
     layers = whole["layer"] == 1
     same(measure(model, layers=1), whole[layers].reset_index(drop=True))
     same(measure(model, layers=1, heads=[6, 3]), of_heads(whole[layers], [(1, 3), (1, 6)]))
-
-
-def test_means_of_layers_are_over_the_chosen_heads(shared_model: Any) -> None:
-    model, options = shared_model("bridge", "llama-gqa"), TEXTS | {"seeds": [0], "heads": HEADS}
-    by_head, by_layer = (tp.trained_vs_random(model, **options, by=by) for by in ("head", "layer"))
-    mean = by_head.groupby(["layer", "measure"])["trained"].mean().sort_index()
-    found = by_layer.set_index(["layer", "measure"])["trained"].sort_index()
-    pd.testing.assert_series_equal(found, mean, rtol=1e-6)
 
 
 def test_only_the_layers_and_heads_that_are_asked_for_are_fitted(

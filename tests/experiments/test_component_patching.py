@@ -12,7 +12,7 @@ from support.intervention_cases import FEW, TOKENS, UNORDERED, close, every_way,
 from torch import Tensor
 
 from tl_posdisent import capture, component_patching, fit_additive, position_patching
-from tl_posdisent.experiments.causal.metrics import next_token_loss
+from tl_posdisent.experiments.measuring.metrics import next_token_loss
 from tl_posdisent.models import read_model
 from tl_posdisent.models.capture import listen_scores
 

@@ -78,7 +78,7 @@ def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_m
     """Refused in words that say what helps, which helps; or read, by experiments that do it themselves."""
     model, tokens = shared_model(kind, name), zoo.random_tokens(140)  # of a context of 128
     long = GOOD | {"tokens": tokens, "source": tokens.flip(1), "positions": torch.arange(140) ** 1.1, "heads": [0]}
-    if function.__name__ in ("dummy_distance_check", "attention_by_distance") and kind == "bridge":
+    if function.__name__ == "attention_by_distance" and kind == "bridge":
         pytest.skip("refused: GPT-J's bridge shows no scores, and edits of them only behind its pattern")
     if function.__name__ not in {"length_generalization", "output_projection", "perturb"}:  # the last runs no model
         with pytest.raises(ValueError, match=r"140 long, .* context of 128: .*; give shorter .*longer_context\("):
@@ -99,7 +99,7 @@ def test_the_model_is_read_once(function: Call, shared_reading: Any, monkeypatch
 
     monkeypatch.setattr(reading_module, "probe", counted)
     monkeypatch.setattr(reading_module, "_READINGS", WeakKeyDictionary())
-    copies = int(function in (tp.experiments.trained_vs_random, tp.experiments.head_labels))
+    copies = int(function is tp.experiments.head_labels)
     one = {"layers": 1} if "layers" in inspect.signature(function).parameters else {}
     call(function, reading.model, **one)
     assert len(set(read)) == len(read)

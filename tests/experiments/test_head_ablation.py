@@ -17,7 +17,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent import ablate_heads, head_ablation, head_effects
-from tl_posdisent.experiments.causal import runs
+from tl_posdisent.experiments.measuring import runs
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 
 TOKENS = zoo.random_tokens(length=9, batch=3)

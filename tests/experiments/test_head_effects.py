@@ -24,7 +24,7 @@ from tl_posdisent import (
     logit_difference,
 )
 from tl_posdisent.experiments import intervention_losses
-from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
+from tl_posdisent.experiments.measuring.result_gradients import drawn_labels, predictions, result_gradients
 from tl_posdisent.hooks import drop_component, substitute_attention
 from tl_posdisent.utils.errors import ArgumentError
 

@@ -11,13 +11,13 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import demo_tokens, head_labels, load_demo_model, random_control
-from tl_posdisent.experiments import streaming_ablation
+from tl_posdisent import head_labels, random_control
+from tl_posdisent.experiments.attention_scores import head_labels as module
 from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
 
 TOKENS = zoo.random_tokens(length=14, batch=2)
 MEASURES = ["previous_token", "duplicate_token", "induction", "first_token", "local", "entropy"]
-OPTIONS: dict[str, Any] = {"length": 9, "repeats": 2, "local": 3, "progress": False}
+OPTIONS: dict[str, Any] = {"length": 9, "progress": False}
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -29,7 +29,7 @@ def patterns(model: Any, tokens: Tensor) -> Tensor:
 
 
 def labels(model: Any, tokens: Tensor | None = TOKENS, **more: Any) -> pd.DataFrame:
-    return head_labels(model, tokens, **(OPTIONS | {"streaming": False} | more))
+    return head_labels(model, tokens, **(OPTIONS | more))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def labels(model: Any, tokens: Tensor | None = TOKENS, **more: Any) -> pd.DataFr
 def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table = labels(model)
-    x, copied = patterns(model, TOKENS), repeated_tokens(model, 9, 2, 0)
+    x, copied = patterns(model, TOKENS), repeated_tokens(model, 9, 4, 0)
     again, n_text = patterns(model, copied), TOKENS.shape[1]
     start = copied.shape[1] - 18
     share = x[..., 1:, :] / x[..., 1:, :].sum(-1, keepdim=True)
@@ -46,7 +46,7 @@ def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
     wanted = {
         "previous_token": sum(x[..., i, i - 1] for i in range(1, n_text)) / (n_text - 1),
         "first_token": x[..., 1:, 0].mean(-1),
-        "local": sum(x[..., i, i - 2 : i + 1].sum(-1) for i in range(3, n_text)) / (n_text - 3),
+        "local": sum(x[..., i, i - 7 : i + 1].sum(-1) for i in range(8, n_text)) / (n_text - 8),
         "entropy": -(share * share.clamp_min(1e-300).log()).sum(-1).mean(-1),
         "duplicate_token": sum(again[..., i, i - 9] for i in second) / 9,
         "induction": sum(again[..., i, i - 8] for i in second) / 9,
@@ -57,11 +57,12 @@ def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any) -> None:
+def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its detector divides by all rows, ours by the queries that the label is about."""
+    monkeypatch.setattr(module, "_REPEATS", 1)
     detector = pytest.importorskip("transformer_lens.head_detector")
     model = shared_model(kind, name)
-    table = labels(model, None, repeats=1)
+    table = labels(model, None)
     tokens = repeated_tokens(model, 9, 1, 0)
     rows = tokens.shape[1]
     cfg = {"device": "cpu", "n_ctx": 100, "n_layers": model.cfg.n_layers, "n_heads": 8, "dtype": torch.float32}
@@ -76,7 +77,7 @@ def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any) -> 
 def test_the_token_that_begins_texts(shared_model: Any) -> None:
     """A bridge has its model's configuration; TransformerLens gives tokenizers a token beyond the vocabulary."""
     models = {kind: shared_model(kind, "llama-gqa") for kind in ("bridge", "hooked")}
-    starts = {kind: labels(model, repeats=1).attrs["start_token"] for kind, model in models.items()}
+    starts = {kind: labels(model).attrs["start_token"] for kind, model in models.items()}
     assert starts == {"bridge": 1, "hooked": None}
     known = SimpleNamespace(bos_token_id=1, pad_token_id=0)
     for bos in (1, 61):
@@ -112,31 +113,31 @@ def test_heads_that_are_made_to_be_such(kind: str, name: str, shared_model: Any)
     model = shared_model(kind, name)
     kinds = dict(enumerate(("previous_token", "duplicate_token", "induction", "first_token", "local")))
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_scores", planted(kinds))]):
-        table = labels(model, None, length=12, local=2)
+        table = labels(model, None, length=24)
     own = table[table["layer"] == 1].set_index("head")
     assert own["label"][:5].tolist() == list(kinds.values())
     for head, column in kinds.items():
         assert own.loc[head, column] == pytest.approx(1, abs=1e-5)
         assert own.loc[head, f"{column}_random"] < 0.5
         assert own.loc[head, "entropy"] < (1 if column in ("duplicate_token", "induction") else 1e-3)
-    plain = labels(model, None, length=12, local=2)
+    plain = labels(model, None, length=24)
     pd.testing.assert_frame_equal(table[table["layer"] == 0], plain[plain["layer"] == 0])
 
 
 def test_random_columns_are_those_of_random_copies(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    table = labels(model, seeds=[3, 4], streaming=True)
-    copies = [labels(copy, seeds=[0], streaming=True) for copy in random_control(model, [3, 4])]
-    for name in [*MEASURES, "streaming"]:
+    table = labels(model, seeds=[3, 4])
+    copies = [labels(copy, seeds=[0]) for copy in random_control(model, [3, 4])]
+    for name in MEASURES:
         wanted = (copies[0][name] + copies[1][name]) / 2
         assert table[f"{name}_random"].tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
-    assert table["streaming"].abs().max() > 10 * table["streaming_random"].abs().max() > 0
 
 
 @pytest.mark.parametrize("none", [0, (), []])
-def test_without_a_random_copy(none: Any, shared_model: Any) -> None:
+def test_without_a_random_copy(none: Any, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared_model("bridge", "llama-gqa")
-    alone, beside = labels(model, seeds=none, threshold=0.2), labels(model)
+    monkeypatch.setattr(module, "_LABEL_FROM", 0.2)
+    alone, beside = labels(model, seeds=none), labels(model)
     pd.testing.assert_frame_equal(alone.drop(columns="label"), beside[["layer", "head", *MEASURES]])
     for _, row in alone.iterrows():
         named = [name for name in MEASURES[:4] if row[name] >= 0.2]
@@ -161,63 +162,3 @@ def test_repeated_tokens(shared_model: Any) -> None:
     assert all(len(row.unique()) == 9 for row in one)
     assert torch.equal(tokens, repeated_tokens(model, 9, 3, 5))
     assert not torch.equal(tokens, repeated_tokens(model, 9, 3, 6))
-
-
-# --- streaming ------------------------------------------------------------------------------------------------
-
-
-def streaming(model: Any, exact: int, tokens: Tensor = TOKENS, **more: Any) -> pd.DataFrame:
-    table = labels(model, tokens, streaming=True, exact=exact, sinks=1, window=3, **more)
-    return table.set_index(["layer", "head"])[[x for x in table if x.startswith("streaming")]]
-
-
-def ablated(model: Any, tokens: Tensor = TOKENS, **more: Any) -> pd.Series:
-    table = streaming_ablation(model, tokens, sinks=1, window=3, progress=False, **more)
-    return table.set_index(["layer", "head"])["effect"]
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss"))
-def test_exact_heads_are_those_of_the_ablation(kind: str, name: str, shared_model: Any) -> None:
-    """All of them, also in the random copies; or those with the largest estimates, beside the same estimates."""
-    model = shared_model(kind, name)
-    copies = list(random_control(model, [0, 1]))
-    whole = streaming(model, 16, seeds=2)
-    assert whole["streaming_exact"].all()
-    assert (whole["streaming_exact_random"] == 1).all()
-    expected = ablated(model)
-    assert whole["streaming"].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-    chance = sum(ablated(copy) for copy in copies) / 2
-    assert whole["streaming_random"].tolist() == pytest.approx(chance.tolist(), abs=1e-6)
-    some, none = streaming(model, 1, seeds=2), streaming(model, 0, seeds=2)
-    assert not none["streaming_exact"].any()
-    assert (none["streaming_exact_random"] == 0).all()
-    run = some["streaming_exact"]
-    assert 1 <= run.sum() <= 4
-    assert 1 <= some["streaming_exact_random"].sum() <= 4
-    assert some["streaming"][run].tolist() == pytest.approx(expected[run].tolist(), abs=1e-6)
-    assert some["streaming"][~run].tolist() == pytest.approx(none["streaming"][~run].tolist(), rel=1e-6)
-    assert (none["streaming"] - expected).abs().max() > 1e-6  # estimates are not exact
-
-
-def test_estimates_of_streaming_rank_the_heads_of_the_demo_model() -> None:
-    model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
-    expected = streaming_ablation(model, tokens, progress=False)["effect"]
-    none, some = (labels(model, tokens, streaming=True, exact=n, seeds=0)["streaming"] for n in (0, 4))
-    for found in (none, some):
-        assert found.corr(expected, method="spearman") > 0.9
-        assert (found - expected).abs().max() < 0.3 * expected.abs().max()
-    error, by_estimate = (some - expected).abs(), (none - expected).abs()
-    assert error.median() < by_estimate.median()
-
-
-def test_streaming_of_chosen_layers_and_padded_texts(shared_model: Any) -> None:
-    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
-    mask[0, 10:] = 0
-    table = streaming(model, 1, seeds=0, layers=1, attention_mask=mask)
-    assert table.index.get_level_values("layer").tolist() == [1] * 8
-    expected = ablated(model, layers=1, attention_mask=mask)
-    run = table["streaming_exact"]
-    assert 1 <= run.sum() <= 8
-    assert table["streaming"][run].tolist() == pytest.approx(expected[run].tolist(), abs=1e-6)
-    with pytest.raises(ValueError, match="window and sinks must hide keys"):
-        labels(model, streaming=True, exact=0, sinks=9, window=9)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_lens import patching
 
 from tl_posdisent import component_patching, head_ablation, head_patching, position_patching
-from tl_posdisent.experiments.causal import runs
+from tl_posdisent.experiments.measuring import runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)

@@ -27,8 +27,7 @@ from tl_posdisent import (
     logit_difference,
     position_patching,
 )
-from tl_posdisent.experiments import streaming_ablation
-from tl_posdisent.experiments.causal.metrics import as_numbers, next_token_loss
+from tl_posdisent.experiments.measuring.metrics import as_numbers, next_token_loss
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
@@ -49,9 +48,6 @@ EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
         model, TOKENS, "key", source=TOKENS.roll(1, 0) if not more else TOKENS + 1, metric=metric, layers=1, **more
     ),
     "head": lambda model, metric, **more: head_patching(model, TOKENS, TOKENS + 1, metric, layers=1, **more),
-    "streaming": lambda model, metric, **more: streaming_ablation(
-        model, TOKENS, metric, sinks=1, window=2, layers=1, **more
-    ),
     "ladder": lambda model, metric, **more: attention_ladder(
         model, TOKENS, metric=metric, rungs=["first_token"], controls=[], layers=1, **more
     ),
@@ -180,8 +176,7 @@ def test_tools_agree_on_a_metric(metric: Callable[[Tensor], Any], shared_reading
 OF_LOSSES = [
     *(tp.additive_substitution, tp.attention_ladder, tp.head_ablation, tp.head_effects, tp.length_generalization),
     *(tp.perturbation_curve, tp.position_patching),
-    *(tp.experiments.intervention_losses, tp.experiments.position_effects, streaming_ablation),
-    *(tp.head_labels, tp.viz.show_loss_change),
+    *(tp.experiments.intervention_losses, tp.viz.show_loss_change),
 ]
 
 
@@ -191,13 +186,12 @@ def test_a_model_without_logits_of_each_token_has_no_losses(function: Function) 
     model, tokens = small_model(n_out=6, causal=True), TOKENS % 20
     more = {"heldout": tokens} if "heldout" in signature(function).parameters else {}
     own: Any = {tp.length_generalization: {"lengths": [0, 3, 9]}, tp.position_patching: {"positions": range(9)}}
-    given = {} if function is tp.head_labels else {"tokens": tokens}
     with pytest.raises(
         ArgumentError,
         match=r"model must return logits \(batch, pos, vocabulary\) for losses of next tokens, got shape \(\d, 6\) .*: "
         "for other outputs pass metric= to a tool that takes it, such as head_ablation",
     ):
-        call(function, model, **given, **more, **own.get(function, {}))
+        call(function, model, tokens=tokens, **more, **own.get(function, {}))
 
 
 def test_a_report_says_which_sections_need_logits(tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def test_answers_are_the_words_of_the_needle_that_is_asked_for(needles: Needles)
 
 
 def test_combinations_of_depths_occur_equally_often(needles: Needles) -> None:
-    table = needles.to_frame()
-    assert table.groupby("depth")["pair"].count().tolist() == [2 * PAIRS // 4] * 4
-    both = table.groupby("pair")["depth"].apply(lambda x: tuple(sorted(x)))
-    assert (both.value_counts() == PAIRS // 6).all()
-    place = (LENGTH - 1 - table["distance"]) / (LENGTH - 1)
-    assert abs(place - table["depth"]).max() < 0.25  # a needle and the question take places of their own
+    _, counts = needles.depths.unique(return_counts=True)
+    assert counts.tolist() == [2 * PAIRS // 4] * 4
+    _, counts = needles.depths.view(-1, 2).sort(1).values.unique(dim=0, return_counts=True)
+    assert counts.tolist() == [PAIRS // 6] * 6
+    place = needles.places[:, 0].double() / (LENGTH - 1)
+    assert (place - needles.depths).abs().max() < 0.25  # a needle and the question take places of their own
     assert needles.tokens.shape == (2 * PAIRS, LENGTH)
     assert (needles.tokens[:, 0] == load_demo_model().tokenizer.bos_token_id).all()
 
@@ -62,6 +62,16 @@ def test_metric_is_answer_minus_decoy(needles: Needles) -> None:
     rows = range(2 * PAIRS)
     expected = logits[rows, -1, needles.words[:, 0]] - logits[rows, -1, needles.words[:, 1]]
     assert torch.equal(needles.metric(logits), expected)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "sizes"), [(1, [2] * PAIRS), (5 * LENGTH, [4] * (PAIRS // 2)), (10**6, [2 * PAIRS])]
+)
+def test_parts_keep_pairs_together(n_tokens: int, sizes: list[int], needles: Needles) -> None:
+    parts = [*needles.split(n_tokens)]
+    assert [len(part.tokens) for part in parts] == sizes
+    for name in ("tokens", "places", "depths"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(needles, name))
 
 
 def test_seeds_draw_other_texts() -> None:

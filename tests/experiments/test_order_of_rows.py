@@ -9,7 +9,6 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.experiments import position_effects, streaming_ablation
 
 TOKENS, OTHERS = zoo.random_tokens(length=9, batch=2), zoo.random_tokens(length=9, batch=2, seed=5)
 
@@ -24,9 +23,7 @@ def interventions(model: Any) -> dict[str, Any]:
 
 CALLS = {
     "head_effects": lambda model, **some: tp.head_effects(model, TOKENS, interventions(model), **some),
-    "position_effects": lambda model, **some: position_effects(model, TOKENS, interventions(model), **some),
     "head_ablation": lambda model, **some: tp.head_ablation(model, TOKENS, **some),
-    "streaming_ablation": lambda model, **some: streaming_ablation(model, TOKENS, sinks=1, window=3, **some),
     "head_patching": lambda model, **some: tp.head_patching(model, TOKENS, OTHERS, loss, **some),
     "component_patching": lambda model, **some: tp.component_patching(model, TOKENS, source=OTHERS, **some),
     "position_patching": lambda model, **some: tp.position_patching(model, TOKENS, torch.arange(9).flip(0), **some),

@@ -47,7 +47,6 @@ def same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
 
 BY_TEXT: dict[str, Call] = {
     "additivity": tp.additivity,
-    "dummy_distance_check": lambda *x, **y: tp.experiments.dummy_distance_check(*x, distances=[1, 5], **y),
     "positional_symbolic": tp.positional_symbolic,
     "preference_flips": lambda *x, **y: tp.preference_flips(*x, far=[8, 11], **y),
 }
@@ -58,7 +57,6 @@ POOLED: dict[str, Call] = {
     "controlled_distance": lambda *x, **y: tp.controlled_distance(*x, sinks=1, **y),
     "disentanglement": tp.disentanglement,
     "subspace_patterns": tp.subspace_patterns,
-    "trained_vs_random": lambda *x, **y: ex.trained_vs_random(*x, seeds=[0], **y),
 }
 """One table for all texts."""
 
@@ -83,7 +81,6 @@ MEANS: dict[str, Call] = {
     "head_patching of patterns": lambda model, tokens, **y: tp.head_patching(
         model, others(tokens), tokens, real_logits, activation="pattern", heads=[3], **y
     ),
-    "streaming_ablation": lambda *x, **y: ex.streaming_ablation(*x, sinks=1, window=3, layers=1, **y),
 }
 """The mean of a metric over texts, or of the loss over predicted tokens."""
 
@@ -159,7 +156,7 @@ def test_every_mechanism(kind: str, name: str, shared_reading: Any) -> None:
                 raise AssertionError(f"{tool}, {side}: {error}") from error
 
 
-@pytest.mark.parametrize("name_of", [x for x in POOLED if x != "trained_vs_random"])  # which calls two of these
+@pytest.mark.parametrize("name_of", POOLED)
 def test_padding_changes_no_pool(name_of: str, shared_reading: Any) -> None:
     """Texts of two lengths, padded on either side or grouped by hand in another order, give one table."""
     model, run = shared_reading("bridge", "llama-gqa"), POOLED[name_of]
@@ -223,7 +220,6 @@ def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
     substituted = tp.additive_substitution(reading, tokens, layers=0, **every)
     found = {
         "head_ablation": tp.head_ablation(reading, tokens, **one)["baseline"][0],
-        "streaming_ablation": ex.streaming_ablation(reading, tokens, sinks=1, window=2, **one)["baseline"][0],
         "position_patching": tp.position_patching(reading, tokens, places, **one)["clean"][0],
         "component_patching": tp.component_patching(reading, tokens, source_positions=places, **one)["baseline"][0],
         "intervention_losses": ex.intervention_losses(reading, tokens, {"a": tp.dummy_distance(reading, 5)}, **every)[

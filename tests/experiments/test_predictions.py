@@ -11,7 +11,7 @@ from support.live_bytes import LiveBytes
 
 import tl_posdisent as tp
 from tl_posdisent import load_demo_model
-from tl_posdisent.experiments.causal import token_losses
+from tl_posdisent.experiments.measuring import token_losses
 from tl_posdisent.models.running.texts import read_texts
 
 

@@ -25,7 +25,6 @@ CASES += [
         (tp.attention_ladder, "estimates", {"exact": 0}),
         (tp.head_ablation, "few", {"layers": 1, "heads": [0, 1, 5]}),
         (tp.head_effects, "few", {"exact": 2}),
-        (tp.experiments.position_effects, "draws", {"draws": 3, "interventions": {"a": NONE, "b": NONE}}),
     )
 ]
 

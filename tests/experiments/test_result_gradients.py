@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tl_posdisent import demo_tokens, dummy_distance, head_effects, load_demo_model
-from tl_posdisent.experiments.causal import result_gradients as module
-from tl_posdisent.experiments.causal import text_parts
-from tl_posdisent.experiments.causal.result_gradients import drawn_labels, predictions, result_gradients
+from tl_posdisent.experiments.measuring import result_gradients as module
+from tl_posdisent.experiments.measuring import text_parts
+from tl_posdisent.experiments.measuring.result_gradients import drawn_labels, predictions, result_gradients
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 DRAWS = 5

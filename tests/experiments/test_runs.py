@@ -10,8 +10,8 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent.experiments.causal import runs as module
-from tl_posdisent.experiments.causal.runs import Change, Runs
+from tl_posdisent.experiments.measuring import runs as module
+from tl_posdisent.experiments.measuring.runs import Change, Runs
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts

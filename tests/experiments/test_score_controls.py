@@ -11,7 +11,7 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent import additivity, capture, random_control
-from tl_posdisent.experiments.attention_scores.score_controls import for_each_control
+from tl_posdisent.experiments.measuring.score_controls import for_each_control
 from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)
@@ -19,7 +19,7 @@ CONTROLS = ("foreign keys", "random queries and keys")
 NUMBERS = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_no_distance", "r_held_out"]
 
 
-def scores_of(control: Any, model: Any, tokens: Tensor = TOKENS, seed: int = 0, **more: Any) -> dict[int, Tensor]:
+def scores_of(control: Any, model: Any, tokens: Tensor = TOKENS, **more: Any) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     specs = read_model(model).specs(more.get("layers"))
 
@@ -27,7 +27,7 @@ def scores_of(control: Any, model: Any, tokens: Tensor = TOKENS, seed: int = 0, 
         if name == control:
             found[spec.layer] = scores.double()
 
-    for_each_control([control], seed, model, tokens, specs, keep)
+    for_each_control([control], model, tokens, specs, keep)
     return found
 
 
@@ -108,10 +108,10 @@ def test_foreign_keys_of_heads_that_are_sums_give_what_a_formula_says() -> None:
 
 def test_random_queries_and_keys_read_the_residual_stream_of_the_model() -> None:
     model = zoo.load("hooked", "llama-gqa")
-    copy = next(random_control(model, [3], weights="random_qk"))
+    copy = next(random_control(model, [0], weights="random_qk"))
     with torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
-        for layer, found in scores_of("random queries and keys", model, seed=3).items():
+        for layer, found in scores_of("random queries and keys", model).items():
             read = cache[f"blocks.{layer}.ln1.hook_normalized"] * model.blocks[layer].ln1.w
             scores: list[Tensor] = []
             point = copy.blocks[layer].attn.hook_attn_scores

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import zoo
 from support.small_models import small_model
 from support.tolerance import of_rounded_weights
@@ -262,7 +263,7 @@ def added(model: Any, tokens: Tensor, source: str) -> Tensor:
     return cache["z", 0][:, :, head] @ model.blocks[0].attn.W_O[head]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "neox"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2", "olmo2", "neox"])
 def test_with_frozen_norms_the_score_falls_by_the_term(name: str) -> None:
     """HookedTransformer's own hooks hold every scale; without them the score falls by what ``removed`` says."""
     model, names = zoo.hooked(name), ["embedding", "L0H2", "L0H5", "L0 MLP"]
@@ -301,6 +302,37 @@ def test_removal_from_a_difference() -> None:
 
 
 # --- texts, tables, pictures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Granite", "GraniteMoe"])
+def test_a_multiple_of_each_layer_is_added_to_the_stream(family: str) -> None:
+    """Granite's residual multiplier: against Hugging Face's own weights."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    scales = {"residual_multiplier": 0.22, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
+    own = {"vocab_size": 61, "intermediate_size": 96, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    own |= {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "GraniteMoe" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **scales, **own, attn_implementation="eager")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        zoo.randomise(plain, 0.2, 0.7)
+    query, key = (getattr(plain.model.layers[1].self_attn, f"{x}_proj").weight.detach().double() for x in "qk")
+    output = plain.model.layers[0].self_attn.o_proj.weight.detach().double()
+    gain = plain.model.layers[1].input_layernorm.weight.detach().double()
+    model, text = zoo.as_bridge(plain), torch.tensor([[5, 9, 4, 7]])
+    found = score_sources(model, text, 1, 5, 3)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(text)
+    own_scores = model_scores(model, 1, text)[0, 5, 3]
+    close(found.terms().sum((1, 2, 3)), own_scores, 1e-5)
+    stream, z = cache["blocks.1.hook_resid_pre"][0].double(), cache["z", 0][0].double()
+    factor = gain / stream.square().mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
+    added = {"embedding": cache["blocks.0.hook_resid_pre"][0].double()}
+    added |= {f"L0H{head}": 0.22 * z[:, head] @ output.view(64, 8, 8)[:, head].T for head in range(8)}
+    for source, x in added.items():
+        at, x = found.sources.index(source), factor * x
+        torch.testing.assert_close(found.query_parts[at], (x @ query.T).view(4, 8, 8)[3, 5], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.key_parts[at], (x @ key.T).view(4, 4, 8)[:, 2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -427,3 +459,47 @@ def test_edited_scores_are_refused(shared_model: Model) -> None:
         pytest.raises(ValueError, match="are not what its queries, keys"),
     ):
         score_sources(model, TOKENS, 1, 3, 9)
+
+
+GATED = "attention whose output is a linear function of hook_z, added as it is or after a norm"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "blocks.0.hook_resid_post",
+            "in layer 0 of .*, a residual stream to which attention and MLP outputs are added",
+        ),
+        ("blocks.0.hook_attn_out", f"in layer 0 of .*, {GATED}"),
+        ("blocks.1.attn.hook_q", "score_sources needs queries that are an affine function"),
+    ],
+)
+def test_hooks_that_break_the_sum_are_refused(name: str, message: str) -> None:
+    model = small_model(encoding="rope", causal=True)
+    before = model(SMALL)
+    with model.hooks(fwd_hooks=[(name, lambda x, hook: x.sin() + x)]), pytest.raises(ValueError, match=message):
+        score_sources(model, SMALL, 1, 0, 8)
+    assert torch.equal(model(SMALL), before)
+
+
+def test_a_hook_that_does_not_fire_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(encoding="rope", causal=True)
+    monkeypatch.setitem(vars(model.blocks[0].hook_attn_out), "_call_impl", lambda x: x)
+    with pytest.raises(ValueError, match=r"needs, in layer 0 of .*, the hook blocks\.0\.hook_attn_out to fire"):
+        score_sources(model, SMALL, 1, 0, 8)
+
+
+def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(encoding="rope", causal=True)
+    attention, own = model.blocks[0].attn, model.blocks[0].attn.forward
+    monkeypatch.setitem(vars(attention), "forward", lambda x, *more: own(x, *more) * x.sigmoid())
+    with pytest.raises(ValueError, match=GATED):
+        score_sources(model, SMALL, 1, 0, 8)
+
+
+def test_norms_of_latents_are_refused(shared_model: Model) -> None:
+    if ("bridge", "deepseek_v3") not in [case.values for case in zoo.cases("deepseek_v3")]:
+        pytest.skip("this version of TransformerLens has no bridge for the model")
+    with pytest.raises(ValueError, match=r"score_sources needs queries .* behind the norms of latents"):
+        score_sources(shared_model("bridge", "deepseek_v3"), TOKENS, 1, 0, 8)

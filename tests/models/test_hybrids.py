@@ -22,7 +22,6 @@ from tl_posdisent import (
     read_model,
     swap_positions,
 )
-from tl_posdisent.experiments import streaming_ablation
 from tl_posdisent.hooks.edits import layer
 
 pytestmark = pytest.mark.tl4
@@ -52,8 +51,7 @@ def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
     tables = [
         additivity(reading, TOKENS, progress=False),
         head_ablation(reading, TOKENS, heads=2, progress=False),
-        head_labels(reading, TOKENS, length=6, streaming=False, progress=False),
-        streaming_ablation(reading, TOKENS, heads=2, progress=False),
+        head_labels(reading, TOKENS, length=6, progress=False),
     ]
     if all(spec.rotary for spec in reading.specs()):
         tables.append(preference_flips(reading, TOKENS, queries=2, progress=False))

@@ -18,12 +18,12 @@ from tl_posdisent import (
     additivity,
     bridge_from_hf,
     capture,
-    distance_sources,
     head_ablation,
     head_effects,
     random_control,
     read_model,
     remap_distance,
+    score_sources,
     swap_positions,
 )
 from tl_posdisent.experiments import perturb
@@ -89,7 +89,7 @@ def test_weights_that_are_offloaded_are_loaded_for_each_pass(shared_model: Any) 
         with pytest.raises(ValueError, match="model must have its weights in memory"):
             next(random_control(model, weights=weights))
     with pytest.raises(ValueError, match=r"output weights W_O .*, in memory"):
-        distance_sources(model, TOKENS, layer=1)
+        score_sources(model, TOKENS, 1, 0, 5)
     offloaded = accelerate.cpu_offload(zoo.hf_model("llama-gqa"), torch.device("cpu"))
     with pytest.raises(ValueError, match="hf_model must have its weights in memory, but accelerate offloads"):
         bridge_from_hf(offloaded)

@@ -15,7 +15,7 @@ from support import zoo
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent import head_labels, random_control, read_model, trained_vs_random
+from tl_posdisent import head_labels, random_control, read_model
 from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.config import EncodingName
@@ -175,23 +175,10 @@ def test_a_scale_that_is_not_stated_is_said() -> None:
 
 def test_tables_say_what_they_are_compared_with() -> None:
     model = zoo.load(*zoo.cases("llama-gqa")[0].values)
-    options = {"seeds": [0, 3], "layers": [1], "progress": False}
-    both = trained_vs_random(model, TOKENS, std=[0.02, 0.3], **options)
-    words = "random weights, standard deviation 0.02, 0.3, seeds 0, 3"
-    assert both.attrs["random weights"] == words
-    for std in (0.02, 0.3):
-        alone = trained_vs_random(model, TOKENS, std=std, **options)
-        rows = both[both["std"] == std].reset_index(drop=True)
-        assert rows.equals(alone)
-    by_scale = both[both["measure"] == "r_three_axis"].groupby("std")["random"].mean()
-    assert by_scale[0.02] != by_scale[0.3]
-    shuffled = trained_vs_random(model, TOKENS, weights="shuffled", **options)
-    assert shuffled["std"].isna().all()
-    assert shuffled.attrs["random weights"] == "shuffled weights, seeds 0, 3"
-    labels = head_labels(model, TOKENS, streaming=False, seeds=[4], std=0.3, progress=False)
+    labels = head_labels(model, TOKENS, seeds=[4], std=0.3, progress=False)
     assert labels.attrs["random weights"] == "random weights, standard deviation 0.3, seed 4"
     copy = next(random_control(model, [4], std=0.3))
-    expected = head_labels(copy, TOKENS, streaming=False, seeds=0, progress=False)["entropy"]
+    expected = head_labels(copy, TOKENS, seeds=0, progress=False)["entropy"]
     np.testing.assert_allclose(labels["entropy_random"], expected)
 
 

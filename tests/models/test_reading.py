@@ -25,7 +25,6 @@ from tl_posdisent import (
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.experiments import dummy_distance_check
 
 pytestmark = pytest.mark.tl4
 
@@ -218,7 +217,6 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "longer_context": lambda model, tokens: entered(longer_context(model, 20)),
     "additivity": lambda model, tokens: additivity(model, tokens, progress=False),
     "controlled_distance": lambda model, tokens: controlled_distance(model, tokens, progress=False),
-    "dummy_distance_check": lambda model, tokens: dummy_distance_check(model, tokens, distances=[1, 3]),
     "head_ablation": lambda model, tokens: head_ablation(model, tokens, progress=False),
     "swap_positions": lambda model, tokens: swap_positions(model, torch.arange(tokens.shape[1])),
     "remap_distance": lambda model, tokens: remap_distance(model, lambda d: d),

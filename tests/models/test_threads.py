@@ -18,7 +18,6 @@ from tl_posdisent import (
     attention_ladder,
     capture,
     controlled_distance,
-    distance_sources,
     head_ablation,
     random_control,
     read_model,
@@ -150,7 +149,7 @@ def beside(work: Callable[[], Any], other: Callable[[], Any], times: int) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", [additivity, controlled_distance, head_ablation, attention_ladder, distance_sources])
+@pytest.mark.parametrize("tool", [additivity, controlled_distance, head_ablation, attention_ladder])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_threads_with_models_of_their_own(kind: str, name: str, tool: Callable[..., Any]) -> None:
     model, other = zoo.load(kind, name), zoo.load(kind, name)

@@ -166,7 +166,7 @@ def test_figures_draw_the_numbers_of_their_tables(made: tuple[Any, Document]) ->
 def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
     """In the section, in the atlas, in the hover text and in the sentence that counts them."""
     model, document = made
-    table = tp.head_labels(model, TOKENS, streaming=False, seed=5, seeds=[5, 6], progress=False)
+    table = tp.head_labels(model, TOKENS, seed=5, seeds=[5, 6], progress=False)
     table["words"] = [label.replace("_", " ").replace("+", " + ") or "none" for label in table["label"]]
     labels = table["words"].tolist()
     assert set(labels) > {"none"}

@@ -42,16 +42,16 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
 
 
 def of_atlas(subject: Subject, found: Found) -> str:
-    """The atlas of some heads, with the panels of those that are listed: 48 scores of 48 keys, 128 positions."""
+    """The atlas of some heads, with the panels of those that are listed: 48 scores of 48 keys."""
     of_heads: Any = {"additivity": found, "ablation": found}
     table = atlas_table(of_heads)
     assert table is not None
     random, pairs = np.random.default_rng(0), listed(table.heads)
-    scores, effects = ({pair: random.random(shape) for pair in pairs} for shape in ((48, 48), 128))
+    scores = {pair: random.random((48, 48)) for pair in pairs}
     index = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]).repeat(256)
     rows = pd.DataFrame(index=index).reset_index().assign(distance=[*range(256)] * len(pairs), attention=0.5, cells=1)
     attention = pd.concat([rows.assign(intervention=name) for name in ("unmodified", "every distance 5")])
-    return atlas(subject, of_heads, table, Panels(["word"] * 128, True, attention, scores, effects))
+    return atlas(subject, of_heads, table, Panels(["word"] * 128, True, attention, scores))
 
 
 @pytest.mark.slow

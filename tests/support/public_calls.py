@@ -121,13 +121,12 @@ GOOD: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
-    "dummy_distance_check": {"distances": [1, 2]},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "retrieval_heads": {
         "needles": needles_of(TOKENS),
         "heldout": needles_of(TOKENS.flip(1)),
-        "counts": [1],
+        "count": 1,
         "draws": 2,
     },
     "fitted_attention": {"by": "distance"},

@@ -35,7 +35,7 @@ from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = pytest.mark.slow
 
-TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "RopeHadamard", "ScoreSources"}
+TABLES = {"pd.DataFrame", "ContentPosition", "RopeHadamard", "ScoreSources"}
 TABLES |= {"SufficientHeads"}
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 
@@ -281,7 +281,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert before.items() <= inodes(tmp_path).items()
     assert sorted(os.listdir(tmp_path / "parts")) == sorted(f"{job.hash}.parquet" for job in todo)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
-    direct = tl_posdisent.trained_vs_random(load_demo_model(), demo_tokens(length=32), **SLOW[1], progress=False)
+    direct = tl_posdisent.head_labels(load_demo_model(), demo_tokens(length=32), **SLOW[1], progress=False)
     mine = table[table["job"] == todo[0].hash]
     pd.testing.assert_frame_equal(measured(mine).astype(direct.dtypes), direct, check_exact=True)
 
@@ -359,7 +359,7 @@ BAD = [
         "parts",
     ),
     (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds"),
-    (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds"),
+    (lambda: jobs("demo", ("perturbation_curve", {"seeds": [1]}), "demo", seeds=[1]), "seeds"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder"),
     (lambda: jobs("./nowhere", "additivity", "demo"), "model"),

@@ -27,7 +27,6 @@ from tl_posdisent import (
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
@@ -143,7 +142,7 @@ def test_random_control_keeps_the_encoding(encoding: str) -> None:
 
 LIKE_THE_ZOO = {"d_vocab": zoo.VOCAB, "n_out": zoo.VOCAB, "n_heads": 8, "d_model": 64, "n_ctx": 64, "n_layers": 1}
 OTHER = {"evaluate", "save_checkpoint", "train"}  # not of any TransformerLens model
-AFFINE = {"content_position_terms", "distance_sources", "score_sources"}
+AFFINE = {"content_position_terms", "score_sources"}
 GROUPED = {"patch_vectors"}  # is given keys of grouped heads there
 
 
@@ -159,7 +158,7 @@ def test_every_public_function_serves_or_refuses(encoding: str) -> None:
             continue
         if encoding == "mla" and function.__name__ in AFFINE:
             continue  # queries and keys through a norm of their own: refused, which its own tests check
-        changed = {dummy_distance_check: {"distances": [1, 2]}, ablate_heads: {"heads": [(0, 1)]}}.get(function, {})
+        changed = {ablate_heads: {"heads": [(0, 1)]}}.get(function, {})
         if not needed(function) <= {*GOOD, *changed}:
             continue  # the tests of bad input insist on a good value
         try:
@@ -188,13 +187,12 @@ def test_first_heads_alone_are_refused_clearly() -> None:
         swap_positions(model, torch.arange(9))
 
 
-@pytest.mark.parametrize("tool", [additivity, attention_ladder, controlled_distance, dummy_distance_check])
+@pytest.mark.parametrize("tool", [additivity, attention_ladder, controlled_distance])
 def test_padding_that_the_model_does_not_read(tool: Any) -> None:
     """It changes the model's mask, and the refusal names the argument with which it works."""
     model, padded = small_model(encoding="rope", causal=True, pad_id=0, n_out=20, read_out="token"), TOKENS.clone()
     padded[1, 6:] = 0
     own: Any = {"rungs": ["distance"], "controls": [], "progress": False} if tool is attention_ladder else {}
-    own = {"distances": [1, 2]} if tool is dummy_distance_check else own
     with pytest.raises(ValueError, match=r"for padded texts pass attention_mask= \(1 at tokens, 0 at padding\)"):
         tool(model, padded, **own)
     tool(model, padded, attention_mask=padded != 0, **own)

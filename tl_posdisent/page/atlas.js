@@ -124,25 +124,6 @@ function pointAt(event) {
   panel.querySelector("output").textContent = `query ${token(i)}, key ${token(j)}: ${says}`;
 }
 
-function showText(effects) {
-  const text = panel.querySelector(".text");
-  if (!text) return;
-  text.replaceChildren();
-  panel.querySelector(".largest").textContent = "";
-  if (!effects) return;
-  const [top, encoded] = effects, shares = [...bytes(encoded)].map((byte) => byte / 255);
-  shares.forEach((share, n) => {
-    const token = document.createElement("span"), number = few(top * share ** 2, 2);
-    token.textContent = panels.words[n];
-    token.title = `position ${n}: ${number} nats per predicted token`;
-    token.style.background = `rgba(217, 125, 0, ${share})`;
-    text.append(token);
-  });
-  const most = shares.indexOf(Math.max(...shares));
-  panel.querySelector(".largest").textContent =
-    `The largest is ${few(top, 2)} nats, at position ${most} (“${panels.words[most]}”).`;
-}
-
 function showLines(drawn, distances, lines, name) {
   drawn.closest("figure").hidden = !lines;
   if (!lines) return;
@@ -174,7 +155,6 @@ function openHead(label) {
   canvas.setAttribute("aria-label", `Score map of ${label}`);
   drawScores(canvas, canvas.scores);
   canvas.onmousemove = canvas.onclick = pointAt;
-  showText(one.effects);
   showLines(panel.querySelector(".attention .drawn"), panels.attended, one.attention, "mean attention");
   showLines(panel.querySelector(".profile .drawn"), panels.distances, one.profile && { score: one.profile }, "score");
   panel.scrollIntoView({ block: "start" });

@@ -16,7 +16,7 @@ from tl_posdisent.page.looks import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
 from tl_posdisent.page.maps import with_attention
 from tl_posdisent.page.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.page.measurements import Found, SectionName, by_head, powers
-from tl_posdisent.page.panels import DRAWS, SAME, SHOWN, Panels, panel_data
+from tl_posdisent.page.panels import SAME, SHOWN, Panels, panel_data
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.page.words import ABOUT, MISSING, NO_LABEL, number, signed
 from tl_posdisent.utils.validation import head_label
@@ -58,10 +58,7 @@ def atlas(
         map=figure(map_figure(heads, told, subject.attention), caption, height=height, choices=options),
         choices=options,
         panels=None if panels is None else Markup(script_json(panel_data(panels, profiles))),
-        panel=panels,
-        draws=DRAWS,
         same=SAME,
-        error=round(100 * (2 / DRAWS) ** 0.5),
         shown=min(SHOWN, len(panels.words)) if panels else 0,
         table=table(
             "atlas",

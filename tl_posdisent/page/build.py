@@ -121,7 +121,7 @@ def report(
     call = command or f"from tl_posdisent import report\n\nreport(model, {what}, {target.name!r}{given})"
     measured = {name: section(name, subject, one) for name, one in found.items()}
     table = atlas_table(found)
-    panels = None if table is None else measure_panels(subject, listed(table.heads), seed)
+    panels = None if table is None else measure_panels(subject, listed(table.heads))
     opening = Markup() if table is None else atlas(subject, found, table, panels)
     parts = [
         verdict(found),

@@ -14,8 +14,8 @@ from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.causal.head_effects import head_effects
 from tl_posdisent.experiments.causal.ladder import attention_ladder
-from tl_posdisent.experiments.causal.metrics import next_token_loss, value_of
-from tl_posdisent.experiments.causal.runs import run_texts
+from tl_posdisent.experiments.measuring.metrics import next_token_loss, value_of
+from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts

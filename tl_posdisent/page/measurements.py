@@ -222,8 +222,7 @@ def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: 
 
 def _labels(subject: Subject, seed: int, copies: Copies) -> pd.DataFrame:
     """Label heads, with the mean over random copies beside each measure; ``head_labels`` makes these copies itself."""
-    options: dict[str, Any] = {"local": min(8, min(subject.lengths) - 1), "streaming": False, "seed": seed}
-    return head_labels(**_common(subject), seeds=copies.seeds(seed), std=copies.std, **options)
+    return head_labels(**_common(subject), seed=seed, seeds=copies.seeds(seed), std=copies.std)
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What the panel of one head shows: its attention by distance, its scores, and the tokens where it matters most."""
+"""What the panel of one head shows: its attention by distance and its scores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from tl_posdisent.experiments.attention_scores.attention_by_distance import (
     check_shown,
     mean_attention,
 )
-from tl_posdisent.experiments.causal.position_effects import position_effects
-from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -40,14 +38,9 @@ from tl_posdisent.utils.validation import head_label, printable
 
 SHOWN = 48
 """Number of positions of the score map."""
-READ = 128
-"""Number of positions at which heads are replaced, and of each text over which mean outputs are averaged."""
-DRAWS = 16
-"""Draws of labels: the estimates of one text have a relative error of about √(2 / draws)."""
 SAME = 5
 """The distance of all keys in the intervention whose attention is shown."""
-_ATTENTION = 256  # tokens altogether of attention by distance
-_MEANS = 1024  # tokens altogether over which mean outputs are averaged
+_READ, _ATTENTION = 128, 256  # tokens of each text and altogether of attention by distance
 _MASKED = 255
 
 Pair = tuple[int, int]
@@ -62,28 +55,19 @@ class Panels:
         causal: whether keys after the query are masked in all layers.
         attention: table of ``attention_by_distance``, with and without ``dummy_distance`` in the layer itself.
         scores: by layer and head, the scores of the first positions, ``[query, key]``; NaN where they are masked.
-        effects: by layer and head, the estimated divergence if the head's result is replaced by its mean at one
-            position, in nats per predicted token.
-        refused: why there are no effects; empty if there are.
     """
 
     words: list[str]
     causal: bool
     attention: pd.DataFrame
     scores: Mapping[Pair, Float[np.ndarray, "query key"]]
-    effects: Mapping[Pair, Float[np.ndarray, " pos"]]
-    refused: str = ""
 
 
-def measure_panels(subject: Subject, pairs: Sequence[Pair], seed: int) -> Panels:
-    """Measure scores and effects by position of some heads in the beginning of the first text."""
+def measure_panels(subject: Subject, pairs: Sequence[Pair]) -> Panels:
+    """Measure attention by distance and scores of some heads."""
     specs = [spec for spec in subject.specs if spec.layer in {layer for layer, _ in pairs}]
     scores, attention = _scores(subject, specs, pairs), _attention(subject, specs, pairs)
-    try:
-        effects, refused = _effects(subject, pairs, seed), ""
-    except (ValueError, RuntimeError, MemoryError) as error:
-        effects, refused = {}, str(error)
-    return Panels(subject.words, all(spec.causal for spec in specs), attention, scores, effects, refused)
+    return Panels(subject.words, all(spec.causal for spec in specs), attention, scores)
 
 
 def _attention(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> pd.DataFrame:
@@ -91,7 +75,7 @@ def _attention(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pai
 
     In a layer under its intervention, only that layer is run, if blocks depend on the residual stream alone.
     """
-    reading, texts = subject.reading, read_texts(subject.model, *subject.some(READ, _ATTENTION).texts.values())
+    reading, texts = subject.reading, read_texts(subject.model, *subject.some(_READ, _ATTENTION).texts.values())
     shown = [spec for spec in specs if spec.taps.pattern or spec.taps.scores]
     chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in shown]
     tables = [pd.DataFrame(columns=["intervention", *HEAD, "distance"])]
@@ -132,39 +116,25 @@ def _scores(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair])
     return found
 
 
-def _effects(subject: Subject, pairs: Sequence[Pair], seed: int) -> dict[Pair, Any]:
-    """Estimate the divergence if a head's result is replaced by its mean output at one position of the first text."""
-    reference: Any = read_texts(subject.model, *subject.some(READ, _MEANS).texts.values())
-    mean = ablate_heads(subject.reading, pairs, mode="mean", reference=reference)
-    options: dict[str, Any] = {"heads": pairs, "draws": DRAWS, "seed": seed, "progress": False}
-    table = position_effects(subject.reading, subject.first[:, :READ], {"mean": mean}, **options)
-    values = table["curvature"].to_numpy().reshape(len(pairs), -1)
-    places = table[HEAD].drop_duplicates().astype(int).itertuples(index=False, name=None)
-    return dict(zip(places, values, strict=True))
-
-
 def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
     """Encode the panels for the page's script: numbers as bytes in base64, of each head on its own scale.
 
     A score is ``low + byte / 254 * (high - low)``, and 255 where it is masked; if all heads are causal, only keys up to
-    the query's are there, row by row. An effect is ``top * (byte / 255)²``.
+    the query's are there, row by row.
     """
     heads, lines = {}, dict(zip(profiles.index, profiles.to_numpy().tolist(), strict=True))
     near = panels.attention[panels.attention["distance"].isin(powers(panels.attention["distance"]))]
     attention: Any = dict([*near.groupby(HEAD)])
     for (layer, head), scores in panels.scores.items():
         one: dict[str, Any] = {"scores": _encoded_scores(scores, panels.causal)}
-        if (layer, head) in panels.effects:
-            one["effects"] = _encoded_effects(panels.effects[layer, head])
         if (layer, head) in lines:
             one["profile"] = [None if np.isnan(x) else round(x, 3) for x in lines[layer, head]]
         if (layer, head) in attention:
             by_name = attention[layer, head].groupby("intervention", sort=False)["attention"]
             one["attention"] = {name: [float(f"{x:.3g}") for x in values] for name, values in by_name}
         heads[head_label(layer, head)] = one
-    read = max([SHOWN, *map(len, panels.effects.values())])
     return {
-        "words": [printable(word) for word in panels.words[:read]],
+        "words": [printable(word) for word in panels.words[:SHOWN]],
         "shown": min(SHOWN, len(panels.words)),
         "causal": panels.causal,
         "distances": [int(x) for x in profiles.columns],
@@ -181,12 +151,6 @@ def _encoded_scores(scores: Float[np.ndarray, "query key"], causal: bool) -> lis
         steps = (scores - low) / ((high - low) or 1.0) * (_MASKED - 1)
     cells = np.where(known, np.nan_to_num(steps).round().clip(0, _MASKED - 1), _MASKED).astype(np.uint8)
     return [low, high, _base64(cells[np.tril_indices(len(cells))] if causal else cells.ravel())]
-
-
-def _encoded_effects(effects: Float[np.ndarray, " pos"]) -> list[Any]:
-    """Return the largest effect, and the bytes."""
-    top = float(effects.max())
-    return [top, _base64((np.sqrt(effects / (top or 1.0)) * 255).round().astype(np.uint8))]
 
 
 def _base64(values: np.ndarray) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
 from tl_posdisent.experiments.causal.head_verdicts import NEGLIGIBLE, head_verdicts
+from tl_posdisent.experiments.measuring.above_random import above_random
 from tl_posdisent.page.atlas import label_words
 from tl_posdisent.page.every_head import IDLE
 from tl_posdisent.page.looks import AS_RANDOM, KINDS, looks_at, looks_of_random

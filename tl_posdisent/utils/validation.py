@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -109,13 +109,6 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None, wh
             bound += " and below 2**63"
         raise ArgumentError(name, f"must be an integer {bound}{why and f' ({why})'}, got {shown(value)}")
     return operator.index(value)
-
-
-def check_counts(counts: Any, most: int) -> list[int]:
-    """Return different numbers of heads in ascending order, or raise unless all are from 1 to ``most``."""
-    if isinstance(counts, (str, bytes)) or not isinstance(counts, Collection) or not len(counts):
-        raise ArgumentError("counts", f"must be numbers of heads, got {shown(counts)}")
-    return sorted({check_integer("counts", n, 1, most) for n in counts})
 
 
 def check_number(

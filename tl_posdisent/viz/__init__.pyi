@@ -6,7 +6,6 @@ from .plots.curves import plot_distance as plot_distance
 from .plots.curves import plot_dynamics as plot_dynamics
 from .plots.curves import plot_length as plot_length
 from .plots.curves import plot_perturbation as plot_perturbation
-from .plots.heatmaps import plot_distance_sources as plot_distance_sources
 from .plots.heatmaps import plot_heads as plot_heads
 from .plots.heatmaps import plot_score_sources as plot_score_sources
 from .plots.heatmaps import plot_subspaces as plot_subspaces

@@ -104,7 +104,7 @@ def _at_random(measure: Any, model: Any, seeds: range, std: Any) -> list[Any]:
 
 def _shown(trained: Any, chance: Any, what: str) -> list[str]:
     """Format r by layer and head, its means beside those of random weights, and the shares of the components."""
-    from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
+    from tl_posdisent.experiments.measuring.above_random import above_random
 
     column, means = "r", "r of the three-axis fit"
     if "r_held_out" in trained:

@@ -11,7 +11,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
-from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
+from tl_posdisent.experiments.measuring.named_interventions import Interventions, named_hooks
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.capture import of_heads

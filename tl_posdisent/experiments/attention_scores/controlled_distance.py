@@ -1,37 +1,27 @@
 """A model's heads at controlled distances (arXiv 2503.13305, §3): each query with each key at each distance.
 
-Tables of every head: the shares of ``rope.decompose``, a causal check of the fitted components by dummy distances, and
-r at controlled distances beside r of the text.
+Tables of every head: the shares of ``rope.decompose``, and r at controlled distances beside r of the text.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
-from math import nan
 from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.additive.fit import fit_additive
-from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
-from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
-from tl_posdisent.hooks.applied import applied
+from tl_posdisent.experiments.measuring.measure_layers import measure_layers
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, pairs_of
-from tl_posdisent.hooks.positions import dummy_distance
-from tl_posdisent.models.capture import Captured, for_each_scores, of_heads
+from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
-from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.tables import index_columns, join_texts, number_heads
-from tl_posdisent.utils.validation import Numbers, check_distinct, check_integer, listed
+from tl_posdisent.utils.validation import Numbers, listed
 
 
 def controlled_distance(
@@ -77,117 +67,17 @@ def controlled_distance(
     """
     layers = listed("layers", layers)
     reading = read_model(model, layers)
-    texts = read_texts(reading.model, tokens, attention_mask)
-    at = range(texts.longest) if distances is None else distances
-
-    def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
-        return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
+    texts, tool = read_texts(reading.model, tokens, attention_mask), "controlled_distance"
+    chosen = any_heads(reading, layers, heads, tool)
+    distances = range(texts.longest) if distances is None else distances
 
     def measure(layer: Captured, q: Tensor, k: Tensor) -> Moments:
-        return Moments.from_qk(q, k, layer.spec.require_rotary("controlled_distance"))
+        return Moments.from_qk(q, k, layer.spec.require_rotary(tool))
 
-    tool = "controlled_distance"
-    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
-    return measure_layers(reading, texts, tool, measure, table, **options)
+    def table(spec: AttentionSpec, moments: list[Moments]) -> pd.DataFrame:
+        return decompose(functools.reduce(operator.add, moments), distances, scale=spec.require_scale()).to_frame()
 
-
-def dummy_distance_check(
-    model: Any,
-    tokens: Tokens,
-    *,
-    attention_mask: Tensor | None = None,
-    distances: Iterable[int] | None = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.
-
-    In one layer at a time, every query sees every key at distance d. If scores are additive, the key and the query
-    component of the fit do not change, and the mean score follows the distance component.
-
-    Args:
-        model, tokens, attention_mask, layers, heads, progress: as in ``controlled_distance``.
-        distances: dummy distances that occur in every text (0 … pos - 1), each once; default those of 1, 2, 4 … 64 that
-            occur.
-
-    Returns:
-        One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
-        correlations of these components between the real and this run, weighted by cells, NaN for components that are
-        rounding; ``mean``, the mean score in this run, and ``component``, intercept plus distance component at d of the
-        real fit. By the gauge (see ``AdditiveFit``) the last two may differ by a straight line in d.
-
-    Raises:
-        ValueError: distances that do not occur or are repeated; a layer without a hook for its scores; otherwise as
-            ``controlled_distance``.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.experiments import dummy_distance_check
-        >>> table = dummy_distance_check(load_demo_model(), demo_tokens(length=128), layers=[4], progress=False)
-        >>> bool(table[["mean", "component"]].corr().loc["mean", "component"] > 0.5)
-        True
-    """
-    layers = listed("layers", layers)
-    reading = read_model(model, layers)
-    model, some = reading.model, any_heads(reading, layers, heads, "dummy_distance_check")
-    for spec, _ in some:
-        spec.require_scale()
-        if spec.taps.scores is None:
-            raise ArgumentError(
-                "layers",
-                f"must show their scores, but layer {spec.layer} of {spec.architecture} shows only its pattern",
-            )
-    texts = read_texts(model, tokens, attention_mask)
-    length = min(texts.lengths)
-    given = [2**n for n in range(7) if 2**n < length] if distances is None else distances
-    chosen = check_distinct("distances", given, lambda d: check_integer("distances", d, 0, length - 1))
-    tables, rows = [], []
-    with progress_bar(total=len(some) * len(texts.groups), desc="layers", disable=not progress) as bar:
-        for group in texts.groups:
-            real = _fits(model, group.tokens, some)
-            for spec, of_layer in some:
-                for d in chosen:
-                    with applied(model, dummy_distance(reading, d, layers=[spec.layer])):
-                        dummy = _fits(model, group.tokens, [(spec, of_layer)])[spec.layer]
-                    tables.append(number_heads(_compared(spec.layer, d, real[spec.layer], dummy), of_layer))
-                    rows.append(group.rows.tolist())
-                bar.update()
-    return reading.note(join_texts(tables, rows, ["layer", "distance", "batch", "head"]))
-
-
-def _fits(model: Any, tokens: Tensor, chosen: Chosen) -> dict[int, AdditiveFit]:
-    """Fit the scores of each layer's chosen heads under the model's current hooks."""
-    fits, heads = dict[int, AdditiveFit](), {spec.layer: some for spec, some in chosen}
-
-    def fit(spec: AttentionSpec, scores: Tensor) -> None:
-        some = of_heads(scores, heads[spec.layer])
-        fits[spec.layer] = fit_additive(some, mask="causal" if spec.causal else "full", window=spec.window)
-
-    for_each_scores(model, tokens, [spec for spec, _ in chosen], fit)
-    return fits
-
-
-def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) -> pd.DataFrame:
-    """Compare the components of one layer's real fit with those of the fit with all pairs at one distance."""
-    cells = real.mask.double()
-
-    def correlation(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        largest = 1e-6 * (real.intercept.abs() + real.distance.abs().amax(-1))  # smaller components are rounding
-        x, y = (v - (v * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True) for v in (x, y))
-        a, b = ((weights * v * v).sum(-1) for v in (x, y))
-        found: Tensor = (weights * x * y).sum(-1) / (a * b).sqrt()
-        return found.where(a.minimum(b) > weights.sum(-1) * largest**2, nan)
-
-    columns = {
-        "key_correlation": correlation(real.key, dummy.key, cells.sum(-2)),
-        "query_correlation": correlation(real.query, dummy.query, cells.sum(-1)),
-        "mean": dummy.intercept,
-        "component": real.intercept + real.distance[..., distance - int(real.distances[0])],
-    }
-    batch, head = index_columns(real.r.shape).values()
-    values = {name: x.flatten().tolist() for name, x in columns.items()}
-    return pd.DataFrame({"batch": batch, "layer": layer, "head": head, "distance": distance, **values})
+    return measure_layers(reading, texts, chosen, measure, table, sinks=sinks, progress=progress)
 
 
 _CONTROLLED = ["r_three_axis", "r_two_axis"]
@@ -229,17 +119,16 @@ def disentanglement(
     layers = listed("layers", layers)
     reading = read_model(model, layers)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
-    batch: dict[str, Any] = {"tokens": texts, "progress": progress}
-    table = additivity(reading, heads=pairs_of(chosen), pool=True, **batch)[["layer", "head", "r"]]
-    alike: dict[tuple[int, ...], Chosen] = {}  # by the distances that their masks allow
-    for spec, some in chosen:
+    table = additivity(reading, texts, heads=pairs_of(chosen), pool=True, progress=progress)[["layer", "head", "r"]]
+    by_distances: dict[tuple[int, ...], Chosen] = {}  # that their masks allow
+    for spec, numbers in chosen:
         if spec.rotary is not None and not spec.limits.no_rotation and not spec.limits.problem:
             first = 0 if spec.causal else 1 - texts.longest
-            left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
-            alike.setdefault(left, []).append((spec, some))
+            allowed = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
+            by_distances.setdefault(allowed, []).append((spec, numbers))
     tables = [
-        controlled_distance(reading, distances=distances, heads=pairs_of(some), sinks=sinks, **batch)
-        for distances, some in alike.items()
+        controlled_distance(reading, texts, distances=distances, heads=pairs_of(alike), sinks=sinks, progress=progress)
+        for distances, alike in by_distances.items()
     ]
     if not tables:
         return reading.note(table.assign(**dict.fromkeys(_CONTROLLED, float("nan"))))

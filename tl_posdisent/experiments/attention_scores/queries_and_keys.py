@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
-from tl_posdisent.hooks.hook_list import Heads
+from tl_posdisent.experiments.measuring.measure_layers import measure_layers
+from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.agreement import spread_rows
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
@@ -29,7 +29,8 @@ from tl_posdisent.utils.validation import Numbers, check_flag, check_integer, li
 
 NEAR = range(8)
 _N_FAR = 8
-_OfTexts = tuple[AttentionSpec, Tensor, Tensor]  # of texts of equal length: queries and keys of each text and position
+# Of texts of equal length: queries and keys of each text and position.
+_TextVectors = tuple[AttentionSpec, Tensor, Tensor]
 
 
 def positional_symbolic(
@@ -74,8 +75,8 @@ def positional_symbolic(
     def measure(q: Tensor, k: Tensor, rotary: Rotary) -> pd.DataFrame:
         return positional_symbolic_qk(q, k, rotary, by_subspace=by_subspace)
 
-    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
-    return _of_each_text(reading, texts, "positional_symbolic", measure, **options)
+    chosen = any_heads(reading, layers, heads, "positional_symbolic")
+    return _measure_texts(reading, texts, chosen, "positional_symbolic", measure, sinks, progress=progress)
 
 
 def preference_flips(
@@ -136,27 +137,31 @@ def preference_flips(
         some = q if queries is None else q[:, spread_rows(q.shape[1], queries)]
         return preference_flips_qk(some, k, rotary, *sets)
 
-    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
-    return _of_each_text(reading, texts, "preference_flips", measure, **options)
+    chosen = any_heads(reading, layers, heads, "preference_flips")
+    return _measure_texts(reading, texts, chosen, "preference_flips", measure, sinks, progress=progress)
 
 
-def _of_each_text(
+def _measure_texts(
     reading: ModelReading,
     texts: Texts,
+    chosen: Chosen,
     tool: str,
     measure: Callable[[Tensor, Tensor, Rotary], pd.DataFrame],
-    **options: Any,
+    sinks: int,
+    *,
+    progress: bool,
 ) -> pd.DataFrame:
     """Call ``measure`` with queries, keys and rotation of each layer; its table has rows for each text."""
     rows = [group.rows.tolist() for group in texts.groups]
 
-    def of_layer(layer: Captured, q: Tensor, k: Tensor) -> pd.DataFrame:
+    def measure_layer(layer: Captured, q: Tensor, k: Tensor) -> pd.DataFrame:
         return measure(q, k, layer.spec.require_rotary(tool))
 
     def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
         return join_texts(parts, rows, ["batch", "head"])
 
-    return measure_layers(reading, texts, tool, of_layer, table, **options, leave=2)  # both measures compare keys
+    # Both measures compare keys, so at least two must remain.
+    return measure_layers(reading, texts, chosen, measure_layer, table, sinks=sinks, leave=2, progress=progress)
 
 
 def subspace_patterns(
@@ -198,15 +203,16 @@ def subspace_patterns(
     layers = listed("layers", layers)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    at, tool = range(texts.longest) if distances is None else distances, "subspace_patterns"
+    tool = "subspace_patterns"
+    chosen = any_heads(reading, layers, heads, tool)
+    distances = range(texts.longest) if distances is None else distances
 
-    def keep(layer: Captured, q: Tensor, k: Tensor) -> _OfTexts:
+    def keep(layer: Captured, q: Tensor, k: Tensor) -> _TextVectors:
         return layer.spec, q.flatten(0, 1), k.flatten(0, 1)
 
-    def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
-        specs, *vectors = zip(*parts, strict=True)
-        own, (q, k) = specs[0], map(torch.cat, vectors)  # as the model rotates these texts
-        return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale())
+    def table(spec: AttentionSpec, parts: list[_TextVectors]) -> pd.DataFrame:
+        specs, queries, keys = zip(*parts, strict=True)
+        rotary, scale = specs[0].require_rotary(tool), specs[0].require_scale()  # as the model rotates these texts
+        return subspace_patterns_qk(torch.cat(queries), torch.cat(keys), rotary, distances, scale=scale)
 
-    options: dict[str, Any] = {"layers": layers, "heads": heads, "sinks": sinks, "progress": progress}
-    return measure_layers(reading, texts, tool, keep, table, **options)
+    return measure_layers(reading, texts, chosen, keep, table, sinks=sinks, progress=progress)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.experiments.causal.runs import Change, Failures, Runs, run_texts
-from tl_posdisent.experiments.causal.token_losses import Unmodified
+from tl_posdisent.experiments.measuring.runs import Change, Failures, Runs, run_texts
+from tl_posdisent.experiments.measuring.token_losses import Unmodified
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.score_edits import View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, joined, replace_scores

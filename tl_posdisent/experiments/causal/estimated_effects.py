@@ -13,10 +13,10 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_search import HeadSearch
-from tl_posdisent.experiments.causal.metrics import Metric, as_numbers, is_loss, next_token_loss, values_of
-from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
-from tl_posdisent.experiments.causal.result_gradients import ResultGradients, result_gradients
-from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, Part
+from tl_posdisent.experiments.measuring.metrics import Metric, as_numbers, is_loss, next_token_loss, values_of
+from tl_posdisent.experiments.measuring.named_interventions import NamedIntervention
+from tl_posdisent.experiments.measuring.result_gradients import ResultGradients, result_gradients
+from tl_posdisent.experiments.measuring.text_parts import RUN_TOKENS, Part
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks, of_texts
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError

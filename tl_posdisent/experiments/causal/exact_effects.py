@@ -11,12 +11,12 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_search import HeadSearch
-from tl_posdisent.experiments.causal.metrics import as_numbers, is_loss, values_of
-from tl_posdisent.experiments.causal.named_interventions import NamedIntervention
-from tl_posdisent.experiments.causal.result_gradients import predictions
-from tl_posdisent.experiments.causal.runs import Change, HooksOf, Runs, Trusted
-from tl_posdisent.experiments.causal.text_parts import Part
-from tl_posdisent.experiments.causal.token_losses import divergences, losses_and_divergences
+from tl_posdisent.experiments.measuring.metrics import as_numbers, is_loss, values_of
+from tl_posdisent.experiments.measuring.named_interventions import NamedIntervention
+from tl_posdisent.experiments.measuring.result_gradients import predictions
+from tl_posdisent.experiments.measuring.runs import Change, HooksOf, Runs, Trusted
+from tl_posdisent.experiments.measuring.text_parts import Part
+from tl_posdisent.experiments.measuring.token_losses import divergences, losses_and_divergences
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.partial_forward import changed_results
 from tl_posdisent.models.running.results import at_results

@@ -1,4 +1,4 @@
-"""Ablate each head alone, or restrict it to first and near keys, and measure the effect on a metric."""
+"""Ablate each head alone, and measure the effect on a metric."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.effect_table import effect_table, units_of
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.experiments.measuring.rows_by_head import rows_by_head, units_of
+from tl_posdisent.experiments.measuring.runs import HooksOf
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
-from tl_posdisent.hooks.edits.edit import Edit
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, any_heads, hooks_for
-from tl_posdisent.hooks.lambda_mask import hiding
 from tl_posdisent.models.reading.model_reading import Layers, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.restoring import without_gradients
-from tl_posdisent.utils.validation import check_integer, listed
+from tl_posdisent.utils.validation import listed
 
 
 def head_ablation(
@@ -90,68 +90,9 @@ def head_ablation(
     with without_gradients(), running(model):
         other = stand_in(model, attending, mode, averaged, seed)
     units = [units_of(spec, some) for spec, some in chosen]
-    return effect_table(reading, texts, units, _hooks_by(ResultEdit("ablate_heads", other)), metric, progress=progress)
+    edit = ResultEdit("ablate_heads", other)
 
+    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+        return [lambda group, heads: hooks_for([(spec, heads)], edit)]
 
-def _hooks_by(edit: Edit) -> Any:
-    return lambda spec: [lambda group, heads: hooks_for([(spec, heads)], edit)]
-
-
-def streaming_ablation(
-    model: Any,
-    tokens: Tokens,
-    metric: Metric = next_token_loss,
-    *,
-    attention_mask: Tensor | None = None,
-    sinks: int = 4,
-    window: int | None = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Restrict each head alone to the first keys and a window of near keys, and measure the change of a metric.
-
-    A *streaming* head loses nothing; a *retrieval* head looks further back (DuoAttention, arXiv 2410.10819). Query i of
-    the head sees key j if ``j < sinks`` or ``|i - j| < window``; the scores of visible keys do not change. In a causal
-    model the window contains the last keys, in others (encoders) as many on both sides.
-
-    Args:
-        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``.
-        sinks: number of first keys of each text that stay visible.
-        window: number of last keys that stay visible, the query's own included; if the model is not causal, the next
-            ``window - 1`` keys too. Default: a quarter of the longest text.
-
-    Returns:
-        One row per layer and head, with the columns of ``head_ablation``.
-
-    Raises:
-        ValueError: sinks and a window that hide nothing; a layer whose scores cannot be changed; otherwise as
-            ``head_ablation``.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.experiments import streaming_ablation
-        >>> table = streaming_ablation(load_demo_model(), demo_tokens(length=64), window=8, progress=False)
-        >>> len(table), bool(table["effect"].max() > 0.02)
-        (40, True)
-    """
-    check_metric(metric)
-    layers = listed("layers", layers)
-    reading = read_model(model, layers)
-    model, chosen = reading.model, any_heads(reading, layers, heads)
-    texts = read_texts(model, tokens, attention_mask)
-    causal = all(spec.causal for spec, _ in chosen)
-    window = visible_window(texts, sinks, window, causal=causal)
-    check_reach(model, [spec.layer for spec, _ in chosen])
-    units, edit = [units_of(spec, some) for spec, some in chosen], hiding("streaming_ablation", sinks, window)
-    return effect_table(reading, texts, units, _hooks_by(edit), metric, progress=progress)
-
-
-def visible_window(texts: Texts, sinks: int, window: int | None, *, causal: bool = True) -> int:
-    """Validate the numbers of first and near keys that stay visible, and return the window, or its default."""
-    check_integer("sinks", sinks, 0)
-    window = max(1, texts.longest // 4) if window is None else check_integer("window", window, 1)
-    if (sinks + window if causal else max(sinks, window)) >= texts.longest:
-        limit = f"{'together' if causal else 'each'} less than the {texts.longest} tokens of the longest text"
-        raise ValueError(f"window and sinks must hide keys, {limit}, got {window} and {sinks}")
-    return window
+    return rows_by_head(reading, texts, units, hooks_in, metric, progress=progress)

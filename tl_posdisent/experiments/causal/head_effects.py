@@ -23,13 +23,13 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects
 from tl_posdisent.experiments.causal.exact_effects import Outcome, Place, search_largest
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
-from tl_posdisent.experiments.causal.named_interventions import (
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
+from tl_posdisent.experiments.measuring.named_interventions import (
     Interventions,
     named_interventions,
     rows_by_layer,
 )
-from tl_posdisent.experiments.causal.text_parts import differentiable_texts, parts_of
+from tl_posdisent.experiments.measuring.text_parts import differentiable_texts, parts_of
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running

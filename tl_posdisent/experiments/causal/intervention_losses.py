@@ -9,9 +9,9 @@ import pandas as pd
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.named_interventions import Interventions, named_hooks
-from tl_posdisent.experiments.causal.runs import run_texts
-from tl_posdisent.experiments.causal.token_losses import Unmodified, all_tokens, correct
+from tl_posdisent.experiments.measuring.named_interventions import Interventions, named_hooks
+from tl_posdisent.experiments.measuring.runs import run_texts
+from tl_posdisent.experiments.measuring.token_losses import Unmodified, all_tokens, correct
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts

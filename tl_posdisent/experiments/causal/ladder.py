@@ -13,9 +13,9 @@ from torch import Tensor
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung, check_rung_options
 from tl_posdisent.experiments.causal.ladder_estimates import screen_heads
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Row, Unit
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.causal.runs import Failures
-from tl_posdisent.experiments.causal.text_parts import differentiable_texts
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.experiments.measuring.runs import Failures
+from tl_posdisent.experiments.measuring.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.hooks.substitute import BANDS
 from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control

@@ -12,10 +12,10 @@ from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, n_param
 from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects
 from tl_posdisent.experiments.causal.exact_effects import search_largest
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, Row
-from tl_posdisent.experiments.causal.metrics import next_token_loss
-from tl_posdisent.experiments.causal.named_interventions import NamedIntervention, named_interventions, rows_by_layer
-from tl_posdisent.experiments.causal.shares import share_of_kl
-from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, Part, parts_of
+from tl_posdisent.experiments.measuring.metrics import next_token_loss
+from tl_posdisent.experiments.measuring.named_interventions import NamedIntervention, named_interventions, rows_by_layer
+from tl_posdisent.experiments.measuring.recovered_share import share_of_kl
+from tl_posdisent.experiments.measuring.text_parts import RUN_TOKENS, Part, parts_of
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks

@@ -10,9 +10,9 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.effect_table import PatchRuns, effect_table, units_of
-from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.causal.runs import HooksOf
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.experiments.measuring.rows_by_head import PatchRuns, rows_by_head, units_of
+from tl_posdisent.experiments.measuring.runs import HooksOf
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, score_hooks, vector_hooks
@@ -105,7 +105,7 @@ def head_patching(
         return [partial(at, place) for place in places]
 
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
-    return effect_table(
+    return rows_by_head(
         reading,
         texts,
         units,
@@ -274,7 +274,7 @@ def position_patching(
         return what == "head" and keys == "group" and spec.n_kv_heads < spec.n_heads
 
     end = PatchRuns(texts, "positions", hooks[source], under=hooks[patched])
-    table = effect_table(reading, texts, units, hooks_in, metric, coupled=coupled, source=end, progress=progress)
+    table = rows_by_head(reading, texts, units, hooks_in, metric, coupled=coupled, source=end, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
         table["effect"] = 1 - table["effect"]
@@ -373,7 +373,7 @@ def component_patching(
 
     units = [units_of(spec, some) for spec, some in chosen]
     end = PatchRuns(other, "source_positions" if source is None else "source", hooks)
-    return effect_table(reading, texts, units, hooks_in, metric, source=end, progress=progress)
+    return rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
 
 
 def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Complex128, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.residual_stream.qk_readout import (
+from tl_posdisent.experiments.measuring.qk_readout import (
     FrozenReadout,
     freeze,
     measure_readouts,
@@ -20,7 +20,7 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
     residual_hook,
     taps_of,
 )
-from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, read_source, stream_sources
+from tl_posdisent.experiments.measuring.stream_sources import BIAS, read_source, stream_sources
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
@@ -63,7 +63,10 @@ class ScoreSources(HasTable):
         keys: positions of the keys.
         against: position of the key whose score is subtracted from the others; None to subtract nothing.
         words: the tokens of the text.
-        sources: names as in ``DistanceSources``.
+        sources: ``"embedding"`` (the stream before the first block; if it is a sum with embeddings of positions,
+            ``"positional embedding"`` as well), ``"L0H3"`` for heads of earlier layers, ``"L0 bias"`` for the bias of
+            that layer's attention output, ``"L0 MLP"``, and ``"bias"``: the bias of the layer's own queries and keys,
+            and the offset of its norm.
         query_parts: ``[source, d_head]``, each source's part of the query before rotation.
         key_parts: ``[source, key, d_head]``, likewise of the keys, and of ``against`` after them.
         own_scores: ``[key]``, the model's own scores of the same keys, before a soft cap.
@@ -236,11 +239,11 @@ def score_sources(
 ) -> ScoreSources:
     """Split a query's scores of some keys over pairs of sources of query and key, and over the distance, exactly.
 
-    Queries and keys are sums over the sources of the residual stream (see ``distance_sources``): embedding, heads, MLPs
-    and biases of earlier layers. So a score is a sum over pairs of them. Each pair's term is its content, the score
-    that it would have at the reference ``distance``, and what the true distance adds. The scales of all norms are
-    frozen at their values in this text: a term is not by how much the score would fall without a source, which
-    ``remove`` measures. The maps are measured on the model and checked.
+    With every norm's scale frozen at its value for each token, queries and keys are affine functions of the residual
+    stream, which is the sum of the embedding and of what heads, MLPs and biases of earlier layers add (*sources*). So a
+    score is a sum over pairs of sources. Each pair's term is its content, the score that it would have at the reference
+    ``distance``, and what the true distance adds. A term is not by how much the score would fall without a source,
+    which ``remove`` measures. The maps are measured on the model and checked.
 
     The cost is four forward passes up to the layer, two of them over ``d_model`` tokens, and one for each source to
     remove. Memory is that of the sources' outputs at the query and the keys.
@@ -353,7 +356,7 @@ def _parts(
     """
     names, parts, added = list[str](), list[list[Tensor]](), dict[str, Tensor]()
     sides = list(zip(frozen, (rows[:1], rows[1:]), (slice(1), slice(1, None)), strict=True))
-    for name, x in stream_sources(model, [(ids, lambda x: x[0, rows])], spec.layer, "score_sources"):
+    for name, x in stream_sources(model, ids, lambda x: x[0, rows], spec.layer, "score_sources"):
         names.append(name)
         scaled = [(side, x[some] * side.stream_scale[0, at]) for side, at, some in sides]
         parts.append([read_source(side, name, vectors[:, None])[:, 0] for side, vectors in scaled])

@@ -12,8 +12,10 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.named_interventions import Call, hooks_of
-from tl_posdisent.experiments.causal.token_losses import as_log_probabilities, token_losses
+from tl_posdisent.experiments.measuring.attention_outputs import for_each_output, require_finite
+from tl_posdisent.experiments.measuring.mahalanobis import ReferenceSample, fit_reference
+from tl_posdisent.experiments.measuring.named_interventions import Call, hooks_of
+from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.capture import of_heads
@@ -27,9 +29,6 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
-
-from .attention_outputs import for_each_output, require_finite
-from .mahalanobis import ReferenceSample, fit_reference
 
 
 def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[Tensor, "batch head query"]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.runs import run_under
+from tl_posdisent.experiments.measuring.runs import run_under
 from tl_posdisent.experiments.robustness.perturb import Perturb
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.model_parts import device_of

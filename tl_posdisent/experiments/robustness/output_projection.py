@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.named_interventions import Call, hooks_of
-from tl_posdisent.experiments.robustness.attention_outputs import for_each_output
+from tl_posdisent.experiments.measuring.attention_outputs import for_each_output
+from tl_posdisent.experiments.measuring.named_interventions import Call, hooks_of
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec

@@ -12,8 +12,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.runs import run_under
-from tl_posdisent.experiments.causal.token_losses import correct, divergences, in_blocks
+from tl_posdisent.experiments.measuring.runs import run_under
+from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
 from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model

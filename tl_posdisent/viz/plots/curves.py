@@ -52,7 +52,7 @@ def plot_distance(
 
     Args:
         profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value`` by ``layer`` and
-            ``head``: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Several texts are averaged.
+            ``head``: as from ``AdditiveFit.to_frame("distance")``. Several texts are averaged.
         wavelengths: wavelengths of RoPE, in positions, to mark by dotted lines.
         value: the column to draw.
         top: largest number of heads in colour, those whose profile varies most. The others are grey.
@@ -72,10 +72,9 @@ def plot_distance(
         >>> figure.data[5].name, figure.data[8].name, bool(figure.data[5].y[20] == fit.distance[0, 5, 20])
         ('head 5', 'wavelengths', True)
     """
-    makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
     check_integer("top", top, 1)
     table = profiles.to_frame("distance") if isinstance(profiles, (AdditiveFit, AttentionFit)) else profiles
-    table = check_table(table, [], ["distance", value], makers)
+    table = check_table(table, [], ["distance", value], 'AdditiveFit.to_frame("distance")')
     heads = head_index(table)
     columns = [value, *(["cells"] if "cells" in table else [])]
     means = over_heads(mean_over_texts(table, [*heads, "distance"], columns), by, ["distance"], columns)

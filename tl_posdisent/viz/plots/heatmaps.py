@@ -57,7 +57,7 @@ def plot_heads(
         value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
         by: ``"layer"`` draws the mean over the heads of each layer as a line, and the range from the lowest to the
             highest head as a band. ``"position"`` draws heads on y and positions on x, for a table with the column
-            ``position``, as from ``head_patching(..., positions=...)`` or ``position_effects``: of more than 24 heads,
+            ``position``, as from ``head_patching(..., positions=...)``: of more than 24 heads,
             those with the largest values.
         random: for ``by="layer"``: a table of random weights with the same columns, drawn beside the other.
         signed: whether to use a diverging colour scale, white at 0. Default: if a value is negative.
@@ -202,50 +202,6 @@ def plot_subspaces(
         autorange="reversed",
     )
     return figure.update_xaxes(**head_ticks(heads))
-
-
-def plot_distance_sources(
-    table: pd.DataFrame,
-    *,
-    head: int | None = None,
-    top: int = 12,
-    limits: tuple[float | int, float | int] | None = None,
-    title: str | None = None,
-) -> go.Figure:
-    """Plot the share of each pair of sources in a head's distance profile: query sources on y, key sources on x.
-
-    Args:
-        table: the table ``distance_sources(...).to_frame()``, with all pairs.
-        head: a head in the table; default the only one.
-        top: number of sources to show, those with the largest absolute share in a pair. All pairs add up to 1.
-        limits, title: as in ``plot_heads``.
-
-    Raises:
-        ValueError: as ``plot_heads``; a head that is not in the table, or None if there are several.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
-        >>> from tl_posdisent.viz import plot_distance_sources
-        >>> table = distance_sources(load_demo_model(), demo_tokens(length=96), 2).to_frame()
-        >>> "L0 MLP" in plot_distance_sources(table, head=3, top=4).data[0].x
-        True
-    """
-    names = ["query_source", "key_source"]
-    table = check_table(table, ["head", *names], ["share"], "distance_sources(...).to_frame()")
-    check_integer("top", top, 1)
-    found = sorted(set(table["head"]))
-    if head is None and len(found) == 1:
-        head = found[0]
-    if head not in found:
-        raise ArgumentError("head", f"must be one of the table's, {whole(found)}, got {head!r}")
-    pairs = mean_over_texts(table[table["head"] == head], names, ["share"])
-    sizes = pd.concat([pairs["share"].abs().groupby(pairs[name]).max() for name in names], axis=1).max(axis=1)
-    order = sorted(sizes.nlargest(top).index, key=_place_in_stream)
-    grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
-    heat = _heat_map(grid, "share of the distance profile's variance", True, limits, "share")
-    heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
-    figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {head}")
-    return _as_map(figure, "source of the key", "source of the query")
 
 
 def plot_score_sources(

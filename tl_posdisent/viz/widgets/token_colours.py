@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.experiments.causal.runs import run_texts
-from tl_posdisent.experiments.causal.token_losses import as_log_probabilities, token_losses
+from tl_posdisent.experiments.measuring.runs import run_texts
+from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.reading.model_reading import model_of

@@ -9,8 +9,8 @@ from itertools import product
 
 import pandas as pd
 
-from tl_posdisent.experiments.causal.metrics import Metric, metric_name, value_of
-from tl_posdisent.experiments.causal.runs import Change, Failures, HooksOf, Runs, run_texts
+from tl_posdisent.experiments.measuring.metrics import Metric, metric_name, value_of
+from tl_posdisent.experiments.measuring.runs import Change, Failures, HooksOf, Runs, run_texts
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
@@ -52,7 +52,7 @@ def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> 
     return spec, readers, list(groups.values())
 
 
-def effect_table(
+def rows_by_head(
     reading: ModelReading,
     texts: Texts,
     units: Sequence[Units],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.residual_stream.qk_readout import (
+from tl_posdisent.experiments.measuring.qk_readout import (
     FrozenNorm,
     FrozenReadout,
     fit_norm,
@@ -34,31 +34,27 @@ Reduce = Callable[[Tensor], Tensor]
 # A head adds ``z @ W_O`` (times the frozen scale of a norm after the attention, if there is one). As this is linear in
 # z, it is enough to reduce z, which has fewer numbers than what it becomes.
 def stream_sources(
-    model: Any, batches: Sequence[tuple[Int[Tensor, "batch pos"], Reduce]], layer: int, tool: str
+    model: Any, tokens: Int[Tensor, "batch pos"], reduce: Reduce, layer: int, tool: str
 ) -> Iterator[tuple[str, Float64[Tensor, "row d_model"]]]:
     """Yield each source of the residual stream before a layer with what it has added, reduced.
 
-    Each batch has texts of equal length, and its own linear function. Their rows are added up. The sources are
-    ``EMBEDDING`` and, where the stream begins as a sum of both, ``POSITION``; then ``"L0H3"``, ``"L0 bias"``,
-    ``"L0 MLP"`` and so on. One forward pass up to the layer for each batch.
+    The sources are ``EMBEDDING`` and, where the stream begins as a sum of both, ``POSITION``; then ``"L0H3"``,
+    ``"L0 bias"``, ``"L0 MLP"`` and so on. One forward pass up to the layer.
 
     Raises:
         ValueError: a model whose residual stream is not that sum, or whose attention is not linear in z.
     """
     layers = [_Layer(model, number, tool) for number in range(layer)]
-    begun: dict[str, Any] = {}
-    for tokens, reduce in batches:
-        first = Recorded()
-        hooks = [hook for each in layers for hook in each.hooks(reduce)]
-        # Hooks of the model, because Granite's bridge computes what a layer adds only for hooks that it knows of.
-        with applied(model, [*first.hooks([residual_hook(0)]), *hooks]), running(model) as p:
-            names = [name for name in (FIRST_HOOK, _POSITION_HOOK) if name in p.points]
-            seen = p.record(tokens, names, stop=max(layer, 1))
-        for name, x in _embeddings(first[residual_hook(0)], seen).items():
-            begun[name] = begun.get(name, 0) + reduce(x)
-    yield from begun.items()
-    for each in layers:
-        yield from each.sources()
+    first = Recorded()
+    hooks = [hook for one in layers for hook in one.hooks(reduce)]
+    # Hooks of the model, because Granite's bridge computes what a layer adds only for hooks that it knows of.
+    with applied(model, [*first.hooks([residual_hook(0)]), *hooks]), running(model) as p:
+        names = [name for name in (FIRST_HOOK, _POSITION_HOOK) if name in p.points]
+        seen = p.record(tokens, names, stop=max(layer, 1))
+    for name, x in _embeddings(first[residual_hook(0)], seen).items():
+        yield name, reduce(x)
+    for one in layers:
+        yield from one.sources()
 
 
 def _embeddings(first: Tensor, seen: Recorded) -> dict[str, Float64[Tensor, "batch pos d_model"]]:
@@ -106,10 +102,10 @@ class _Layer:
         return weight, weight[0, 0] * 0 if bias is None else bias.detach().double()
 
     def hooks(self, reduce: Reduce) -> list[Hook]:
-        """Return hooks that add the reduced vectors of some texts to ``z``, ``mlp`` and ``scale`` within a pass."""
+        """Return hooks that set ``z``, ``mlp`` and ``scale`` to the reduced vectors of a pass."""
         seen = Recorded()
 
-        def add(after: Tensor, hook: Any) -> None:
+        def read(after: Tensor, hook: Any) -> None:
             if missing := [name for name in self.names if name not in seen]:
                 raise ValueError(f"{self.where} the hook {missing[0]} to fire in a forward pass, but it does not")
             before, z, added, mlp = (seen.pop(name) for name in self.names)
@@ -119,11 +115,10 @@ class _Layer:
                     "from their sum"
                 )
             scale = self._scales(z, added)
-            self.z = self.z + reduce(scale[..., None, None] * z.double())
-            self.mlp = self.mlp + reduce(mlp.double())
-            self.scale = self.scale + reduce(scale)
+            self.z = reduce(scale[..., None, None] * z.double())
+            self.mlp, self.scale = reduce(mlp.double()), reduce(scale)
 
-        return [*seen.hooks(self.names), (residual_hook(self.number, "post"), add)]
+        return [*seen.hooks(self.names), (residual_hook(self.number, "post"), read)]
 
     def _scales(self, z: Tensor, added: Tensor) -> Float64[Tensor, "batch pos"]:
         """Compute the scale of the norm after the attention at every token, 1 without one; fit the norm first."""
@@ -134,7 +129,7 @@ class _Layer:
         if _near(plain, added):
             return torch.ones_like(plain[..., 0])
         u, v = plain[..., None, :], added.double()[..., None, :]
-        self.norm = self.norm or fit_norm(u, v, added.dtype)
+        self.norm = fit_norm(u, v, added.dtype)
         if self.norm is None or not self.norm.makes(u, v, added.dtype):
             raise ValueError(
                 f"{self.where} attention whose output is a linear function of hook_z, added as it is or after a norm, "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import LogitDifference, Metric, is_separable
+from tl_posdisent.experiments.measuring.metrics import LogitDifference, Metric, is_separable
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 
 TOKENS = 256

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.token_losses import in_blocks
+from tl_posdisent.experiments.measuring.token_losses import in_blocks
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import is_integer, shown

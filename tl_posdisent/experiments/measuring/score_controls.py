@@ -21,12 +21,12 @@ from tl_posdisent.utils.errors import ArgumentError
 Control = Literal["foreign keys", "random queries and keys"]
 """Which scores are fitted beside those of the heads: see ``additivity``."""
 
+_SEED = 0  # of the random projections
 _Function = Callable[[str, AttentionSpec, Tensor], None]
 
 
 def for_each_control(
     controls: Sequence[Control],
-    seed: int,
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     specs: Sequence[AttentionSpec],
@@ -51,7 +51,7 @@ def for_each_control(
     else:  # in layers whose scores cannot be computed from queries and keys, too
         for_each_scores(model, tokens, specs, partial(function, "own"))
     if "random queries and keys" in controls:
-        _random_projections(seed, model, tokens, specs, partial(function, "random queries and keys"))
+        _random_projections(model, tokens, specs, partial(function, "random queries and keys"))
 
 
 def _foreign_keys(
@@ -80,8 +80,8 @@ def _foreign_keys(
 
 def _other_layer(model: Any, spec: AttentionSpec) -> int:
     """Return the model's next layer, in turn, with one key head, and with keys of the size of this one's."""
-    single = [each for each in read_model(model).specs() if each.n_kv_heads == 1 and each.limits.problem is None]
-    alike = [each.layer for each in single if each.d_head == spec.d_head and each.layer != spec.layer]
+    single = [x for x in read_model(model).specs() if x.n_kv_heads == 1 and x.limits.problem is None]
+    alike = [x.layer for x in single if x.d_head == spec.d_head and x.layer != spec.layer]
     if not alike:
         raise ArgumentError(
             "controls",
@@ -92,7 +92,6 @@ def _other_layer(model: Any, spec: AttentionSpec) -> int:
 
 
 def _random_projections(
-    seed: int,
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     specs: Sequence[AttentionSpec],
@@ -109,13 +108,13 @@ def _random_projections(
         raise ValueError(
             f"layer {silent[0].layer} of {silent[0].architecture} has no hook_z, so its output is not known"
         )
-    copy = next(random_control(model, [seed], weights="random_qk"))
+    copy = next(random_control(model, [_SEED], weights="random_qk"))
     with running(model) as p:
         outputs = p.record(tokens, [spec.taps.z for spec in below if spec.taps.z], stop=until + 1)
     hooks: list[Hook] = [(name, partial(_put, z)) for name, z in outputs.items()]
-    own = read_model(copy).specs([spec.layer for spec in specs])
+    copied_specs = read_model(copy).specs([spec.layer for spec in specs])
     with applied(copy, hooks):
-        for_each_layer(copy, tokens, own, lambda layer: function(layer.spec, layer.scores))
+        for_each_layer(copy, tokens, copied_specs, lambda layer: function(layer.spec, layer.scores))
 
 
 def _put(z: Tensor, x: Tensor, hook: Any) -> Tensor:

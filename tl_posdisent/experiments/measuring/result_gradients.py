@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_posdisent.experiments.causal.token_losses import as_log_probabilities
+from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities
 from tl_posdisent.models.running.forward_pass import Pass, running, with_gradients
 from tl_posdisent.models.running.partial_forward import has_hooks
 from tl_posdisent.models.running.results import at_results

@@ -190,7 +190,6 @@ def freeze(
     heads: Sequence[int],
     held: Mapping[str, Tensor],
     vectors: Float[Tensor, "batch pos head d_head"],
-    norm: FrozenNorm | None = None,
 ) -> FrozenReadout:
     """Fit the scales of all norms to the queries (or keys) of some texts, or raise.
 
@@ -198,16 +197,15 @@ def freeze(
         heads: of the queries (or keys).
         held: what the texts have at ``readout.source`` and at its tap.
         vectors: their queries (or keys) before rotation, after any QK-norm, of all heads.
-        norm: the QK-norm of these heads, as fitted to other texts; by default it is fitted to these.
     """
     plain = readout.tap.read(held[readout.tap.name])
     stream = readout.scales(spec, held[readout.source].double(), plain)[..., 0]
-    own = torch.ones_like(stream)
+    own, norm = torch.ones_like(stream), None
     if not torch.equal(plain, vectors):
         u, v = plain.double(), vectors.double()
         if u.shape == v.shape:
             u, v = u[:, :, heads], v[:, :, heads]
-            norm = norm or fit_norm(u, v, vectors.dtype)
+            norm = fit_norm(u, v, vectors.dtype)
         if u.shape != v.shape or norm is None or not norm.makes(u, v, vectors.dtype):
             raise ValueError(
                 f"{readout.needed} {NAMES[readout.side]} that equal those before the QK-norm times a gain and one "

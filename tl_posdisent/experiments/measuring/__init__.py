@@ -1,0 +1,1 @@
+"""Machinery of the experiments: runs of changed models, metrics, losses and tables by layer and head."""
