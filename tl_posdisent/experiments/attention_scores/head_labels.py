@@ -68,7 +68,7 @@ def head_labels(
 
     ``entropy`` is the entropy of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token,
     if this head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). It is estimated for all
-    heads at once, and at most ``4 * exact`` heads are run in a search for the largest (``head_effects``). With
+    heads at once, and the ``4 * exact`` heads of largest estimates are run (``head_effects``). With
     ``needles``, ``retrieval`` is the attention from a question to its answer in a long text, minus that to another word
     (``attention`` of ``retrieval_heads``; arXiv 2404.15574). Duplicate tokens and induction are measured on repeated
     random tokens, the others on ``tokens``.
@@ -79,8 +79,8 @@ def head_labels(
         local: number of last keys that count as local.
         sinks, window: as in ``streaming_ablation``.
         streaming: False omits this measure, which takes most of the time.
-        exact: number of heads, in each model, with the largest effects for ``streaming`` to find (``head_effects``).
-            They are found among the chosen heads, so one may be run that is estimated in a table of more heads.
+        exact: a quarter of the number of heads that are run for ``streaming``, in each model (``head_effects``). They
+            are chosen among the heads of the table, so one may be run that is estimated in a table of more heads.
         needles: texts for ``retrieval`` (``needle_texts``); default without this measure.
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         repeats: number of random sequences to average over.
@@ -179,13 +179,12 @@ def _streaming(
         attention_mask=texts.real,
         heads=heads,
         exact=exact,
-        most=4 * exact,
         seed=seed,
         progress=False,
     ).set_index(_HEAD)
     known = effects["exact"].notna()
     found = pd.DataFrame({"effect": effects["exact"].fillna(effects["estimate"]), "exact": known})
-    return found, effects.attrs["search"]["streaming"]
+    return found, effects.attrs["runs"]["streaming"]
 
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:

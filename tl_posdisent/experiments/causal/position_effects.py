@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import estimated_effects
+from tl_posdisent.experiments.causal.estimated_effects import ChangedResults, changes_of_results, in_layers
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, metric_name, next_token_loss
-from tl_posdisent.experiments.causal.named_interventions import (
-    Interventions,
-    NamedIntervention,
-    named_interventions,
-    rows_by_layer,
-)
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
+from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads
+from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.progress import SLACK, progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed, listed
 
 
@@ -79,41 +73,33 @@ def position_effects(
     check_seed(seed)
     layers = listed("layers", layers)
     reading = read_model(model, layers)
-    model, among = reading.model, any_heads(reading, layers, heads)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    check_reach(reading, [spec.layer for spec, _ in chosen])
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
-    items = named_interventions(model, interventions, rows_by_layer(reading, among), texts)
+    changes, n_texts = in_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
+    order, rows = [(x.name, x.layer) for x in changes], list[pd.DataFrame]()
     with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = estimated_effects(
-            model, items, texts, parts, metric, draws=draws, seed=seed, bar=bar, by="position"
-        )
-    found = [
-        _rows(items[n], layer, head, texts.lengths, first[:, row], estimates.curvature[n, layer][:, row])
-        for (n, layer), first in estimates.first.items()
-        for row, head in enumerate(items[n].rows[layer])
-    ]
-    table = pd.concat(found, ignore_index=True).astype({"layer": int, "head": "Int64"})
+        bar.reset(total=n_texts * (2 + draws + len({x.name for x in changes}) / 2) + SLACK)
+        for x in changes_of_results(model, changes, parts, draws=draws, seed=seed, bar=bar):
+            rows += _rows(x, order.index((x.where.name, x.where.layer)), draws)
+    table = pd.concat(rows, ignore_index=True).sort_values(["place", "head", "batch", "position"], ignore_index=True)
     table.attrs["metric"] = metric_name(metric)
-    return reading.note(table)
+    return reading.note(table.drop(columns="place").astype({"layer": int, "head": "Int64"}))
 
 
-def _rows(
-    item: NamedIntervention,
-    layer: int,
-    head: int | None,
-    lengths: Sequence[int],
-    first: Float64[Tensor, "text pos"],
-    curvature: Float64[Tensor, "text pos"],
-) -> pd.DataFrame:
-    """Tabulate one head: its texts one after the other, without the padding."""
-    places = torch.arange(first.shape[1], device="cpu")
-    real = places < torch.tensor(lengths, device="cpu")[:, None]
-    columns: dict[str, Any] = {
-        "intervention": item.name,
-        "layer": layer,
-        "head": pd.array([head] * sum(lengths), dtype="Int64"),
-        "batch": np.repeat(np.arange(len(lengths)), lengths),
-        "position": np.concatenate([np.arange(length) for length in lengths]),
-        "first": first[real].numpy(),
-        "curvature": curvature[real].numpy(),
-    }
-    return pd.DataFrame(columns)
+def _rows(x: ChangedResults, place: int, draws: int) -> Iterator[pd.DataFrame]:
+    """Tabulate each head in each text."""
+    products = torch.einsum("gtphd,tphd->gthp", x.gradients, x.change)[:, :, list(x.where.heads)].cpu()
+    curvature = (
+        products[1:].square().mean(0) / 2 / x.n_predictions if draws else torch.full_like(products[0], torch.nan)
+    )
+    for n, text in enumerate(x.texts.tolist()):
+        for row, head in enumerate(x.where.heads):
+            columns: dict[str, Any] = {
+                "intervention": x.where.name,
+                "layer": x.where.layer,
+                "head": head,
+                "batch": text,
+            }
+            columns |= {"position": range(products.shape[-1]), "first": products[0, n, row]}
+            yield pd.DataFrame(columns | {"curvature": curvature[n, row], "place": place})
