@@ -62,18 +62,20 @@ def in_layers(interventions: Mapping[str, Sequence[Hook]], chosen: Chosen) -> li
 
 
 @dataclass(frozen=True, eq=False)
-class LayerEstimates:
-    """Estimates for each head of a layer under an intervention, this head changed alone.
+class Estimates:
+    """Estimates for each head under each intervention, this head changed alone.
 
     Attributes:
-        where: the intervention and layer.
+        rows: name of the intervention, layer and head.
         first: first-order effects on the metric.
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
+        n_predictions: number of predictions of each text.
     """
 
-    where: LayerIntervention
-    first: Float64[Tensor, "text head"]
-    curvature: Float64[Tensor, "text head"]
+    rows: list[tuple[str, int, int]]
+    first: Float64[Tensor, "text row"]
+    curvature: Float64[Tensor, "text row"]
+    n_predictions: Float64[Tensor, " text"]
 
 
 def estimated_effects(
@@ -85,24 +87,21 @@ def estimated_effects(
     draws: int,
     seed: int,
     bar: Any,
-) -> tuple[list[LayerEstimates], Float64[Tensor, " text"]]:
-    """Estimate the effects of interventions on texts, part by part; return them and each text's number of predictions.
-
-    The other arguments, and what is raised: see ``changes_of_results``.
-    """
+) -> Estimates:
+    """Estimate the effects of interventions on texts, part by part; for arguments and errors see the function below."""
+    rows = [(x.name, x.layer, head) for x in interventions for head in x.heads]
+    first, curvature = torch.full((2, n_texts, len(rows)), torch.nan, dtype=torch.float64, device="cpu")
     n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
-    nothing = [torch.full((n_texts, len(x.heads)), torch.nan, dtype=torch.float64) for x in interventions]
-    estimates = [LayerEstimates(x, y.clone(), y.clone()) for x, y in zip(interventions, nothing, strict=True)]
-    of_place = {(x.where.name, x.where.layer): x for x in estimates}
     for x in changes_of_results(model, interventions, parts, draws=draws, seed=seed, bar=bar):
         with own_sums():
             products = torch.einsum("gtphd,tphd->gth", x.gradients, x.change)[:, :, list(x.where.heads)].cpu()
-        estimate = of_place[x.where.name, x.where.layer]
+        start = rows.index((x.where.name, x.where.layer, x.where.heads[0]))
+        of_place = slice(start, start + len(x.where.heads))
         n_predictions[x.texts] = x.n_predictions
-        estimate.first[x.texts] = products[0]
+        first[x.texts, of_place] = products[0]
         if draws:
-            estimate.curvature[x.texts] = products[1:].square().mean(0) / 2 / x.n_predictions
-    return estimates, n_predictions
+            curvature[x.texts, of_place] = products[1:].square().mean(0) / 2 / x.n_predictions
+    return Estimates(rows, first, curvature, n_predictions)
 
 
 class ChangedResults(NamedTuple):

@@ -42,7 +42,7 @@ def exact_effects(
     """Run texts under each intervention, on all of its heads in its layer together.
 
     Args:
-        bar: a progress bar, which counts forward passes of a text.
+        bar: a progress bar, which counts runs of a text.
 
     Raises:
         ValueError: outputs under an intervention that cannot be measured.
@@ -54,7 +54,6 @@ def exact_effects(
         runs = Runs(model, texts, layers)
         baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
-        bar.update(len(part.places))
         for layer in layers:
             in_layer = [x for x in outcomes if x.changed.layer == layer]
             changes = [Change(x.changed.name, x.changed.heads, partial(_hooks_of, x.changed)) for x in in_layer]
@@ -66,13 +65,8 @@ def exact_effects(
                     problem = f"must leave outputs that can be measured; {where}: {error}"
                     raise ArgumentError("interventions", problem) from error
                 x.effects[part.places] = values - baseline
-                bar.update(share_of_pass(model, layer) * len(part.places))
+                bar.update(len(part.places))
     return outcomes
-
-
-def share_of_pass(model: Any, layer: int) -> float:
-    """Return the share of a forward pass that begins at a layer."""
-    return 1 - layer / len(model.blocks)
 
 
 def _nothing(n_texts: int) -> Float64[Tensor, " text"]:

@@ -9,32 +9,22 @@ information of the model's predictions with respect to z, the effect of the inte
 
 F is estimated with labels drawn from the model's own predictions: ``δᵀ F δ = E[(s · δ)²]``, where s is the gradient of
 their total surprise. Each draw takes one backward pass for all heads and all interventions.
-
-Curvatures rank heads well, but may be ten times too small for one of them. So the heads of largest curvature are run
-one by one, and the other heads of each layer together: unless heads of a layer cancel, none of them alone diverges more
-than all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 from math import nan
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import (
-    LayerEstimates,
-    LayerIntervention,
-    estimated_effects,
-    in_layers,
-)
-from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects, share_of_pass
+from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, in_layers
+from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, differentiable_texts, parts_of
 from tl_posdisent.hooks.ablate import check_reach
@@ -47,6 +37,9 @@ from tl_posdisent.utils.progress import SLACK, progress_bar
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed
 from tl_posdisent.utils.words import plural
+
+Place = tuple[str, int, int]
+_PLACE = ["intervention", "layer", "head"]
 
 
 def head_effects(
@@ -134,57 +127,35 @@ def head_effects(
     check_reach(reading, [spec.layer for spec, _ in chosen])
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     changes, n_texts = in_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
-    with (
-        running(model) as p,
-        p.counting_tokens() as counts,
-        progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar,
-    ):
-        bar.reset(total=n_texts * (2 + draws + len({x.name for x in changes}) / 2) + SLACK)
-        estimates, n_predictions = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
-        weights = Weights(n_predictions if is_loss(metric) else torch.ones_like(n_predictions), n_predictions)
-        table = _estimates_table(estimates, weights, second_order=is_loss(metric) and draws > 0)
-        by = "curvature" if draws else "first"
-        to_run = _heads_to_run(changes, table, by, exact, together=bool(n_predictions.all()))
-        bar.total = bar.n + n_texts * (bool(to_run) + sum(share_of_pass(model, x.layer) for x in to_run)) + SLACK
-        outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
-    _fill(table, outcomes, weights)
+    with running(model) as p, p.counting_tokens() as counts:
+        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + SLACK
+        with progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+            estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
+        n_predictions = estimates.n_predictions
+        weights = n_predictions if is_loss(metric) else torch.ones_like(n_predictions)
+        second_order = estimates.curvature if is_loss(metric) and draws else 0
+        table = pd.DataFrame(estimates.rows, columns=_PLACE).astype({"head": "Int64"})
+        table["first"], table["first_se"] = weighted_means(estimates.first, weights)
+        table["curvature"], table["curvature_se"] = weighted_means(estimates.curvature, n_predictions)
+        table["estimate"], table["estimate_se"] = weighted_means(estimates.first + second_order, weights)
+        sizes = dict(zip(estimates.rows, table["curvature" if draws else "first"].abs(), strict=True))
+        to_run = _heads_to_run(changes, sizes, exact, together=bool(n_predictions.all()))
+        with progress_bar(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
+            outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
+    _fill(table, estimates.rows, outcomes, weights, n_predictions)
     table.attrs["metric"] = metric_name(metric)
     table.attrs["runs"] = {
-        name: _summary(rows, [x for x in outcomes if x.changed.name == name], weights)
+        name: _summary(rows, [x for x in outcomes if x.changed.name == name], n_predictions)
         for name, rows in table.groupby("intervention", sort=False)
     }
     table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * (1 + draws)
     return reading.note(table)
 
 
-class Weights(NamedTuple):
-    """The weights of texts in averages: of effects (predictions for the loss, otherwise texts), and of divergences."""
-
-    effects: Float64[Tensor, " text"]
-    divergences: Float64[Tensor, " text"]
-
-
-def _estimates_table(estimates: Sequence[LayerEstimates], weights: Weights, *, second_order: bool) -> pd.DataFrame:
-    """Tabulate the estimates, averaged over texts."""
-    rows = [(x.where.name, x.where.layer, head) for x in estimates for head in x.where.heads]
-    table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})
-    first, curvature = torch.cat([x.first for x in estimates], 1), torch.cat([x.curvature for x in estimates], 1)
-    table["first"], table["first_se"] = weighted_means(first, weights.effects)
-    table["curvature"], table["curvature_se"] = weighted_means(curvature, weights.divergences)
-    estimate = first + curvature if second_order else first
-    table["estimate"], table["estimate_se"] = weighted_means(estimate, weights.effects)
-    return table
-
-
 def _heads_to_run(
-    changes: Sequence[LayerIntervention], table: pd.DataFrame, by: str, exact: int | Literal["all"], *, together: bool
+    changes: Sequence[LayerIntervention], sizes: Mapping[Place, float], exact: int | Literal["all"], *, together: bool
 ) -> list[LayerIntervention]:
-    """Choose for each intervention the heads of largest estimates, one by one, and each layer's others ``together``.
-
-    Args:
-        by: the column of estimates, whose size counts.
-    """
-    sizes = dict(zip(_places(table), table[by].abs(), strict=True))
+    """Choose for each intervention the heads of largest estimates, one by one, and each layer's others ``together``."""
     to_run: list[LayerIntervention] = []
     for name in dict.fromkeys(x.name for x in changes):
         layers = [x for x in changes if x.name == name]
@@ -197,30 +168,26 @@ def _heads_to_run(
     return to_run
 
 
-def _places(table: pd.DataFrame) -> list[tuple[str, int, int]]:
-    return [*table[["intervention", "layer", "head"]].itertuples(index=False, name=None)]
-
-
-def _fill(table: pd.DataFrame, outcomes: Sequence[Outcome], weights: Weights) -> None:
+def _fill(
+    table: pd.DataFrame, places: Sequence[Place], outcomes: Sequence[Outcome], weights: Tensor, n_predictions: Tensor
+) -> None:
     """Write the outcomes of heads that were run alone, averaged over texts; the other rows are NaN."""
-    runs = [(x.changed, x) for x in outcomes if len(x.changed.heads) == 1]
-    alone = {(changed.name, changed.layer, *changed.heads): x for changed, x in runs}
-    nothing = torch.full_like(weights.effects, nan)
-    rows = [alone.get(place) for place in _places(table)]
-    effects = torch.stack([nothing if x is None else x.effects for x in rows], 1)
-    divergences = torch.stack([nothing if x is None else x.divergences for x in rows], 1)
-    table["exact"], table["exact_se"] = weighted_means(effects, weights.effects)
-    table["kl"], table["kl_se"] = weighted_means(divergences, weights.divergences)
+    alone = {(x.changed.name, x.changed.layer, *x.changed.heads): x for x in outcomes}
+    nothing = torch.full_like(weights, nan)
+    effects = [alone[place].effects if place in alone else nothing for place in places]
+    divergences = [alone[place].divergences if place in alone else nothing for place in places]
+    table["exact"], table["exact_se"] = weighted_means(torch.stack(effects, 1), weights)
+    table["kl"], table["kl_se"] = weighted_means(torch.stack(divergences, 1), n_predictions)
 
 
-def _summary(rows: pd.DataFrame, outcomes: Sequence[Outcome], weights: Weights) -> dict[str, Any]:
+def _summary(rows: pd.DataFrame, outcomes: Sequence[Outcome], n_predictions: Tensor) -> dict[str, Any]:
     """Summarise the runs of one intervention: the largest divergence, and what no other head exceeds."""
     kl, n_run, largest, bound = rows["kl"], int(rows["exact"].notna().sum()), "", nan
     statement = f"{n_run} of {plural(len(rows), 'head')} were run"
     if kl.notna().any():
         together = [x.divergences[:, None] for x in outcomes if len(x.changed.heads) > 1]
-        bound = max((weighted_means(x, weights.divergences)[0].item() for x in together), default=0.0)
-        largest = head_label(*_places(rows.loc[[kl.idxmax()]])[0][1:])
+        bound = max((weighted_means(x, n_predictions)[0].item() for x in together), default=0.0)
+        largest = head_label(*rows[["layer", "head"]].to_numpy()[kl.argmax()])
         statement += f": {largest} diverges most, by {kl.max():.2g} nats per prediction"
         if n_run < len(rows):
             limit = float(Context(prec=2, rounding=ROUND_CEILING).create_decimal_from_float(bound))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, n_parameters
-from tl_posdisent.experiments.causal.estimated_effects import LayerEstimates, estimated_effects, in_layers
+from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects, in_layers
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, Row
 from tl_posdisent.experiments.causal.shares import share_of_kl
 from tl_posdisent.experiments.causal.text_parts import Part
@@ -60,13 +60,9 @@ def screen_heads(
     named = {rung: _hooks(model, fitted, rung, heads) for rung in estimated if rung != "untouched"}
     changes, n_texts = in_layers({str(rung): hooks for rung, hooks in named.items()}, chosen), len(texts.tokens)
     with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates, _ = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
-    means = [x for x in estimates if x.where.name == MEAN]
-    sizes = {
-        (x.where.layer, head): kl
-        for x in means
-        for head, kl in zip(x.where.heads, x.curvature.mean(0).tolist(), strict=True)
-    }
+        estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
+    places = zip(estimates.rows, estimates.curvature.mean(0).tolist(), strict=True)
+    sizes = {(layer, head): kl for (name, layer, head), kl in places if name == MEAN}
     run = sorted(sorted(sizes, key=lambda place: -sizes[place])[:exact])
     summary = {
         "heads": len(heads),
@@ -85,7 +81,7 @@ def _hooks(model: Any, fitted: Texts, rung: AnyRung, heads: Sequence[tuple[int, 
 
 
 def _rows(
-    estimates: Sequence[LayerEstimates],
+    estimates: Estimates,
     texts: Texts,
     longest: int,
     chosen: Chosen,
@@ -100,11 +96,15 @@ def _rows(
         inside = spec.mask(longest)
         sizes = {str(x): n_parameters(x, inside, spec.d_head, bands=BANDS, rank=1) for x in (*WITHOUT_FIT, *PER_HEAD)}
         sizes[MEAN] = spec.d_head
-        in_layer = [x for x in estimates if x.where.layer == spec.layer]
-        for n, head in enumerate(in_layer[0].where.heads):
+        heads = [head for name, layer, head in estimates.rows if (name, layer) == (MEAN, spec.layer)]
+        for head in heads:
             if (spec.layer, head) in run:
                 continue
-            by_rung = {x.where.name: x.curvature[:, n].repeat_interleave(predicted) for x in in_layer}
+            by_rung = {
+                name: estimates.curvature[:, row].repeat_interleave(predicted)
+                for row, (name, *place_of_row) in enumerate(estimates.rows)
+                if place_of_row == [spec.layer, head]
+            }
             place = {"layer": spec.layer, "head": head, "causal": spec.causal, **shared}
             for rung, kl in by_rung.items():
                 row: Row = {**place, "rung": rung}
