@@ -1,4 +1,4 @@
-"""Studies of ``real_models.py``: the search for the largest effects, and verdicts on heads."""
+"""Studies of ``real_models.py``: the largest effects of interventions, and verdicts on heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import tl_posdisent as tp
 from tl_posdisent.demo.demo_model import demo_text
 
 
-def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
-    """The search for the largest divergences beside runs of all heads, for four interventions: the largest, how many of
-    the 4 and of the 8 largest were run, the cost, and what was left; half an hour. Texts: parts of the beginning of the
-    demo text, each behind its BOS."""
+def largest_effects(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
+    """The heads that ``head_effects`` runs beside runs of all heads, for four interventions: the largest divergence,
+    how many of the 4 and of the 8 largest were run, the cost, and what was left; half an hour. Texts: parts of the
+    beginning of the demo text, each behind its BOS."""
     ids, rest = model.to_tokens(demo_text())[0], length - 1
     tokens = torch.stack([torch.cat([ids[:1], ids[1 + n * rest : 1 + (n + 1) * rest]]) for n in range(texts)])
     interventions = {
@@ -29,7 +29,7 @@ def head_search(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
     for name, hooks in interventions.items():  # one by one, so that passes are those of one
         options: dict[str, Any] = {"interventions": {name: hooks}, "draws": 4, "progress": False}
         table, whole = (tp.head_effects(model, tokens, exact=exact, **options) for exact in (4, "all"))
-        kl, run, search = whole["kl"], table["kl"].notna(), table.attrs["search"][name]
+        kl, run, search = whole["kl"], table["kl"].notna(), table.attrs["runs"][name]
         found = {f"found_of_{n}": run[kl.nlargest(n).index].sum() for n in (4, 8)}
         row = whole.loc[kl.idxmax()]
         largest = {"layer": int(row["layer"]), "head": int(row["head"]), "kl": row["kl"], "curvature": row["curvature"]}

@@ -133,7 +133,7 @@ def idle(model: Any, heads: Sequence[tuple[int, int]] = IDLE) -> pd.DataFrame:
 
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, rounding]
-STUDIES += [head_effects.head_search, head_effects.every_verdict]
+STUDIES += [head_effects.largest_effects, head_effects.every_verdict]
 STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
 STUDIES += [without_rotation.without_rotation, without_rotation.needles, without_rotation.word_order]
 STUDIES += [looks.looks, retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_losses]

@@ -13,9 +13,8 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.experiments.causal.estimated_effects import estimated_effects
+from tl_posdisent.experiments.causal.estimated_effects import changes_of_results, in_layers
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.measuring.named_interventions import named_interventions, rows_by_layer
 from tl_posdisent.experiments.measuring.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import any_heads
 from tl_posdisent.models.reading.model_reading import read_model
@@ -117,13 +116,14 @@ def draws_needed(model: Any, of: int = TEXTS, draws: int = DRAWS) -> pd.DataFram
 def curvatures(model: Any, text: Tensor, interventions: Any, draws: int, seed: int) -> dict[str, Tensor]:
     """``[draw, head]`` by intervention: what each draw of labels estimates of the divergence, nats per prediction."""
     reading = read_model(model, None)
-    texts, parts = differentiable_texts(model, text, None, next_token_loss)
-    rows = rows_by_layer(reading, any_heads(reading, None, None))
-    items = named_interventions(reading.model, interventions, rows, texts)
+    _, parts = differentiable_texts(model, text, None, next_token_loss)
+    changes = in_layers(interventions, any_heads(reading, None, None))
+    by_layer: dict[str, list[Tensor]] = {name: [] for name in interventions}
     with running(reading.model), progress_bar(desc="passes", disable=True) as bar:
-        found = estimated_effects(reading.model, items, texts, parts, draws=draws, seed=seed, bar=bar)
-    surprise = {x.name: torch.cat([found.surprise[n, layer][:, 0] for layer in x.rows], 1) for n, x in enumerate(items)}
-    return {name: each.square() / 2 / found.n_predictions for name, each in surprise.items()}
+        for x in changes_of_results(reading.model, changes, parts, draws=draws, seed=seed, bar=bar):
+            products = torch.einsum("gtphd,tphd->gth", x.gradients[1:], x.change)[:, 0]
+            by_layer[x.where.name].append(products.square() / 2 / x.n_predictions)
+    return {name: torch.cat(layers, 1) for name, layers in by_layer.items()}
 
 
 def costs(model: Any, text: Tensor, interventions: Any, repeats: int = 5) -> tuple[float, float]:

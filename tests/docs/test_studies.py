@@ -21,7 +21,7 @@ SHORT = 24
 OPTIONS: dict[str, dict[str, Any]] = {
     "idle": {"heads": [(1, 0), (0, 1)]},
     "measures": {"heads": [(1, 0), (0, 1)]},
-    "head_search": {"length": SHORT},
+    "largest_effects": {"length": SHORT},
     "text_needed": {"of": 4},
     "draws_needed": {"of": 4},
     "every_verdict": {"texts": 8, "exact": 1},

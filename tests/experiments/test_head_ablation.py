@@ -115,11 +115,11 @@ def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model:
     model = shared_model(kind, name)
     parts = {f"mlp {i}": model.blocks[i].mlp for i in (0, 1)}
     parts |= {f"attn {i}": model.hook_dict[f"blocks.{i}.attn.hook_q"] for i in (0, 1)}
-    # The clean run; z; eight heads and an unmodified text; and one head by a full pass.
+    # The clean run; z of each head; eight heads and an unmodified text; and one head by a full pass.
     last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[1], progress=False))
-    assert last == {"attn 0": [3, 3], "mlp 0": [3, 3], "attn 1": [3, 3, 25, 3], "mlp 1": [3, 25, 3]}
+    assert last == {"attn 0": [3, 3], "mlp 0": [3, 3], "attn 1": [3, *[3] * 8, 25, 3], "mlp 1": [3, 25, 3]}
     first = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[0], progress=False))
-    assert first == {"attn 0": [3, 3, 25, 3], "mlp 0": [3, 25, 3], "attn 1": [3, 25, 3], "mlp 1": [3, 25, 3]}
+    assert first == {"attn 0": [3, *[3] * 8, 25, 3], "mlp 0": [3, 25, 3], "attn 1": [3, 25, 3], "mlp 1": [3, 25, 3]}
 
 
 def test_what_is_known_is_not_computed_again_in_deeper_models() -> None:
@@ -128,11 +128,11 @@ def test_what_is_known_is_not_computed_again_in_deeper_models() -> None:
     # The clean run; in the last block alone, eight heads and an unmodified text; and one head by a full pass.
     last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[3], progress=False))
     assert last == {"0": [3, 3], "1": [3, 3], "2": [3, 3], "3": [3, 25, 3]}
-    # Of two layers, one is compared: first, a text, another one, and each block alone show that blocks are separate.
+    # Of two layers, one is compared. Before, a text, another one, and each block alone show that blocks are separate.
     both = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[2, 3], progress=False))
     separate = [1, 1, 1]
     assert both["0"] == both["1"] == [3, *separate, 3]
-    assert (both["2"], both["3"]) == ([3, 25, *separate, 3], [3, 25, *separate, 3, 25])
+    assert (both["2"], both["3"]) == ([3, *separate, 25, 3], [3, *separate, 25, 3, 25])
 
 
 @FEW

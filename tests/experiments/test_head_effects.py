@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import log
 from typing import Any
 
@@ -17,15 +16,11 @@ from support.tolerance import rounding
 from support.untouched import state
 from torch import Tensor, nn
 
-from tl_posdisent import (
-    ablate_heads,
-    dummy_distance,
-    head_effects,
-    logit_difference,
-)
-from tl_posdisent.experiments import intervention_losses
+from tl_posdisent import ablate_heads, dummy_distance, head_effects, logit_difference, swap_positions
 from tl_posdisent.experiments.measuring.result_gradients import drawn_labels, predictions, result_gradients
 from tl_posdisent.hooks import drop_component, substitute_attention
+from tl_posdisent.hooks.edits.score_edits import ResultEdit
+from tl_posdisent.hooks.hook_list import Hooks, any_heads, hooks_for
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
@@ -49,9 +44,13 @@ def divergences(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).mean(1)
 
 
-def scaled(by: float, layers: int = 2) -> list[Any]:
-    """A user's own hooks: the results of all heads times a number."""
-    return [(f"blocks.{layer}.attn.hook_z", lambda z, hook: z * by) for layer in range(layers)]
+def edited(model: Any, edit: Callable[[Tensor], Tensor], heads: Any = None, layers: Any = None) -> Hooks:
+    """Edit the results of heads by a function."""
+    return hooks_for(any_heads(model, layers, heads), ResultEdit("edited", lambda layer, heads, z: edit(z)))
+
+
+def scaled(model: Any, by: float) -> Hooks:
+    return edited(model, lambda z: by * z)
 
 
 def in_float64(kind: str, name: str) -> Any:
@@ -106,7 +105,7 @@ def test_the_first_order_is_that_of_finite_differences(kind: str, name: str, met
         "logit difference": (logit_difference([3, 5, 8], wrong=[9, 4, 2], position=[-1, 4, -3]),),
         "own": (lambda logits, tokens: logits[:, -1].tanh().mean(),),  # one number for all texts
     }[metric]
-    up, down = (effects(model, {"up": scaled(x)}, *chosen, exact="all") for x in (1 + step, 1 - step))
+    up, down = (effects(model, {"up": scaled(model, x)}, *chosen, exact="all") for x in (1 + step, 1 - step))
     slopes = (up["exact"] - down["exact"]) / 2
     assert up["first"].tolist() == pytest.approx(slopes.tolist(), rel=2e-3, abs=1e-3 * slopes.abs().median())
     assert slopes.abs().median() > 1e-3 * step
@@ -193,7 +192,7 @@ def test_curvature_is_half_the_squared_gradient_of_the_drawn_surprise(kind: str,
 def test_small_changes_have_the_divergence_and_the_loss_of_the_estimates(kind: str, name: str) -> None:
     """KL(ε) / ε² tends to half the Fisher form."""
     model, step = in_float64(kind, name), 1e-3
-    table = effects(model, {"less": scaled(1 - step)}, tokens=TOKENS[:1, :4], exact="all")
+    table = effects(model, {"less": scaled(model, 1 - step)}, tokens=TOKENS[:1, :4], exact="all")
     for layer, head, kl in zip(table["layer"], table["head"], table["kl"], strict=True):
         expected = fisher_form(model, TOKENS[:1, :4], layer, head, lambda x: -x) / 2 / 3
         assert kl / step**2 == pytest.approx(expected, rel=0.02)
@@ -205,7 +204,7 @@ def test_the_loss_of_logits_linear_in_results_has_this_curvature() -> None:
     model.blocks[0].mlp.W_out.data.zero_()
     model.blocks[0].mlp.b_out.data.zero_()
     tokens, step = TOKENS[:1, :6] % 20, 1e-2
-    up, down = (effects(model, {"x": scaled(x, 1)}, tokens=tokens, exact=3) for x in (1 + step, 1 - step))
+    up, down = (effects(model, {"x": scaled(model, x)}, tokens=tokens, exact=3) for x in (1 + step, 1 - step))
     second = (up["exact"] + down["exact"]) / 2
     expected = [fisher_form(model, tokens, 0, head, lambda x: x) / 2 / 5 * step**2 for head in range(3)]
     assert second.tolist() == pytest.approx(expected, rel=1e-3)
@@ -271,69 +270,6 @@ def test_padding_changes_nothing(kind: str, name: str, side: str, shared_model: 
 
 
 @FEW
-def test_hooks_of_the_user_count_like_those_of_the_package(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-
-    def flat(pattern: Tensor, hook: Any) -> Tensor:
-        return (pattern > 0).to(pattern) / (pattern > 0).sum(-1, keepdim=True)
-
-    own = [(lambda name: name.endswith("hook_pattern"), flat)]
-    if (kind, name) == ("bridge", "gptj"):  # which discards an edited pattern: its hook fires behind the results
-        with pytest.raises(ValueError, match="interventions must change what heads gather"):
-            effects(model, {"x": own})
-        return
-    tables = [effects(model, {"x": x}, exact=16, draws=2) for x in (own, substitute_attention(model, "uniform"))]
-    for column in ("first", "curvature", "estimate", "exact", "kl", "exact_se"):
-        assert tables[0][column].tolist() == pytest.approx(tables[1][column].tolist(), abs=2e-6)
-    assert tables[0]["curvature"].median() > 1e-4
-
-
-@pytest.mark.parametrize("shift", [0.3, -0.3])
-def test_hooks_that_change_results_in_one_direction(shift: float, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    own = [("blocks.1.attn.hook_z", lambda z, hook: z + shift)]
-    found = effects(model, {"x": own}, layers=1, exact=1).set_index("head")["exact"].dropna()
-    for head, effect in found.items():
-
-        def moved(z: Tensor, hook: Any, head: Any = head) -> Tensor:
-            z[:, :, head] += shift
-            return z
-
-        with torch.no_grad():
-            clean, changed = (
-                losses(model.run_with_hooks(TOKENS, fwd_hooks=x), TOKENS).mean()
-                for x in ([], [("blocks.1.attn.hook_z", moved)])
-            )
-        assert effect == pytest.approx((changed - clean).item(), abs=CLOSE)
-    assert len(found) > 0
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_interventions_by_name(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    named: dict[str, Any] = {
-        "zero": "ablate_heads",
-        "mean": ["ablate_heads", {"mode": "mean"}],
-        "d": ("dummy_distance", {"distance": 2}),
-        "u": ("substitute_attention", {"by": "uniform", "layers": [1]}),
-    }
-    made = {
-        "zero": ablate_heads(model, None),
-        "mean": ablate_heads(model, None, mode="mean", reference=TOKENS),
-        "d": dummy_distance(model, 2),
-        "u": substitute_attention(model, "uniform", layers=1),
-    }
-    pd.testing.assert_frame_equal(effects(model, named), effects(model, made))
-    for wrong, message in (
-        ("applied", "'x': hooks must be a list of hooks, or one of ablate_heads, "),
-        (("dummy_distance", {}), "'x': hooks must have the arguments of dummy_distance, got {}: missing"),
-        (("dummy_distance", {"distance": "far"}), "'x': distance must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            effects(model, {"x": wrong})
-
-
-@FEW
 def test_rows_are_those_of_the_heads_that_change(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     both = ablate_heads(model, [(1, 3), (0, 2)]) + substitute_attention(model, "uniform", layers=1, heads=[3, 5])
@@ -359,8 +295,6 @@ def test_the_user_has_hooks_on_the_model(kind: str, name: str) -> None:
             with model.hooks(fwd_hooks=dummy_distance(model, 2, layers=[int(layer)], heads=[int(head)])):
                 loop.append((losses(model(TOKENS), TOKENS) - before).mean().item())
     assert table["exact"].tolist() == pytest.approx(loop, abs=CLOSE)
-    with pytest.raises(ValueError, match="interventions must be hooks of this package if the model has other hooks"):
-        effects(model, {"less": scaled(0.5)})
 
 
 def test_a_head_that_does_not_reach_the_output_has_no_effect() -> None:
@@ -382,60 +316,15 @@ def test_models_that_predict_a_class(read_out: str) -> None:
     def loss(logits: Tensor, tokens: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits, answers, reduction="none")
 
-    table = effects(model, {"less": scaled(1 - 1e-3)}, loss, tokens=tokens, exact=6, draws=800)
+    table = effects(model, {"less": scaled(model, 1 - 1e-3)}, loss, tokens=tokens, exact=6, draws=800)
     assert table["first"].tolist() == pytest.approx(table["exact"].tolist(), rel=0.05, abs=1e-7)
     assert table["curvature"].tolist() == pytest.approx(table["kl"].tolist(), rel=0.3)
 
 
-def test_own_hooks_beside_those_of_the_package_act(shared_model: Any) -> None:
-    """Oracle: z of the layer under the whole list, written for one head at a time by TransformerLens's own hooks."""
-    model = shared_model("bridge", "llama-gqa")
-    own = [("blocks.0.attn.hook_z", lambda z, hook: z * 0.3)]
-    five = dummy_distance(model, 5, layers=0)
-    lists: list[Any] = [
-        five + own,
-        own + five,
-        [*five, *own],
-        five + own + dummy_distance(model, 5, layers=1, heads=[3]),
-    ]
-    with torch.no_grad():
-        clean = model(TOKENS)
-    for hooks in lists:
-        kept: list[Tensor] = []
-        listen = [("blocks.0.attn.hook_z", lambda z, hook, kept=kept: kept.append(z.clone()))]
-        with torch.no_grad():
-            model.run_with_hooks(TOKENS, fwd_hooks=[*hooks, *listen])
-        table = effects(model, {"both": hooks}, exact="all").set_index(["layer", "head"])
-        assert [layer for layer, _ in table.index] == [0] * 8 + [1] * (
-            len(hooks.to_frame()) - 8 if hooks is lists[3] else 0
-        )
-        for head in range(8):
-
-            def write(z: Tensor, hook: Any, head: int = head, kept: list[Tensor] = kept) -> Tensor:
-                z[:, :, head] = kept[0][:, :, head]
-                return z
-
-            with torch.no_grad():
-                changed = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_z", write)])
-            effect = losses(changed, TOKENS) - losses(clean, TOKENS)
-            assert table["exact"][0, head] == pytest.approx(effect.mean().item(), abs=CLOSE)
-            assert table["kl"][0, head] == pytest.approx(divergences(clean, changed).mean().item(), abs=CLOSE)
-    alias = [(lambda name: name in ("blocks.0.attn.hook_z", "blocks.0.attn.o.hook_in"), lambda z, hook: z * 0.3)]
-    named = {"alias": five + alias, "z": five + own}
-    tables = [some["exact"].tolist() for _, some in effects(model, named, exact="all").groupby("intervention")]
-    assert tables[0] == pytest.approx(tables[1], abs=CLOSE)
-    front = [("blocks.0.attn.hook_z", lambda z, hook: z + 0.3), *ablate_heads(model, None, layers=0)]
-    with pytest.raises(ValueError, match="your own hooks behind those of this package, got some before them in 'x'"):
-        effects(model, {"x": front})
-    with torch.no_grad():
-        loss = losses(model.run_with_hooks(TOKENS, fwd_hooks=front), TOKENS).mean().item()
-    assert intervention_losses(model, TOKENS, {"x": front}, progress=False)["loss"][1] == pytest.approx(loss, abs=CLOSE)
-
-
-def test_own_hooks_where_results_are_split_by_another_size(shared_model: Any) -> None:
-    """Each head's part of the results, which lie side by side, with hooks that change all of them."""
+def test_results_that_are_split_by_another_size(shared_model: Any) -> None:
+    """Each head's part of the results, which lie side by side."""
     model = shared_model("bridge", "deepseek_v3")
-    table = effects(model, {"x": scaled(0.5)}, exact="all").set_index(["layer", "head"])
+    table = effects(model, {"x": scaled(model, 0.5)}, exact="all").set_index(["layer", "head"])
     assert len(table) == 16
     with torch.no_grad():
         clean = model(TOKENS)
@@ -453,78 +342,81 @@ def test_own_hooks_where_results_are_split_by_another_size(shared_model: Any) ->
         assert row["kl"] == pytest.approx(divergences(clean, changed).mean().item(), abs=2e-6)
 
 
-# --- the search for the largest divergences -------------------------------------------------------------------
+# --- the largest, and the others of each layer ------------------------------------------------------------------
 
 
 @FEW
-def test_the_largest_divergences_are_found_and_the_others_are_bounded(kind: str, name: str, shared_model: Any) -> None:
+def test_the_largest_by_curvature_are_run_and_the_others_are_bounded(kind: str, name: str, shared_model: Any) -> None:
     """The bound is what TransformerLens's own runs give for the heads that were not run, together layer by layer."""
     model = shared_model(kind, name)
     hooks = some_interventions(model)
-    table, whole = effects(model, hooks, exact=2, draws=4), effects(model, hooks, exact="all")
+    table, whole = effects(model, hooks, exact=2, draws=4), effects(model, hooks, exact="all", draws=4)
     with torch.no_grad():
         clean = model(TOKENS)
-    for intervention, some in table.groupby("intervention"):
-        search, truth = table.attrs["search"][intervention], whole["kl"][some.index]
-        run = some["kl"].notna()
-        assert some["kl"][run].tolist() == pytest.approx(truth[run].tolist(), abs=1e-6)
-        assert (search["heads"], search["run"]) == (len(some), run.sum())
+    for intervention, rows in table.groupby("intervention"):
+        runs, truth, run = table.attrs["runs"][intervention], whole["kl"][rows.index], rows["kl"].notna()
+        assert set(rows["curvature"].nlargest(8).index) <= set(rows.index[run])
+        assert rows["kl"][run].tolist() == pytest.approx(truth[run].tolist(), abs=1e-6)
+        assert (runs["heads"], runs["run"]) == (16, run.sum())
         together = []
-        for layer, others in some[~run].groupby("layer"):
+        for layer, others in rows[~run].groupby("layer"):
+            assert len(others) > 1  # a head that is left is run
             chosen = {"heads": others["head"].tolist(), "layers": [layer]}
             with torch.no_grad(), model.hooks(fwd_hooks=some_interventions(model, **chosen)[intervention]):
                 together.append(divergences(clean, model(TOKENS)).mean().item())
-        assert search["bound"] == pytest.approx(max(together, default=0.0), abs=1e-6)
-        largest = truth.nlargest(2)
-        if max(together, default=0.0) < largest.min() and not search["cancelling"]:
-            assert set(largest.index) <= set(some.index[run])
-    assert any(x["run"] < x["heads"] for x in table.attrs["search"].values())
-    pd.testing.assert_frame_equal(effects(model, hooks, exact=2, draws=4), table)
+        assert runs["bound"] == pytest.approx(max(together), abs=1e-6)
+        largest = table.loc[rows["kl"].idxmax()]
+        assert runs["largest"] == f"L{largest['layer']}H{largest['head']}"
+        assert f"{runs['largest']} diverges most, by {largest['kl']:.2g} nats per prediction; " in runs["statement"]
+    assert effects(model, hooks, exact=2, draws=4).equals(table)
     assert not effects(model, hooks, exact=2, seed=1)["curvature"].equals(table["curvature"])
 
 
+@FEW
+def test_no_other_head_exceeds_the_bound(kind: str, name: str, shared_model: Any) -> None:
+    """Of heads that do not cancel, whichever are run: by the first order, another seed, few or many."""
+    model, bounded = shared_model(kind, name), 0
+    hooks = some_interventions(model)
+    kl = effects(model, hooks, exact="all")["kl"]
+    for options in ({"exact": 1, "draws": 0}, {"exact": 1, "seed": 7}, {"exact": 3, "draws": 4}):
+        table = effects(model, hooks, **options)
+        for intervention, rows in table[table["kl"].isna()].groupby("intervention"):
+            assert kl[rows.index].max() <= 1.01 * table.attrs["runs"][intervention]["bound"]
+            bounded += len(rows)
+    assert bounded > 50
+
+
 def cancelling_model() -> Any:
-    """Two heads of layer 1 have one pattern, one z and opposite outputs; all other heads have small outputs."""
+    """In layer 1, heads 1, 3 and 5 have the patterns and z of 0, 2 and 4, and opposite outputs; all are small beside
+    those of four heads of layer 0."""
     model = small_model(n_layers=2, n_heads=6, read_out="token", n_out=20, causal=True)
     attn = model.blocks[1].attn
     for weight in (attn.W_Q, attn.W_K, attn.W_V, attn.b_Q, attn.b_K, attn.b_V):
-        weight.data[1] = weight.data[0]
-    model.blocks[0].attn.W_O.data /= 20
-    attn.W_O.data[2:] /= 20
-    attn.W_O.data[1] = -attn.W_O.data[0]
+        weight.data[1::2] = weight.data[::2]
+    attn.W_O.data /= 4
+    attn.W_O.data[1::2] = -attn.W_O.data[::2]
+    model.blocks[0].attn.W_O.data[4:] /= 100
     return model
 
 
-def test_heads_that_cancel_are_run_or_named() -> None:
-    """Changed together they change nothing, so that the other heads of the layer are all that bounds them."""
+def test_heads_that_cancel_are_what_the_statement_excepts() -> None:
+    """Changed together they change nothing, so that each alone exceeds the bound."""
     model = cancelling_model()
     zero = {"zero": ablate_heads(model, None)}
-    options: dict[str, Any] = {"tokens": TOKENS % 20, "draws": 8}
-    truth = effects(model, zero, exact="all", **options).set_index(["layer", "head"])["kl"]
-    largest = truth[[(1, 0), (1, 1)]]
-    assert largest.min() > 10 * truth.drop(largest.index).max()
-    none = effects(model, zero, exact=1, most=0, **options).attrs["search"]["zero"]
-    assert none["run"] == 0
-    assert none["bound"] < largest.min() / 2  # which is false: they cancel
-    assert none["cancelling"] == [1]
-    assert none["statement"].endswith("unless heads of one layer cancel, which estimates show in layer 1")
-    found = effects(model, zero, exact=1, **options)
-    assert found["kl"].max() == pytest.approx(largest.max(), abs=1e-6)
-    assert found.attrs["search"]["zero"]["cancelling"] == []
+    whole, table = (effects(model, zero, tokens=TOKENS % 20, exact=exact, draws=8) for exact in ("all", 1))
+    others = table["kl"].isna()
+    assert table[~others][["layer", "head"]].values.tolist() == [[0, head] for head in range(4)]
+    runs = table.attrs["runs"]["zero"]
+    assert (whole["kl"][whole["layer"] == 1] > 10 * runs["bound"]).all()
+    assert runs["statement"].endswith(", unless heads of one layer cancel")
 
 
 def test_the_printed_bound_is_rounded_up(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    for head in range(8):
-        own = [("blocks.1.attn.hook_z", partial(zeroed, head))]
-        search = effects(model, {"x": own}, exact=1, most=0, layers=[1]).attrs["search"]["x"]
-        shown = float(search["statement"].split("more than ")[1].split()[0])
-        assert search["bound"] <= shown <= 1.1 * search["bound"]
-
-
-def zeroed(head: int, z: Tensor, hook: Any) -> Tensor:
-    z[:, :, head] = 0
-    return z
+    for seed in range(6):
+        runs = effects(model, {"x": ablate_heads(model, None)}, exact=1, seed=seed).attrs["runs"]["x"]
+        shown = float(runs["statement"].split("more than ")[1].split(",")[0])
+        assert runs["bound"] <= shown <= 1.1 * runs["bound"]
 
 
 def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> None:
@@ -533,14 +425,16 @@ def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> No
     table = effects(model, zero, draws=0, exact=0, tokens=TOKENS[:1])
     assert table[["curvature", "exact", "kl", "first_se"]].isna().all(axis=None)
     assert table["estimate"].equals(table["first"])
-    (search,) = table.attrs["search"].values()
-    assert (search["run"], search["statement"]) == (0, "0 of 16 heads were run")
-    assert np.isnan(search["bound"])
-    few = effects(model, zero, exact=1, most=3, draws=0)
-    assert few["exact"].notna().sum() == 3
-    assert set(few["first"].abs().nlargest(3).index) <= set(few.index[few["exact"].notna()])
-    whole = effects(model, zero, exact="all")
-    assert next(iter(whole.attrs["search"].values()))["statement"] == "all 16 heads were run"
+    (runs,) = table.attrs["runs"].values()
+    assert (runs["run"], runs["largest"], runs["statement"]) == (0, "", "0 of 16 heads were run")
+    assert np.isnan(runs["bound"])
+    few = effects(model, zero, exact=1, draws=0)
+    assert few["exact"].notna().sum() == 4
+    assert set(few["first"].abs().nlargest(4).index) == set(few.index[few["exact"].notna()])
+    (runs,) = effects(model, zero, exact="all").attrs["runs"].values()
+    assert (runs["run"], runs["bound"]) == (16, 0.0)
+    assert runs["statement"].startswith("16 of 16 heads were run: ")
+    assert "unless" not in runs["statement"]
 
 
 @pytest.mark.parametrize("exact", [0, 2, "all"])
@@ -601,23 +495,21 @@ def test_half_precision(kind: str, name: str) -> None:
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     zero = ablate_heads(model, None)
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        ({}, {}),
-        ({"x": []}, {}),
-        ({"x": [("no hook", print)]}, {}),
-        ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}),  # of layer 0 alone
-        ({"x": ablate_heads(model, None, mode="resample")}, {}),  # which needs all texts at once
-        ({"x": ablate_heads(model, [(0, 1)]) + ablate_heads(model, [(1, 2)], mode="resample")}, {}),
-        ({"x": [("hook_embed", lambda x, hook: 0 * x)]}, {}),  # not in attention
-        ({"x": [(lambda name: "resid" in name, print)]}, {}),
-        ({"x": scaled(1.0)}, {}),  # changes nothing
-        ({"x": scaled(2.0, 1)}, {"layers": 1}),
-        ({"x": [*dummy_distance(model, 5), ("blocks.1.attn.hook_out", lambda z, hook: z * 0)]}, {}),  # behind z
-        ({"x": [*zero, ("blocks.1.attn.hook_result", lambda z, hook: z * 0)]}, {}),  # which never fires
-        ({"x": [("blocks.1.attn.hook_z", lambda z, hook: z * float("nan"))]}, {}),
+    own = [("blocks.1.attn.hook_z", lambda z, hook: 0 * z)]
+    by_text = swap_positions(model, torch.arange(9).expand(3, 9) * 2)  # for a batch of three texts
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({}, {}, "must be hooks by name"),
+        ({"x": []}, {}, "must have hooks"),
+        ({"x": [("no hook", print)]}, {}, "names 'no hook'"),
+        ({"x": "ablate_heads"}, {}, "'x': hooks must be a list of"),
+        ({"x": zero, "y": ablate_heads(model, [(0, 1)])}, {"layers": 1}, "must act on the chosen heads"),
+        ({"x": own}, {}, "got functions of your own.*intervention_losses runs the model under any hooks"),
+        ({"x": zero + own}, {}, "got functions of your own"),
+        ({"x": ablate_heads(model, None, mode="resample")}, {}, "\"resample\", for 'x'"),
+        ({"x": by_text}, {}, "must act on each text alone; 'x': "),
     ]
-    for interventions, options in cases:
-        with pytest.raises(ArgumentError) as caught:
+    for interventions, options, message in cases:
+        with pytest.raises(ArgumentError, match=message) as caught:
             effects(model, interventions, **options)
         assert caught.value.argument == "interventions"
     for wrong in (-1, 1.5, "some", None):
@@ -659,5 +551,5 @@ def test_draws_need_predictions() -> None:
     table = effects(model, zero, lambda x, tokens: x.mean((1, 2, 3)), tokens=tokens, draws=0, exact=1)
     assert table["kl"].isna().all()
     assert table["exact"].notna().sum() == 4
-    (search,) = table.attrs["search"].values()
-    assert search["statement"] == "4 of 6 heads were run, and nothing limits the effects of the others"
+    (runs,) = table.attrs["runs"].values()
+    assert runs["statement"] == "4 of 6 heads were run, and nothing limits the effects of the others"

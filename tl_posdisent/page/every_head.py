@@ -1,6 +1,6 @@
 """Measurements that take runs for each head: of as many heads as a budget allows, and estimates for the others.
 
-A search by runs finds the heads that matter most, and a bound for the others (``head_effects``).
+Runs of the heads with the largest estimates, and a bound for the others: ``head_effects``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
         return head_ablation(**options).assign(exact=True)
     zero = {"zero": ablate_heads(subject.reading, subject.pairs)}
     most = max(LEAST, n - len(subject.layers))  # each layer takes a run of its own
-    effects = head_effects(**options, interventions=zero, exact=LEAST // 2, most=most, draws=DRAWS, seed=seed)
+    effects = head_effects(**options, interventions=zero, exact=max(1, most // 4), draws=DRAWS, seed=seed)
     known = effects["exact"].notna()
     table = (
         effects[HEAD]
@@ -74,7 +74,7 @@ def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
         .assign(baseline=_loss(subject), effect=effects["exact"].where(known, effects["estimate"]), exact=known)
     )
     table.insert(3, "value", table["baseline"] + table["effect"])
-    table.attrs = {"search": effects.attrs["search"]["zero"]}
+    table.attrs = {"search": effects.attrs["runs"]["zero"]}
     return table
 
 

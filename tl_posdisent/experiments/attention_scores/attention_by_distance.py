@@ -11,9 +11,9 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
-from tl_posdisent.experiments.measuring.named_interventions import Interventions, named_hooks
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
+from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern, pattern_or_scores
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
@@ -69,7 +69,7 @@ def attention_by_distance(
     reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
     chosen = any_heads(reading, layers, heads)
-    named = {} if interventions is None else named_hooks(reading.model, interventions, texts)
+    named = {} if interventions is None else named_hooks(reading.model, interventions)
     for spec, _ in chosen:
         check_shown(spec, [hook for hooks in named.values() for hook in hooks])
     tables = []

@@ -1,4 +1,4 @@
-"""Effects of interventions on every head: estimated for all heads at once by gradients, exact for some of them.
+"""Effects of interventions on every head: estimated for all heads at once by gradients, exact for the largest.
 
 Let z be the results of the heads (``hook_z``), and δ the change of one head's z under an intervention, given the inputs
 of the unmodified run. It takes no run of the whole model. With g the gradient of a metric for z, and F the Fisher
@@ -13,7 +13,9 @@ their total surprise. Each draw takes one backward pass for all heads and all in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import ROUND_CEILING, Context
 from math import nan
 from typing import Any, Literal
 
@@ -21,22 +23,23 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects
-from tl_posdisent.experiments.causal.exact_effects import Outcome, Place, search_largest
+from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, in_layers
+from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
-from tl_posdisent.experiments.measuring.named_interventions import (
-    Interventions,
-    named_interventions,
-    rows_by_layer,
-)
-from tl_posdisent.experiments.measuring.text_parts import differentiable_texts, parts_of
+from tl_posdisent.experiments.measuring.text_parts import RUN_TOKENS, differentiable_texts, parts_of
+from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads
+from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.progress import SLACK, progress_bar
 from tl_posdisent.utils.statistics import weighted_means
-from tl_posdisent.utils.validation import check_integer, check_seed, listed
+from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed
+from tl_posdisent.utils.words import plural
+
+Place = tuple[str, int, int]
+_PLACE = ["intervention", "layer", "head"]
 
 
 def head_effects(
@@ -50,37 +53,32 @@ def head_effects(
     heads: Heads = None,
     draws: int = 16,
     exact: int | Literal["all"] = 4,
-    most: int | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Estimate the effect of interventions on each head alone, for all heads at once; run the largest exactly.
 
     For each text, two passes and one backward pass per draw serve all heads and all interventions; each intervention
-    takes one more pass through the attention of each layer. One run per head takes that for a single head.
+    takes one more pass through the attention of each layer. The estimate is quadratic in the change of a head's result,
+    so it is wrong for heads whose change is large. For each intervention, the ``4 * exact`` heads of largest curvature
+    are therefore run one by one, and the other heads of each layer together, once. Unless heads of a layer cancel, none
+    of these alone diverges more than all of them together.
 
-    The estimate is quadratic in the change of a head's result, so it is wrong for heads whose change is large. The
-    heads of largest curvature are therefore run one by one, and all other heads of each layer together. Unless heads
-    of a layer cancel, none alone diverges more than all together; so heads are run until no layer has room for another
-    one of the ``exact`` largest divergences.
+    A run begins at its layer: of a model of L layers, that of layer l takes 1 - l / L of a pass. To check this,
+    one head of each intervention is also run by a full pass (see ``head_ablation``).
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``.
         tokens: as in ``head_ablation``; interventions act on each text alone.
-        interventions: hooks by name, such as ``{"zero": ablate_heads(model, None), "5": dummy_distance(model, 5)}``.
-            One list may change all heads: each head has a row of its own, in which the others are unmodified. Your own
-            hooks ``(name, function)`` may change attention too, for instance a pattern, alone or in a list with hooks
-            of this package. A function of ``tl_posdisent.hooks`` can be given by name, or by name and arguments:
-            ``("dummy_distance", {"distance": 5})`` (for sweeps, which store arguments as JSON; a mean is then that of
-            ``tokens``).
+        interventions: hooks of this package by name, such as ``{"zero": ablate_heads(model, None), "5":
+            dummy_distance(model, 5)}``. One list may change all heads: each head has a row of its own, in which the
+            others are unmodified. Run the model under your own hooks with ``intervention_losses``.
         metric: as in ``head_ablation``, computed by torch operations that record gradients. It is called with each text
             alone if it is the loss or a ``logit_difference``, otherwise with all texts at once.
         draws: draws of labels for each text. With 0, there is no ``curvature``, and heads are run by the size of
             ``first``. Its relative error for one head is about ``sqrt(2 / (draws * texts))``.
-        exact: for each intervention, how many heads with the largest divergences to find. Four times as many are
-            run at first. ``"all"`` runs each head, 0 none.
-        most: for each intervention, at most so many heads are run one by one, besides one run for each layer; default
-            as many as the search takes.
+        exact: a quarter of the number of heads that are run one by one for each intervention, which among these find
+            about ``exact`` of the largest divergences. ``"all"`` runs each head, 0 none.
         seed: seed of the labels. A text's labels do not depend on the other texts.
 
     Returns:
@@ -97,14 +95,15 @@ def head_effects(
         Rows are in the order of interventions, layers and heads. Effects have a sign: ``table.sort_values("exact",
         key=abs, ascending=False)`` begins with the largest ones, also if they are negative. ``kl`` has none.
 
-        ``attrs["search"]`` has for each intervention the number of ``heads``, how many were ``run``, the divergence
-        that no other head exceeds alone unless heads of one layer cancel (``bound``; NaN without runs or predictions),
-        layers in which they cancel by the estimates (``cancelling``), and this as a sentence (``statement``).
+        ``attrs["runs"]`` has for each intervention the number of ``heads``, how many were ``run`` one by one, the head
+        of ``largest`` divergence among these, the divergence that no other head exceeds alone unless heads of one layer
+        cancel (``bound``; NaN without runs or predictions), and this as a sentence (``statement``).
         ``attrs["passes"]`` is the cost in forward passes of all texts; a backward pass counts as two.
 
     Raises:
-        ValueError: interventions that are not hooks of this model, act on none of the chosen heads or combine several
-            texts; a metric without gradients; draws for a model that returns no logits; what ``head_ablation`` refuses.
+        ValueError: interventions that are not hooks of this package for this model, act on none of the chosen heads or
+            combine several texts; a metric without gradients; draws for a model that returns no logits; what
+            ``head_ablation`` refuses.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, dummy_distance, head_effects, load_demo_model
@@ -113,65 +112,86 @@ def head_effects(
         >>> table = head_effects(model, tokens, interventions, exact=2, progress=False)
         >>> len(table)  # 40 heads, two interventions
         80
-        >>> by_size = table[table["intervention"] == "d = 5"].sort_values("exact", key=abs, ascending=False)
-        >>> largest = by_size.head(1)
-        >>> bool((largest["exact"] > 0.05).item())
-        True
-        >>> table.attrs["search"]["d = 5"]["bound"] < largest["kl"].item()
-        True
+        >>> runs = table.attrs["runs"]["d = 5"]
+        >>> runs["run"], bool(runs["bound"] < table.query("intervention == 'd = 5'")["kl"].max())
+        (8, True)
     """
     check_metric(metric)
     check_integer("draws", draws, 0)
     if exact != "all":
         check_integer("exact", exact, 0, why="a number of heads, or 'all'")
-    if most is not None:
-        check_integer("most", most, 0)
     check_seed(seed)
     layers = listed("layers", layers)
     reading = read_model(model, layers)
-    model, among = reading.model, any_heads(reading, layers, heads)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    check_reach(reading, [spec.layer for spec, _ in chosen])
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
-    items = named_interventions(model, interventions, rows_by_layer(reading, among), texts)
-    with (
-        running(model) as p,
-        p.counting_tokens() as counts,
-        progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar,
-    ):
-        estimates = estimated_effects(model, items, texts, parts, metric, draws=draws, seed=seed, bar=bar)
-        table = _table(estimates, draws)
-        searches = {
-            n: estimates.search(n, largest=item.n_rows if exact == "all" else exact, most=most, draws=draws)
-            for n, item in enumerate(items)
-        }
-        parts = parts_of(texts, metric, tokens=estimates.tokens_at_once)
-        found = search_largest(model, items, searches, parts, estimates.n_predictions, bar)
-    _fill(table, estimates, found)
-    table.attrs["search"] = {items[n].name: search.to_dict() for n, search in searches.items()}
-    forward = sum(counts) / sum(texts.lengths) / len(model.blocks)
-    table.attrs["passes"] = forward + 2 * (1 + draws)
+    changes, n_texts = in_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
+    with running(model) as p, p.counting_tokens() as counts:
+        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + SLACK
+        with progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+            estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
+        n_predictions = estimates.n_predictions
+        weights = n_predictions if is_loss(metric) else torch.ones_like(n_predictions)
+        second_order = estimates.curvature if is_loss(metric) and draws else 0
+        table = pd.DataFrame(estimates.rows, columns=_PLACE).astype({"head": "Int64"})
+        table["first"], table["first_se"] = weighted_means(estimates.first, weights)
+        table["curvature"], table["curvature_se"] = weighted_means(estimates.curvature, n_predictions)
+        table["estimate"], table["estimate_se"] = weighted_means(estimates.first + second_order, weights)
+        sizes = dict(zip(estimates.rows, table["curvature" if draws else "first"].abs(), strict=True))
+        to_run = _heads_to_run(changes, sizes, exact, together=bool(n_predictions.all()))
+        with progress_bar(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
+            outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
+    _fill(table, estimates.rows, outcomes, weights, n_predictions)
+    table.attrs["metric"] = metric_name(metric)
+    table.attrs["runs"] = {
+        name: _summary(rows, [x for x in outcomes if x.changed.name == name], n_predictions)
+        for name, rows in table.groupby("intervention", sort=False)
+    }
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * (1 + draws)
     return reading.note(table)
 
 
-def _table(estimates: Estimates, draws: int) -> pd.DataFrame:
-    """Tabulate the estimates, averaged over texts."""
-    rows = [(item.name, layer, head) for item in estimates.items for layer, head in item.places]
-    table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})
-    first, curvature = (torch.cat([*effects.values()], 1) for effects in (estimates.first, estimates.curvature))
-    estimate = first + curvature if is_loss(estimates.metric) and draws else first
-    of_effects, of_divergences = estimates.weights, estimates.n_predictions
-    table["first"], table["first_se"] = weighted_means(first, of_effects)
-    table["curvature"], table["curvature_se"] = weighted_means(curvature, of_divergences)
-    table["estimate"], table["estimate_se"] = weighted_means(estimate, of_effects)
-    table.attrs["metric"] = metric_name(estimates.metric)
-    return table
+def _heads_to_run(
+    changes: Sequence[LayerIntervention], sizes: Mapping[Place, float], exact: int | Literal["all"], *, together: bool
+) -> list[LayerIntervention]:
+    """Choose for each intervention the heads of largest estimates, one by one, and each layer's others ``together``."""
+    to_run: list[LayerIntervention] = []
+    for name in dict.fromkeys(x.name for x in changes):
+        layers = [x for x in changes if x.name == name]
+        by_size = sorted(((name, x.layer, head) for x in layers for head in x.heads), key=lambda place: -sizes[place])
+        largest = by_size if exact == "all" else by_size[: 4 * exact]
+        for x in layers if exact else []:
+            others = tuple(head for head in x.heads if (name, x.layer, head) not in largest)
+            to_run += [replace(x, heads=(head,)) for head in x.heads if head not in others]
+            to_run += [replace(x, heads=others)] if others and together else []
+    return to_run
 
 
-def _fill(table: pd.DataFrame, estimates: Estimates, found: Mapping[Place, Outcome]) -> None:
+def _fill(
+    table: pd.DataFrame, places: Sequence[Place], outcomes: Sequence[Outcome], weights: Tensor, n_predictions: Tensor
+) -> None:
     """Write the outcomes of heads that were run alone, averaged over texts; the other rows are NaN."""
-    table[["exact", "exact_se", "kl", "kl_se"]] = nan
-    places = [(n, *place) for n, item in enumerate(estimates.items) for place in item.places]
-    rows = [row for row, place in enumerate(places) if place in found]
-    if rows:
-        effects, divergences = (torch.stack([found[places[row]][i] for row in rows], 1) for i in range(2))
-        table.loc[rows, "exact"], table.loc[rows, "exact_se"] = weighted_means(effects, estimates.weights)
-        table.loc[rows, "kl"], table.loc[rows, "kl_se"] = weighted_means(divergences, estimates.n_predictions)
+    alone = {(x.changed.name, x.changed.layer, *x.changed.heads): x for x in outcomes}
+    nothing = torch.full_like(weights, nan)
+    effects = [alone[place].effects if place in alone else nothing for place in places]
+    divergences = [alone[place].divergences if place in alone else nothing for place in places]
+    table["exact"], table["exact_se"] = weighted_means(torch.stack(effects, 1), weights)
+    table["kl"], table["kl_se"] = weighted_means(torch.stack(divergences, 1), n_predictions)
+
+
+def _summary(rows: pd.DataFrame, outcomes: Sequence[Outcome], n_predictions: Tensor) -> dict[str, Any]:
+    """Summarise the runs of one intervention: the largest divergence, and what no other head exceeds."""
+    kl, n_run, largest, bound = rows["kl"], int(rows["exact"].notna().sum()), "", nan
+    statement = f"{n_run} of {plural(len(rows), 'head')} were run"
+    if kl.notna().any():
+        together = [x.divergences[:, None] for x in outcomes if len(x.changed.heads) > 1]
+        bound = max((weighted_means(x, n_predictions)[0].item() for x in together), default=0.0)
+        largest = head_label(*rows[["layer", "head"]].to_numpy()[kl.argmax()])
+        statement += f": {largest} diverges most, by {kl.max():.2g} nats per prediction"
+        if n_run < len(rows):
+            limit = float(Context(prec=2, rounding=ROUND_CEILING).create_decimal_from_float(bound))
+            statement += f"; no other head alone diverges by more than {limit:g}, unless heads of one layer cancel"
+    elif n_run:
+        statement += ", and nothing limits the effects of the others"
+    return {"heads": len(rows), "run": n_run, "largest": largest, "bound": bound, "statement": statement}

@@ -9,9 +9,9 @@ import pandas as pd
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.named_interventions import Interventions, named_hooks
 from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import Unmodified, all_tokens, correct
+from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
@@ -34,7 +34,7 @@ def intervention_losses(
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``.
-        interventions: as in ``head_effects``; your own hooks may change anything.
+        interventions: hooks by name, of this package or your own, which may change anything.
 
     Returns:
         One row per intervention, after the row ``unmodified``, with means over the predicted tokens of all texts:
@@ -61,7 +61,7 @@ def intervention_losses(
     """
     reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
-    named = named_hooks(reading.model, interventions, texts)
+    named = named_hooks(reading.model, interventions)
     rows = []
     with running(reading.model), progress_bar(total=1 + len(named), desc="runs", disable=not progress) as bar:
         unmodified = Unmodified.of(run_texts(reading.model, texts), texts)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, n_parameters
-from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects
-from tl_posdisent.experiments.causal.exact_effects import search_largest
+from tl_posdisent.experiments.causal.estimated_effects import Estimates, estimated_effects, in_layers
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, Row
-from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.measuring.named_interventions import NamedIntervention, named_interventions, rows_by_layer
 from tl_posdisent.experiments.measuring.recovered_share import share_of_kl
-from tl_posdisent.experiments.measuring.text_parts import RUN_TOKENS, Part, parts_of
+from tl_posdisent.experiments.measuring.text_parts import Part
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks
@@ -25,6 +21,7 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import Blocks
+from tl_posdisent.utils.words import plural
 
 
 class Screening(NamedTuple):
@@ -33,7 +30,7 @@ class Screening(NamedTuple):
     Attributes:
         run: layer and head of the heads that are run.
         rows: rows of the other heads.
-        search: the divergence that none of the others exceeds with its mean output (see ``head_effects``).
+        search: how many heads are run.
     """
 
     run: list[tuple[int, int]]
@@ -54,22 +51,25 @@ def screen_heads(
     seed: int,
     progress: bool,
 ) -> Screening:
-    """Estimate the causal rungs of each head, and search for at most ``exact`` heads whose mean output changes most.
+    """Estimate the causal rungs of each head, and choose the ``exact`` heads whose mean output changes most.
 
     A rung that is fitted to the predicted text itself is not estimated: it would be fitted to each head.
     """
     model, heads = reading.model, [(spec.layer, head) for spec, some in chosen for head in some]
     estimated = [rung for rung in rungs if rung == MEAN or rung in PER_HEAD or rung in WITHOUT_FIT]
     named = {rung: _hooks(model, fitted, rung, heads) for rung in estimated if rung != "untouched"}
-    items = named_interventions(model, named, rows_by_layer(reading, chosen), texts)
+    changes, n_texts = in_layers({str(rung): hooks for rung, hooks in named.items()}, chosen), len(texts.tokens)
     with running(model), progress_bar(desc="passes", unit_scale=True, disable=not progress) as bar:
-        estimates = estimated_effects(model, items, texts, parts, draws=draws, seed=seed, bar=bar)
-        mean = next(n for n, item in enumerate(items) if item.name == MEAN)
-        search = estimates.search(mean, largest=ceil(exact / 4), most=exact, draws=draws)
-        parts = parts_of(texts, next_token_loss, tokens=RUN_TOKENS)
-        search_largest(model, items, {mean: search}, parts, estimates.n_predictions, bar)
-    run = sorted((layer, int(head)) for layer, head in search.alone if head is not None)
-    return Screening(run, _rows(items, estimates, texts, fitted.longest, chosen, run), search.to_dict())
+        estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
+    places = zip(estimates.rows, estimates.curvature.mean(0).tolist(), strict=True)
+    sizes = {(layer, head): kl for (name, layer, head), kl in places if name == MEAN}
+    run = sorted(sorted(sizes, key=lambda place: -sizes[place])[:exact])
+    summary = {
+        "heads": len(heads),
+        "run": len(run),
+        "statement": f"{len(run)} of {plural(len(heads), 'head')} were run",
+    }
+    return Screening(run, _rows(estimates, texts, fitted.longest, chosen, run), summary)
 
 
 def _hooks(model: Any, fitted: Texts, rung: AnyRung, heads: Sequence[tuple[int, int]]) -> Hooks:
@@ -81,7 +81,6 @@ def _hooks(model: Any, fitted: Texts, rung: AnyRung, heads: Sequence[tuple[int, 
 
 
 def _rows(
-    items: Sequence[NamedIntervention],
     estimates: Estimates,
     texts: Texts,
     longest: int,
@@ -97,12 +96,14 @@ def _rows(
         inside = spec.mask(longest)
         sizes = {str(x): n_parameters(x, inside, spec.d_head, bands=BANDS, rank=1) for x in (*WITHOUT_FIT, *PER_HEAD)}
         sizes[MEAN] = spec.d_head
-        for n, head in enumerate(items[0].rows[spec.layer]):
+        heads = [head for name, layer, head in estimates.rows if (name, layer) == (MEAN, spec.layer)]
+        for head in heads:
             if (spec.layer, head) in run:
                 continue
             by_rung = {
-                item.name: estimates.curvature[i, spec.layer][:, n].repeat_interleave(predicted)
-                for i, item in enumerate(items)
+                name: estimates.curvature[:, row].repeat_interleave(predicted)
+                for row, (name, *place_of_row) in enumerate(estimates.rows)
+                if place_of_row == [spec.layer, head]
             }
             place = {"layer": spec.layer, "head": head, "causal": spec.causal, **shared}
             for rung, kl in by_rung.items():

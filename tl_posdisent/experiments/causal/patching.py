@@ -112,8 +112,6 @@ def head_patching(
         hooks_in,
         metric,
         places=places,
-        # A norm over the queries or keys of all heads couples them; and all heads of a group read its key and value.
-        coupled=lambda spec: activation in ("q", "k", "v"),
         source=PatchRuns(other, "source", target=other),
         progress=progress,
     )
@@ -270,11 +268,8 @@ def position_patching(
         sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in at]
         return [lambda group, some: vector_hooks(spec, some, *sides[group], keys)]
 
-    def coupled(spec: AttentionSpec) -> bool:  # patched queries of one head beside keys of its group
-        return what == "head" and keys == "group" and spec.n_kv_heads < spec.n_heads
-
     end = PatchRuns(texts, "positions", hooks[source], under=hooks[patched])
-    table = rows_by_head(reading, texts, units, hooks_in, metric, coupled=coupled, source=end, progress=progress)
+    table = rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
         table["effect"] = 1 - table["effect"]

@@ -60,7 +60,6 @@ def rows_by_head(
     metric: Metric,
     *,
     places: Sequence[int | None] = (None,),
-    coupled: Callable[[AttentionSpec], bool] = lambda spec: False,
     source: PatchRuns | None = None,
     progress: bool,
 ) -> pd.DataFrame:
@@ -70,7 +69,6 @@ def rows_by_head(
         metric, progress: as in ``head_ablation``, checked.
         hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
             they are needed.
-        coupled: whether changes in a layer are coupled (``Change``).
         source: the runs, of patches.
 
     Returns:
@@ -96,9 +94,7 @@ def rows_by_head(
                     "more"
                 )
         for spec, changed, reported in units:
-            changes = [
-                Change("change", tuple(some), hooks, coupled(spec)) for hooks in hooks_in(spec) for some in changed
-            ]
+            changes = [Change("change", tuple(some), hooks) for hooks in hooks_in(spec) for some in changed]
             each = runs.each(spec.layer, changes)
             for (place, heads), run in zip(product(places, reported), each, strict=True):
                 value = failures.attempt(

@@ -24,7 +24,7 @@ def differentiable_texts(
     """Read texts outside of ``torch.inference_mode``, whose tensors cannot be in a graph, and separate them."""
     with torch.inference_mode(False):
         texts = read_texts(model, tokens.clone() if isinstance(tokens, Tensor) else tokens, attention_mask)
-        return texts, parts_of(texts, metric, tokens=TOKENS)
+        return texts, parts_of(texts, metric)
 
 
 @dataclass(frozen=True, eq=False)

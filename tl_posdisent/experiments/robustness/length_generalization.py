@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tl_posdisent.experiments.measuring.attention_outputs import for_each_output, require_finite
 from tl_posdisent.experiments.measuring.mahalanobis import ReferenceSample, fit_reference
-from tl_posdisent.experiments.measuring.named_interventions import Call, hooks_of
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
-from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.applied import applied, check_hooks
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.longer_context import longer_context
@@ -84,7 +83,7 @@ def length_generalization(
     model: Any,
     tokens: Tokens,
     lengths: Sequence[int],
-    hooks: Sequence[Hook] | Call | None = None,
+    hooks: Sequence[Hook] | None = None,
     *,
     attention_mask: Tensor | None = None,
     in_range: int | None = None,
@@ -105,8 +104,7 @@ def length_generalization(
         tokens: as in ``head_ablation``; every text must have at least as many tokens as the last of ``lengths``.
         lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``.
             Positions before the first edge and after the last are not counted.
-        hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``; by name as in ``head_effects``,
-            too. Default none.
+        hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``. Default none.
         in_range: end of the reference, usually the length of the training texts; default ``lengths[1]``.
         by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.
         layers: default all.
@@ -163,7 +161,7 @@ def length_generalization(
         references[layer] = fit_reference(rearrange(some, "batch pos head d -> head (batch pos) d"))
 
     with without_gradients(), longer_context(reading, max(edges[-1], end)):
-        given = [] if hooks is None else list(hooks_of(model, hooks, batch))
+        given = [] if hooks is None else check_hooks(model, hooks)
         for_each_output(model, read[:, :end], specs, keep)
         with progress_bar(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.attention_outputs import for_each_output
-from tl_posdisent.experiments.measuring.named_interventions import Call, hooks_of
+from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -25,7 +25,7 @@ from tl_posdisent.utils.validation import check_integer
 def output_projection(
     model: Any,
     tokens: Tokens,
-    hooks: Sequence[Hook] | Call | None = None,
+    hooks: Sequence[Hook] | None = None,
     *,
     attention_mask: Tensor | None = None,
     in_range: int | None = None,
@@ -41,8 +41,7 @@ def output_projection(
     Args:
         model, attention_mask: as in ``head_ablation``.
         tokens: as there; each text is read up to the length of the shortest.
-        hooks: an intervention on the pass that is projected, such as ``lambda_mask``; by name as in ``head_effects``,
-            too. Default: none.
+        hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default: none.
         in_range: the training length in tokens. Default: the length of the texts.
         start: the first position to include.
         layers: default all.
@@ -77,7 +76,7 @@ def output_projection(
     read = torch.stack([text[:length] for text in texts])
     with without_gradients(), longer_context(reading, length):
         reference = _outputs(model, read[:, :end], specs, [])
-        outputs = _outputs(model, read, specs, [] if hooks is None else list(hooks_of(model, hooks, batch)))
+        outputs = _outputs(model, read, specs, [] if hooks is None else check_hooks(model, hooks))
     tables, explained = [], {}
     texts_at, pos = np.indices((len(texts), length - start)).reshape(2, -1)
     for spec in specs:
