@@ -52,8 +52,14 @@ EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
     "streaming": lambda model, metric, **more: streaming_ablation(
         model, TOKENS, metric, sinks=1, window=2, layers=1, **more
     ),
-    "ladder": lambda model, metric, **more: attention_ladder(
-        model, TOKENS, metric=metric, rungs=["first_token"], controls=[], layers=1, **more
+    "ladder": lambda model, metric, attention_mask=None, **more: attention_ladder(
+        model,
+        TOKENS if attention_mask is None else {"input_ids": TOKENS, "attention_mask": attention_mask},
+        metric=metric,
+        rungs=["first_token"],
+        controls=[],
+        layers=1,
+        **more,
     ),
 }
 

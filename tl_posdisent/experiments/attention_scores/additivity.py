@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import explained_around, fit_marginals
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.experiments.attention_scores.score_controls import Control, for_each_control
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads

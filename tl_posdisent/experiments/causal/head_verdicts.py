@@ -16,8 +16,12 @@ from tl_posdisent.utils.validation import check_choice, check_number
 
 from .ladder_runs import MEAN
 
-_VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
-_VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
+_VERDICTS = {  # other rungs: their own name
+    MEAN: "not used",
+    "uniform": "no effect",
+    "first_token": "first token",
+    "distance+sink": "distance",
+}
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
 UNDECIDED = "undecided"
 NEGLIGIBLE: Final = 0.001  # nats per token
@@ -53,9 +57,8 @@ def head_verdicts(
     *first token*          ``"first_token"``: a sink
     *distance*             ``"distance"`` or ``"distance+sink"``
     *static*               ``"static"``: distance and key vector
-    *additive*, *banded*   the rung of that name, fitted to the text itself: an upper bound
-    *query-dependent*      ``"low-rank"``, or only the head's own attention
-    *more than* …          no rung in the table, if it leaves out ``"banded"``
+    *additive*             ``"additive"``, fitted to the text itself: an upper bound
+    *more than* …          no rung in the table, of which this is the last: *more than additive* needs the query
     *undecided*            one of several: column ``between`` names the first and the last
     ====================== =====================================================================
 
@@ -218,8 +221,7 @@ def _name(by_rung: _Rungs, simplest: str, at_most: str) -> tuple[str, str]:
     Rungs of one verdict leave no doubt about it; in a doubt, ``"distance+sink"`` is named as in ``simplest``.
     """
     fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
-    # "query-dependent" needs a table with all other rungs.
-    rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else UNDECIDED
+    rest = f"more than {fitted[-1]}" if fitted else UNDECIDED
     first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
     if first == last:
         return last, ""

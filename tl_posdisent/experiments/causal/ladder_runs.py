@@ -32,6 +32,7 @@ from tl_posdisent.utils.statistics import Blocks
 
 Unit = Literal["head", "layer", "all"]
 MEAN: Final = "mean_output"
+_SHUFFLE_SEED = 0  # of the one order of the control "shuffled"
 AnyRung = Rung | Literal["mean_output"]
 """A rung, or the head's mean output."""
 Row = dict[str, Any]
@@ -69,9 +70,6 @@ class LadderRuns:
     fitted: Texts
     texts: Texts
     unit: Unit
-    bands: Sequence[int]
-    rank: int
-    seed: int
     metric: Metric | None
     failures: Failures
     bar: Any
@@ -153,14 +151,14 @@ class LadderRuns:
         if rung == MEAN:
             return partial(_mean_outputs, self._means(chosen))
         if rung in WITHOUT_FIT or not (per_head or shuffled):
-            return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
+            return lambda group, where: rung_hooks(where, rung)
         source = self.fitted if per_head else self.texts
-        texts = source.shuffled(self.seed) if shuffled else [group.tokens for group in source.groups]
-        options: dict[str, Any] = {"in_turn": self.unit == "all", "bands": self.bands, "rank": self.rank}
+        texts = source.shuffled(_SHUFFLE_SEED) if shuffled else [group.tokens for group in source.groups]
+        in_turn = self.unit == "all"
         if per_head:
-            stored = [fit_layers(model, texts, chosen, rung, **options)] * len(self.texts.groups)
+            stored = [fit_layers(model, texts, chosen, rung, in_turn=in_turn)] * len(self.texts.groups)
         else:
-            stored = [fit_layers(model, [tokens], chosen, rung, **options) for tokens in texts]
+            stored = [fit_layers(model, [tokens], chosen, rung, in_turn=in_turn) for tokens in texts]
         return lambda group, where: stored_hooks(where, stored[group])
 
     def _means(self, chosen: Chosen) -> StandIn | ValueError:
@@ -168,7 +166,7 @@ class LadderRuns:
         layers = [spec.layer for spec, _ in chosen]
         try:
             check_reach(self.reading, layers)
-            return stand_in(self.reading.model, layers, "mean", self.fitted, self.seed)
+            return stand_in(self.reading.model, layers, "mean", self.fitted, seed=0)
         except ValueError as error:
             return error
 
@@ -218,7 +216,7 @@ class LadderRuns:
                 run.divergences, uniform.divergences, of_tokens, unmodified_loss, dtype
             )
             _, row["error"] = blocks.mean(run.values - untouched.values)
-            row |= {"blocks": blocks.count, "df": blocks.df, "exact": True}
+            row |= {"blocks": blocks.count, "df": blocks.df}
             row["parameters"] = sum(
                 len(heads) * self._size(rung, spec, n) for spec, heads in item.where for n in lengths
             )
@@ -229,7 +227,7 @@ class LadderRuns:
         """Count the parameters that a rung fits for one head."""
         if rung == MEAN:
             return spec.d_head
-        return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
+        return n_parameters(rung, spec.mask(length), spec.d_head)
 
 
 def _in_layer(hooks_in: HooksIn, spec: AttentionSpec, group: int, heads: Sequence[int]) -> Hooks:
