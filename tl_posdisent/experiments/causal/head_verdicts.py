@@ -129,9 +129,9 @@ def head_verdicts(
     rows = []
     for (layer, head), by_rung in heads.items():
         simplest, at_most = _suffices(by_rung, measure, share, negligible, confidence)
-        found = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
+        of_simplest = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
         ends = (by_rung.get(x, {}).get(name, nan) for x in ("uniform", MEAN) for name in ("gap", "error"))
-        rows.append((layer, head, *_name(by_rung, simplest, at_most), simplest, at_most, *found, *ends))
+        rows.append((layer, head, *_name(by_rung, simplest, at_most), simplest, at_most, *of_simplest, *ends))
     columns = ["layer", "head", "verdict", "between", "simplest", "at_most", "recovered", "se", "causal"]
     columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
@@ -174,9 +174,9 @@ def _by_head(table: pd.DataFrame, measure: Measure) -> dict[Any, _Rungs]:
     for row in read.sort_values(["layer", "head"], kind="stable").to_dict("records"):
         rungs.setdefault(tuple(None if pd.isna(x) else x for x in (row["layer"], row["head"])), []).append(row)
     heads: dict[Any, _Rungs] = {}
-    for place, some in rungs.items():
-        by_rung = {row["rung"]: row for row in some}
-        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
+    for place, rows in rungs.items():
+        by_rung = {row["rung"]: row for row in rows}
+        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(rows):
             raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
         heads[place] = {x: row | {"gap": row["value"] - by_rung["untouched"]["value"]} for x, row in by_rung.items()}
     return heads

@@ -74,31 +74,32 @@ class LadderRuns:
     failures: Failures
     bar: Any
 
-    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[AnyRung]]) -> list[Row]:
+    def rows(self, heads_by_layer: Chosen, rungs_by_control: Mapping[str, Sequence[AnyRung]]) -> list[Row]:
         """Measure the rows of each control. Shares of all controls have the baselines of the first one."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[Row] = []
         baselines: dict[tuple[int | None, int | None], dict[AnyRung, _Measured]] = {}
         with running(model):
-            runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
+            runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in heads_by_layer])
             clean = Unmodified.of(runs.clean, self.texts)
             untouched = _Measured(clean.losses, torch.zeros_like(clean.losses), self._values(runs.clean, clean.losses))
-            for control, some in rungs.items():
+            for control, rungs in rungs_by_control.items():
                 shuffled = control == "shuffled"
                 # In one pass for all layers; what is fitted to each text takes memory, so layer by layer.
-                fitted = {x: self._hooks_in(chosen, x, shuffled=shuffled) for x in some if x == MEAN or x in PER_HEAD}
-                for together in [chosen] if whole else [[each] for each in chosen]:
+                of_heads = [rung for rung in rungs if rung == MEAN or rung in PER_HEAD]
+                fitted = {rung: self._hooks_in(heads_by_layer, rung, shuffled=shuffled) for rung in of_heads}
+                for together in [heads_by_layer] if whole else [[layer] for layer in heads_by_layer]:
                     hooks: dict[AnyRung, HooksIn] = {
-                        x: fitted.get(x) or self._hooks_in(together, x, shuffled=shuffled)
-                        for x in some
-                        if x != "untouched"
+                        rung: fitted.get(rung) or self._hooks_in(together, rung, shuffled=shuffled)
+                        for rung in rungs
+                        if rung != "untouched"
                     }
                     for item, measured in self._measured(runs, together, hooks, clean, untouched):
                         if "uniform" in measured:
-                            baselines[item.layer, item.head] = {x: measured[x] for x in ("uniform", MEAN)}
-                        ends = baselines[item.layer, item.head]
-                        if "untouched" in some:
+                            baselines[item.layer, item.head] = {rung: measured[rung] for rung in ("uniform", MEAN)}
+                        if "untouched" in rungs:
                             measured["untouched"] = untouched
+                        ends = baselines[item.layer, item.head]
                         rows += self._rows_of(item, measured, ends, untouched, clean.blocks, control)
         return rows
 
@@ -111,12 +112,12 @@ class LadderRuns:
         untouched: _Measured,
     ) -> list[tuple[_Item, dict[AnyRung, _Measured]]]:
         """Measure each rung for each item."""
-        found: list[tuple[_Item, dict[AnyRung, _Measured]]] = [(item, {}) for item in self._items(together)]
-        outputs = self._runs(runs, together, [item for item, _ in found], hooks)
-        for (rung, (item, measured)), run in zip(product(hooks, found), outputs, strict=True):
+        by_item: list[tuple[_Item, dict[AnyRung, _Measured]]] = [(item, {}) for item in self._items(together)]
+        outputs = self._runs(runs, together, [item for item, _ in by_item], hooks)
+        for (rung, (item, measured)), run in zip(product(hooks, by_item), outputs, strict=True):
             measured[rung] = self._measure(run, clean, untouched, item)
             self.bar.update()
-        return found
+        return by_item
 
     def _items(self, together: Chosen) -> list[_Item]:
         if self.unit == "all":
@@ -141,9 +142,9 @@ class LadderRuns:
             changes += [Change(name, tuple(heads), in_layer) for item in items for _, heads in item.where]
         return runs.each(spec.layer, changes)
 
-    def _run(self, hooks_in: HooksIn, where: Chosen) -> list[Any]:
-        under = [hooks_in(group, where) for group in range(len(self.texts.groups))]
-        return run_texts(self.reading.model, self.texts, under)
+    def _run(self, hooks_in: HooksIn, heads_by_layer: Chosen) -> list[Any]:
+        hooks = [hooks_in(group, heads_by_layer) for group in range(len(self.texts.groups))]
+        return run_texts(self.reading.model, self.texts, hooks)
 
     def _hooks_in(self, chosen: Chosen, rung: AnyRung, *, shuffled: bool) -> HooksIn:
         """Return what puts a rung in: fitted to other texts, in the run itself, or to the shuffled text."""
