@@ -6,8 +6,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-import trained_and_random
-from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.demo.demo_model import demo_text
@@ -40,30 +38,3 @@ def largest_effects(model: Any, texts: int = 2, length: int = 96) -> pd.DataFram
         rows.append({"intervention": name} | largest | found | cost | left | correlations)
         print(rows[-1], flush=True)
     return pd.DataFrame(rows).round(5)
-
-
-def every_verdict(model: Any, texts: int = 8, exact: int = 24, sets: str = "ab") -> pd.DataFrame:
-    """A verdict for every head, on two sets of texts: at most ``exact`` heads are run, the others are estimated.
-
-    Sets of eight half parts of four speeches each; rungs are fitted to four of two others.
-    """
-    halves = torch.cat(_halves(trained_and_random.texts(model)))  # of ten speeches in turn
-    speech = torch.arange(len(halves)) % trained_and_random.N
-    tables = []
-    for name in sets:
-        some = speech < 4 if name == "a" else (speech >= 4) & (speech < 8)
-        rungs: list[Any] = ["first_token", "distance", "distance+sink", "static"]
-        options: dict[str, Any] = {"exact": exact, "rungs": rungs, "controls": [], "draws": 4, "progress": False}
-        table = tp.attention_ladder(model, halves[speech >= 8][:4], heldout=halves[some][:texts], **options)
-        verdicts, search = tp.head_verdicts(table), table.attrs["search"]
-        print(name, search["statement"], verdicts["verdict"].value_counts().to_dict(), flush=True)
-        exactly = table[table["rung"] == "uniform"]["exact"].to_numpy()
-        tables.append(verdicts.assign(texts=name, exact=exactly, bound=search["bound"]))
-    columns = ["texts", "layer", "head", "verdict", "between", "simplest", "at_most", "recovered", "se"]
-    return pd.concat(tables, ignore_index=True)[[*columns, "gap_mean", "error_mean", "gap", "error", "exact", "bound"]]
-
-
-def _halves(texts: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves of each text, the second behind the text's first token too, of equal length."""
-    n = texts.shape[1] // 2
-    return texts[:, :n], torch.cat([texts[:, :1], texts[:, n : 2 * n - 1]], 1)

@@ -33,8 +33,10 @@ def main(folder: Path, names: list[str]) -> None:
     """Compute and write the tables of these models."""
     for name in names:
         model, fitted, heldout = {"demo": demo, "story": story}[name]()
-        options = {"heldout": heldout, "unit": "all", "controls": ["shuffled", "random"]}
-        tp.attention_ladder(model, fitted, **options).to_csv(folder / f"ladder_{name}.csv", index=False)
+        (untrained,) = tp.random_control(model, [0])
+        for kind, one in {name: model, f"{name}_untrained": untrained}.items():
+            table = tp.attention_ladder(one, fitted, heldout=heldout, unit="all")
+            table.to_csv(folder / f"ladder_{kind}.csv", index=False)
 
 
 if __name__ == "__main__":

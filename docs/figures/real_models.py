@@ -86,7 +86,7 @@ def copying(model: Any) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-LADDER = ["first_token", "distance", "distance+sink", "static", "additive", "banded"]
+LADDER = ["first_token", "distance", "distance+sink", "static", "additive"]
 
 
 IDLE = ((18, 8), (7, 2), (3, 3), (8, 1), (1, 0), (16, 0))
@@ -133,7 +133,7 @@ def idle(model: Any, heads: Sequence[tuple[int, int]] = IDLE) -> pd.DataFrame:
 
 
 STUDIES: list[Callable[..., pd.DataFrame]] = [heads, copying, idle, measures, rounding]
-STUDIES += [head_effects.largest_effects, head_effects.every_verdict]
+STUDIES += [head_effects.largest_effects]
 STUDIES += [text_needed.text_needed, text_needed.draws_needed, score_terms.score_terms]
 STUDIES += [without_rotation.without_rotation, without_rotation.needles, without_rotation.word_order]
 STUDIES += [looks.looks, retrieval.retrieval_scores, retrieval.retrieval_knockout, retrieval.retrieval_losses]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -15,16 +14,13 @@ from torch import Tensor
 
 from tl_posdisent import fit_attention
 from tl_posdisent.additive import AttentionFit
-from tl_posdisent.additive.attention import fit as patterns
-from tl_posdisent.additive.attention.newton import AIM
+from tl_posdisent.additive.attention import newton, patterns
+from tl_posdisent.additive.attention.newton import MARGINAL_ERROR
 from tl_posdisent.additive.attention.rungs import RUNGS, n_parameters
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.errors import ArgumentError
 
-CLOSE = TIMES * AIM
-BANDS = (1, 2, 4, 8)
-BANDED = ("causal-9", "full-17", "window-8", "fewer-queries-window", "documents", "padding-window", "mask-per-matrix")
-HARD = [(name, ()) for name in CASES] + [(name, BANDS) for name in BANDED]
+CLOSE = TIMES * MARGINAL_ERROR
 
 
 def pattern_of(scores: Tensor, mask: Tensor) -> Tensor:
@@ -46,36 +42,33 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
 
 
-def marginals(pattern: Tensor, low: int, high: int, edges: tuple[int, ...] = ()) -> list[Tensor]:
-    """Total attention of every distance, and of every key in every band, by masks."""
+def marginals(pattern: Tensor, low: int, high: int) -> list[Tensor]:
+    """Total attention of every distance, and of every key, by masks."""
     d = cell_distances(*pattern.shape[-2:])
-    starts = [low, *edges, high + 1]
-    keys = [(pattern * ((d >= a) & (d < b))).sum(-2) for a, b in pairwise(starts)]
-    return [torch.stack([(pattern * (d == x)).sum((-2, -1)) for x in range(low, high + 1)], -1), *keys]
+    return [torch.stack([(pattern * (d == x)).sum((-2, -1)) for x in range(low, high + 1)], -1), pattern.sum(-2)]
 
 
-@pytest.mark.parametrize(("name", "bands"), HARD, ids=str)
-def test_every_distance_and_key_gets_the_attention_of_the_data(name: str, bands: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_every_distance_and_key_gets_the_attention_of_the_data(name: str) -> None:
     case = CASES[name]
     scores = case.scores()
-    fit = fit_attention(scores, bands=bands, **case.options)
+    fit = fit_attention(scores, **case.options)
     mask = case.mask.expand(scores.shape)
     data = mixed(pattern_of(scores, mask), mask, 1e-3)
     fitted = fit.pattern()
     torch.testing.assert_close(fitted.sum(-1), mask.any(-1).double())
     low, high = int(fit.distances[0]), int(fit.distances[-1])
-    for found, expected in zip(marginals(fitted, low, high, bands), marginals(data, low, high, bands), strict=True):
+    for found, expected in zip(marginals(fitted, low, high), marginals(data, low, high), strict=True):
         torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
     torch.testing.assert_close(fit.kl, divergence(pattern_of(scores, mask), fitted), rtol=0, atol=1e-9)
 
 
-def convex_optimum(data: Tensor, mask: Tensor, bands: tuple[int, ...] = ()) -> Tensor:
+def convex_optimum(data: Tensor, mask: Tensor) -> Tensor:
     """The same problem for scipy: minimise the divergence over distances and keys, one coefficient each."""
     n_query, n_key = data.shape
     d = cell_distances(n_query, n_key)
     distance = d - d.min()
-    band = torch.bucketize(d, torch.tensor(bands, dtype=torch.long), right=True)
-    key = int(distance.max()) + 1 + band * n_key + torch.arange(n_key)
+    key = (int(distance.max()) + 1 + torch.arange(n_key)).expand_as(d)
     x = torch.zeros(int(key.max()) + 1, dtype=torch.float64)
 
     def objective(values: object) -> tuple[float, object]:
@@ -90,51 +83,42 @@ def convex_optimum(data: Tensor, mask: Tensor, bands: tuple[int, ...] = ()) -> T
 
 
 @pytest.mark.parametrize("name", ["causal-9", "full-17", "window-3", "fewer-queries", "documents", "random-50"])
-@pytest.mark.parametrize("bands", [(), (1, 3)], ids=["", "bands"])
-def test_equals_a_generic_convex_solver(name: str, bands: tuple[int, ...]) -> None:
+def test_equals_a_generic_convex_solver(name: str) -> None:
     case = CASES[name]
     scores = 1.5 * case.scores(seed=3)[0]
     data = mixed(pattern_of(scores, case.mask), case.mask, 1e-2)
-    fit = fit_attention(scores, bands=bands, pseudo_count=1e-2, **case.options)
-    torch.testing.assert_close(fit.pattern(), convex_optimum(data, case.mask, bands), rtol=0, atol=1e-6)
+    fit = fit_attention(scores, pseudo_count=1e-2, **case.options)
+    torch.testing.assert_close(fit.pattern(), convex_optimum(data, case.mask), rtol=0, atol=1e-6)
 
 
-def planted(n: int = 24, bands: tuple[int, ...] = (), seed: int = 0) -> tuple[Tensor, Tensor]:
+def planted(n: int = 24, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A distance component, and logits of it and of importances."""
     generator = torch.Generator().manual_seed(seed)
-    d = cell_distances(n, n)
-    band = torch.bucketize(d, torch.tensor(bands, dtype=torch.long), right=True)
-    profile = 2 * torch.randn(n, generator=generator, dtype=torch.float64)
-    keys = 2 * torch.randn(len(bands) + 1, n, generator=generator, dtype=torch.float64)
-    return profile, profile[d.clamp_min(0)] + keys[band, torch.arange(n).expand(n, n)]
+    profile, keys = 2 * torch.randn(2, n, generator=generator, dtype=torch.float64)
+    return profile, profile[cell_distances(n, n).clamp_min(0)] + keys
 
 
-@pytest.mark.parametrize("bands", [(), (2, 5)], ids=["", "bands"])
-def test_planted_components_are_found_up_to_what_the_softmax_ignores(bands: tuple[int, ...]) -> None:
-    profile, logits = planted(bands=bands)
-    fit = fit_attention(logits, bands=bands, pseudo_count=0)
+def test_planted_components_are_found_up_to_what_the_softmax_ignores() -> None:
+    profile, logits = planted()
+    fit = fit_attention(logits, pseudo_count=0)
     assert fit.explained.item() == pytest.approx(1, abs=1e-9)
-    found = fit.distance + 0
-    # What is left of the planted profile, less the found one, is a straight line and a constant per band.
+    # What is left of the planted profile, less the found one, is a straight line and a constant.
     d = torch.arange(len(profile)).double()
-    band = torch.bucketize(torch.arange(len(profile)), torch.tensor(bands, dtype=torch.long), right=True)
-    freedoms = torch.cat([d[:, None], torch.nn.functional.one_hot(band).double()], 1)
-    rest = profile - found
+    freedoms = torch.stack([d, torch.ones_like(d)], 1)
+    rest = profile - fit.distance
     line = torch.linalg.lstsq(freedoms, rest[:, None]).solution
     torch.testing.assert_close(freedoms @ line, rest[:, None], rtol=0, atol=1e-6)
     torch.testing.assert_close(fit.pattern(), pattern_of(logits, causal(len(d))), rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("bands", [(), (2, 5)], ids=["", "bands"])
-def test_components_obey_the_convention(bands: tuple[int, ...]) -> None:
-    n, d = 24, cell_distances(24, 24)
-    fit = fit_attention(planted(bands=bands)[1], bands=bands)
-    counts = torch.stack([((d >= a) & (d < b)).sum(0) for a, b in pairwise([0, *bands, n])]).double()
+def test_components_obey_the_convention() -> None:
+    n = 24
+    fit = fit_attention(planted()[1])
+    at, counts = torch.arange(n).double(), (n - torch.arange(n)).double()  # of each distance, and of each key
     zero = torch.zeros((), dtype=torch.float64)
-    torch.testing.assert_close((fit.distance * (n - torch.arange(n))).sum(), zero, rtol=0, atol=1e-9)
-    torch.testing.assert_close((fit.key * counts).sum(-1), zero.expand(len(counts)), rtol=0, atol=1e-9)
-    at = torch.arange(n).double()
-    lever = counts * (at - (at * counts).sum(-1, keepdim=True) / counts.sum(-1, keepdim=True))
+    torch.testing.assert_close((fit.distance * counts).sum(), zero, rtol=0, atol=1e-9)
+    torch.testing.assert_close((fit.key * counts).sum(), zero, rtol=0, atol=1e-9)
+    lever = counts * (at - (at * counts).sum() / counts.sum())
     torch.testing.assert_close((lever * fit.key).sum(), zero, rtol=0, atol=1e-8)
 
 
@@ -163,7 +147,6 @@ def test_padding_changes_nothing(pool: bool) -> None:
         alone = fit_attention(scores[text, :, real, real])
         if not pool:
             torch.testing.assert_close(fit.kl[text, :, real], alone.kl, rtol=0, atol=1e-9)
-            torch.testing.assert_close(fit.explained_key[text], alone.explained_key, rtol=0, atol=1e-7)
         assert float(fit.kl[text, :, ~mask[text, 0].any(-1)].abs().sum()) == 0
 
 
@@ -171,12 +154,11 @@ def test_pooled_texts_share_one_profile() -> None:
     """At the optimum, distances get the attention of all texts together, and keys that of their own."""
     mask = causal(10)
     scores = torch.randn(3, 2, 10, 10, dtype=torch.float64)
-    fit = fit_attention(scores, pool=True, bands=(3,))
+    fit = fit_attention(scores, pool=True)
     data = mixed(pattern_of(scores, mask), mask, 1e-3)
-    found, expected = marginals(fit.pattern(), 0, 9, (3,)), marginals(data, 0, 9, (3,))
+    found, expected = marginals(fit.pattern(), 0, 9), marginals(data, 0, 9)
     torch.testing.assert_close(found[0].sum(0), expected[0].sum(0), rtol=0, atol=1e-7)
-    for by_key, of_data in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(by_key, of_data, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-8)
     repeated = fit_attention(scores[:1].expand(4, -1, -1, -1), pool=True)
     torch.testing.assert_close(repeated.distance, fit_attention(scores[0]).distance, rtol=0, atol=1e-6)
 
@@ -200,25 +182,39 @@ def test_a_planted_static_head_is_found() -> None:
     assert fit.direction is not None
     assert fit.sinks is not None
     assert fit.pooled
-    torch.testing.assert_close(fit.direction[:, 0], direction, rtol=0, atol=1e-6)
-    torch.testing.assert_close(fit.sinks[..., 0], sink, rtol=0, atol=1e-6)
-    torch.testing.assert_close(fit.key[:, :, 0], importance, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.direction, direction, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.sinks, sink, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.key, importance, rtol=0, atol=1e-6)
     torch.testing.assert_close(fit.pattern(), pattern_of(logits, causal(15)), rtol=0, atol=1e-8)
 
 
 def test_tables_hold_the_results() -> None:
-    fit: AttentionFit = fit_attention(torch.randn(2, 3, 6, 6), bands=(2,))
-    assert fit.to_frame()["explained"].tolist() == fit.explained.flatten().tolist()
+    fit: AttentionFit = fit_attention(torch.randn(2, 3, 6, 6))
+    summary = fit.to_frame()
+    assert summary.columns.tolist() == ["batch", "head", "explained", "kl"]
+    assert summary["explained"].tolist() == fit.explained.flatten().tolist()
     keys = fit.to_frame("key")
-    assert keys.columns.tolist() == ["batch", "head", "band", "key", "value"]
-    assert keys.query("batch == 1 and head == 2 and band == 2 and key == 3")["value"].item() == fit.key[1, 2, 1, 3]
+    assert keys.columns.tolist() == ["batch", "head", "key", "value"]
+    assert keys.query("batch == 1 and head == 2 and key == 3")["value"].item() == fit.key[1, 2, 3]
     distances = fit.to_frame("distance")
     assert distances.query("batch == 1 and head == 0 and distance == 4")["value"].item() == fit.distance[1, 0, 4]
-    assert "explained_key" in fit._repr_html_()
+    assert "explained" in fit._repr_html_()
     assert fit.to_frame("query").query("batch == 0 and head == 1 and query == 5")["value"].item() == fit.kl[0, 1, 5]
-    assert ", 2 bands\n" in repr(fit)
     both_ways = fit_attention(torch.randn(4, 4), mask="full").to_frame("distance")
     assert both_ways["distance"].tolist() == list(range(-3, 4))
+
+
+def test_a_representation_solves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = fit_attention(torch.randn(2, 9, 9))
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("solved")
+
+    monkeypatch.setattr(newton, "_solve_together", refuse)
+    assert f"explained {fit.explained.mean():.3f}" in repr(fit)
+    assert f"{fit.explained[1]:.3f}"[:4] in fit._repr_html_()
+    with pytest.raises(AssertionError, match="solved"):
+        fit_attention(torch.randn(2, 9, 9))
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -255,25 +251,35 @@ def test_a_previous_token_head_to_the_letter(options: dict) -> None:
     assert bool(fit.key.isfinite().all())
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": "full"}, {"window": 5, "bands": (1, 3)}, {"pool": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mask": "full"}, {"window": 5}, {"pool": True}], ids=str)
 def test_blocks_of_few_queries_and_of_one_head_are_the_whole(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     k, scores = torch.randn(2, 30, 2, 6, dtype=torch.float64), torch.randn(2, 4, 30, 30, dtype=torch.float64)
     expected = fit_attention(scores, keys=k, **options)
     monkeypatch.setattr(patterns, "_BLOCK", 100)
     found = fit_attention(scores, keys=k, **options)
-    for name in ("distance", "key", "direction", "sinks", "kl", "explained", "explained_key", "explained_distance"):
+    for name in ("distance", "key", "direction", "sinks", "kl", "explained"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-6)
 
 
-def test_importances_alone_may_span_hundreds_of_nats() -> None:
-    """Where attention is local, the best importances rise to the end of the text."""
-    i = torch.arange(160).double()
-    fit = fit_attention(-6 * (i[:, None] - i).abs().log1p() + torch.randn(160, 160, dtype=torch.float64))
-    assert fit.explained_key.item() > 0.5
-    assert fit.explained.item() > fit.explained_key.item()
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_distances_without_features_are_those_of_a_generic_solver(sinks: int) -> None:
+    """``softmax(d[i - j])``, with a term for the first key or without."""
+    scores, mask, d = torch.randn(9, 9, dtype=torch.float64), causal(9), cell_distances(9, 9).clamp_min(0)
+    data = mixed(pattern_of(scores, mask), mask, 1e-3)
+    first = sinks * torch.eye(9, dtype=torch.float64)[0]
+
+    def objective(values: object) -> tuple[float, object]:
+        x = torch.as_tensor(values).requires_grad_()
+        logits = (x[d] + x[-1] * first).masked_fill(~mask, -torch.inf)
+        loss = (logits.logsumexp(-1) - (data * logits.masked_fill(~mask, 0.0)).sum(-1)).sum()
+        return loss.item(), torch.autograd.grad(loss, x)[0].numpy()
+
+    found = minimize(objective, torch.zeros(10).double().numpy(), jac=True, method="BFGS", options={"gtol": 1e-9})
+    x = torch.as_tensor(found.x)
+    fit = fit_attention(scores[None], keys=torch.zeros(9, 1, 0, dtype=torch.float64), sinks=sinks)
+    torch.testing.assert_close(fit.pattern()[0], pattern_of(x[d] + x[-1] * first, mask), rtol=0, atol=1e-6)
 
 
 def test_numbers_that_a_rung_fits() -> None:
-    inside = torch.ones(5, 5).tril().bool()  # of five keys, four are seen from a distance
-    counts = [n_parameters(rung, inside, 3, bands=(1,), rank=2) for rung in RUNGS]
-    assert counts == [0, 0, 5, 6, 9, 10, 5 + 5 + 4, 14 + 2 * 10, 0]
+    inside = torch.ones(5, 5).tril().bool()
+    assert [n_parameters(rung, inside, 3) for rung in RUNGS] == [0, 0, 5, 6, 9, 10, 0]

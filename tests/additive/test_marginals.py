@@ -8,8 +8,9 @@ from support.masks import CASES, Case, distances
 from torch import Tensor
 
 from tl_posdisent import fit_additive
-from tl_posdisent.additive import cells as module
-from tl_posdisent.additive.cells import Cells, Marginals, make_cells, read_marginals
+from tl_posdisent.additive import marginals as module
+from tl_posdisent.additive.cells import Cells, make_cells
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 
 KINDS = [name for name in CASES if name not in ("narrow-window",)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -16,14 +15,10 @@ from tl_posdisent import fit_attention
 from tl_posdisent.additive.attention import newton
 from tl_posdisent.additive.cells import cell_distances
 
-BANDS = (1, 2, 4)
 KINDS: dict[str, dict[str, Any]] = {
     "free": {},
-    "banded": {"bands": BANDS},
     "pooled": {"pool": True},
-    "pooled-banded": {"pool": True, "bands": BANDS},
     "static": {"keys": None},
-    "static-banded": {"keys": None, "bands": BANDS},
     "static-by-text": {"keys": None, "pool": False, "sinks": 0},
 }
 
@@ -80,28 +75,25 @@ def divergence(pattern: Tensor, logits: Tensor, mask: Tensor) -> Tensor:
     return total / rows.sum()
 
 
-def lowest(pattern: Tensor, mask: Tensor, bands: tuple[int, ...], features: Tensor | None) -> float:
+def lowest(pattern: Tensor, mask: Tensor, features: Tensor | None) -> float:
     """The divergence that scipy's L-BFGS reaches, of the texts of one head."""
     n_text, length = pattern.shape[:2]
     d = cell_distances(length, length)
-    band = torch.bucketize(d, torch.tensor(bands, dtype=torch.long), right=True)
     if features is None:
         features = torch.eye(n_text * length, dtype=torch.float64).reshape(n_text, length, -1)
     else:  # in combinations of one size
         seen = (features * mask.any(-2)[..., None]).flatten(0, 1)
         _, size, combinations = torch.linalg.svd(seen, full_matrices=False)
         features = features @ (combinations[size > 1e-13 * size[0]].mT / size[size > 1e-13 * size[0]])
-    shape = (len(bands) + 1, features.shape[-1])
 
     def objective(values: Any) -> tuple[float, Any]:
         x = torch.as_tensor(values).requires_grad_()
-        key = torch.einsum("tkf,bf->tbk", features, x[length:].reshape(shape))
-        logits = x[:length][d.clamp_min(0)] + key[:, band, torch.arange(length).expand(length, length)]
+        logits = x[:length][d.clamp_min(0)] + (features @ x[length:])[:, None]
         loss = divergence(pattern, logits, mask)
         return loss.item(), torch.autograd.grad(loss, x)[0].numpy()
 
     options = {"maxiter": 3000, "maxfun": 3000, "ftol": 1e-16, "gtol": 1e-10, "maxcor": 40}
-    start = np.zeros(length + math.prod(shape))
+    start = np.zeros(length + features.shape[-1])
     return float(minimize(objective, start, jac=True, method="L-BFGS-B", options=options).fun)
 
 
@@ -122,7 +114,7 @@ def test_no_divergence_is_lower(kind: str, seed: int) -> None:
                 seen = inside[texts, head].any(-2)
                 first = (seen & (seen.cumsum(-1) == 1)).double()
                 features = torch.cat([features, first[..., None]], -1)
-            best = lowest(pattern[texts, head], inside[texts, head], options.get("bands", ()), features)
+            best = lowest(pattern[texts, head], inside[texts, head], features)
             assert float(divergence(pattern[texts, head], logits[texts, head], inside[texts, head])) <= best + 1e-6
 
 
@@ -152,7 +144,7 @@ def test_one_fit_does_not_change_the_others() -> None:
         warnings.simplefilter("ignore")
         together = fit_attention(scores, pseudo_count=0)
     alone = [fit_attention(scores[head], pseudo_count=0) for head in (0, 2)]
-    for name in ("distance", "key", "kl", "explained", "explained_distance"):
+    for name in ("distance", "key", "kl", "explained"):
         expected = torch.stack([getattr(fit, name) for fit in alone])
         torch.testing.assert_close(getattr(together, name)[[0, 2]], expected, rtol=0, atol=1e-7)
 
@@ -160,7 +152,7 @@ def test_one_fit_does_not_change_the_others() -> None:
 def test_what_does_not_converge_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton, "_MAX_STEPS", 5)
     with pytest.warns(UserWarning, match=r"1 of 3 fits of attention have not converged, at index \(1,\): ") as caught:
-        fit = fit_attention(two_easy_and_one_hopeless(), bands=(3,), pseudo_count=1e-6)
+        fit = fit_attention(two_easy_and_one_hopeless(), pseudo_count=1e-6)
     assert len(caught) == 1
     assert fit.converged.tolist() == [True, False, True]
     assert bool(fit.gap[1] > 1e-6 > fit.gap[[0, 2]].max())

@@ -26,20 +26,18 @@ def by_hand(fit: Any, keys: Tensor, mask: Tensor) -> Tensor:
         seen = mask[t].any(0).nonzero().flatten().tolist()
         for h in range(HEADS):
             for i, j in mask[t].nonzero().tolist():
-                band = sum(i - j >= edge for edge in fit.edges)
                 score = fit.distance[h, fit.distances.tolist().index(i - j)]
-                score = score + fit.direction[h, band] @ keys[t, j, h // (HEADS // KV)].double()
+                score = score + fit.direction[h] @ keys[t, j, h // (HEADS // KV)].double()
                 n_sinks = 0 if fit.sinks is None else fit.sinks.shape[-1]
                 if j in seen[:n_sinks]:
-                    score = score + fit.sinks[h, band, seen.index(j)]
+                    score = score + fit.sinks[h, seen.index(j)]
                 out[t, h, i, j] = score
     return out
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 3])
-@pytest.mark.parametrize("bands", [(), (1, 3)])
-def test_scores_of_another_text_cell_by_cell(bands: tuple[int, ...], sinks: int) -> None:
-    fit = fit_attention(SCORES, keys=KEYS, bands=bands, sinks=sinks)
+def test_scores_of_another_text_cell_by_cell(sinks: int) -> None:
+    fit = fit_attention(SCORES, keys=KEYS, sinks=sinks)
     assert f"static: {KEYS.shape[-1]} features" + {0: "\n", 1: " and a sink\n"}.get(sinks, " and 3 sinks\n") in repr(
         fit
     )
@@ -66,7 +64,7 @@ def test_profiles_fitted_on_padded_texts_reach_as_far_as_the_longest() -> None:
 
 
 def test_the_texts_of_the_fit_get_its_pattern() -> None:
-    for options in ({}, {"pool": False}, {"bands": (2,)}, {"sinks": 0}, {"sinks": 2}):
+    for options in ({}, {"pool": False}, {"sinks": 0}, {"sinks": 2}):
         fit = fit_attention(SCORES, keys=KEYS, **options)
         torch.testing.assert_close(fit.static_scores(KEYS).softmax(-1), fit.pattern())
     for scores, keys in ((SCORES, KEYS), (SCORES[0], KEYS[0])):  # no feature: a profile, and a sink or not
@@ -98,7 +96,7 @@ def test_distances_that_were_not_fitted() -> None:
     ):
         fit.static_scores(OTHER)
     i, j = 8, 3
-    expected = fit.distance[:, 5] + (fit.direction[:, 0] * OTHER[0, j, [0, 0, 1, 1]].double()).sum(-1)
+    expected = fit.distance[:, 5] + (fit.direction * OTHER[0, j, [0, 0, 1, 1]].double()).sum(-1)
     torch.testing.assert_close(fit.static_scores(OTHER, window=6)[0, :, i, j], expected)
     scattered = torch.ones(L, L, dtype=torch.bool).tril()
     distance = torch.arange(L)[:, None] - torch.arange(L)

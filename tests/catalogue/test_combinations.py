@@ -130,8 +130,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("ablate_heads", {"mode": "mean"}, "reference"),
     ("ablate_heads", {"reference": TOKENS}, "reference"),
     ("ablate_heads", {"mode": "mean", "reference": "a text"}, "reference"),
-    ("substitute_attention", {"by": "banded", "bands": (1, 2**63)}, "bands"),
-    ("substitute_attention", {"by": "banded", "bands": (-(2**64), 1)}, "bands"),
     ("limit_frequencies", {"low": 2.0, "high": 1.0}, "low"),
     ("limit_frequencies", {"unrotated": "drop"}, "unrotated"),
     (

@@ -68,14 +68,6 @@ def test_functions_of_models(name: str) -> None:
         assert_same(results[0], result, rtol=1e-5, atol=1e-6)
 
 
-def test_low_rank_attention_where_gradients_are_recorded() -> None:
-    model = llama()
-    hooks = tp.hooks.substitute_attention(model, "low-rank", layers=[1])
-    recorded = model.run_with_hooks(TOKENS, fwd_hooks=hooks)
-    with torch.no_grad():
-        assert_same(recorded, model.run_with_hooks(TOKENS, fwd_hooks=hooks))
-
-
 def test_a_model_made_in_inference_mode_is_refused_where_gradients_are_needed() -> None:
     with torch.inference_mode():
         model = synthetic()

@@ -81,9 +81,9 @@ CASES: dict[str, tuple[list[str], Callable[[Any], pd.DataFrame]]] = {
         lambda m: position_patching(m, TOKENS, torch.arange(32) * 2, what="key", layers=[4], **QUIET),
     ),
     "attention_ladder": (
-        ["heads=[[4, 2]]", "rungs=uniform,distance,low-rank,untouched", "controls=[]"],
+        ["heads=[[4, 2]]", "rungs=uniform,distance,additive,untouched", "controls=[]"],
         lambda m: attention_ladder(
-            m, TOKENS, heads=["L4H2"], rungs=["uniform", "distance", "low-rank", "untouched"], controls=[], **QUIET
+            m, TOKENS, heads=["L4H2"], rungs=["uniform", "distance", "additive", "untouched"], controls=[], **QUIET
         ),
     ),
     "rope_hadamard": (["layer=3"], lambda m: rope_hadamard(m, TOKENS, 3).to_frame()),

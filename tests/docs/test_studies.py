@@ -24,7 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "largest_effects": {"length": SHORT},
     "text_needed": {"of": 4},
     "draws_needed": {"of": 4},
-    "every_verdict": {"texts": 8, "exact": 1},
     "without_rotation": {
         "texts": 2,
         "draws": 1,

@@ -20,19 +20,17 @@ from tl_posdisent import (
     head_verdicts,
     load_demo_model,
     logit_difference,
-    random_control,
     read_model,
 )
 from tl_posdisent.hooks import substitute_attention
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TRAIN = zoo.random_tokens(L + 2)
-BANDS = (1, 3)
 FEW = ("distance", "static", "additive")
 
 
 def ladder(model: Any, **options: Any) -> pd.DataFrame:
-    return attention_ladder(model, TRAIN, **{"heldout": TOKENS, "bands": BANDS, "progress": False, **options})
+    return attention_ladder(model, TRAIN, **{"heldout": TOKENS, "progress": False, **options})
 
 
 def figures(model: Any, hooks: list[Any], tokens: Tensor = TOKENS) -> tuple[float, float, float]:
@@ -153,15 +151,15 @@ def test_rungs_without_keys_of_a_model_that_shows_none(shared_model: Any) -> Non
         assert expected[1] > 1e-4
     same(rows.loc[("none", "additive")], figures(model, substitute_attention(model, "additive", heads=[(layer, head)])))
     assert rows["kl"]["shuffled", "distance"] > rows["kl"]["none", "distance"]
-    assert len(ladder(model, unit="layer", layers=0, rungs=["distance+sink", "banded"], controls=[])) == 5
+    assert len(ladder(model, unit="layer", layers=0, rungs=["distance+sink", "additive"], controls=[])) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["layer", "all"])
 def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    rows = ladder(model, unit=unit, rungs=["first_token", *FEW, "banded"], controls=[])
-    assert len(rows) == 8 * (2 if unit == "layer" else 1)
+    rows = ladder(model, unit=unit, rungs=["first_token", *FEW], controls=[])
+    assert len(rows) == 7 * (2 if unit == "layer" else 1)
     assert rows["head"].isna().all()
     assert rows["layer"].isna().all() == (unit == "all")
     fits = {rung: fitted_layers(model, TRAIN, rung, replaced=unit == "all") for rung in FEW[:2]}
@@ -172,9 +170,9 @@ def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
         elif row.rung == "mean_output":
             hooks = ablate_heads(model, range(8), layers=layers, mode="mean", reference=TRAIN)
         else:
-            hooks = substitute_attention(model, row.rung, layers=layers, bands=BANDS)
+            hooks = substitute_attention(model, row.rung, layers=layers)
         same(row, figures(model, hooks))
-        size = {"static": 8 * (L + 2 + 1 + 8), "banded": 8 * 2 * (L + L + (L - 1) + (L - 3))}.get(row.rung)
+        size = {"static": 8 * (L + 2 + 1 + 8), "additive": 8 * 2 * (L + L)}.get(row.rung)
         assert size is None or row.parameters == size * len(layers)
 
 
@@ -187,37 +185,31 @@ def test_the_controls(shared_model: Any) -> None:
     kinds = alike.groupby(["rung", "control"])["loss"].first().unstack()
     assert kinds["shuffled"].isna().sum() == 3
     assert (kinds["none"] - kinds["shuffled"]).abs().max() < 1e-6
-    table = attention_ladder(model, TOKENS, **options, controls=["random", "shuffled"], seed=5)
-    assert table["control"].tolist() == ["none"] * 5 + ["shuffled"] * 2 + ["random"] * 5
+    table = attention_ladder(model, TOKENS, **options)
+    assert table["control"].tolist() == ["none"] * 5 + ["shuffled"] * 2
     fitted = table.pivot_table(index="rung", columns="control", values="loss")
     assert (fitted["none"] - fitted["shuffled"]).abs().loc[["static", "additive"]].min() > 1e-4
-    chance = next(random_control(model, [5]))
-    for row in table[table["control"] == "random"].itertuples():
-        if row.rung == "additive":
-            same(row, figures(chance, substitute_attention(chance, "additive", heads=[(0, 3)])))
     demo = attention_ladder(load_demo_model(), demo_tokens(length=64), layers=3, unit="layer", rungs=["distance"])
     loss = demo.set_index(["control", "rung"])["loss"]
     gap = loss["none", "uniform"] - loss["none", "untouched"]
     assert gap > demo["error"].max()
     assert demo["recovered"].iloc[-1] == pytest.approx((loss["none", "uniform"] - loss["shuffled", "distance"]) / gap)
     assert not table[table["rung"] == "static"]["causal"].any()  # without held-out texts
-    pd.testing.assert_frame_equal(
-        table, attention_ladder(model, TOKENS, **options, controls=["random", "shuffled"], seed=5)
-    )
+    pd.testing.assert_frame_equal(table, attention_ladder(model, TOKENS, **options))
 
 
 def test_a_padded_batch_is_its_texts(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     mask = torch.ones(2, L, dtype=torch.long)
     mask[0, :4] = 0
-    options = {"heads": [(1, 6)], "rungs": ["static", "banded"], "controls": []}
-    together = ladder(model, heldout_mask=mask, **options)
+    options = {"heads": [(1, 6)], "rungs": ["static", "additive"], "controls": []}
+    together = ladder(model, heldout={"input_ids": TOKENS, "attention_mask": mask}, **options)
     alone = [ladder(model, heldout=x, **options) for x in (TOKENS[:1, 4:], TOKENS[1:])]
     weights = torch.tensor([L - 5, L - 1])
     for column in ("loss", "kl"):
         expected = sum(x[column] * w.item() for x, w in zip(alone, weights, strict=True)) / weights.sum().item()
         assert (together[column] - expected).abs().max() < 1e-4
-    both = ladder(model, heldout=None, attention_mask=torch.ones(2, L + 2, dtype=torch.long), **options)
+    both = attention_ladder(model, {"input_ids": TOKENS, "attention_mask": mask}, progress=False, **options)
     assert len(both) == 5
 
 
@@ -245,7 +237,8 @@ def test_refusals(shared_model: Any) -> None:
     before = state(model)
     for options, words in (
         ({"rungs": ["static", "static"]}, "rungs must be some of uniform, .* each once"),
-        ({"heldout": None, "heldout_mask": torch.ones(2, L)}, "heldout_mask must be None without heldout"),
+        ({"controls": ["random"]}, "controls must be some of shuffled, each once"),
+        ({"heldout": {"ids": TOKENS}}, "heldout must be a mapping with input_ids, as a tokenizer .*, got one with ids"),
     ):
         with pytest.raises(ValueError, match=words):
             ladder(model, **options)
@@ -262,7 +255,8 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     mask[1, L - 3 :] = 0
     metric = logit_difference(answers=[3, 4], wrong=[5, 6])
     options: dict[str, Any] = {"layers": [1], "heads": [0, 3], "rungs": FEW, "controls": []}
-    rows = ladder(model, heldout_mask=mask, metric=metric, **options)
+    texts = {"input_ids": TOKENS, "attention_mask": mask}
+    rows = ladder(model, heldout=texts, metric=metric, **options)
     fits = {rung: fitted_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
     for (_, head), some in rows.groupby(["layer", "head"]):
         values = {}
@@ -288,7 +282,7 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     flipped = head_verdicts(rows.assign(value=-rows["value"]), confidence=0)
     assert flipped["simplest"].tolist() == found["simplest"].tolist()
     assert flipped["gap"].tolist() == (-found["gap"]).tolist()
-    plain = ladder(model, heldout_mask=mask, **options)
+    plain = ladder(model, heldout=texts, **options)
     pd.testing.assert_series_equal(plain["loss"], rows["loss"])
     assert "value" not in plain
     assert set(plain) - set(rows) == {"recovered_kl", "se_kl", "error_kl"}
@@ -300,12 +294,12 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_under_hooks_of_the_user(kind: str, name: str, shared_model: Any) -> None:
-    """Uniform attention and mean outputs by hand in the model with a hook; random copies are without it."""
+    """Uniform attention and mean outputs by hand in the model with a hook."""
     model, head, keys = shared_model(kind, name), 5, 2
     double = [("blocks.0.attn.hook_z", lambda z, hook: 2 * z)]
     options: dict[str, Any] = {"layers": [1], "heads": [head], "rungs": ["uniform"], "progress": False}
     with model.hooks(fwd_hooks=double):
-        table = attention_ladder(model, TOKENS, controls=["random"], **options).set_index(["control", "rung"])["loss"]
+        table = attention_ladder(model, TOKENS, **options).set_index("rung")["loss"]
     seen: dict[str, Tensor] = {}
     names = ("blocks.1.attn.hook_v", "blocks.1.attn.hook_z")
     logits(model, double + [(each, lambda x, hook, each=each: seen.update({each: x.clone()})) for each in names])
@@ -322,12 +316,8 @@ def test_under_hooks_of_the_user(kind: str, name: str, shared_model: Any) -> Non
 
     expected = {"uniform": uniform, "mean_output": seen[names[1]][:, :, head].mean((0, 1)), "untouched": None}
     for rung, changed in expected.items():
-        assert table["none", rung] == pytest.approx(loss(changed), abs=1e-5)
-    assert table["none", "untouched"] != pytest.approx(table["none", "uniform"], abs=1e-4)
-    (copy,) = random_control(model, [0])
-    found = logits(copy, [])
-    own = torch.nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
-    assert table["random", "untouched"] == pytest.approx(float(own), abs=1e-5)
+        assert table[rung] == pytest.approx(loss(changed), abs=1e-5)
+    assert table["untouched"] != pytest.approx(table["uniform"], abs=1e-4)
 
 
 def test_texts_too_short_for_shares_are_said() -> None:

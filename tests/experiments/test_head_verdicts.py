@@ -47,13 +47,13 @@ def said(table: pd.DataFrame, **options: Any) -> list[str]:
 
 def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
     low = dict.fromkeys(RUNGS[1:-1], 0.2)
-    kinds = ["first token", "distance", "distance", "static", "additive", "banded", "query-dependent"]
+    kinds = ["first token", "distance", "distance", "static", "additive"]
     for n, (rung, verdict) in enumerate(zip(low, kinds, strict=True)):
         reached = {x: 0.96 if i >= n else 0.2 for i, x in enumerate(low)}
         assert said(made(reached)) == [verdict, rung, rung]
-        assert said(made(reached), share=0.97) == ["query-dependent", "untouched", "untouched"]
+        assert said(made(reached), share=0.97) == ["more than additive", "untouched", "untouched"]
         first = rung if rung == "distance+sink" else verdict
-        between = verdict if verdict == kinds[-1] else f"undecided between {first} and query-dependent"
+        between = f"undecided between {first} and more than additive"
         assert said(made(reached), share=0.965) == [between, rung, "untouched"]
         assert said(made(reached), share=0.965, confidence=0)[1:] == ["untouched", "untouched"]
     near = {"distance": 0.949, "distance+sink": 0.945, "static": 0.99}
@@ -62,18 +62,18 @@ def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
         ({}, "undecided"),
         ({"distance": 0.2}, "more than distance"),
         ({"distance": 0.2, "static": 0.949}, "undecided between static and more than static"),
-        ({"banded": 0.9}, "query-dependent"),
+        ({"additive": 0.9}, "more than additive"),
     ):
         assert said(made(tried))[0] == verdict
     shuffled = made({"distance": 1.0}).assign(control="shuffled")
     assert said(pd.concat([made(low), shuffled]))[1] == "untouched"
     unknown = made(low).assign(se=float("nan"), error=float("nan"))  # a metric of one text
-    assert said(unknown)[0] == "undecided between first token and query-dependent"
+    assert said(unknown)[0] == "undecided between first token and more than additive"
 
 
 def test_what_an_undecided_head_is_between_are_its_two_rungs() -> None:
     """All pairs of rungs: ``between`` names no rung but ``simplest`` and ``at_most``, and a decided head has none."""
-    words = {"first_token": "first token", "low-rank": "query-dependent", "untouched": "query-dependent"}
+    words = {"first_token": "first token", "untouched": "more than additive"}
     tried = [*RUNGS[1:]]
     for n, simplest in enumerate(tried):
         for at_most in tried[n:]:
@@ -148,7 +148,13 @@ def test_degrees_of_freedom_decide(shared_model: Any) -> None:
     unequal = torch.ones(2, L, dtype=torch.long)
     unequal[0, 3:] = 0
     for mask in (None, unequal):
-        rows = ladder(shared_model("bridge", "llama-gqa"), heldout_mask=mask, heads=[(0, 0)], rungs=[], controls=[])
+        rows = ladder(
+            shared_model("bridge", "llama-gqa"),
+            heldout={"input_ids": TOKENS, "attention_mask": mask},
+            heads=[(0, 0)],
+            rungs=[],
+            controls=[],
+        )
         blocks = Blocks.of_texts([L - 1, L - 1] if mask is None else [2, L - 1])
         assert rows[["blocks", "df"]].to_numpy().tolist() == [[blocks.count, blocks.df]] * 3
         assert (blocks.df < blocks.count - 1) or mask is None
@@ -216,15 +222,15 @@ def test_the_simplest_rung_that_recovers_the_divergence() -> None:
     ends = {"mean_output": (0.5, 0.01), "uniform": (1.0, 0.01)}
     surely = (0.05 + (0.05**2 - 4 * T9 * 0.004 * 0.05) ** 0.5) / 2  # 0.05 - x = t · 0.004 · 0.05 / x
     for left, verdict in (
-        (0.05 + 0.004 * T9 * 1.01, "query-dependent"),
-        (0.05 + 0.004 * T9 * 0.99, "undecided between distance and query-dependent"),
-        (surely * 1.001, "undecided between distance and query-dependent"),
+        (0.05 + 0.004 * T9 * 1.01, "more than additive"),
+        (0.05 + 0.004 * T9 * 0.99, "undecided between distance and more than additive"),
+        (surely * 1.001, "undecided between distance and more than additive"),
         (surely * 0.999, "distance"),
         (0.016, "distance"),
         (0.001, "distance"),  # an error is tripled at most
         (0.0, "distance"),
     ):
-        table = divergent({**ends, "first_token": (0.9, 0.01), "distance": (left, 0.01), "banded": (0.3, 0.01)})
+        table = divergent({**ends, "first_token": (0.9, 0.01), "distance": (left, 0.01), "additive": (0.3, 0.01)})
         assert by_kl(table)[0] == verdict
 
 

@@ -48,8 +48,14 @@ EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
         model, TOKENS, "key", source=TOKENS.roll(1, 0) if not more else TOKENS + 1, metric=metric, layers=1, **more
     ),
     "head": lambda model, metric, **more: head_patching(model, TOKENS, TOKENS + 1, metric, layers=1, **more),
-    "ladder": lambda model, metric, **more: attention_ladder(
-        model, TOKENS, metric=metric, rungs=["first_token"], controls=[], layers=1, **more
+    "ladder": lambda model, metric, attention_mask=None, **more: attention_ladder(
+        model,
+        TOKENS if attention_mask is None else {"input_ids": TOKENS, "attention_mask": attention_mask},
+        metric=metric,
+        rungs=["first_token"],
+        controls=[],
+        layers=1,
+        **more,
     ),
 }
 

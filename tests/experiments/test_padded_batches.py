@@ -216,7 +216,9 @@ def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
     every: dict[str, Any] = {"attention_mask": mask, "progress": False}
     one: dict[str, Any] = every | {"layers": 0, "heads": 0}
     places = torch.arange(WIDTH) ** 1.1
-    ladder = tp.attention_ladder(reading, tokens, rungs=["distance"], controls=[], **one).set_index("rung")
+    texts = {"input_ids": tokens, "attention_mask": mask}
+    options: dict[str, Any] = {"rungs": ["distance"], "controls": [], "layers": 0, "heads": 0, "progress": False}
+    ladder = tp.attention_ladder(reading, texts, **options).set_index("rung")
     substituted = tp.additive_substitution(reading, tokens, layers=0, **every)
     found = {
         "head_ablation": tp.head_ablation(reading, tokens, **one)["baseline"][0],
@@ -393,8 +395,8 @@ def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, 
 
 
 def test_every_experiment_takes_a_mask() -> None:
-    """All public experiments on tokens; their laws are above."""
+    """All public experiments on tokens; their laws are above. The ladder has two sets of texts, each with its mask."""
     for name, function in public_names().items():
         if inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.experiments"):
             named = inspect.signature(function).parameters
-            assert "attention_mask" in named or "tokens" not in named, name
+            assert "attention_mask" in named or "tokens" not in named or function is tp.attention_ladder, name

@@ -55,13 +55,7 @@ def test_the_tools_have_one_divergence(kind: str, name: str, shared_model: Any) 
             table = tp.additive_substitution(model, tokens, layers=layer, controls=["zero"], **quiet)
             found += table[(table["head"] == head) & (table["put_in"] == "zero")]["kl"].tolist()
         else:
-            ladders = [
-                tp.attention_ladder(model, tokens, rungs=["uniform"], controls=[], **one, **quiet),
-                tp.attention_ladder(
-                    model, tokens, heldout=tokens, rungs=["uniform"], controls=[], exact=1, **one, **quiet
-                ),
-            ]
-            assert ladders[1]["exact"].all()
-            found += [x.set_index("rung")["kl"]["mean_output"] for x in ladders]
+            ladder = tp.attention_ladder(model, tokens, rungs=["uniform"], controls=[], **one, **quiet)
+            found.append(ladder.set_index("rung")["kl"]["mean_output"])
         assert len(found) >= 2
         assert found == pytest.approx([expected] * len(found), rel=1e-3)

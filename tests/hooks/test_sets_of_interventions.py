@@ -59,7 +59,7 @@ OF_ANY_MODEL: dict[str, list[Call]] = {
     ],
     "attention": [
         Call("substitute_attention", by=by)
-        for by in ("uniform", "distance", "distance+sink", "static", "additive", "banded", "untouched")
+        for by in ("uniform", "distance", "distance+sink", "static", "additive", "untouched")
     ],
     "ablation": [
         *(Call("ablate_heads", mode=mode) for mode in ("zero", "resample")),

@@ -24,7 +24,6 @@ from tl_posdisent.hooks.fitted_attention import fit_layers
 from tl_posdisent.hooks.hook_list import any_heads
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
-BANDS = (1, 3)
 MODELS = [*zoo.cases("llama-gqa"), *(("bridge", name) for name in ("gptj", "gemma2", "gpt_oss", "gpt2"))]
 
 
@@ -52,8 +51,8 @@ def by_fit(model: Any, rung: str, layer: int = 0, hooks: Any = ()) -> Tensor:
             k = capture(model, TOKENS, layers=[layer], scores=False)[0].k
     if rung == "uniform":
         put_in = inside / inside.sum(-1, keepdim=True).double()
-    elif rung in ("additive", "banded"):
-        put_in = fit_attention(scores, mask=inside, bands=BANDS if rung == "banded" else ()).pattern()
+    elif rung == "additive":
+        put_in = fit_attention(scores, mask=inside).pattern()
     else:
         put_in = fit_attention(scores, mask=inside, keys=k, sinks=int(rung != "distance"), pool=False).pattern()
     to_keys = pattern.sum(-1, keepdim=True)  # less than 1 beside an attention sink
@@ -64,14 +63,14 @@ def by_fit(model: Any, rung: str, layer: int = 0, hooks: Any = ()) -> Tensor:
 def test_every_rung_is_the_pattern_of_its_fit(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     plain, reading, some = mixed_of(model, []), read_model(model), name == "llama-gqa"
-    rungs = ("uniform", "distance", "distance+sink", "static", "additive", "banded")
-    for rung in rungs if some else ("uniform", "static", "banded"):
+    rungs = ("uniform", "distance", "distance+sink", "static", "additive")
+    for rung in rungs if some else ("uniform", "static", "additive"):
         if name == "gpt2" and rung == "static":
             continue  # tested below
         expected = by_fit(model, rung)
-        close(mixed_of(model, substitute_attention(reading, rung, layers=[0], bands=BANDS)), expected)
+        close(mixed_of(model, substitute_attention(reading, rung, layers=[0])), expected)
         if some:
-            got = mixed_of(model, substitute_attention(reading, rung, layers=[0], heads=[6, 1], bands=BANDS))
+            got = mixed_of(model, substitute_attention(reading, rung, layers=[0], heads=[6, 1]))
             close(got[:, [1, 6]], expected[:, [1, 6]])
             close(got[:, [0, 2, 7]], plain[:, [0, 2, 7]], 1e-6)
 
@@ -90,17 +89,17 @@ def test_untouched_is_the_plain_run(kind: str, name: str, shared_model: Any) -> 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_each_layer_is_fitted_in_the_model_that_is_already_replaced(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    for rung in ("static", "banded"):
-        below = substitute_attention(model, rung, layers=[0], bands=BANDS)
+    for rung in ("static", "additive"):
+        below = substitute_attention(model, rung, layers=[0])
         expected = by_fit(model, rung, 1, below)
-        close(mixed_of(model, substitute_attention(model, rung, bands=BANDS), 1), expected)
+        close(mixed_of(model, substitute_attention(model, rung), 1), expected)
         assert (expected - by_fit(model, rung, 1)).abs().max() > 1e-3
 
 
-def divergences(model: Any, rung: str, **options: Any) -> Tensor:
+def divergences(model: Any, rung: str) -> Tensor:
     """KL of each head in layer 0 for one text, from the patterns that the model shows."""
     _, _, p, _ = attended(model, tokens=TOKENS[:1])
-    _, _, q, _ = attended(model, 0, substitute_attention(model, rung, layers=[0], **options), TOKENS[:1])
+    _, _, q, _ = attended(model, 0, substitute_attention(model, rung, layers=[0]), TOKENS[:1])
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q.clamp_min(1e-30))).sum((-2, -1))
 
 
@@ -108,11 +107,10 @@ def divergences(model: Any, rung: str, **options: Any) -> Tensor:
 def test_a_rung_with_more_freedom_is_nearer(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     # All attention to one token has no finite divergence from a pattern.
-    ladder = [divergences(model, rung, bands=BANDS) for rung in RUNGS if rung != "first_token"]
-    ladder[-1:-1] = [divergences(model, "low-rank", bands=BANDS, rank=3), divergences(model, "low-rank", rank=L)]
+    ladder = [divergences(model, rung) for rung in RUNGS if rung != "first_token"]
     for lower, higher in pairwise(ladder):
         assert (higher <= lower + L * 1e-3).all()  # to the pseudo-count
-    assert ladder[0].mean() > 1.5 * ladder[4].mean() > 1.5 * ladder[6].mean() > 3 * ladder[-2].mean() > 0
+    assert ladder[0].mean() > 1.5 * ladder[4].mean() > 0
     assert ladder[-1].abs().max() < 1e-9
 
 
@@ -192,8 +190,8 @@ def test_with_other_interventions(shared_model: Any) -> None:
     near = lambda_mask(model, 1, 4, 3)
     low = limit_frequencies(model, 0.05)
     fits = fitted_layers(model, TOKENS)
-    for rung in ("distance+sink", "static", "additive", "banded"):  # the fit is of what the others leave
-        hooks = substitute_attention(model, rung, layers=[0], bands=BANDS)
+    for rung in ("distance+sink", "static", "additive"):  # the fit is of what the others leave
+        hooks = substitute_attention(model, rung, layers=[0])
         for other in (swapped, low):
             close(mixed_of(model, hooks + other), by_fit(model, rung, hooks=other))
         together = mixed_of(model, near + hooks)
@@ -205,7 +203,7 @@ def test_with_other_interventions(shared_model: Any) -> None:
     scores = capture(model, TOKENS, layers=[0])[0].scores
     for other in (patch_scores(model, 0, scores, "key"), substitute_attention(model, "uniform")):
         with pytest.raises(ValueError, match=r"substitute_attention replaces the scores, and .* would be lost"):
-            substitute_attention(model, "banded", bands=BANDS) + other
+            substitute_attention(model, "additive") + other
     both = drop_component(model, "key") + substitute_attention(model, "distance")
     close(logits(model, both), logits(model, substitute_attention(model, "distance")), 1e-4)
     assert len(substitute_additive(model)) > 0

@@ -304,10 +304,7 @@ def _rung(layer: Layer, heads: list[int], call: Call, scores: Tensor, inside: Te
         pattern = (1 - PSEUDO_COUNT) * pattern + PSEUDO_COUNT * inside / inside.sum(-1, keepdim=True)
         cells = [torch.nn.functional.one_hot(ahead.clamp_min(0), len(at))]
         cells += [first[..., None]] if rung in ("distance+sink", "static") else []
-        bands = torch.tensor({"additive": [], "banded": call.get("bands", (1, 2, 4, 8))}.get(rung, []))
-        for band in range(len(bands) + 1) if rung in ("additive", "banded") else ():
-            here = torch.bucketize(ahead, bands, right=True) == band if len(bands) else torch.ones_like(first)
-            cells.append(here[..., None] & torch.eye(len(at), dtype=torch.bool))
+        cells += [torch.eye(len(at), dtype=torch.bool).expand(len(at), -1, -1)] if rung == "additive" else []
         x = torch.cat([cell.double() for cell in cells], -1)[None]
         if rung == "static":
             keys = layer.of(heads)[1].movedim(2, 1).flatten(0, 1)  # [batch and head, key, feature]

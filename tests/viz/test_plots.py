@@ -80,8 +80,8 @@ PROFILES = by_head(2, 2).merge(pd.DataFrame({"distance": [3, 0, 1, 2]}), how="cr
 PROFILES = PROFILES.assign(value=PROFILES["layer"] * 100.0 + PROFILES["head"] * 10 + PROFILES["distance"])
 
 HEAD_VERDICTS = by_head(2, 3).assign(gap=[0.1, 0.2, 0.3, 0.4, 0.5, 0.0], error=0.01)
-HEAD_VERDICTS["verdict"] = ["static", "distance", "query-dependent", "undecided", "static", "no effect"]
-HEAD_VERDICTS["between"] = ["", "", "", "static and banded", "", ""]
+HEAD_VERDICTS["verdict"] = ["static", "distance", "more than additive", "undecided", "static", "no effect"]
+HEAD_VERDICTS["between"] = ["", "", "", "static and additive", "", ""]
 
 ATTENTION = pd.DataFrame({"intervention": ["unmodified"] * 2 + ["changed"] * 2, "layer": 1, "head": 2})
 ATTENTION = ATTENTION.assign(distance=[0, 1, 0, 1], attention=[0.5, 0.25, 0.75, 0.125], cells=[4, 3, 4, 3])
@@ -458,9 +458,9 @@ def test_verdicts_have_their_colours_and_are_counted() -> None:
         below, above = ([c for x, c in heat.colorscale if (x < at) == low] for low in (True, False))
         assert below[-1] == above[0] == VERDICTS.get(verdict, GREY)
         assert heat.text[i][j] == {"no effect": "–", "undecided": "?"}.get(verdict, verdict[0].upper())
-        doubt = " between static and banded" if verdict == "undecided" else ""
+        doubt = " between static and additive" if verdict == "undecided" else ""
         assert heat.customdata[i][j].startswith(f"{verdict}{doubt}<br>")
-    assert "1 no effect, 1 distance, 2 static, 1 query-dependent, 1 undecided" in figure.layout.title.text
+    assert "1 no effect, 1 distance, 2 static, 1 more than additive, 1 undecided" in figure.layout.title.text
     assert "± 0.01 nats per token" in heat.customdata[0][0]
     read = pd.read_csv(io.StringIO(HEAD_VERDICTS.to_csv(index=False)))  # without "between", decided heads have NaN
     assert (plot_verdicts(read).data[0].customdata == heat.customdata).all()

@@ -1,10 +1,12 @@
-"""Masks as sets of (query, key) cells of a score matrix, sums of scores over them, and checks for masking values.
+"""Masks as sets of (query, key) cells of a score matrix.
 
-The additive model gives every cell ``a[distance] + b[query] + c[key]``. The normal equations need *marginals*: the sums
-of the scores (``read_marginals``) and of the model (``Cells.product``) over the cells of each distance, query and key.
+The additive model gives every cell ``a[distance] + b[query] + c[key]``. Fits need *marginals*: sums over the cells of
+each distance, query and key. ``Cells.add_sums`` is the one reader of such sums of a matrix (of scores in
+``read_marginals``, of attention in ``attention/``); ``Cells.product`` computes those of the additive model itself.
 Coefficients and marginals are *stacked* in one vector: distances, queries, keys. There are two kinds of cell sets,
-``ConvexCells`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask); ``make_cells`` chooses. The last
-query is at the last key: query ``i`` has position ``i + n_key - n_query``.
+``ConvexCells`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask). They differ in how they compute
+``product``, and every fit takes either; ``make_cells`` chooses. The last query is at the last key: query ``i`` has
+position ``i + n_key - n_query``.
 """
 
 from __future__ import annotations
@@ -15,18 +17,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.score_checks import FAR
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer, check_values
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
 T = TypeVar("T")
-
-_ROWS, _CELLS = 64, 2**18  # most rows and cells that are read and converted at a time, to stay in the CPU's cache
-_APART = 100  # masked cells are this many times further from the other scores than these are from each other
 
 
 class Parts(NamedTuple):
@@ -38,13 +36,20 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
-    """A grid of queries and keys, the last query at the last key, with the range of distances that occur."""
+class Cells(ABC):
+    """A set of cells, or one set for each score matrix; leading axes broadcast against those of the scores.
+
+    Attributes:
+        n_query, n_key: size of the score matrices; the last query is at the last key.
+        low, high: the lowest and the highest distance that occur (in any of the sets).
+        counts: number of cells of each distance, query and key, stacked; float64, as they are weights.
+    """
 
     n_query: int
     n_key: int
     low: int
     high: int
+    counts: Float64[Tensor, "*mask coefficient"]
 
     @property
     def offset(self) -> int:
@@ -54,33 +59,6 @@ class Grid:
     @property
     def n_distance(self) -> int:
         return self.high - self.low + 1
-
-    def columns(self, rows: slice) -> slice:
-        """Return the range of keys that some of these queries can see."""
-        left = max(0, rows.start + self.offset - self.high)
-        right = min(self.n_key, rows.stop + self.offset - self.low)
-        return slice(min(left, right), right)
-
-    def add_diagonals(
-        self, by_distance: Float64[Tensor, "*batch distance"], block: Tensor, rows: slice, columns: slice
-    ) -> None:
-        """Add the sums of a block ``[*batch, row, column]``, which is 0 where no cell counts, along each distance."""
-        shift = rows.start + self.offset - columns.start  # distance of the block's first cell
-        n_row, n_column = block.shape[-2:]
-        low, high = max(self.low, shift - n_column + 1), min(self.high, shift + n_row - 1)
-        by_distance[..., low - self.low : high - self.low + 1] += diagonal_sums(block, low - shift, high - shift)
-
-
-@dataclass(frozen=True, eq=False)
-class Cells(Grid, ABC):
-    """A set of cells, or one set for each score matrix; leading axes broadcast against those of the scores.
-
-    Attributes:
-        low, high: the lowest and the highest distance that occur (in any of the sets).
-        counts: number of cells of each distance, query and key, stacked; float64, as they are weights.
-    """
-
-    counts: Float64[Tensor, "*mask coefficient"]
 
     @property
     def n_cells(self) -> Float64[Tensor, "*mask"]:
@@ -93,6 +71,36 @@ class Cells(Grid, ABC):
     def split(self, stacked: Tensor) -> Parts:
         """Split a stacked vector into views of its three parts."""
         return Parts(*stacked.split((self.n_distance, self.n_query, self.n_key), -1))
+
+    def columns(self, rows: slice) -> slice:
+        """Return the range of keys that some of these queries can see."""
+        left = max(0, rows.start + self.offset - self.high)
+        right = min(self.n_key, rows.stop + self.offset - self.low)
+        return slice(min(left, right), right)
+
+    def add_sums(self, sums: Float64[Tensor, "*batch coefficient"], block: Tensor, rows: slice, columns: slice) -> None:
+        """Add a block's sums over each distance, query and key to ``sums``; it must be 0 where no cell counts."""
+        by_distance, by_query, by_key = self.split(sums)
+        shift = rows.start + self.offset - columns.start  # distance of the block's first cell
+        n_row, n_column = block.shape[-2:]
+        low, high = max(self.low, shift - n_column + 1), min(self.high, shift + n_row - 1)
+        by_distance[..., low - self.low : high - self.low + 1] += diagonal_sums(block, low - shift, high - shift)
+        by_query[..., rows] += block.sum(-1)
+        by_key[..., columns] += block.sum(-2)
+
+    def spread(
+        self, stacked: Float64[Tensor, "*batch coefficient"], rows: slice, columns: slice
+    ) -> Float64[Tensor, "*batch row column"]:
+        """Add the coefficients of distance and key at each cell of a block; arbitrary at distances without cells."""
+        by_distance, _, by_key = self.split(stacked)
+        n_row, n_column = rows.stop - rows.start, columns.stop - columns.start
+        if not n_column:
+            return stacked.new_zeros(*stacked.shape[:-1], n_row, 0)
+        last = rows.stop - 1 + self.offset - columns.start  # distance of the last row's first cell
+        d = torch.arange(last, last - n_row - n_column + 1, -1, device=stacked.device).clamp(self.low, self.high)
+        # Each row is a window of the distances that begins one entry before that of the row above.
+        windows = by_distance[..., d - self.low].unfold(-1, n_column, 1).flip(-2)
+        return windows.add_(by_key[..., None, columns])
 
     @abstractmethod
     def inside(
@@ -388,171 +396,3 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int)
         )
     shared = all(n == 1 for n in leading)
     return mask.reshape((n_query, n_key) if shared else (*aligned, n_query, n_key))
-
-
-@dataclass(frozen=True, eq=False)
-class Marginals:
-    """Sums of ``scores - pivot`` over the cells; the pivot is near the mean, so that squares do not cancel.
-
-    Attributes:
-        pivot: number that was subtracted from the scores.
-        sums: sums over the cells of each distance, query and key, stacked.
-        squares: sum of squares over all cells.
-    """
-
-    pivot: Float64[Tensor, "*batch"]
-    sums: Float64[Tensor, "*batch coefficient"]
-    squares: Float64[Tensor, "*batch"]
-
-    def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
-        """Convert the sums to those of ``scores - pivot`` over the same cells, for another pivot."""
-        shift = self.pivot - pivot
-        total = cells.split(self.sums).query.sum(-1)
-        squares = self.squares + shift * (2 * total + cells.n_cells * shift)
-        return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
-
-
-def read_marginals(
-    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
-) -> Marginals:
-    """Sum every score matrix over ``cells`` along each axis, in float64.
-
-    Args:
-        name: the scores' name in errors.
-        suspicious: also look for masking values such as -1e9; False if the user has passed a boolean mask.
-
-    Raises:
-        ValueError: a cell inside the mask is NaN, infinite or a masking value; the message says where the first one is.
-    """
-    batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
-    flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
-    if leading := cells.counts.shape[:-1]:
-        which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
-    n = flat.shape[0]
-    sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
-    by_distance, by_query, by_key = cells.split(sums)
-    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
-
-    on_cpu = scores.device.type == "cpu"
-    at_once = _CELLS if on_cpu else 2**24
-    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
-    heads = max(1, at_once // (rows * n_key))
-    for first in range(0, n, heads):
-        some = slice(first, first + heads)
-        masks = None if which is None else which[some]
-        pivot[some] = _typical(flat[some], cells, masks)
-        for row in range(0, n_query, rows):
-            lines = slice(row, min(row + rows, n_query))
-            columns = cells.columns(lines)
-            if columns.start == columns.stop:
-                continue
-            block = flat[some, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-            block.sub_(pivot[some, None, None])
-            inside = cells.inside(lines, columns, masks)
-            touched = (~inside).flatten(0, -2).any(0).nonzero()
-            if len(touched):  # most columns have no masked cell
-                hidden = slice(int(touched[0]), int(touched[-1]) + 1)
-                block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
-            cells.add_diagonals(by_distance[some], block, lines, columns)
-            by_query[some, lines] += block.sum(-1)
-            by_key[some, columns] += block.sum(-2)
-            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
-            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
-    pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
-    total = cells.split(sums).query.sum(-1)
-    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
-    if suspicious:
-        refuse_masking_values(scores, cells, lowest, name)
-    return Marginals(pivot, sums, squares)
-
-
-def _typical(
-    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, " matrix"] | None
-) -> Float64[Tensor, " matrix"]:
-    """Estimate the mean of each matrix from a few of its rows, or from all rows if those have no cells."""
-    for step in (max(1, cells.n_query // 8), 1):
-        rows = slice(0, cells.n_query, step)
-        inside = cells.inside(rows, slice(0, cells.n_key), masks)
-        count = inside.sum((-2, -1))
-        if bool(count.all()):
-            break
-    mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
-    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
-
-
-def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
-    """Raise if a cell is NaN, infinite or the lowest number of a dtype; look only if the sum of squares is large."""
-    sentinel = torch.finfo(torch.float16).min if scores.dtype == torch.float16 else -1e30
-    if bool((squares < 0.99 * sentinel**2).all()):
-        return
-    bad = ~(scores > sentinel) | ~(scores < -sentinel)
-    bad &= cells.to_mask()
-    if bool(bad.any()):
-        raise ArgumentError(name, f"must be finite inside the mask, {_where(scores, bad, cells)}")
-
-
-def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
-    """Raise if some cells were masked by a finite number such as -1e9, -65504 or -1e4, alone or added to the scores.
-
-    Masking values are recognised by their size: they are far below 0, and either far below all other cells or one
-    number that is repeated, in rows that also hold other scores.
-
-    Args:
-        lowest: ``[matrix]``, the lowest score of each matrix, which shows which matrices to check.
-    """
-    if bool((lowest > -FAR).all()):
-        return
-    n_query, n_key = scores.shape[-2:]
-    inside = cells.to_mask().expand(scores.shape).reshape(-1, n_query, n_key)
-    flat, bad = scores.detach().reshape(-1, n_query, n_key), torch.zeros_like(inside)
-    for matrix in (lowest <= -FAR).nonzero().flatten().tolist():
-        bad[matrix] = _masked(flat[matrix].double(), inside[matrix])
-    bad = bad.reshape(scores.shape)
-    if bool(bad.any()):
-        raise ArgumentError(
-            name,
-            f"must not hold masking values inside the mask, {_where(scores, bad, cells)} "
-            "(a boolean mask is not checked for them)",
-        )
-
-
-def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
-    """Find the cells of one matrix that hold a masking value."""
-    none = torch.zeros_like(inside)
-    lowest = scores[inside].min()
-    if lowest > -FAR:
-        return none
-    far, near = inside & (scores < lowest / 20), inside & (scores >= lowest / 20)
-    rest = scores[near]
-    apart = len(rest) >= 3 and bool(rest.min() - scores[far].max() > _APART * (rest.max() - rest.min()))
-    if apart and _beside(far, near):
-        return far
-    same = inside & (scores <= lowest + 1e-6 * lowest.abs())
-    often = same.sum() >= max(3, 0.05 * float(inside.sum()))
-    return same if bool(often) and _beside(same, inside & (scores > lowest / 2)) else none
-
-
-def _beside(some: Tensor, others: Tensor) -> bool:
-    """Say whether some row holds both: a row that is low as a whole shows a query component, not masking."""
-    return bool((some.any(-1) & others.any(-1)).any())
-
-
-def _where(scores: Tensor, bad: Tensor, cells: Cells) -> str:
-    """Describe the first bad cell, and name the argument that excludes exactly the bad cells of its matrix, if any."""
-    first = tuple(bad.nonzero()[0].tolist())
-    inside = cells.to_mask().expand(bad.shape)[first[:-2]]
-    kept, distance = inside & ~bad[first[:-2]], cell_distances(cells.n_query, cells.n_key, bad.device)
-    advice = "pass the mask that the model used"
-    if bool(kept.any()):
-        window = int(distance[kept].abs().max()) + 1
-        near = inside & (distance.abs() < window)
-        for words, left in (
-            (f'mask="causal", window={window}', near & (distance >= 0)),
-            (f"window={window}", near),
-            ('mask="causal"', inside & (distance >= 0)),
-        ):
-            advice = f"pass {words}" if torch.equal(kept, left) else advice
-    return (
-        f"got {scores[first].item():g} at index {first} (query {first[-2]}, key {first[-1]}) "
-        f"and {int(bad.sum()) - 1} more such cells; {advice}"
-    )

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.identifiability import design_rank, fix_gauge
 from tl_posdisent.additive.least_squares import pooled, solve
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_pool, read_scores, refuse_patterns, refuse_vectors
 from tl_posdisent.utils.precision import own_sums

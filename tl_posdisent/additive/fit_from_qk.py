@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
+from tl_posdisent.additive.marginals import Marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_pool, check_queries_and_keys
 from tl_posdisent.utils.errors import ArgumentError

@@ -17,7 +17,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import fewest_masks
-from tl_posdisent.hooks.substitute import BANDS, with_sums_of
+from tl_posdisent.hooks.substitute import with_sums_of
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
@@ -121,19 +121,17 @@ def _put_in(view: View, stored: Mapping[int, StoredAttention]) -> Tensor:
 Stored = dict[int, StoredAttention]
 """The stored attention of each layer."""
 
-_OfLayer = tuple[Tensor, Tensor | None]
+ScoresAndKeys = tuple[Tensor, Tensor | None]
 """Scores and keys of heads of a layer in texts of equal length."""
 
 
 def fit_layers(
     model: Any,
     texts: Sequence[Int[Tensor, "_text _pos"]],
-    chosen: Chosen,
+    heads_by_layer: Chosen,
     rung: Rung,
     *,
     in_turn: bool,
-    bands: Sequence[int] = BANDS,
-    rank: int = 1,
 ) -> Stored:
     """Fit a rung to the attention of each layer.
 
@@ -147,35 +145,33 @@ def fit_layers(
         single group.
     """
     stored: Stored = {}
-    options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
     of_keys = rung == "static"
     if len(texts) == 1:  # one pass serves all layers
 
         def fit(view: View) -> Tensor:
             keys = view.vectors and view.vectors[1]
-            fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
+            fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], rung)
             return fit.put_in(view) if in_turn else view.scores
 
-        _run_under(model, texts[0], joined([]), chosen, fit, of_keys=of_keys)
+        _run_under(model, texts[0], joined([]), heads_by_layer, fit, of_keys=of_keys)
         return stored
-    for spec, heads in chosen:  # texts of several lengths take several passes, all of which must end before the fit
-        hooks = stored_hooks([each for each in chosen if in_turn and each[0].layer in stored], stored)
-        found = [_attended(model, x, spec, heads, hooks, with_keys=of_keys) for x in texts]
-        stored[spec.layer] = _fit(spec, heads, found, **options)
+    for spec, heads in heads_by_layer:  # texts of several lengths take several passes, which all end before the fit
+        earlier = [(other, chosen) for other, chosen in heads_by_layer if in_turn and other.layer in stored]
+        hooks = stored_hooks(earlier, stored)
+        attended = [_attended(model, tokens, spec, heads, hooks, with_keys=of_keys) for tokens in texts]
+        stored[spec.layer] = _fit(spec, heads, attended, rung)
     return stored
 
 
-def _fit(
-    spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[_OfLayer], rung: Rung, bands: Sequence[int], rank: int
-) -> StoredAttention:
+def _fit(spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[ScoresAndKeys], rung: Rung) -> StoredAttention:
     """Fit a rung to these heads, given their scores and keys."""
     scores, keys, inside = _side_by_side(spec, of_texts)
     if bool((scores.isneginf() & inside).any()):
         raise ValueError(spec.other_mask(scores.shape[-1]))
     if rung in PER_HEAD:
-        fit = fit_rung(rung, scores, inside, keys, bands=(), pool=True)
+        fit = fit_rung(rung, scores, inside, keys, pool=True)
         return StoredAttention(fit, tuple(heads), of_keys=rung == "static")
-    return StoredAttention(rung_logits(rung, scores, inside, None, bands=bands, rank=rank).float(), tuple(heads))
+    return StoredAttention(rung_logits(rung, scores, inside, None).float(), tuple(heads))
 
 
 def _attended(
@@ -186,16 +182,16 @@ def _attended(
     hooks: Hooks,
     *,
     with_keys: bool,
-) -> _OfLayer:
+) -> ScoresAndKeys:
     """Return the scores (and keys) of heads of a layer in a run with hooks on others."""
-    found: list[_OfLayer] = []
+    seen: list[ScoresAndKeys] = []
 
     def keep(view: View) -> Tensor:
-        found.append((view.scores, view.vectors and view.vectors[1]))
+        seen.append((view.scores, view.vectors and view.vectors[1]))
         return view.scores
 
     _run_under(model, tokens, hooks, [(spec, heads)], keep, of_keys=with_keys)
-    return found[0]
+    return seen[0]
 
 
 def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:
@@ -204,18 +200,18 @@ def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: A
 
 
 def _side_by_side(
-    spec: AttentionSpec, of_texts: Sequence[_OfLayer]
+    spec: AttentionSpec, of_texts: Sequence[ScoresAndKeys]
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "*mask query key"]]:
     """Pad scores and keys of texts of several lengths, all starting at position 0, into one batch with one mask."""
     longest = max(scores.shape[-1] for scores, _ in of_texts)
     mask = spec.mask(longest, of_texts[0][0].device)
     if len(of_texts) == 1:
         return *of_texts[0], mask
-    scores, masks = [], []
-    for each, _ in of_texts:
-        room = longest - each.shape[-1]
-        scores.append(torch.nn.functional.pad(each, (0, room, 0, room)))
-        inside = torch.arange(longest, device=mask.device) < each.shape[-1]
-        masks.append((mask & inside & inside[:, None]).expand(len(each), 1, -1, -1))
+    padded, masks = [], []
+    for scores, _ in of_texts:
+        missing = longest - scores.shape[-1]
+        padded.append(torch.nn.functional.pad(scores, (0, missing, 0, missing)))
+        inside = torch.arange(longest, device=mask.device) < scores.shape[-1]
+        masks.append((mask & inside & inside[:, None]).expand(len(scores), 1, -1, -1))
     keys = [torch.nn.functional.pad(k, (0, 0, 0, 0, 0, longest - k.shape[1])) for _, k in of_texts if k is not None]
-    return torch.cat(scores), torch.cat(keys) if keys else None, torch.cat(masks)
+    return torch.cat(padded), torch.cat(keys) if keys else None, torch.cat(masks)

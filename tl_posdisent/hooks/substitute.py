@@ -10,12 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tl_posdisent.additive.attention.rungs import (
-    RUNGS,
-    Rung,
-    check_rung_options,
-    rung_logits,
-)
+from tl_posdisent.additive.attention.rungs import RUNGS, Rung, rung_logits
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewest_masks, keep_two_axis, keys_there
@@ -28,8 +23,6 @@ Axes = Literal["three", "two"]
 
 PARTS: tuple[ScorePart, ...] = get_args(ScorePart)
 ADDITIVE: tuple[ScorePart, ...] = ("distance", "query", "key")
-BANDS = (1, 2, 4, 8)
-"""The distances {0}, {1}, {2, 3}, {4 … 7} and {8 …}."""
 
 
 def substitute_additive(
@@ -127,8 +120,6 @@ def substitute_attention(
     *,
     layers: Layers = None,
     heads: Heads = None,
-    bands: Sequence[int] = BANDS,
-    rank: int = 1,
 ) -> Hooks:
     """Replace the attention of heads by the best additive attention of a given freedom.
 
@@ -141,9 +132,6 @@ def substitute_attention(
     * ``"distance"``: ``softmax(d[i - j])``; ``"distance+sink"``: adds a term for the first token;
     * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation;
     * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance for each key;
-    * ``"banded"``: separate importances in each band of distances;
-    * ``"low-rank"``: adds ``u_i · v_j`` of a small rank to the banded fit, which is kept fixed (a local optimum: at
-      most 200 steps of L-BFGS from the leading singular vectors);
     * ``"untouched"``: the scores as they are, bit for bit.
 
     ``attention_ladder`` also applies the lower rungs, up to static heads, to texts that they were not fitted to.
@@ -155,15 +143,13 @@ def substitute_attention(
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         by: name of the rung.
         layers, heads: query heads of layers, default all.
-        bands: for ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
-        rank: for ``"low-rank"``: rank of the added term.
 
     Returns:
         ``Hooks``, which compose with interventions on the rotation (except for ``"uniform"`` and ``"first_token"``),
         but not with others that replace or patch a head's scores, nor ``"first_token"`` with those that fit them.
 
     Raises:
-        ValueError: an unknown rung; invalid bands or rank; what ``drop_component`` refuses.
+        ValueError: an unknown rung; what ``drop_component`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -176,26 +162,29 @@ def substitute_attention(
         True
     """
     check_choice("by", by, RUNGS)
-    check_rung_options(bands, rank)
-    chosen = any_heads(model, layers, heads)
-    return rung_hooks(chosen, by, bands, rank)
+    return rung_hooks(any_heads(model, layers, heads), by)
 
 
-def rung_hooks(chosen: Chosen, rung: Rung, bands: Sequence[int], rank: int) -> Hooks:
+def rung_hooks(chosen: Chosen, rung: Rung) -> Hooks:
     """Return hooks that fit a rung to the running attention of these heads."""
-    edit = partial(_rung, rung=rung, bands=tuple(bands), rank=rank)
-    more: dict[str, Any] = {"scores": True, "vectors": rung == "static"}
-    more["hides"] = rung == "first_token"
-    more["plain"] = rung in ("uniform", "first_token")
-    return hooks_for(chosen, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
+    edit = ScoreEdit(
+        f"substitute_attention({rung})",
+        partial(_rung, rung=rung),
+        Order.REPLACE,
+        scores=True,
+        vectors=rung == "static",
+        hides=rung == "first_token",
+        plain=rung in ("uniform", "first_token"),
+    )
+    return hooks_for(chosen, edit)
 
 
-def _rung(view: View, rung: Rung, bands: Sequence[int], rank: int) -> Tensor:
+def _rung(view: View, rung: Rung) -> Tensor:
     scores, inside = view.scores, fewest_masks(view.inside)
     if rung == "untouched":
         return scores
     keys = view.vectors[1] if rung == "static" else None
-    return with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
+    return with_sums_of(scores, rung_logits(rung, scores, inside, keys), view.inside)
 
 
 def with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:

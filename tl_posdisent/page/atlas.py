@@ -42,7 +42,7 @@ def atlas(
     """Render the section as HTML from its table (``atlas_table``) and the measurements of the panels."""
     heads, profiles = measured
     told = _hover_texts(heads, found)
-    partly: dict[SectionName, str] = {"ablation": "Added loss", "ladder": "KL and verdict"}
+    partly: dict[SectionName, str] = {"ablation": "Added loss"}
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss", "kl": "KL"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at", ERROR: "± standard error"}
     titles |= {"between": "undecided between"}
@@ -86,17 +86,16 @@ def listed(heads: pd.DataFrame) -> list[tuple[int, int]]:
 def _cells(heads: pd.DataFrame) -> pd.DataFrame:
     """Return the columns of the table, with estimates marked."""
     shown = heads.copy()
-    for name, of in {"effect": "effect_exact", "kl": "kl_exact", "verdict": "kl_exact"}.items():
+    for name in ("effect", "kl"):
         if name in heads:
-            texts = shown[name].map(lambda x: x if isinstance(x, str) else number(x, 4) if pd.notna(x) else MISSING)
-            shown[name] = [
-                text if exact or text == MISSING else ABOUT + text
-                for text, exact in zip(texts, heads[of].tolist(), strict=True)
-            ]
+            shown[name] = shown[name].map(lambda x: number(x, 4) if pd.notna(x) else MISSING)
+    if "effect" in heads:
+        marked = ~heads["effect_exact"] & (shown["effect"] != MISSING)
+        shown.loc[marked, "effect"] = ABOUT + shown.loc[marked, "effect"]
     names = [name for name in _COLUMNS if name in shown and not (name == "r" and "r_held_out" in shown)]
     return (
         shown[[*HEAD, *names]]
-        .fillna(dict.fromkeys(("label", "profile", "between"), MISSING))
+        .fillna(dict.fromkeys(("label", "profile", "verdict", "between"), MISSING))
         .replace({"between": {"": MISSING}})
     )
 
@@ -131,16 +130,15 @@ def atlas_table(found: Mapping[SectionName, Found]) -> AtlasTable | None:
         profiles = measured["distance"].pivot(index=HEAD, columns="distance", values="value")
         profiles = profiles[powers(profiles.columns)]
         heads = heads.merge(_profile_lines(profiles), on=HEAD, how="left")
-    for name in {"effect_exact", "kl_exact"} & {*heads.columns}:
-        heads[name] = heads[name].eq(True)  # heads without a number have no mark
+    if "effect_exact" in heads:
+        heads["effect_exact"] = heads["effect_exact"].eq(True)  # heads without a number have no mark
     return AtlasTable(heads, profiles)
 
 
 def _verdicts(ladder: pd.DataFrame) -> pd.DataFrame:
-    """Return the divergence with the mean output, the verdict, and whether they come from runs, of each head."""
+    """Return the divergence with the mean output, and the verdict, of each head."""
     verdicts = head_verdicts(ladder)[[*HEAD, "gap_mean", "verdict", "between"]].rename(columns={"gap_mean": "kl"})
-    exact = ladder.groupby(HEAD)["exact"].all().rename("kl_exact").reset_index()
-    return verdicts.merge(exact, on=HEAD).astype(dict.fromkeys(HEAD, int))
+    return verdicts.astype(dict.fromkeys(HEAD, int))
 
 
 def _profile_lines(profiles: pd.DataFrame) -> pd.DataFrame:
@@ -179,9 +177,8 @@ def _hover_texts(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> lis
             about = "" if row["effect_exact"] else ABOUT
             lines.append(f"added loss without it: {about}{signed(row['effect'], 4)} nats per token")
         if at in climbed:
-            about = "" if row["kl_exact"] else ABOUT
-            lines.append(f"KL with its mean output: {about}{number(row['kl'], 4)} nats per token")
-            lines.append(f"ladder: {about}{climbed[at]}")
+            lines.append(f"KL with its mean output: {number(row['kl'], 4)} nats per token")
+            lines.append(f"ladder: {climbed[at]}")
         if isinstance(row.get("profile"), str):
             lines.append(f"profile: {row['profile']} over {number(row['range'], 2)}")
         texts.append("<br>".join(lines))

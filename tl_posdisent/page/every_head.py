@@ -19,12 +19,13 @@ from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import read_texts
-from tl_posdisent.page.subject import SHORTEST, Subject
+from tl_posdisent.page.subject import Subject
+from tl_posdisent.utils.words import plural
 
 HEAD = ["layer", "head"]
 IDLE = ("not used", "no effect")
 """Verdicts of heads without a measurable effect."""
-LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
+LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive")
 
 PASSES = {"ablation": 0.62, "ladder": 7.0}
 """Forward passes of all texts per head that is run, by measured time on a model of 30 layers of 9 heads."""
@@ -35,24 +36,12 @@ DRAWS = 8
 """Draws of labels for the estimates of heads that are not run."""
 LEAST = 6
 """Minimum number of heads that are run."""
-TEXTS = 10
-"""Parts of ``SHORTEST`` tokens into which texts are cut for estimates of the ladder. Four are fitted, as a static head
-of 64 coordinates takes 256 keys. Six are held out, for the errors of the estimates."""
 
 
 def affordable(name: str, subject: Subject) -> int:
     """Return how many heads a section can run within its budget."""
     each = PASSES[name] * subject.n_parameters * sum(subject.lengths)
     return min(len(subject.pairs), max(LEAST, int(BUDGET / each)))
-
-
-def for_estimates(subject: Subject, part: Subject) -> Subject:
-    """Return the texts of the ladder: ``part`` if all heads are run, else ``TEXTS`` parts, if possible."""
-    if affordable("ladder", part) == len(subject.pairs):
-        return part
-    total = min(TEXTS * SHORTEST, sum(subject.lengths))
-    length = max(total // TEXTS, min(SHORTEST, total // 4))
-    return subject.pieces(length, TEXTS * SHORTEST) if length > 1 else part
 
 
 def ablation(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
@@ -87,32 +76,34 @@ def _loss(subject: Subject) -> float:
 
 
 def ladder(subject: Subject, seed: int, progress: bool) -> pd.DataFrame:
-    """Measure the ladder of each head, or of as many as the budget allows, with estimates for the others.
+    """Measure the ladder of each head, or of as many as the budget allows: those with the largest added loss.
 
-    If not all heads are run, ``attrs["search"]`` is that of ``attention_ladder``. A head with a failed run has no
-    verdict and therefore no rows.
+    In that case ``attrs["selection"]`` says which. A head with a failed run has no verdict and therefore no rows.
 
     Raises:
         ValueError: a run of every head failed.
     """
-    n = affordable("ladder", subject)
-    texts, options = _held_out(subject, 2), dict[str, Any](rungs=LADDER, controls=[], progress=progress)
-    if n < len(subject.pairs):
-        texts = {"heldout": subject.tokens, "heldout_mask": subject.real} | _held_out(subject, 3)
-        options |= {"exact": n, "draws": DRAWS, "seed": seed}
-    table = attention_ladder(subject.reading, heads=subject.pairs, **texts, **options)
+    n_heads, heads = affordable("ladder", subject), subject.pairs
+    if n_heads < len(subject.pairs):
+        largest = ablation(subject, seed, progress).nlargest(n_heads, "effect")
+        heads = sorted(largest[HEAD].astype(int).itertuples(index=False, name=None))
+    texts = _held_out(subject)
+    table = attention_ladder(subject.reading, heads=heads, rungs=LADDER, controls=[], progress=progress, **texts)
     known = table["kl"].notna().groupby([table[name] for name in HEAD]).transform("all")
     if not known.any():
         raise ValueError(next(iter(table.attrs["failures"].values())))
-    return table[known].reset_index(drop=True)
+    table = table[known].reset_index(drop=True)
+    if n_heads < len(subject.pairs):
+        measured = f"{n_heads} of {plural(len(subject.pairs), 'head')}"
+        table.attrs["selection"] = f"Measured for {measured}: those with the largest added loss when ablated."
+    return table
 
 
-def _held_out(subject: Subject, every: int) -> dict[str, Any]:
-    """Fit every second (or third) text, the longest among them, and hold out the others.
-
-    A single text serves as both. Estimates have errors over the texts held out, so they need more of these.
-    """
-    tokens, real, order = subject.tokens, subject.real, np.argsort([-n for n in subject.lengths], kind="stable")
-    rest = np.delete(order, np.s_[::every])
-    texts: dict[str, Any] = {"tokens": tokens[order[::every]], "attention_mask": real[order[::every]]}
-    return texts | ({"heldout": tokens[rest], "heldout_mask": real[rest]} if len(rest) else {})
+def _held_out(subject: Subject) -> dict[str, Any]:
+    """Fit every second text, the longest among them, and hold out the others; a single text serves as both."""
+    order = np.argsort([-n for n in subject.lengths], kind="stable")
+    rest = np.delete(order, np.s_[::2])
+    chosen = {"tokens": order[::2], "heldout": rest} if len(rest) else {"tokens": order}
+    return {
+        name: {"input_ids": subject.tokens[rows], "attention_mask": subject.real[rows]} for name, rows in chosen.items()
+    }

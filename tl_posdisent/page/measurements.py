@@ -24,7 +24,7 @@ from tl_posdisent.models.capture import for_each_scores, of_heads
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.page.every_head import HEAD, ablation, for_estimates, ladder
+from tl_posdisent.page.every_head import HEAD, ablation, ladder
 from tl_posdisent.page.subject import FRACTIONS, PERTURBATIONS, POSITIONS, TOKENS, Subject
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import number_heads
@@ -36,8 +36,7 @@ READ = {"labels": (512, 1024), "perturbation": (512, 512), "ablation": (96, 384)
 def narrowed(name: str, subject: Subject) -> Subject:
     """Select the texts that a section measures."""
     positions, tokens = READ.get(name, (POSITIONS, TOKENS))
-    part = subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
-    return for_estimates(subject, part) if name == "ladder" else part
+    return subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
 
 
 SectionName = Literal[
@@ -173,7 +172,8 @@ def _try(
         else:
             table = _MEASUREMENTS[name](part, seed)
         failures = "; ".join(f"{label}: {reason}" for label, reason in table.attrs.get("failures", {}).items())
-        return Found(table, note=f"Not measured: {failures}." if failures else None, read=part)
+        notes = [table.attrs.get("selection"), f"Not measured: {failures}." if failures else None]
+        return Found(table, note=" ".join(filter(None, notes)) or None, read=part)
     except ValueError as error:
         if name != "perturbation":
             return Found(refused=str(error))

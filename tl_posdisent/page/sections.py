@@ -236,7 +236,6 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     values = {
         "held_out": len((found.read or subject).tokens) > 1,
         "negligible": NEGLIGIBLE,
-        "estimated": bool(found.run),
         "verdicts": head_map(plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", subject),
         "gaps": head_map(gaps, "Gap: divergence of the predictions with uniform attention", subject),
         "table": "",
@@ -245,13 +244,11 @@ def _ladder(subject: Subject, found: Found) -> dict[str, Any]:
     if shown.empty:
         return values
     recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered_kl").reindex(columns=[*LADDER]).reset_index()
-    exact = rungs.groupby(HEAD)["exact"].all().reset_index()
-    listed = shown.replace({"between": {"": MISSING}}).merge(recovered, on=HEAD, how="left").merge(exact, on=HEAD)
-    listed["exact"] = exact_or_estimated(listed["exact"])
-    rest = ["first_token", "error", "exact", "between"]
+    listed = shown.replace({"between": {"": MISSING}}).merge(recovered, on=HEAD, how="left")
+    rest = ["first_token", "error", "between"]
     listed = listed[[*HEAD, "verdict", "gap", *(rung for rung in LADDER if rung not in rest), *rest]]
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
-    titles |= {"first_token": "first token", "exact": "exact or estimated", "between": "undecided between"}
+    titles |= {"first_token": "first token", "between": "undecided between"}
     caption = "Heads with a possible effect: the gap, and the share of it that each pattern recovers"
     return values | {"table": table("ladder", caption, with_attention(listed, subject.attention), titles)}
 

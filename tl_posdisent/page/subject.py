@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.texts import Tokens, read_texts, special_id, text_ids, token_words
+from tl_posdisent.models.running.texts import Tokens, read_texts, text_ids, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import listed
 from tl_posdisent.utils.words import plural
@@ -93,20 +92,6 @@ class Subject:
         """Keep the beginnings of the first texts: at most ``positions`` of each, and ``tokens`` altogether."""
         rows = max(1, tokens // min(positions, self.tokens.shape[1]))
         return replace(self, tokens=self.tokens[:rows, :positions], real=self.real[:rows, :positions])
-
-    def pieces(self, length: int, tokens: int) -> Subject:
-        """Cut the texts into texts of at most ``length`` tokens, ``tokens`` altogether.
-
-        Each part of a text that begins with the model's BOS token begins with it too.
-        """
-        bos, found = special_id(self.model, "bos"), list[Tensor]()
-        for text, real in zip(self.tokens, self.real, strict=True):
-            ids = text[real]
-            begin = ids[:1] if ids[0] == bos else ids[:0]
-            found += _parts(begin, ids[len(begin) :], length - len(begin))
-        found = found[: max(1, tokens // length)]
-        real = pad_sequence([torch.ones_like(part, dtype=torch.bool) for part in found], True, False)
-        return replace(self, tokens=pad_sequence(found, True, 0), real=real)
 
     def sizes(self) -> str:
         """Number and lengths of the texts, in words."""

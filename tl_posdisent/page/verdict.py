@@ -198,7 +198,7 @@ def _ladder_verdict(found: Found) -> list[Markup]:
     held = f" ({sure} with the false discovery rate held at 5 %)"
     first = first.format(said, held, NEGLIGIBLE, rest, link("ladder", found))
     n = verdicts[used]["verdict"].value_counts()
-    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "more than static")
+    kinds = ("first token", "distance", "static", "additive", "more than additive")
     second = Markup(
         "They diverge by so much both with the head’s mean output in its place and with uniform attention there. By "
         "the simplest attention that recovers 95 % of the latter divergence, the {} are: {}."

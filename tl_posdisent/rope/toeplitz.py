@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import ROUNDING
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.score_checks import check_pool, check_scores
 from tl_posdisent.utils.precision import own_sums
 

@@ -42,8 +42,7 @@ VERDICTS = {
     "distance": BLUE,
     "static": ORANGE,
     "additive": SKY,
-    "banded": GREEN,
-    "query-dependent": PINK,
+    "more than additive": PINK,
     "more than static": PLUM,
 }
 """The colour of each verdict of ``head_verdicts``; undecided ones, and those of other incomplete ladders, are grey."""

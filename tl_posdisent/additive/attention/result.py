@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -12,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.alone import PartialFits
-from tl_posdisent.additive.attention.sums import first_keys
-from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells, on_device
+from tl_posdisent.additive.attention.features import first_keys
+from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
 from tl_posdisent.additive.result import CellsFit, mean_and_range, range_note
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.errors import ArgumentError
@@ -22,51 +20,42 @@ from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_devices, check_indices
 
 AttentionComponent = Literal["summary", "distance", "key", "query"]
-_ALONE = ("explained_distance", "explained_key")
-_FEW = 2**11  # most marginals (of all distances, keys and heads) from which ``repr`` solves the fits of one part alone
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionFit(CellsFit):
-    """Additive attention ``softmax_j(distance[i - j] + key[band of i - j, j])`` closest to a pattern.
+    """Additive attention ``softmax_j(distance[i - j] + key[j])`` closest to a pattern.
 
     All tensors are float64; coefficients are in nats, the units of scores. ``*batch`` are the leading axes of the
     scores; ``*fit`` are the same axes without the first (the texts) if the fit is pooled.
 
     **Gauge.** The pattern and ``kl`` are unique. The components are not: the softmax ignores constants and a straight
     line (``+t·d`` in the distance, ``+t·j`` in the key). The convention is that of ``AdditiveFit``: mean 0 over the
-    cells (the key in each band), no linear trend in ``key``. With features, only the distance is centred.
+    cells, no linear trend in ``key``. With features, only the distance is centred.
 
     Attributes:
         distance: ``[*fit, distance]``, entry ``n`` belongs to ``distances[n]``; 0 for a distance without cells.
-        key: ``[*batch, band, key]``, importance of each key; one band if ``edges`` is empty.
+        key: ``[*batch, key]``, importance of each key.
         distances: ``[distance]``, query position minus key position, ascending.
-        edges: distances at which a new band begins.
-        direction: ``[*fit, band, feature]``, direction of the importances in the features, or None if these are free.
-        sinks: ``[*fit, band, sink]``, terms of the first keys, which ``key`` includes; None without such terms.
+        direction: ``[*fit, feature]``, direction of the importances in the features, or None if these are free.
+        sinks: ``[*fit, sink]``, terms of the first keys, which ``key`` includes; None without such terms.
         kl: ``[*batch, query]``, divergence KL(pattern ‖ fit) in nats; 0 for a query without cells.
         explained: ``[*fit]``, 1 - KL(pattern ‖ fit) / KL(pattern ‖ uniform), both summed over queries: 0 for uniform
-            attention, 1 for the pattern itself. NaN where the pattern is uniform.
-        explained_distance, explained_key: ``[*fit]``, the same share for the best fit by distances alone, or by keys
-            alone; NaN where that fit has not converged, with a warning. Each is another fit, which may take longer than
-            the fit itself: it is solved when the attribute is first read (also by ``to_frame()``), and then kept.
-            ``repr`` shows those that are known, and solves those of results with few coefficients.
+            attention, 1 for the pattern itself. NaN where the pattern is uniform. For the share of the distances
+            alone, fit them alone: ``fit_attention(scores, keys=keys[..., :0], sinks=0)``.
         converged: ``[*fit]``, whether the fit has reached its optimum.
         gap: ``[*fit]``, estimate of how far the divergence is above its minimum, in nats per query.
         cells: the cells of the mask.
         pooled: whether all entries of the first axis share one distance component.
         pseudo_count: part of the pattern that was replaced by uniform attention for the fit.
-        alone: what the fits by distances alone and by keys alone need: marginals of the pattern, and a copy of the
-            features of the keys; not the scores.
         layers: the layer numbers of the axis before the heads, if several layers were fitted; else None.
     """
 
     distance: Float64[Tensor, "*fit distance"]
-    key: Float64[Tensor, "*batch band key"]
+    key: Float64[Tensor, "*batch key"]
     distances: Int64[Tensor, " distance"]
-    edges: tuple[int, ...]
-    direction: Float64[Tensor, "*fit band feature"] | None
-    sinks: Float64[Tensor, "*fit band sink"] | None
+    direction: Float64[Tensor, "*fit feature"] | None
+    sinks: Float64[Tensor, "*fit sink"] | None
     kl: Float64[Tensor, "*batch query"]
     explained: Float64[Tensor, "*fit"]
     converged: Bool[Tensor, "*fit"]
@@ -74,36 +63,14 @@ class AttentionFit(CellsFit):
     cells: Cells
     pooled: bool
     pseudo_count: float
-    alone: PartialFits
     layers: tuple[int, ...] | None = None
-
-    @cached_property
-    def explained_distance(self) -> Float64[Tensor, "*fit"]:
-        """The share that distances explain alone."""
-        return self.alone.explained(distance=True)
-
-    @cached_property
-    def explained_key(self) -> Float64[Tensor, "*fit"]:
-        """The share that keys explain alone."""
-        return self.alone.explained(distance=False)
-
-    def to(self, device: torch.device | str) -> AttentionFit:
-        """Return the same fit on another device."""
-        moved = on_device(self, device)
-        vars(moved).update({name: vars(self)[name].to(device) for name in _ALONE if name in vars(self)})
-        return moved
 
     def logits(self) -> Float64[Tensor, "*batch query key"]:
         """Return the sum of the components at each cell; ``-inf`` outside the mask."""
         cells = self.cells
         d = cell_distances(cells.n_query, cells.n_key, self.key.device)
         by_distance = self.distance[..., d.clamp(cells.low, cells.high) - cells.low]
-        return torch.where(self.mask, by_distance + self._by_key(self.key, d), -torch.inf)
-
-    def _by_key(self, key: Float64[Tensor, "*batch band key"], d: Int64[Tensor, "query key"]) -> Tensor:
-        """Look up the importance of each cell's key in the band of the cell's distance."""
-        band = torch.bucketize(d, torch.tensor(self.edges, device=d.device), right=True)
-        return key[..., band, torch.arange(key.shape[-1], device=d.device).expand_as(d)]
+        return torch.where(self.mask, by_distance + self.key[..., None, :], -torch.inf)
 
     def pattern(self) -> Float64[Tensor, "*batch query key"]:
         """Return the fitted attention; 0 outside the mask."""
@@ -149,7 +116,7 @@ class AttentionFit(CellsFit):
                 "static_scores needs a fit whose importances are linear in features of the keys (fit_attention with "
                 "keys=), got one with free importances, which apply only to the keys of its own texts"
             )
-        chosen = check_indices("heads", heads, self.direction.shape[-3])
+        chosen = check_indices("heads", heads, self.direction.shape[-2])
         features = self._features_per_head(keys, len(chosen))
         n_key = features.shape[-2]
         shape = (*features.shape[:-2], mask.shape[-2] if isinstance(mask, Tensor) and mask.ndim > 1 else n_key, n_key)
@@ -158,16 +125,16 @@ class AttentionFit(CellsFit):
         inside = cells.to_mask()
         self._check_distances(d[inside.reshape(-1, *d.shape).any(0)])
         at = d.clamp(self.cells.low, self.cells.high) - self.cells.low
-        key = torch.einsum("...hkf,...hbf->...hbk", features, self.direction[..., chosen, :, :])
+        key = torch.einsum("...hkf,...hf->...hk", features, self.direction[..., chosen, :])
         if self.sinks is not None:
             marks = first_keys(cells.split(cells.counts).key > 0, self.sinks.shape[-1])
             marks = marks if marks.ndim > 2 else marks[None]  # an axis that broadcasts to the heads
-            key = key + torch.einsum("...hkn,...hbn->...hbk", marks, self.sinks[..., chosen, :, :])
-        return torch.where(inside, self.distance[..., chosen, :][..., at] + self._by_key(key, d), -torch.inf)
+            key = key + torch.einsum("...hkn,...hn->...hk", marks, self.sinks[..., chosen, :])
+        return torch.where(inside, self.distance[..., chosen, :][..., at] + key[..., None, :], -torch.inf)
 
     def _features_per_head(self, keys: Any, n_heads: int) -> Float64[Tensor, "*texts head key feature"]:
         assert self.direction is not None
-        n_feature, texts = self.direction.shape[-1], tuple(self.direction.shape[:-3])
+        n_feature, texts = self.direction.shape[-1], tuple(self.direction.shape[:-2])
         check_finite_tensor("keys", keys)
         check_devices(keys=keys, fit=self.distance)
         bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
@@ -195,36 +162,20 @@ class AttentionFit(CellsFit):
     def to_frame(self, component: AttentionComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
 
-        ``"summary"`` has one row per fit: its leading index, the explained shares, and the mean ``kl`` per query.
+        ``"summary"`` has one row per fit: its leading index, the explained share, and the mean ``kl`` per query.
         ``"distance"``, ``"key"`` and ``"query"`` (the divergences) have one row per value.
         """
         check_choice("component", component, get_args(AttentionComponent))
         if component == "summary":
-            return self._summary(_ALONE)
+            columns = {"explained": self.explained.flatten().tolist(), "kl": self._mean_kl().flatten().tolist()}
+            index = index_columns(self.explained.shape, pooled=self.pooled, layers=self.layers)
+            return pd.DataFrame({**index, **columns})
         values = self.kl if component == "query" else getattr(self, component)
         axis = (self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")).tolist()
-        leading = values.shape[: values.ndim - (2 if component == "key" else 1)]
-        n_row = len(axis) * (values.shape[-2] if component == "key" else 1)
-        index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row, layers=self.layers)
-        columns: dict[str, Any] = {}
-        if component == "key" and self.edges:  # the first distance of the band of each key's coefficient
-            starts = [min(self.cells.low, *self.edges), *self.edges]
-            columns["band"] = [start for start in starts for _ in axis] * leading.numel()
-        columns |= {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
+        pooled = self.pooled and component == "distance"
+        index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis), layers=self.layers)
+        columns = {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
         return pd.DataFrame({**index, **columns})
-
-    def _summary(self, alone: Iterable[str]) -> pd.DataFrame:
-        columns = {name: getattr(self, name).flatten().tolist() for name in ("explained", *alone)}
-        columns["kl"] = self._mean_kl().flatten().tolist()
-        return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled, layers=self.layers), **columns})
-
-    def _shown_frame(self) -> pd.DataFrame:
-        return self._summary(self._shown_alone())
-
-    def _shown_alone(self) -> list[str]:
-        """Return which of ``_ALONE`` are known, or both if they take little time."""
-        few = self.alone.own.numel() <= _FEW
-        return [name for name in _ALONE if few or name in vars(self)]
 
     def _mean_kl(self) -> Float64[Tensor, "*fit"]:
         used = (self.cells.split(self.cells.counts).query > 0).expand(self.kl.shape)
@@ -235,21 +186,16 @@ class AttentionFit(CellsFit):
         batch = "×".join(map(str, self.kl.shape[:-1])) or "1"
         patterns = "pattern" if batch == "1" else "patterns"
         kind = ", pooled over the first axis" if self.pooled else ""
-        kind += f", {len(self.edges) + 1} bands" if self.edges else ""
         if self.direction is not None:
             n = 0 if self.sinks is None else self.sinks.shape[-1]
             kind += f", static: {self.direction.shape[-1]} features"
             kind += "" if n == 0 else " and a sink" if n == 1 else f" and {n} sinks"
         if not bool(self.converged.all()):
             kind += f", {int((~self.converged).sum())} not converged"
-        shares = [
-            f"{name.removeprefix('explained_')} {mean_and_range(getattr(self, name))}" for name in self._shown_alone()
-        ]
         return "\n".join(
             [
                 f"AttentionFit of {batch} {patterns}, {self.cells.n_query} queries × {self.cells.n_key} keys{kind}",
                 f"  explained {mean_and_range(self.explained)}   KL {mean_and_range(self._mean_kl())} nats per query",
-                f"  alone: {'   '.join(shares) or 'not computed yet, see explained_distance and explained_key'}",
                 *range_note(self.explained, "patterns"),
             ]
         )

@@ -16,8 +16,12 @@ from tl_posdisent.utils.validation import check_choice, check_number
 
 from .ladder_runs import MEAN
 
-_VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
-_VERDICTS |= {"low-rank": "query-dependent"}  # other rungs: their own name
+_VERDICTS = {  # other rungs: their own name
+    MEAN: "not used",
+    "uniform": "no effect",
+    "first_token": "first token",
+    "distance+sink": "distance",
+}
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
 UNDECIDED = "undecided"
 NEGLIGIBLE: Final = 0.001  # nats per token
@@ -53,9 +57,8 @@ def head_verdicts(
     *first token*          ``"first_token"``: a sink
     *distance*             ``"distance"`` or ``"distance+sink"``
     *static*               ``"static"``: distance and key vector
-    *additive*, *banded*   the rung of that name, fitted to the text itself: an upper bound
-    *query-dependent*      ``"low-rank"``, or only the head's own attention
-    *more than* …          no rung in the table, if it leaves out ``"banded"``
+    *additive*             ``"additive"``, fitted to the text itself: an upper bound
+    *more than* …          no rung in the table, of which this is the last: *more than additive* needs the query
     *undecided*            one of several: column ``between`` names the first and the last
     ====================== =====================================================================
 
@@ -126,9 +129,9 @@ def head_verdicts(
     rows = []
     for (layer, head), by_rung in heads.items():
         simplest, at_most = _suffices(by_rung, measure, share, negligible, confidence)
-        found = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
+        of_simplest = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
         ends = (by_rung.get(x, {}).get(name, nan) for x in ("uniform", MEAN) for name in ("gap", "error"))
-        rows.append((layer, head, *_name(by_rung, simplest, at_most), simplest, at_most, *found, *ends))
+        rows.append((layer, head, *_name(by_rung, simplest, at_most), simplest, at_most, *of_simplest, *ends))
     columns = ["layer", "head", "verdict", "between", "simplest", "at_most", "recovered", "se", "causal"]
     columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
@@ -171,9 +174,9 @@ def _by_head(table: pd.DataFrame, measure: Measure) -> dict[Any, _Rungs]:
     for row in read.sort_values(["layer", "head"], kind="stable").to_dict("records"):
         rungs.setdefault(tuple(None if pd.isna(x) else x for x in (row["layer"], row["head"])), []).append(row)
     heads: dict[Any, _Rungs] = {}
-    for place, some in rungs.items():
-        by_rung = {row["rung"]: row for row in some}
-        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
+    for place, rows in rungs.items():
+        by_rung = {row["rung"]: row for row in rows}
+        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(rows):
             raise ArgumentError("table", "must have one row per rung and head, with the rungs uniform and untouched")
         heads[place] = {x: row | {"gap": row["value"] - by_rung["untouched"]["value"]} for x, row in by_rung.items()}
     return heads
@@ -218,8 +221,7 @@ def _name(by_rung: _Rungs, simplest: str, at_most: str) -> tuple[str, str]:
     Rungs of one verdict leave no doubt about it; in a doubt, ``"distance+sink"`` is named as in ``simplest``.
     """
     fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
-    # "query-dependent" needs a table with all other rungs.
-    rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else UNDECIDED
+    rest = f"more than {fitted[-1]}" if fitted else UNDECIDED
     first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
     if first == last:
         return last, ""

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import pandas as pd
-from torch import Tensor
 
-from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung, check_rung_options
-from tl_posdisent.experiments.causal.ladder_estimates import screen_heads
-from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Row, Unit
-from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
+from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung
+from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Unit
+from tl_posdisent.experiments.measuring.metrics import Metric, check_metric
 from tl_posdisent.experiments.measuring.runs import Failures
-from tl_posdisent.experiments.measuring.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
-from tl_posdisent.hooks.substitute import BANDS
-from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, check_subset, listed
+from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
-Control = Literal["shuffled", "random"]
-_CONTROLS: tuple[Control, ...] = ("shuffled",)
+Control = Literal["shuffled"]
 _ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
-_COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal", "exact"]
+_COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
 _OF_PREDICTIONS = ["recovered_kl", "se_kl", "error_kl"]  # not in the table of a metric, whose blocks are texts
 
 
@@ -39,28 +32,21 @@ def attention_ladder(
     tokens: Tokens,
     *,
     heldout: Tokens | None = None,
-    attention_mask: Tensor | None = None,
-    heldout_mask: Tensor | None = None,
     metric: Metric | None = None,
     layers: Layers = None,
     heads: Heads = None,
     unit: Unit = "head",
     rungs: Collection[Rung] = RUNGS,
-    controls: Collection[Control] = _CONTROLS,
-    bands: Sequence[int] = BANDS,
-    rank: int = 1,
-    exact: int | Literal["all"] = "all",
-    draws: int = 16,
-    seed: int = 0,
+    controls: Collection[Control] = get_args(Control),
     progress: bool = True,
 ) -> pd.DataFrame:
     """Replace attention by additive attention of increasing freedom, and measure how much loss each rung recovers.
 
     The attention of one head, one layer, or all heads is replaced by each rung of ``substitute_attention``, from
     uniform attention to the head's own. Rungs ``"distance"``, ``"distance+sink"`` and ``"static"`` are fitted to all
-    texts of ``tokens`` together and are causal on other texts: pass ``heldout``. The others have coefficients for each
-    key of the predicted text itself, so they may leak information from later queries. With ``unit="all"``, layers are
-    fitted one by one in the model whose earlier layers are already replaced.
+    texts of ``tokens`` together and are causal on other texts: pass ``heldout``. ``"additive"`` has coefficients for
+    each key of the predicted text itself, so it may leak information from later queries. With ``unit="all"``, layers
+    are fitted one by one in the model whose earlier layers are already replaced.
 
     Shares of the loss have two baselines. Loss under uniform attention includes the harm of *wrong* attention, for
     instance if a head that idles at the first token is made to attend elsewhere. The head's mean output over ``tokens``
@@ -68,25 +54,19 @@ def attention_ladder(
     costs.
 
     Args:
-        model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; the model must return logits.
+        model, layers, heads, progress: as in ``head_ablation``; the model must return logits.
+        tokens: texts to fit, as in ``head_ablation``; padded ids with their mask as a tokenizer returns them,
+            ``{"input_ids": ids, "attention_mask": mask}``.
         heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
-        heldout_mask: the mask of ``heldout``.
         metric: as in ``head_ablation``, of the predicted texts.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
         rungs: which rungs to run; ``"uniform"``, ``"untouched"`` and the baseline ``"mean_output"`` are always added.
-        controls: ``"shuffled"`` (default): rungs fitted to the same tokens in another order, except the first;
-            ``"random"``: the whole ladder in a copy with random weights, without your hooks (``random_control``).
-        bands: distances at which a new band of ``"banded"`` and ``"low-rank"`` begins.
-        rank: rank of ``"low-rank"``.
-        exact: with a number, at most so many heads are run: by the search of ``head_effects``, those whose predictions
-            diverge most with the head's mean output. For the others, divergences of rungs that are not fitted to the
-            predicted text are estimated by curvature, and there are no losses. Needs ``unit="head"`` and no ``metric``.
-        draws: draws of labels for each text, for these estimates, as in ``head_effects``.
-        seed: seed of the shuffled order, the random weights and the labels.
+        controls: ``"shuffled"``: rungs that are fitted to the same tokens in another order, except the first. For
+            random weights, run the ladder of each model of ``random_control``.
 
     Returns:
-        One row per run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
-        ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
+        One row per run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``
+        or ``"shuffled"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
         standard error or rounding; ``se``, its standard error; ``recovered_mean``, ``se_mean``, the same share from the
         head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats per predicted token;
@@ -95,9 +75,7 @@ def attention_ladder(
         ``error_kl``, the standard errors of ``recovered_kl`` and ``kl``; ``error``, the standard error of this loss
         minus the untouched one; ``blocks``, the number of blocks behind the standard errors: the texts or, if there are
         fewer than ten, equal blocks of each text, treated as independent; ``df``, their degrees of freedom;
-        ``parameters``, the number fitted; ``causal``, whether predictions depend only on earlier tokens; ``exact``,
-        whether the head was run: without, ``kl`` and its shares are estimates, with each text as one block, and
-        ``attrs["search"]`` says what was run and what no other head exceeds, as in ``head_effects``. With
+        ``parameters``, the number fitted; ``causal``, whether predictions depend only on earlier tokens. With
         ``metric``, ``value`` is its mean over texts, ``recovered`` is its share, ``se`` and ``error`` are over texts
         (NaN for a single text, for which any difference between the two ends counts), and ``recovered_kl``, ``se_kl``
         and ``error_kl`` are left out.
@@ -118,83 +96,42 @@ def attention_ladder(
         ([0.0, 1.0], True)
     """
     check_choice("unit", unit, get_args(Unit))
-    wanted = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
-    extra = check_subset("controls", controls, get_args(Control))
-    check_rung_options(bands, rank)
-    check_integer("draws", draws, 1)
-    if exact != "all":
-        _check_exact(exact, unit, metric)
-    check_seed(seed)
-    layers = listed("layers", layers)
-    reading = read_model(model, layers)
-    fitted = read_texts(reading.model, tokens, attention_mask)
-    with naming(tokens="heldout", attention_mask="heldout_mask"):
-        texts = fitted if heldout is None else read_texts(reading.model, heldout, heldout_mask)
-    if heldout is None and heldout_mask is not None:
-        raise ArgumentError("heldout_mask", "must be None without heldout")
+    chosen_rungs = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
+    rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in chosen_rungs)]
+    chosen_controls = check_subset("controls", controls, get_args(Control))
     if metric is not None:
         check_metric(metric)
-    chosen = any_heads(reading, layers, heads)
-    rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in wanted)]
-    _check_lengths(rung_list, texts, fitted, chosen)
-    rows: list[Row] = []
-    to_run, search = chosen, dict[str, Any]()
-    if exact != "all":
-        of_texts = (tokens, attention_mask) if heldout is None else (heldout, heldout_mask)
-        _, parts = differentiable_texts(reading.model, *of_texts, next_token_loss)
-        run, rows, search = screen_heads(
-            reading, fitted, texts, parts, chosen, rung_list, exact=exact, draws=draws, seed=seed, progress=progress
-        )
-        to_run = [(spec, [head for head in some if (spec.layer, head) in run]) for spec, some in chosen]
-        to_run = [(spec, some) for spec, some in to_run if some]
-    fitted_rungs = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
-    n_items = {"all": 1, "layer": len(to_run), "head": sum(len(heads) for _, heads in to_run)}[unit]
-    n_runs = len(rung_list) - 1  # none for "untouched"
-    total = n_items * (n_runs * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
-    scales = [initial_scale(reading.model, "config")] if "random" in extra else []
-    failures = Failures()
-    with progress_bar(total=total, desc="runs", disable=not progress) as bar:
-        ladder = LadderRuns(
-            reading,
-            fitted,
-            texts,
-            unit=unit,
-            bands=bands,
-            rank=rank,
-            seed=seed,
-            metric=metric,
-            failures=failures,
-            bar=bar,
-        )
-        if to_run:
-            rungs_of: dict[str, list[AnyRung]] = {"none": rung_list}
-            rungs_of |= {"shuffled": [*fitted_rungs]} if "shuffled" in extra else {}
-            rows += ladder.rows(to_run, rungs_of)
-        if to_run and scales:
-            copy = read_model(
-                next(random_control(reading.model, [seed], std=scales)), [spec.layer for spec, _ in to_run]
-            )
-            specs = {spec.layer: spec for spec in copy.specs()}
-            copied = [(specs[spec.layer], some) for spec, some in to_run]
-            rows += replace(ladder, reading=copy).rows(copied, {"random": rung_list})
+    layers = listed("layers", layers)
+    reading = read_model(model, layers)
+    fitted = read_texts(reading.model, tokens)
+    with naming(tokens="heldout"):
+        texts = fitted if heldout is None else read_texts(reading.model, heldout)
+    heads_by_layer = any_heads(reading, layers, heads)
+    _check_lengths(rung_list, texts, fitted, heads_by_layer)
+    rungs_by_control = {"none": rung_list}
+    if "shuffled" in chosen_controls:
+        rungs_by_control["shuffled"] = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
+    failures, n_runs = Failures(), _n_runs(heads_by_layer, unit, rungs_by_control)
+    with progress_bar(total=n_runs, desc="runs", disable=not progress) as bar:
+        ladder = LadderRuns(reading, fitted, texts, unit, metric, failures, bar)
+        rows = ladder.rows(heads_by_layer, rungs_by_control)
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
-    if len(table) and bool(table["recovered"].isna().all()):
-        warnings.warn(
-            "tokens: recovered is NaN in every row, because the attention of no chosen head changes the predictions by "
-            f"more than rounding; the shortest text has {plural(min(texts.lengths), 'token')}: give longer texts, or "
-            "other heads",
-            stacklevel=2,
-        )
-    table.attrs |= {"random weights": described_copies("random", scales, [seed])} if scales else {}
-    table.attrs |= {"search": search} if search else {}
+    _warn_of_no_effect(table, texts)
     return reading.note(failures.note(table))
 
 
-def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, chosen: Chosen) -> None:
+def _n_runs(heads_by_layer: Chosen, unit: Unit, rungs_by_control: dict[str, list[AnyRung]]) -> int:
+    """Count the runs: of each rung of each control except ``"untouched"``, for each head, layer or all."""
+    n_heads = sum(len(heads) for _, heads in heads_by_layer)
+    n_items = {"all": 1, "layer": len(heads_by_layer), "head": n_heads}[unit]
+    return n_items * sum(rung != "untouched" for rungs in rungs_by_control.values() for rung in rungs)
+
+
+def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, heads_by_layer: Chosen) -> None:
     """Raise if predicted texts have distances for which a rung was not fitted."""
-    reach = min(texts.longest, max(spec.window or texts.longest for spec, _ in chosen))
+    reach = min(texts.longest, max(spec.window or texts.longest for spec, _ in heads_by_layer))
     if set(rungs) & set(PER_HEAD) and reach > fitted.longest:
         raise ArgumentError(
             "heldout",
@@ -204,9 +141,12 @@ def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, chosen
         )
 
 
-def _check_exact(exact: Any, unit: Unit, metric: Metric | None) -> None:
-    """Validate a number of heads to be run, and that the others can be estimated."""
-    check_integer("exact", exact, 0, why="a number of heads, or 'all'")
-    if unit != "head" or metric is not None:
-        given = f"unit={unit!r}" if unit != "head" else "a metric"
-        raise ArgumentError("exact", f"must be 'all' with {given}: estimates are divergences of single heads")
+def _warn_of_no_effect(table: pd.DataFrame, texts: Texts) -> None:
+    """Warn if no share is defined."""
+    if len(table) and bool(table["recovered"].isna().all()):
+        warnings.warn(
+            "tokens: recovered is NaN in every row, because the attention of no chosen head changes the predictions by "
+            f"more than rounding; the shortest text has {plural(min(texts.lengths), 'token')}: give longer texts, or "
+            "other heads",
+            stacklevel=3,
+        )

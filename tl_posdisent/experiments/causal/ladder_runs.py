@@ -32,6 +32,7 @@ from tl_posdisent.utils.statistics import Blocks
 
 Unit = Literal["head", "layer", "all"]
 MEAN: Final = "mean_output"
+_SHUFFLE_SEED = 0  # of the one order of the control "shuffled"
 AnyRung = Rung | Literal["mean_output"]
 """A rung, or the head's mean output."""
 Row = dict[str, Any]
@@ -69,38 +70,36 @@ class LadderRuns:
     fitted: Texts
     texts: Texts
     unit: Unit
-    bands: Sequence[int]
-    rank: int
-    seed: int
     metric: Metric | None
     failures: Failures
     bar: Any
 
-    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[AnyRung]]) -> list[Row]:
+    def rows(self, heads_by_layer: Chosen, rungs_by_control: Mapping[str, Sequence[AnyRung]]) -> list[Row]:
         """Measure the rows of each control. Shares of all controls have the baselines of the first one."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[Row] = []
         baselines: dict[tuple[int | None, int | None], dict[AnyRung, _Measured]] = {}
         with running(model):
-            runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
+            runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in heads_by_layer])
             clean = Unmodified.of(runs.clean, self.texts)
             untouched = _Measured(clean.losses, torch.zeros_like(clean.losses), self._values(runs.clean, clean.losses))
-            for control, some in rungs.items():
+            for control, rungs in rungs_by_control.items():
                 shuffled = control == "shuffled"
                 # In one pass for all layers; what is fitted to each text takes memory, so layer by layer.
-                fitted = {x: self._hooks_in(chosen, x, shuffled=shuffled) for x in some if x == MEAN or x in PER_HEAD}
-                for together in [chosen] if whole else [[each] for each in chosen]:
+                of_heads = [rung for rung in rungs if rung == MEAN or rung in PER_HEAD]
+                fitted = {rung: self._hooks_in(heads_by_layer, rung, shuffled=shuffled) for rung in of_heads}
+                for together in [heads_by_layer] if whole else [[layer] for layer in heads_by_layer]:
                     hooks: dict[AnyRung, HooksIn] = {
-                        x: fitted.get(x) or self._hooks_in(together, x, shuffled=shuffled)
-                        for x in some
-                        if x != "untouched"
+                        rung: fitted.get(rung) or self._hooks_in(together, rung, shuffled=shuffled)
+                        for rung in rungs
+                        if rung != "untouched"
                     }
                     for item, measured in self._measured(runs, together, hooks, clean, untouched):
                         if "uniform" in measured:
-                            baselines[item.layer, item.head] = {x: measured[x] for x in ("uniform", MEAN)}
-                        ends = baselines[item.layer, item.head]
-                        if "untouched" in some:
+                            baselines[item.layer, item.head] = {rung: measured[rung] for rung in ("uniform", MEAN)}
+                        if "untouched" in rungs:
                             measured["untouched"] = untouched
+                        ends = baselines[item.layer, item.head]
                         rows += self._rows_of(item, measured, ends, untouched, clean.blocks, control)
         return rows
 
@@ -113,12 +112,12 @@ class LadderRuns:
         untouched: _Measured,
     ) -> list[tuple[_Item, dict[AnyRung, _Measured]]]:
         """Measure each rung for each item."""
-        found: list[tuple[_Item, dict[AnyRung, _Measured]]] = [(item, {}) for item in self._items(together)]
-        outputs = self._runs(runs, together, [item for item, _ in found], hooks)
-        for (rung, (item, measured)), run in zip(product(hooks, found), outputs, strict=True):
+        by_item: list[tuple[_Item, dict[AnyRung, _Measured]]] = [(item, {}) for item in self._items(together)]
+        outputs = self._runs(runs, together, [item for item, _ in by_item], hooks)
+        for (rung, (item, measured)), run in zip(product(hooks, by_item), outputs, strict=True):
             measured[rung] = self._measure(run, clean, untouched, item)
             self.bar.update()
-        return found
+        return by_item
 
     def _items(self, together: Chosen) -> list[_Item]:
         if self.unit == "all":
@@ -143,9 +142,9 @@ class LadderRuns:
             changes += [Change(name, tuple(heads), in_layer) for item in items for _, heads in item.where]
         return runs.each(spec.layer, changes)
 
-    def _run(self, hooks_in: HooksIn, where: Chosen) -> list[Any]:
-        under = [hooks_in(group, where) for group in range(len(self.texts.groups))]
-        return run_texts(self.reading.model, self.texts, under)
+    def _run(self, hooks_in: HooksIn, heads_by_layer: Chosen) -> list[Any]:
+        hooks = [hooks_in(group, heads_by_layer) for group in range(len(self.texts.groups))]
+        return run_texts(self.reading.model, self.texts, hooks)
 
     def _hooks_in(self, chosen: Chosen, rung: AnyRung, *, shuffled: bool) -> HooksIn:
         """Return what puts a rung in: fitted to other texts, in the run itself, or to the shuffled text."""
@@ -153,14 +152,14 @@ class LadderRuns:
         if rung == MEAN:
             return partial(_mean_outputs, self._means(chosen))
         if rung in WITHOUT_FIT or not (per_head or shuffled):
-            return lambda group, where: rung_hooks(where, rung, self.bands, self.rank)
+            return lambda group, where: rung_hooks(where, rung)
         source = self.fitted if per_head else self.texts
-        texts = source.shuffled(self.seed) if shuffled else [group.tokens for group in source.groups]
-        options: dict[str, Any] = {"in_turn": self.unit == "all", "bands": self.bands, "rank": self.rank}
+        texts = source.shuffled(_SHUFFLE_SEED) if shuffled else [group.tokens for group in source.groups]
+        in_turn = self.unit == "all"
         if per_head:
-            stored = [fit_layers(model, texts, chosen, rung, **options)] * len(self.texts.groups)
+            stored = [fit_layers(model, texts, chosen, rung, in_turn=in_turn)] * len(self.texts.groups)
         else:
-            stored = [fit_layers(model, [tokens], chosen, rung, **options) for tokens in texts]
+            stored = [fit_layers(model, [tokens], chosen, rung, in_turn=in_turn) for tokens in texts]
         return lambda group, where: stored_hooks(where, stored[group])
 
     def _means(self, chosen: Chosen) -> StandIn | ValueError:
@@ -168,7 +167,7 @@ class LadderRuns:
         layers = [spec.layer for spec, _ in chosen]
         try:
             check_reach(self.reading, layers)
-            return stand_in(self.reading.model, layers, "mean", self.fitted, self.seed)
+            return stand_in(self.reading.model, layers, "mean", self.fitted, seed=0)
         except ValueError as error:
             return error
 
@@ -218,7 +217,7 @@ class LadderRuns:
                 run.divergences, uniform.divergences, of_tokens, unmodified_loss, dtype
             )
             _, row["error"] = blocks.mean(run.values - untouched.values)
-            row |= {"blocks": blocks.count, "df": blocks.df, "exact": True}
+            row |= {"blocks": blocks.count, "df": blocks.df}
             row["parameters"] = sum(
                 len(heads) * self._size(rung, spec, n) for spec, heads in item.where for n in lengths
             )
@@ -229,7 +228,7 @@ class LadderRuns:
         """Count the parameters that a rung fits for one head."""
         if rung == MEAN:
             return spec.d_head
-        return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
+        return n_parameters(rung, spec.mask(length), spec.d_head)
 
 
 def _in_layer(hooks_in: HooksIn, spec: AttentionSpec, group: int, heads: Sequence[int]) -> Hooks:

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Marginals, make_cells, read_marginals
+from tl_posdisent.additive.cells import Cells, make_cells
 from tl_posdisent.additive.fit import explained_around, fit_marginals
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.models.running.texts import Texts
 

@@ -7,7 +7,7 @@ result for a text in a padded batch equals that for the text alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,8 +130,9 @@ def _shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
     return drawn.argsort()
 
 
-Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | Texts
-"""Token ids ``[batch, pos]`` or ``[pos]``, a text, texts of any lengths, or what was read from these before."""
+Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | Mapping[str, Tensor] | Texts
+"""Token ids ``[batch, pos]`` or ``[pos]``, a text, texts of any lengths, ids and mask as a tokenizer returns them, or
+what was read from these before."""
 
 
 def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
@@ -139,7 +140,8 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
 
     Args:
         tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths, which are padded on the
-            side that the model's tokenizer uses. ``Texts`` that were already read are returned unchanged.
+            side that the model's tokenizer uses; or what a tokenizer returns, a mapping with ``"input_ids"`` and
+            ``"attention_mask"``. ``Texts`` that were already read are returned unchanged.
         attention_mask: for ids, of the same shape: True or 1 at tokens, False or 0 at padding, which must be at the
             beginning or at the end of a text. None for ids without padding, and for text.
 
@@ -149,6 +151,8 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     """
     if isinstance(tokens, Texts):
         return tokens
+    if isinstance(tokens, Mapping):
+        tokens, attention_mask = _ids_and_mask(tokens, attention_mask)
     several = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
     if (several or isinstance(tokens, str)) and attention_mask is not None:
         raise ArgumentError("attention_mask", "must be None for tokens that are given as text: text needs no padding")
@@ -174,6 +178,18 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
         columns = starts[texts, None] + torch.arange(length, device=ids.device)
         groups.append(TextGroup(texts, ids[texts[:, None], columns], starts[texts]))
     return Texts(ids, real, groups)
+
+
+def _ids_and_mask(tokens: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Return the ids and the mask of a tokenizer's result."""
+    if "input_ids" not in tokens:
+        named = ", ".join(map(str, tokens)) or "nothing"
+        raise ArgumentError(
+            "tokens", f"must be a mapping with input_ids, as a tokenizer returns it, got one with {named}"
+        )
+    if attention_mask is not None:
+        raise ArgumentError("attention_mask", "must be None for tokens with a mask of their own, got both")
+    return tokens["input_ids"], tokens.get("attention_mask")
 
 
 def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:

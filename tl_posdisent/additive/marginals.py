@@ -1,0 +1,102 @@
+"""Read the marginal sums of scores: over the cells of each distance, query and key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.masking_values import refuse_masking_values, refuse_non_finite
+
+_ROWS, _CELLS = 64, 2**18  # most rows and cells that are read and converted at a time, to stay in the CPU's cache
+_CELLS_OF_ACCELERATOR = 2**24  # most cells at a time elsewhere: 128 MiB in float64
+
+
+@dataclass(frozen=True, eq=False)
+class Marginals:
+    """Sums of ``scores - pivot`` over the cells; the pivot is near the mean, so that squares do not cancel.
+
+    Attributes:
+        pivot: number that was subtracted from the scores.
+        sums: sums over the cells of each distance, query and key, stacked.
+        squares: sum of squares over all cells.
+    """
+
+    pivot: Float64[Tensor, "*batch"]
+    sums: Float64[Tensor, "*batch coefficient"]
+    squares: Float64[Tensor, "*batch"]
+
+    def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
+        """Convert the sums to those of ``scores - pivot`` over the same cells, for another pivot."""
+        shift = self.pivot - pivot
+        total = cells.split(self.sums).query.sum(-1)
+        squares = self.squares + shift * (2 * total + cells.n_cells * shift)
+        return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
+
+
+def read_marginals(
+    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
+) -> Marginals:
+    """Sum every score matrix over ``cells`` along each axis, in float64.
+
+    Args:
+        name: the scores' name in errors.
+        suspicious: also look for masking values such as -1e9; False if the user has passed a boolean mask.
+
+    Raises:
+        ValueError: a cell inside the mask is NaN, infinite or a masking value; the message says where the first one is.
+    """
+    batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
+    flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
+    if leading := cells.counts.shape[:-1]:
+        which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
+    n = flat.shape[0]
+    sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
+    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
+
+    on_cpu = scores.device.type == "cpu"
+    at_once = _CELLS if on_cpu else _CELLS_OF_ACCELERATOR
+    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
+    heads = max(1, at_once // (rows * n_key))
+    for first in range(0, n, heads):
+        some = slice(first, first + heads)
+        masks = None if which is None else which[some]
+        pivot[some] = _typical(flat[some], cells, masks)
+        for row in range(0, n_query, rows):
+            lines = slice(row, min(row + rows, n_query))
+            columns = cells.columns(lines)
+            if columns.start == columns.stop:
+                continue
+            block = flat[some, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            block.sub_(pivot[some, None, None])
+            inside = cells.inside(lines, columns, masks)
+            touched = (~inside).flatten(0, -2).any(0).nonzero()
+            if len(touched):  # most columns have no masked cell
+                hidden = slice(int(touched[0]), int(touched[-1]) + 1)
+                block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
+            cells.add_sums(sums[some], block, lines, columns)
+            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
+            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
+    pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
+    total = cells.split(sums).query.sum(-1)
+    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
+    if suspicious:
+        refuse_masking_values(scores, cells, lowest, name)
+    return Marginals(pivot, sums, squares)
+
+
+def _typical(
+    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, " matrix"] | None
+) -> Float64[Tensor, " matrix"]:
+    """Estimate the mean of each matrix from a few of its rows, or from all rows if those have no cells."""
+    for step in (max(1, cells.n_query // 8), 1):
+        rows = slice(0, cells.n_query, step)
+        inside = cells.inside(rows, slice(0, cells.n_key), masks)
+        count = inside.sum((-2, -1))
+        if bool(count.all()):
+            break
+    mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
+    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
