@@ -32,7 +32,7 @@ def models(
       tl-posdisent models --search pythia
       tl-posdisent models --untested --out models.csv
     """
-    with answering(locals()):
+    with answering():
         check_out(out)
         table = _known_models()
         if not untested:
