@@ -16,9 +16,8 @@ from support.processes import started, wait_until
 from support.swept import calls, failing, measured, noted, slow_jobs, squares
 
 from tl_posdisent import demo_tokens
-from tl_posdisent.sweeps import jobs as calls_of_jobs
 from tl_posdisent.sweeps import read_results, results, sweep
-from tl_posdisent.sweeps.jobs import describe_call
+from tl_posdisent.sweeps.jobs import describe_jobs
 from tl_posdisent.utils.errors import ArgumentError
 
 
@@ -46,6 +45,17 @@ def test_what_is_there_is_skipped(tmp_path: Path) -> None:
     assert {name: len(processes) for name, processes in calls(tmp_path).items()} == {"a": 1, "b": 1, "c": 1}
     assert before.items() < inodes(out).items()
     assert table.to_dict("list") == {"job": ["c", "a", "b"], "name": ["c", "a", "b"]}
+
+
+def test_shares_of_the_jobs_fill_one_folder(tmp_path: Path) -> None:
+    """As the tasks of a job array do, at the same time or one after another; nothing runs twice."""
+    jobs, out = slow_jobs(tmp_path, seconds=0), tmp_path / "out"
+    shares = [dict(list(jobs.items())[task::4]) for task in range(4)]
+    tables = [sweep(share, out, progress=False) for share in shares]
+    whole = sweep(jobs, out, progress=False)
+    assert {len(processes) for processes in calls(tmp_path).values()} == {1}
+    assert whole["job"].tolist() == list("abcdef")
+    assert sorted(pd.concat(tables)["job"]) == list("abcdef")
 
 
 def run_slow_jobs(folder: Path) -> None:
@@ -145,16 +155,19 @@ def test_a_result_of_another_call_is_refused(change: str, tmp_path: Path, monkey
     assert inodes(tmp_path) == before, "no job ran"
 
 
-def test_one_call_is_written_in_several_ways(tmp_path: Path) -> None:
+def described(*positional: Any, **named: Any) -> str:
+    return describe_jobs({"a": partial(squares, *positional, **named)})["a"]
+
+
+def test_one_call_is_written_in_several_ways() -> None:
     """By position or by name, with numbers of numpy; a tuple is not a list, which may mean other heads."""
-    ways = [partial(squares, 2, 1), partial(squares, count=2, start=1), partial(squares, np.int64(2), start=1)]
-    assert {describe_call("a", way) for way in ways} == {"squares(count=2, start=1)"}
-    texts = {describe_call("a", partial(measured, 8, heads)) for heads in ([0, 1], (0, 1), [(0, 1)], range(2), (1,))}
-    assert len(texts) == 5
-    plain = {"path": Path("a"), "none": None, "functions": [demo_tokens, dict], "numbers": (0.5, True)}
-    assert describe_call("a", partial(squares, plain)).endswith(
-        "'none': None, 'functions': [demo_tokens, dict], 'numbers': (0.5, True, )})"
-    )
+    ways = {described(2, 1), described(count=2, start=1), described(np.int64(2), start=1), described(2, start=1)}
+    assert ways == {"squares(count=2, start=1)"}
+    assert len({described(heads) for heads in ([0, 1], (0, 1), [(0, 1)], [[0, 1]], range(2), (1,), "0", 0)}) == 8
+    assert described(2) != described(2.0)
+    plain = {"path": Path("a"), "none": None, "functions": [demo_tokens], "numbers": (0.5, True)}
+    text = f"{{'path': {Path('a')!r}, 'none': None, 'functions': [demo_tokens], 'numbers': tuple([0.5, True])}}"
+    assert described(plain) == f"squares(count={text})"
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", "cut", "flipped", "of pandas"])
@@ -302,7 +315,3 @@ def test_results_of_no_folder_and_of_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"out must be the folder of a sweep, got .*none"):
         read_results(tmp_path / "none")
     assert list(read_results(tmp_path).columns) == ["job"]
-
-
-def test_calls_are_described_once(tmp_path: Path) -> None:
-    assert calls_of_jobs.check_jobs(ONE) == {"a": "squares(count=1)"}

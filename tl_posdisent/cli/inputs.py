@@ -37,8 +37,8 @@ def numbers_or_words(text: str | None) -> Any:
     return text if values == [text] else values
 
 
-def number_or_word(text: str) -> float | str:
-    """Convert a text to a number if it is one.
+def number_or_word(text: str) -> Any:
+    """Convert a text to a number if it is one; any other word is for the function that takes it.
 
     >>> number_or_word("0.02"), number_or_word("config")
     (0.02, 'config')

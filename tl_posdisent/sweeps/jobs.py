@@ -17,65 +17,52 @@ from tl_posdisent.utils.errors import ArgumentError, brief
 Job = Callable[[], Any]
 """A function, or a ``functools.partial`` of one, that returns a table."""
 
-_NOT_IN_NAMES = re.compile(r'[/\\<>:"|?*]|^[. ]')  # some system does not allow them in names of files, or hides these
-_LONGEST_NAME = 200  # bytes: files may have 255, which an ending and the name of the unfinished file share
+_NOT_IN_NAMES = re.compile(r'[/\\<>:"|?*]|^[. ]')  # some system does not allow these in names of files, or hides them
+_LONGEST_NAME = 200  # bytes: a file's name may have 255, its ending included
 
 
-def check_jobs(jobs: Any) -> dict[str, str]:
-    """Return the text of each job's call by the job's name.
+def describe_jobs(jobs: Any) -> dict[str, str]:
+    """Return the text of each job's call by the job's name, or raise ArgumentError.
 
-    Raises:
-        ArgumentError: no jobs; a name that cannot be that of a file in the folder, or two of one file; a function or
-            an argument that the text cannot describe; arguments that the function does not take.
-
-    Example:
-        >>> from functools import partial
-        >>> check_jobs({"three": partial(range, 3)})
-        Traceback (most recent call last):
-        tl_posdisent.utils.errors.ArgumentError: jobs must be ... got 'three' with <class 'range'>: ...
+    >>> from tl_posdisent.demo import demo_tokens
+    >>> describe_jobs({"short": partial(demo_tokens, length=16)})
+    {'short': 'demo_tokens(length=16)'}
     """
     if not isinstance(jobs, Mapping) or not jobs:
         raise ArgumentError("jobs", f"must be a dict of names and functions, got {brief(jobs)}")
-    _check_names(list(jobs))
-    return {name: describe_call(name, job) for name, job in jobs.items()}
-
-
-def _check_names(names: list[Any]) -> None:
-    """Raise unless each name is that of one file in one folder, on every file system."""
-    files: dict[str, str] = {}
-    for name in names:
-        if not isinstance(name, str) or not name or not name.isprintable() or _NOT_IN_NAMES.search(name):
+    names_of_files: dict[str, str] = {}
+    for name in jobs:
+        _check_name(name)
+        other = names_of_files.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
+        if other != name:
             raise ArgumentError(
                 "jobs",
-                'must be named as files are: without / \\ < > : " | ? * and no dot or space at the beginning, '
-                f"got {brief(name)}: write 'pythia-70m' for 'EleutherAI/pythia-70m'",
+                f"must have names that differ in more than capitals, got {brief(other)} and {brief(name)}, which are "
+                "one file on some systems",
             )
-        if len(name.encode()) > _LONGEST_NAME:
-            raise ArgumentError("jobs", f"must have names of at most {_LONGEST_NAME} bytes, got {brief(name)}")
-        file = unicodedata.normalize("NFC", name).casefold()
-        if file in files:
-            raise ArgumentError(
-                "jobs",
-                f"must have names that differ in more than capitals, got {brief(files[file])} and {brief(name)}, "
-                "which are one file on some systems",
-            )
-        files[file] = name
+    return {name: _describe_call(name, job) for name, job in jobs.items()}
 
 
-def describe_call(name: str, job: Any) -> str:
-    """Return the call as a text, with the arguments in the order of the function's signature.
-
-    >>> from tl_posdisent.demo import demo_tokens
-    >>> describe_call("short", partial(demo_tokens, length=16))
-    'demo_tokens(length=16)'
-    """
-    function, positional, named = (job.func, job.args, job.keywords) if isinstance(job, partial) else (job, (), {})
-    if not inspect.isfunction(function) or "<" in function.__qualname__:
+def _check_name(name: Any) -> None:
+    """Raise unless a name is that of a visible file in one folder, on every system."""
+    if not isinstance(name, str) or not name or not name.isprintable() or _NOT_IN_NAMES.search(name):
         raise ArgumentError(
             "jobs",
-            f"must be functions that a module defines, or functools.partial of one with its arguments, got "
-            f"{brief(name)} with {brief(function)}: write partial(function, argument=value), so that the result can "
-            "say what made it",
+            'must be named as files are: without / \\ < > : " | ? * and no dot or space at the beginning, got '
+            f"{brief(name)}: write 'pythia-70m' for 'EleutherAI/pythia-70m'",
+        )
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ArgumentError("jobs", f"must have names of at most {_LONGEST_NAME} bytes, got {brief(name)}")
+
+
+def _describe_call(name: str, job: Any) -> str:
+    """Return the call of a job as a text, with the arguments in the order of the function's signature."""
+    function, positional, named = (job.func, job.args, job.keywords) if isinstance(job, partial) else (job, (), {})
+    if not inspect.isfunction(function) or "<" in function.__qualname__:  # <lambda>, or a function's <locals>
+        raise ArgumentError(
+            "jobs",
+            "must be functions that a module defines, or functools.partial of one with its arguments, so that a result "
+            f"can say what made it, got {brief(name)} with {brief(function)}: write partial(function, argument=value)",
         )
     try:
         bound = inspect.signature(function).bind(*positional, **named)
@@ -95,12 +82,12 @@ def _describe(value: Any) -> str:
         case list():
             return f"[{', '.join(map(_describe, value))}]"
         case tuple():
-            return f"({''.join(f'{_describe(item)}, ' for item in value)})"
+            return f"tuple([{', '.join(map(_describe, value))}])"
         case dict():
             return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
-    if (inspect.isfunction(value) or inspect.isclass(value)) and "<" not in value.__qualname__:
+    if inspect.isfunction(value) and "<" not in value.__qualname__:
         return value.__qualname__
     raise TypeError(
-        f"arguments must be numbers, words, paths, None, or lists and dicts of these, got {type(value).__name__}: load "
-        "models and make tensors and hooks inside the function"
+        f"arguments must be numbers, words, paths, None, functions of a module, or lists and dicts of these, got "
+        f"{type(value).__name__}: load models and make tensors and hooks inside the function"
     )

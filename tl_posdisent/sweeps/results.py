@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -20,28 +19,21 @@ _KEY = b"tl_posdisent"  # of the metadata in which a file says what made it
 
 
 def made_by(call: str) -> str:
-    """Describe what makes a result: the call, and the version of this package that runs it."""
+    """Describe what makes a result: the call, and the version of this package."""
     return f"{call} with tl-posdisent {version('tl-posdisent')}"
 
 
 def run_job(job: Job, call: str) -> pa.Table:
     """Run a job, and return its table with metadata that say what made it."""
-    table: Any = job()
+    table = job()
     if not isinstance(table, pd.DataFrame):
-        raise TypeError(
-            f"a job must return a pandas.DataFrame, got {type(table).__name__}: most results have to_frame()"
-        )
+        raise TypeError(f"a job must return a pandas.DataFrame, got {type(table).__name__}: a result has to_frame()")
     table = table.copy(deep=False) if isinstance(table.index, pd.RangeIndex) else table.reset_index()
     if "job" in table:
         raise ValueError("a job must return a table without a column 'job', which is added: rename that column")
-    table.attrs = {}
+    table.attrs = {}  # Parquet holds no values of other types
     arrow = pa.Table.from_pandas(table, preserve_index=False)
     return arrow.replace_schema_metadata({**arrow.schema.metadata, _KEY: json.dumps(made_by(call)).encode()})
-
-
-def result_path(folder: Path, name: str) -> Path:
-    """Return the file of a job's result."""
-    return folder / f"{name}.parquet"
 
 
 def write_result(path: Path, table: pa.Table) -> None:
@@ -50,16 +42,16 @@ def write_result(path: Path, table: pa.Table) -> None:
         pq.write_table(table, file, write_page_checksum=True)
 
 
-def is_finished(path: Path, name: str, call: str) -> bool:
-    """Say whether a job has its result; raise if the file was made by another call or version."""
+def is_finished(path: Path, call: str) -> bool:
+    """Say whether a job has its result; raise if another call or version made the file."""
     if not path.exists():
         return False
     maker = _maker(path)
     if maker != made_by(call):
         raise ArgumentError(
             "jobs",
-            f"must be those whose results are in out, got {brief(name)} as {made_by(call)}, but {path} was made by "
-            f"{maker}: choose another name or folder, or delete that file",
+            f"must be those whose results are in out, got {brief(path.stem)} as {made_by(call)}, but {path} was made "
+            f"by {maker}: choose another name or folder, or delete that file",
         )
     return True
 
@@ -73,15 +65,13 @@ def _maker(path: Path) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> ArgumentError:
-    why = f"{type(error).__name__}: {error}"
-    return ArgumentError(
-        "out", f"must hold results of a sweep, but {path} is damaged or of another kind ({why}): delete it"
-    )
+    why = f"{path} is damaged or of another kind ({type(error).__name__}: {error})"
+    return ArgumentError("out", f"must hold results of a sweep, but {why}: delete it")
 
 
 def join_results(paths: Iterable[Path]) -> pd.DataFrame:
     """Read results as one table, with the names of the jobs in the first column, ``job``."""
-    tables = []
+    tables = [pd.DataFrame({"job": []}, dtype=object)]
     for path in paths:
         try:
             table = pq.read_table(path, page_checksum_verification=True).to_pandas()
@@ -89,7 +79,7 @@ def join_results(paths: Iterable[Path]) -> pd.DataFrame:
             raise _damaged(path, error) from error
         table.insert(0, "job", path.stem)
         tables.append(table)
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame({"job": []}, dtype=object)
+    return pd.concat(tables[1:] or tables, ignore_index=True)
 
 
 def read_results(out: str | Path) -> pd.DataFrame:
@@ -99,8 +89,7 @@ def read_results(out: str | Path) -> pd.DataFrame:
         out: the folder.
 
     Returns:
-        The tables of all jobs with a result, one below the other, in the order of the jobs' names; the first column is
-        ``job``, the name.
+        The table of ``sweep``, of the jobs that have a result, in the order of their names.
 
     Raises:
         ValueError: no such folder; a file in it that is damaged or was not made by a sweep.
@@ -112,10 +101,9 @@ def read_results(out: str | Path) -> pd.DataFrame:
         ...     len(read_results(folder))
         0
     """
-    folder = Path(out)
-    if not folder.is_dir():
-        raise ArgumentError("out", f"must be the folder of a sweep, got {brief(folder)}, which is none")
-    paths = sorted(folder.glob("*.parquet"))
+    if not Path(out).is_dir():
+        raise ArgumentError("out", f"must be the folder of a sweep, got {brief(out)}, which is no folder")
+    paths = sorted(Path(out).glob("*.parquet"))
     for path in paths:
         _maker(path)
     return join_results(paths)

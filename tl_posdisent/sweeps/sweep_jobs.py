@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,28 @@ import pandas as pd
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from tl_posdisent.sweeps.jobs import Job, check_jobs
-from tl_posdisent.sweeps.results import is_finished, join_results, result_path, run_job, write_result
+from tl_posdisent.sweeps.jobs import Job, describe_jobs
+from tl_posdisent.sweeps.results import is_finished, join_results, run_job, write_result
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import check_writable
 
-Outcome = tuple[str, pa.Table | Exception]
-"""A job's name, and its table or the error that it raised."""
+Outcomes = Generator[tuple[str, pa.Table | Exception], None, None]
+"""The name of each job that ends, and its table or the error that it raised."""
 
 
 def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progress: bool = True) -> pd.DataFrame:
     """Run the jobs that have no result yet, and return the results of all as one table.
 
-    Each result is a file named by its job, written as soon as the job ends, so a sweep that was stopped or killed
-    continues if it is called again. Several processes may run different jobs in one folder at the same time.
+    A result is a file named by its job, written as soon as the job ends, so a sweep that was stopped or killed
+    continues if it is called again. Processes that run different jobs may share a folder.
 
     Args:
         jobs: functions by name, each a function of a module or a ``functools.partial`` of one, that return a
             ``pandas.DataFrame``. Names are those of files. Arguments are numbers, words, paths, None, functions of a
-            module, and lists, tuples and dicts of these: the function loads its model.
+            module, and lists, tuples and dicts of these; the function itself loads its model.
         out: folder of the results, ``NAME.parquet``.
         client: None runs the jobs one after another in this process; a ``dask.distributed.Client`` runs them on its
-            workers. They need the modules of the functions, but not ``out``.
+            workers, which need the modules of the functions, but not ``out``.
         progress: show a progress bar.
 
     Returns:
@@ -41,10 +41,10 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
         The index of a table becomes columns, unless it only counts rows.
 
     Raises:
-        ValueError: jobs, names or arguments as above, before one of them runs; a result in ``out`` that another call
+        ValueError: before a job runs: jobs, names or arguments other than these; a result in ``out`` that another call
             or another version of this package made; ``out`` cannot be written.
-        ExceptionGroup: jobs raised errors; each has a note with the job's name. The others have run: their results
-            are kept (``read_results``), and the next call runs those that failed.
+        ExceptionGroup: the errors of jobs, each with a note that names its job, when the other jobs have run. Their
+            results are kept (``read_results``), and the next call runs only what is missing.
         OSError: a result cannot be written (a full disk). Earlier results are kept.
 
     Example:
@@ -61,16 +61,16 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
         >>> table.groupby("job", sort=False)["r"].count().to_dict()
         {'32 tokens': 8, '64 tokens': 8}
     """
-    calls = check_jobs(jobs)
+    calls = describe_jobs(jobs)
     _check_client(client)
     folder = check_writable("out", out, "folder")
-    paths = {name: result_path(folder, name) for name in jobs}
-    todo = {name: (jobs[name], calls[name]) for name in jobs if not is_finished(paths[name], name, calls[name])}
+    paths = {name: folder / f"{name}.parquet" for name in jobs}
+    todo = {name: (job, calls[name]) for name, job in jobs.items() if not is_finished(paths[name], calls[name])}
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = _run_here(todo) if client is None else _run_on_cluster(todo, client)
     errors: dict[str, Exception] = {}
-    counted = {"total": len(jobs), "initial": len(jobs) - len(todo)}
-    with contextlib.closing(outcomes), tqdm(desc="jobs", disable=not progress, **counted) as bar:
+    bar = tqdm(desc="jobs", total=len(jobs), initial=len(jobs) - len(todo), disable=not progress)
+    with bar, contextlib.closing(outcomes):
         for name, outcome in outcomes:
             if isinstance(outcome, Exception):
                 errors[name] = outcome
@@ -78,7 +78,8 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
             else:
                 write_result(paths[name], outcome)
             bar.update()
-    _raise_errors(errors, len(jobs), folder)
+    if errors:
+        raise _failure(errors, len(jobs), folder)
     return join_results(paths.values())
 
 
@@ -98,8 +99,8 @@ def _check_client(client: Any) -> None:
     )
 
 
-def _run_here(todo: dict[str, tuple[Job, str]]) -> Iterator[Outcome]:
-    """Run jobs one after another."""
+def _run_here(todo: dict[str, tuple[Job, str]]) -> Outcomes:
+    """Run jobs one after another in this process."""
     for name, (job, call) in todo.items():
         try:
             outcome = run_job(job, call)
@@ -116,8 +117,8 @@ def _release_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _run_on_cluster(todo: dict[str, tuple[Job, str]], client: Any) -> Iterator[Outcome]:
-    """Run jobs on the workers of a dask cluster, and yield them as they end; cancel the rest if this one is closed."""
+def _run_on_cluster(todo: dict[str, tuple[Job, str]], client: Any) -> Outcomes:
+    """Run jobs on the workers of a dask cluster, in the order in which they end; if closed, cancel the rest."""
     from distributed import as_completed
 
     futures = client.map(run_job, *zip(*todo.values(), strict=True), pure=False) if todo else []
@@ -130,15 +131,12 @@ def _run_on_cluster(todo: dict[str, tuple[Job, str]], client: Any) -> Iterator[O
         client.cancel(list(names))
 
 
-def _raise_errors(errors: dict[str, Exception], count: int, folder: Path) -> None:
-    """Raise the errors of jobs together, each with a note that names its job."""
-    if not errors:
-        return
+def _failure(errors: dict[str, Exception], count: int, folder: Path) -> ExceptionGroup[Exception]:
+    """Return the errors of jobs as one, each with a note that names its job."""
     for name, error in errors.items():
         error.add_note(f"in job {name!r} of the sweep in {folder}")
     names = ", ".join(map(repr, list(errors)[:10])) + (" …" if len(errors) > 10 else "")
-    raise ExceptionGroup(
+    message = (
         f"{len(errors)} of {count} jobs failed ({names}); the results of the others are kept in {folder}, and the "
-        "same call runs only what is missing",
-        list(errors.values()),
     )
+    return ExceptionGroup(message + "same call runs only what is missing", list(errors.values()))
