@@ -24,6 +24,7 @@ from tl_posdisent.cli.output import FORMATS, frame, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.page import measurements as sections
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -167,6 +168,8 @@ def test_models(tmp_path: Path) -> None:
     table = pd.read_csv(out).set_index("name")
     assert list(table.index[:2]) == ["demo", "smollm2"]
     assert table.index.is_unique
+    of_lens = list(table.index[1 + len(PACKAGED) :])
+    assert of_lens == sorted(of_lens, key=lambda name: (name.lower(), name)), "also those that differ in capitals"
     assert table.loc["EleutherAI/pythia-70m", "bridge"] == "tested"
     assert (table["hooked"] == "yes").any() == has_hooked()
     lines = result.stdout.splitlines()

@@ -121,10 +121,10 @@ def _run_on_cluster(todo: dict[str, tuple[Job, str]], client: Any) -> Outcomes:
     """Run jobs on the workers of a dask cluster, in the order in which they end; if closed, cancel the rest."""
     from distributed import as_completed
 
-    futures = client.map(run_job, *zip(*todo.values(), strict=True), pure=False) if todo else []
-    names = dict(zip(futures, todo, strict=True))
+    jobs, calls = [job for job, _ in todo.values()], [call for _, call in todo.values()]
+    names = dict(zip(client.map(run_job, jobs, calls, pure=False), todo, strict=True))
     try:
-        for future in as_completed(futures):
+        for future in as_completed(list(names)):  # a future that nothing holds any more frees its table on the worker
             error = future.exception()
             yield names.pop(future), future.result() if error is None else error
     finally:
