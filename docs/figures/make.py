@@ -82,7 +82,7 @@ def shares() -> go.Figure:
 
 
 def drops() -> go.Figure:
-    """Draw the models of ``tl-posdisent synthetic --preset small``, which are trained first if necessary."""
+    """Draw the models of the preset ``small``, which are trained first if necessary."""
     runs = tp.synthetic.train_preset(
         tp.synthetic.preset("small"), tasks=["distance"], folder=Path("out/synthetic/trainings"), progress=False
     )

@@ -162,12 +162,9 @@ ELSEWHERE = {
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("knock_out", "keys"): "slots",
-    ("jobs", "texts"): "",
     ("rotary_from_table", "sin"): "",  # as cos
     ("Widget", "title"): "",
-    ("Text", "source"): "",
     ("load_model", "device"): "",
-    ("sweep", "device"): "",
     ("load_model", "backend"): "",  # tested with a folder
     ("load_model", "dtype"): "",
     ("capture", "scores"): "flag",
@@ -193,16 +190,16 @@ NOT_YET = words_of(
     head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
     sufficient_heads.order
-    train_preset.device jobs.experiments fit_attention.pattern
+    train_preset.device fit_attention.pattern
     """
 )
 # Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    answer body changed checkpoint checkpoints command compile context
-    downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
-    on_step out path perturb profiles progress queries query resume retry signed source_positions sufficient
+    answer body changed checkpoint checkpoints client command compile context
+    downstream draw folder heldout in_range key metrics model name_or_dir notes
+    on_step out path perturb profiles progress queries query resume signed source_positions sufficient
     tokenizer words wrong
     """
 )
@@ -213,7 +210,7 @@ RESULTS = {
     *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }
-NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
+NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used
 
 KIND_OF = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
 
@@ -276,19 +273,13 @@ def test_a_tuple_of_two_integers_is_not_a_choice_of_heads(function: Function, sh
 
 
 def test_other_choices_of_two_heads(shared_reading: Any) -> None:
-    """Also as iterators, which are read once, and in a sweep, whose arguments become JSON."""
+    """Also as iterators, which are read once."""
     reading, edits = shared_reading("bridge", "llama-gqa"), {}
     for name, heads in {"list": [3, 4], "once": iter([3, 4]), "pair": ((1, 4),), "label": "L1H4"}.items():
         ablated = tp.ablate_heads(reading, heads).to_frame()
         edits[name] = [*zip(ablated["layer"], ablated["head"], strict=True)]
     each = [(layer, head) for layer in range(reading.n_layers) for head in (3, 4)]
     assert edits == {"list": each, "once": each, "pair": [(1, 4)], "label": [(1, 4)]}
-    for name, arguments in (
-        ("head_ablation", {"heads": (1, 2)}),
-        ("head_effects", {"interventions": {"zero": ("ablate_heads", {"heads": (1, 2)})}}),
-    ):
-        with pytest.raises(ArgumentError, match=r"heads must not be a tuple of two integers, got \(1, 2\)"):
-            tp.sweeps.jobs("demo", (name, arguments), "demo")
 
 
 def test_every_argument_has_a_kind() -> None:

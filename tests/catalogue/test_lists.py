@@ -13,9 +13,7 @@ from support.on_devices import Place, after_a_run
 from support.public_calls import call, functions, model_for
 from support.results import assert_same
 
-import tl_posdisent as tp
 from tl_posdisent.cli.inputs import read_text
-from tl_posdisent.sweeps import Text
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_heads, check_indices
 
@@ -72,9 +70,7 @@ def test_choices_as_tables_hold_them() -> None:
 
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbfone\r\ntwo\r", b"one\ntwo\n"])
 def test_one_reader_of_text_files(content: bytes, tmp_path: Path) -> None:
-    """A byte order mark is no text, and lines end in one way, on the command line as in a sweep."""
+    """A byte order mark is no text, and lines end in one way."""
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    model = tp.load_demo_model()
     assert read_text(path) == "one\ntwo\n"
-    assert torch.equal(Text.of(path).tokens(model), Text.of("one\ntwo\n").tokens(model))

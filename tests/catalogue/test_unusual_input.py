@@ -11,8 +11,6 @@ from support.public_calls import GOOD, SAMPLES, TOKENS, numbers, synthetic
 import tl_posdisent as tp
 from tl_posdisent import additivity, fit_additive
 from tl_posdisent.rope import decompose
-from tl_posdisent.sweeps import Job, Text
-from tl_posdisent.sweeps.runner import failure_of, part_of
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
@@ -83,12 +81,9 @@ def test_two_positions(model: Any) -> None:
 
 
 def test_a_name_that_climbs_is_only_a_name(tmp_path: Any) -> None:
-    """Whatever a model, a text or a task is called, results are in the folder given, under their hash."""
-    assert "/" not in Text.of("../../x").name
-    job = Job("../../../etc/x", "../y", "", Text.of("../../z"), "additivity", "{}")
-    places = (part_of(tmp_path, job), failure_of(tmp_path, job))
-    assert [path.parent for path in places] == [tmp_path / "parts", tmp_path / "failed"]
-    assert all(".." not in path.name for path in places)
+    """A task or a job is not called by the path of a file."""
     for name in ("../../count", str(tmp_path / "x")):
+        with pytest.raises(ValueError, match="jobs must be named as files are"):
+            tp.sweeps.sweep({name: tp.demo_text}, tmp_path / "out")
         with pytest.raises(ValueError, match="tasks"):
             tp.synthetic.Preset("x", {name: GOOD["task"]}, ("rope",), {}, GOOD["preset"].training, {})

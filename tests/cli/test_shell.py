@@ -32,14 +32,28 @@ def program(*arguments: str, env: dict[str, str] | None = None) -> AbstractConte
 def test_in_a_pipe(tmp_path: Path) -> None:
     """Text from stdin; on stdout results alone, whole lines; progress on stderr; the table beside."""
     out = tmp_path / "table.csv"
-    words = ("run", "head_ablation", "--text", "-", "--length", "16", "--set", "layers=0", "--out", str(out))
+    words = (
+        "fit",
+        "--text",
+        "-",
+        "--length",
+        "16",
+        "--texts",
+        "1",
+        "--layers",
+        "0",
+        "--control",
+        "0",
+        "--out",
+        str(out),
+    )
     with program(*words) as running:
         stdout, stderr = running.communicate(b"We the people of these free and equal states. " * 4)
     assert running.returncode == 0, stderr
     lines = stdout.decode().splitlines()
-    assert lines[0] == "head_ablation: demo, 1 × 16 tokens"
-    assert [line.split()[:2] for line in lines[3:]] == [*(["0", str(head)] for head in range(8)), []]
-    assert b"heads: 100%" in stderr
+    assert lines[0] == "r of the three-axis fit, by layer and head: demo, 1 × 16 tokens"
+    assert [line.split()[0] for line in lines[2:4]] == ["layer", "0"]
+    assert b"layers: 100%" in stderr
     assert out.exists()
 
 
@@ -50,7 +64,7 @@ def test_as_a_module() -> None:
 
 
 SHORT = ("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress")
-SPEAKS = {"results": SHORT, "help": ["--help"], "none": [], "models": ["models"], "experiments": ["run"]}
+SPEAKS = {"results": SHORT, "help": ["--help"], "none": [], "models": ["models"]}
 
 
 @pytest.mark.parametrize("words", SPEAKS.values(), ids=SPEAKS)
@@ -79,21 +93,23 @@ def test_stdin_that_is_closed() -> None:
     with process(sys.executable, "-c", code, "fit", "--text", "-", **PIPES) as running:
         stdout, stderr = running.communicate()
     assert (running.returncode, stdout) == (2, b"")
-    assert stderr == b"error: --text cannot be read: stdin is closed\n"
+    assert stderr == b"error: text cannot be read: stdin is closed\n"
 
 
-def test_warnings_are_lines_of_their_own(tmp_path: Path) -> None:
-    """Not with the place in the library where they were raised; they name options, not arguments."""
-    short = tmp_path / "short.txt"
-    short.write_text("We the people", encoding="utf-8")
-    out = tmp_path / "out"
-    words = ("--length", "16", "--text", "demo", "--text", str(short), "--no-progress", "--out", str(out))
-    with program("sweep", *words) as running:
-        stdout, stderr = running.communicate()
-    assert running.returncode == 0
-    assert b"means over texts" in stdout
-    said = f"warning: 1 of 2 jobs failed: {out / 'failed'} has the reasons, and --retry repeats them\n"
-    assert stderr.decode() == said
+def test_warnings_are_lines_of_their_own() -> None:
+    """Not with the place in the library where they were raised."""
+    code = f"""
+import warnings
+from tl_posdisent.experiments.attention_scores import additivity as module
+measure = module.additivity
+def warn(*given, **options):
+    warnings.warn("few\\ntokens")
+    return measure(*given, **options)
+module.additivity = warn
+{PROGRAM}"""
+    done = run(sys.executable, "-c", code, *SHORT)
+    assert done.stderr == "warning: few tokens\n"
+    assert "mean r" in done.stdout
 
 
 THREADS = """
@@ -148,10 +164,10 @@ print(*found, torch.get_num_threads())
 
 
 def test_interrupted() -> None:
-    with program("run", "perturbation_curve", "--length", "64", "--set", "seeds=100000") as running:
+    with program("fit", "--length", "64", "--control", "100000") as running:
         assert running.stderr
         seen, more = b"", b"?"
-        while b"perturbations" not in seen and more:
+        while b"layers" not in seen and more:
             seen += (more := os.read(running.stderr.fileno(), 4096))
         running.send_signal(signal.SIGINT)
         stdout, stderr = running.communicate()
@@ -177,7 +193,7 @@ print(sorted({{"torch", "pandas", "numpy", "transformers", "transformer_lens", "
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_has_examples_that_work(name: str) -> None:
     command = COMMANDS[name]
-    assert name in ("report", "run") or "Columns" in command.help
+    assert name == "report" or "Columns" in command.help
     examples = re.findall(r"^ +(tl-posdisent .*)$", command.help.split("Examples:")[1], re.MULTILINE)
     assert len(examples) >= 2
     for example in examples:

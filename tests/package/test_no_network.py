@@ -6,11 +6,13 @@ Ruff refuses imports that unpickle or ask a network; files with code and pickles
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.swept import measured
 
 import tl_posdisent
 
@@ -44,10 +46,7 @@ def test_nobody_asks_a_network(no_network: list[Any], tmp_path: Path) -> None:
     next(tl_posdisent.random_control(model))
     fit = tl_posdisent.fit_additive(torch.randn(24, 24))
     tl_posdisent.show_scores(fit, [str(t) for t in range(24)]).save(tmp_path / "w.html")
-    todo = tl_posdisent.sweeps.jobs(
-        "demo", ("additivity", {"layers": [0]}), tl_posdisent.sweeps.Text.of("demo", length=24)
-    )
-    tl_posdisent.sweeps.sweep(todo, out=tmp_path / "sweep", progress=False)
+    tl_posdisent.sweeps.sweep({"a": partial(measured, 24, [0])}, tmp_path / "sweep", progress=False)
     assert not no_network
 
 

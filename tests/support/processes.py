@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import active_children, forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -90,13 +89,6 @@ def _call(stderr: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
     with stderr.open("wb") as file:
         os.dup2(file.fileno(), 2)
     function(*arguments)
-
-
-@contextlib.contextmanager
-def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes, whose tests run under ``time_limit``."""
-    with ProcessPoolExecutor(workers, copies(), initializer=_default_signals) as pool:
-        yield pool
 
 
 @contextlib.contextmanager

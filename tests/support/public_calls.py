@@ -18,7 +18,6 @@ from support.public import public_names
 from support.small_models import small_model
 from tl_posdisent.experiments import MultipleChoice, Needles, needle_texts
 from tl_posdisent.rope import Moments, Rotary, to_complex
-from tl_posdisent.sweeps import Text
 from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
 
 Function = Callable[..., Any]
@@ -131,7 +130,6 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
-    "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
     "knock_out": {"keys": [1], "queries": [5, 6]},
     "limit_frequencies": {"high": 0.5},
     "logit_difference": {"answers": [3]},
@@ -155,7 +153,6 @@ OWN: dict[str, dict[str, Any]] = {
     "Rotary": {"frequencies": ROTARY.frequencies},
     "SyntheticConfig": SHAPE,
     "SyntheticModel": {"config": SyntheticConfig(**SHAPE)},
-    "Text": {"source": "demo", "length": 12},
     "Widget": {"body": "", "draw": "", "title": ""},
 }
 """By the function, where another value is needed, or one in the place of a default."""
@@ -163,7 +160,7 @@ OWN: dict[str, dict[str, Any]] = {
 CHEAP = {"progress": False, "rungs": ["distance"], "controls": [], "fractions": [0.5], "seeds": 1}
 """In the place of defaults that take long."""
 # Classes that users make, by what makes them.
-MADE: dict[str, Function] = {"Moments": Moments.from_qk, "Text": Text.of} | {
+MADE: dict[str, Function] = {"Moments": Moments.from_qk} | {
     made.__name__: made
     for made in (
         *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, TrainConfig, tp.viz.Widget),

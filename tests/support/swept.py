@@ -1,68 +1,55 @@
-"""Jobs of sweeps in tests, and the files that they write."""
+"""Jobs of sweeps in tests, in a module that processes of a cluster can import."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
+import signal
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.accelerator import imitated, register
-from support.processes import wait_until
-from tl_posdisent.sweeps import runner
-from tl_posdisent.sweeps.devices import own_device
+import pandas as pd
 
-LAST = ("additivity", {"layers": [4]})
-SLOW = ("head_labels", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
+from tl_posdisent import additivity, demo_tokens, load_demo_model
 
 
-def inodes(out: Path) -> dict[str, tuple[int, int]]:
-    """Return the inode and time of each part, which change if a job is repeated."""
-    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "parts").glob("*.parquet")}
+def squares(count: int, start: float = 0) -> pd.DataFrame:
+    """Return a table of ``count`` rows."""
+    return pd.DataFrame({"n": range(count), "square": [(start + n) ** 2 for n in range(count)]})
 
 
-def claimed(out: Path) -> str:
-    """Return the device that a process claims where there are two imitated ones."""
-    register()
-    return own_device(out)
+def measured(length: int, layers: list[int]) -> pd.DataFrame:
+    """Fit heads of the demo model: numbers that depend on a model and on each argument."""
+    return additivity(load_demo_model(), demo_tokens(length=length), layers=layers, progress=False)
 
 
-def claim_and_wait(out: Path) -> None:
-    (out / f"{os.getpid()}.txt").write_text(claimed(out), encoding="utf-8")
-    time.sleep(600)
+def failing(reason: str) -> pd.DataFrame:
+    """Raise an error."""
+    raise ValueError(reason)
 
 
-def imitate(out: Path) -> None:
-    """Provide two imitated devices until the process ends, and write down the devices on which it loads models."""
-    _imitation.append(imitated())
-    _imitation[0].__enter__()
-    load = runner.load
-
-    def noted(*given: Any, device: str, **options: Any) -> Any:
-        with (out / f"{os.getpid()}.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{device}\n")
-        return load(*given, device=device, **options)
-
-    runner.load = noted
+def noted(folder: Path, name: str, seconds: float = 0.0) -> pd.DataFrame:
+    """Add a line to a file at each call, wait, and return a table of one row."""
+    with (folder / f"{name}.calls").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(seconds)
+    return pd.DataFrame({"name": [name]})
 
 
-_imitation: list[Any] = []
+def killing(folder: Path, times: int) -> pd.DataFrame:
+    """Kill the process that runs it, so many times; then return a table of one row."""
+    table = noted(folder, "killed")
+    if len(calls(folder)["killed"]) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return table
 
 
-def wait_for_parts(out: Path, count: int, running: BaseProcess | None = None) -> None:
-    wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= count, running)
+def calls(folder: Path) -> dict[str, list[int]]:
+    """Return the processes that ran ``noted``, by its name, one for each call."""
+    return {path.stem: [int(line) for line in path.read_text().split()] for path in folder.glob("*.calls")}
 
 
-@contextlib.contextmanager
-def when_parts(out: Path, count: int, act: Callable[[], Any]) -> Iterator[None]:
-    """Call ``act`` from another thread as soon as so many jobs are done."""
-    thread = threading.Thread(target=lambda: (wait_for_parts(out, count), act()))
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+def slow_jobs(folder: Path, seconds: float = 0.2) -> dict[str, Any]:
+    """Return six jobs that note their calls in the folder."""
+    return {name: partial(noted, folder, name, seconds) for name in "abcdef"}

@@ -1,424 +1,317 @@
-"""Sweeps in one process: equal work has equal names, results are those of direct calls, what was done stays done."""
+"""Sweeps in one process: results are those of direct calls, what was done stays done, errors name their jobs."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import inspect
-import itertools
-import json
-import os
-import pickle
-import shutil
 import signal
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
-import torch
-from support.processes import started
-from support.swept import LAST, SLOW, inodes, wait_for_parts
+from support.processes import started, wait_until
+from support.swept import calls, failing, measured, noted, slow_jobs, squares
 
-import tl_posdisent
-from tl_posdisent import demo_text, demo_tokens, load_demo_model
-from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
-from tl_posdisent.sweeps import runner as worker
-from tl_posdisent.sweeps.jobs import experiments_by_name
-from tl_posdisent.sweeps.sources import named
-from tl_posdisent.sweeps.versions import digest_of, installed_versions
+from tl_posdisent import demo_tokens
+from tl_posdisent.sweeps import read_results, results, sweep
+from tl_posdisent.sweeps.jobs import describe_jobs
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = pytest.mark.slow
 
-TABLES = {"pd.DataFrame", "ContentPosition", "RopeHadamard", "ScoreSources"}
-TABLES |= {"SufficientHeads"}
-JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
-
-
-def measured(table: pd.DataFrame) -> pd.DataFrame:
-    arguments = {name for one in table["arguments"] for name in json.loads(one)} & set(table)
-    return table.drop(columns=[*JOB_COLUMNS, *arguments]).reset_index(drop=True)
+def inodes(out: Path) -> dict[str, tuple[int, int]]:
+    """Return inode and time of each result, which change if a job runs again."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in out.iterdir()}
 
 
-def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
-    """A stored one, of stored versions."""
-    text = Text.of("We hold these truths to be self-evident", length=8)
-    job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"sinks": 1})], text, checkpoints=[1000])[0]
-    stored = dataclasses.replace(job, versions="tl-posdisent 0.1.0, torch 2.13.0")
-    assert stored.hash == "348050332b6087d001876f7dd5e63d81fda20d17bbc09fedc2777f48be5a4954"
+def test_the_table_is_that_of_direct_calls(tmp_path: Path) -> None:
+    jobs = {f"{length} tokens": partial(measured, length, layers=[0, 4]) for length in (24, 16)}
+    table = sweep(jobs, tmp_path, progress=False)
+    expected = pd.concat([measured(24, [0, 4]), measured(16, [0, 4])], ignore_index=True)
+    assert table["job"].tolist() == ["24 tokens"] * 16 + ["16 tokens"] * 16
+    assert table.columns[0] == "job"
+    pd.testing.assert_frame_equal(table.drop(columns="job"), expected, check_exact=True)
+    assert sorted(inodes(tmp_path)) == ["16 tokens.parquet", "24 tokens.parquet"]
 
 
-def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
-    base = Job("m", "step1", "", Text.of("some words"), "additivity", "{}")
-    changes = {"model": "n", "checkpoint": "step2", "weights": "0" * 64, "text": Text.of("other words"), "seed": 0}
-    changes |= {
-        "experiment": "disentanglement",
-        "arguments": '{"layers":[0]}',
-        "backend": "bridge",
-        "dtype": "bfloat16",
-    }
-    changes["versions"] = "tl-posdisent 0.1.1"
-    others = [dataclasses.replace(base, **{name: value}) for name, value in changes.items()]
-    others.append(dataclasses.replace(base, text=Text.of("some words", length=3)))
-    assert len({job.hash for job in [base, *others]}) == 12
-    forward, backward = {"sinks": 2, "layers": range(2)}, {"layers": [0, 1], "sinks": 2}
-    one, two = (jobs("demo", ("controlled_distance", x), "demo")[0] for x in (forward, backward))
-    assert one == two
-    assert one.hash == two.hash == pickle.loads(pickle.dumps(one)).hash
-    for name in ("a.txt", "b.txt"):  # the same words elsewhere are the same text, also when not in a file
-        (tmp_path / name).write_text("some words", encoding="utf-8")
-    found = {jobs("demo", "additivity", x)[0].hash for x in (tmp_path / "a.txt", tmp_path / "b.txt", "some words")}
-    assert len(found) == 1
-    ids, words = Text.of([[1, 2]]), Text.of("[[1, 2]]")
-    assert (ids.sha256, ids.described()) != (words.sha256, words.described())  # same bytes, not the same text
+def test_what_is_there_is_skipped(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    first = {name: partial(noted, tmp_path, name) for name in "ab"}
+    sweep(first, out, progress=False)
+    before = inodes(out)
+    table = sweep({"c": partial(noted, tmp_path, "c"), **first}, out, progress=False)
+    assert {name: len(processes) for name, processes in calls(tmp_path).items()} == {"a": 1, "b": 1, "c": 1}
+    assert before.items() < inodes(out).items()
+    assert table.to_dict("list") == {"job": ["c", "a", "b"], "name": ["c", "a", "b"]}
 
 
-@pytest.fixture
-def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """Install another version of transformers, or remove it again, as far as metadata tell."""
-    metadata = tmp_path / "site" / "transformers-99.0.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n", encoding="utf-8")
-
-    def change(to_newer: bool) -> None:
-        if to_newer:
-            monkeypatch.syspath_prepend(tmp_path / "site")
-        else:
-            monkeypatch.undo()
-        installed_versions.cache_clear()
-
-    yield change
-    change(False)
+def test_shares_of_the_jobs_fill_one_folder(tmp_path: Path) -> None:
+    """As the tasks of a job array do, at the same time or one after another; nothing runs twice."""
+    jobs, out = slow_jobs(tmp_path, seconds=0), tmp_path / "out"
+    shares = [dict(list(jobs.items())[task::4]) for task in range(4)]
+    tables = [sweep(share, out, progress=False) for share in shares]
+    whole = sweep(jobs, out, progress=False)
+    assert {len(processes) for processes in calls(tmp_path).values()} == {1}
+    assert whole["job"].tolist() == list("abcdef")
+    assert sorted(pd.concat(tables)["job"]) == list("abcdef")
 
 
-def test_results_of_other_versions_are_not_used_and_said(tmp_path: Path, upgraded: Callable[[bool], None]) -> None:
+def run_slow_jobs(folder: Path) -> None:
+    sweep(slow_jobs(folder), folder / "out", progress=False)
+
+
+def test_a_killed_sweep_continues_and_equals_direct_calls(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    before = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
-    old = sweep(before, out=out, progress=False)
-    (first,) = {job.versions for job in before}
-    upgraded(True)
-    todo = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
-    assert "transformers 99.0" in todo[0].versions
-    assert not {job.hash for job in before} & {job.hash for job in todo}
-    with pytest.warns(UserWarning, match="2 of 2 jobs have results of other versions") as warned:
-        new = sweep(todo, out=out, progress=False)
-    assert all(versions in str(warned[0].message) for versions in (first, todo[0].versions))
-    assert len(inodes(out)) == 4
-    pd.testing.assert_frame_equal(old.drop(columns="job"), new.drop(columns="job"), check_exact=True)
-    with pytest.warns(UserWarning, match="1 of 1 jobs failed"):  # a worker with other versions than the caller
-        sweep([dataclasses.replace(before[0], seed=1)], out=out, progress=False)
-    (row,) = failures(out).to_dict("records")
-    assert row["message"].startswith(f"the versions of the job, {first}, are not those of the process that runs it")
-    assert row["versions"] == first
-    upgraded(False)
-    kept = inodes(out)
-    pd.testing.assert_frame_equal(
-        sweep(before, out=out, progress=False), old, check_exact=True
-    )  # found, without a warning
-    assert inodes(out) == kept
-
-
-def test_sources_are_part_of_the_version(tmp_path: Path) -> None:
-    package = Path(tl_posdisent.__file__).parent
-    copy = shutil.copytree(package, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
-    assert digest_of(package) == digest_of(copy)
-    assert f"tl-posdisent {version('tl-posdisent')} (sources {digest_of(package)})" in installed_versions()
-    file = copy / "additive" / "cells.py"
-    file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert digest_of(package) != digest_of(copy)
-
-
-@pytest.mark.parametrize(("seeds", "drawn"), [([3, 5], [3, 5]), (2, [0, 1])])
-def test_product_is_complete_and_seeds_go_where_they_are_taken(seeds: Any, drawn: list[int]) -> None:
-    todo = jobs("demo", [LAST, ("perturbation_curve", {"fractions": [0.5]})], ["demo", "words"], seeds=seeds)
-    runs = [("additivity", None), *(("perturbation_curve", seed) for seed in drawn)]
-    assert [(job.text.kind, job.experiment, job.seed) for job in todo] == [
-        (kind, *run) for kind in ("demo", "words") for run in runs
-    ]
-
-
-def test_experiments_are_the_public_functions_that_make_a_table_of_a_model_and_tokens() -> None:
-    """Found by their signatures: all that need no metric, which JSON cannot give, and no other kind of result."""
-    found = experiments_by_name()
-    rooms = (tl_posdisent, tl_posdisent.experiments, tl_posdisent.synthetic, tl_posdisent.sweeps)
-    for name in {name for room in rooms for name in room.__all__}:
-        public = next(getattr(room, name) for room in rooms if name in room.__all__)
-        parameters = list(inspect.signature(public).parameters) if inspect.isfunction(public) else []
-        result = inspect.signature(public).return_annotation if parameters else None
-        tabulates = parameters[:2] == ["model", "tokens"] and result in TABLES
-        assert (found.get(name) is public) == (tabulates and name != "head_patching"), name
-
-
-def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> None:
-    texts = Text.of("demo", length=64, count=2).split(2)
-    curve = ("perturbation_curve", {"fractions": [0.5], "kinds": ["order"]})
-    todo = jobs("demo", ["controlled_distance", curve], texts, seeds=[7])
-    table = sweep(todo[::-1], out=tmp_path, progress=False)
-    assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo[::-1]]
-    assert list(table.columns[:10]) == JOB_COLUMNS
-    model = load_demo_model()
-    ids = model.to_tokens(demo_text(), truncate=False)[0, 1:]
-    for n, text in enumerate(texts):
-        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), ids[63 * n : 63 * (n + 1)]])[None]
-        assert torch.equal(text.tokens(model), tokens)
-        mine = table[table["text"] == text.name]
-        direct = tl_posdisent.controlled_distance(model, tokens, progress=False)
-        shown = measured(mine[mine["experiment"] == "controlled_distance"])[direct.columns]
-        pd.testing.assert_frame_equal(shown.astype(direct.dtypes), direct, check_exact=True)
-        direct = tl_posdisent.perturbation_curve(model, tokens, **curve[1], seeds=[7], progress=False)
-        of_curve = mine[mine["experiment"] == "perturbation_curve"]
-        assert set(of_curve["seed"]) == {7}
-        shared = [name for name in direct.columns if name != "seed"]
-        shown = measured(of_curve)[shared].astype(direct[shared].dtypes)
-        pd.testing.assert_frame_equal(shown, direct[shared], check_exact=True)
-
-
-def test_interventions_by_name_are_arguments_of_a_job(tmp_path: Path) -> None:
-    interventions = {"d": ["dummy_distance", {"distance": 5}], "mean": ["ablate_heads", {"mode": "mean"}]}
-    arguments = {"interventions": interventions, "layers": [4], "draws": 1, "exact": 2}
-    todo = jobs("demo", ("head_effects", arguments), Text.of("demo", length=32, count=2), seeds=[3])
-    table = sweep(todo, out=tmp_path, progress=False)
-    tokens = Text.of("demo", length=32, count=2).tokens(load_demo_model())
-    direct = tl_posdisent.head_effects(load_demo_model(), tokens, **arguments, seed=3, progress=False)
-    pd.testing.assert_frame_equal(table[[*direct]].astype(direct.dtypes), direct, rtol=1e-5)
-
-
-def test_beginnings_of_the_demo_text_are_demo_tokens() -> None:
-    assert torch.equal(Text.of("demo", length=100).tokens(load_demo_model()), demo_tokens(length=100))
-    later = Text.of("demo", length=51, count=2, first=1).tokens(load_demo_model())
-    assert torch.equal(later[:, 1:].flatten(), demo_tokens(length=151)[0, 51:])
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another job"])
-def test_damaged_parts_are_noticed_and_done_again(tmp_path: Path, damage: str) -> None:
-    todo = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
-    whole = sweep(todo, out=tmp_path, progress=False)
-    parts = [tmp_path / "parts" / f"{job.hash}.parquet" for job in todo]
-    kept, content = inodes(tmp_path)[parts[1].name], bytearray(parts[0].read_bytes())
-    if damage == "flipped":
-        content[40] ^= 16  # in the first page of numbers
-    parts[0].write_bytes({"cut": content[: len(content) * 2 // 3], "empty": b""}.get(damage, bytes(content)))
-    if damage == "of another job":
-        shutil.copy(parts[1], parts[0])
-    pd.testing.assert_frame_equal(sweep(todo, out=tmp_path, progress=False), whole, check_exact=True)
-    assert inodes(tmp_path)[parts[1].name] == kept
-
-
-def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> None:
-    file, out = tmp_path / "text.txt", tmp_path / "out"
-    file.write_text(demo_text(), encoding="utf-8")
-    todo = jobs("demo", LAST, [Text.of(file, length=32), Text.of("demo", length=32, first=3)])
-    file.write_text("changed", encoding="utf-8")
-    with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
-        table = sweep(todo, out=out, progress=False)
-    assert table.attrs["failed"] == [todo[0].hash]
-    assert set(table["job"]) == {todo[1].hash}  # the other did not suffer
-    (row,) = failures(out).to_dict("records")
-    assert (row["job"], row["error"], row["experiment"]) == (todo[0].hash, "ValueError", "additivity")
-    written = json.loads((out / "failed" / f"{todo[0].hash}.json").read_text(encoding="utf-8"))
-    assert written["arguments"] == '{"layers":[4]}'
-    with pytest.warns(UserWarning, match="1 of 1 jobs failed"):
-        nothing = sweep(todo[:1], out=out, progress=False)
-    assert nothing.empty
-    assert list(nothing.columns) == JOB_COLUMNS
-    assert "has changed since this job was created" in row["message"]
-    assert "sources.py" in row["traceback"]
-    file.write_text(demo_text(), encoding="utf-8")  # the cause is removed, but a retry is not requested
-    with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
-        sweep(todo, out=out, progress=False)
-    kept = inodes(out)
-    table = sweep(todo, out=out, retry=True, progress=False)
-    assert set(table["job"]) == {job.hash for job in todo}
-    assert failures(out).empty
-    assert table.attrs["failed"] == []
-    assert kept.items() <= inodes(out).items()
-
-
-def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models: list[weakref.ref[Any]] = []
-
-    def load(*arguments: Any, **options: Any) -> Any:
-        gc.collect()
-        assert not [model for model in models if model() is not None]
-        model = loads(*arguments, **options)
-        models.append(weakref.ref(model))
-        return model
-
-    worker.forget()  # what another test has left
-    loads = worker.load
-    monkeypatch.setattr(worker, "load", load)
-    texts = Text.of("demo", length=16, count=2).split(2)
-    backends = [jobs("demo", LAST, text, dtype=dtype) for text in texts for dtype in ("float32", "float64")]
-    # Asked for in turns, and done model by model.
-    table = sweep([*itertools.chain(*backends)], out=tmp_path, progress=False)
-    assert len(models) == 2
-    assert table["job"].drop_duplicates().tolist() == [job.hash for pair in backends for job in pair]
-    gc.collect()
-    assert not [model for model in models if model() is not None]
-
-
-def six_slow_jobs(out: Path) -> None:
-    sweep(jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6)), out=out)
-
-
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
-    with started(six_slow_jobs, tmp_path) as process:
-        wait_for_parts(tmp_path, 2, process)
+    with started(run_slow_jobs, tmp_path) as process:
+        wait_until(lambda: (out / "b.parquet").exists(), process)
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    before = inodes(tmp_path)
-    todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
+    before = {name: where for name, where in inodes(out).items() if name.endswith(".parquet")}
     assert 2 <= len(before) < 6, "killed too late to mean anything"
-    assert all(tl_posdisent.sweeps.runner.read_part(tmp_path, job) is not None for job in todo[: len(before)])
-    (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").write_bytes(b"PAR1")  # killed while writing
-    table = sweep(todo, out=tmp_path, progress=False)
-    assert before.items() <= inodes(tmp_path).items()
-    assert sorted(os.listdir(tmp_path / "parts")) == sorted(f"{job.hash}.parquet" for job in todo)
-    assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
-    direct = tl_posdisent.head_labels(load_demo_model(), demo_tokens(length=32), **SLOW[1], progress=False)
-    mine = table[table["job"] == todo[0].hash]
-    pd.testing.assert_frame_equal(measured(mine).astype(direct.dtypes), direct, check_exact=True)
+    table = sweep(slow_jobs(tmp_path), out, progress=False)
+    assert before.items() <= inodes(out).items()
+    assert all(len(processes) == 1 for name, processes in calls(tmp_path).items() if f"{name}.parquet" in before)
+    assert table.to_dict("list") == {"job": list("abcdef"), "name": list("abcdef")}
 
 
-def test_a_second_sweep_on_a_folder_is_refused(tmp_path: Path) -> None:
-    """Unless all of its jobs are done. Nothing of the first is deleted, and what it is writing is finished."""
-    todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
-    with started(six_slow_jobs, tmp_path) as process:
-        wait_for_parts(tmp_path, 2, process)
-        os.kill(process.pid, signal.SIGSTOP)
-        (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").write_bytes(b"PAR1")  # being written
-        with pytest.raises(ValueError, match=r"out must be a folder that no other process writes to, .* another sweep"):
-            sweep(todo, out=tmp_path, progress=False)
-        assert (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").exists()
-        assert sweep(todo[:1], out=tmp_path, progress=False)["job"].unique() == [todo[0].hash]
-        os.kill(process.pid, signal.SIGCONT)
-        process.join()
-        assert process.exitcode == 0
-    assert sweep(todo, out=tmp_path, progress=False)["job"].nunique() == 6
+def test_errors_are_told_at_the_end_with_the_names_of_their_jobs(tmp_path: Path) -> None:
+    jobs = {"bad": partial(failing, "no such text"), "good": partial(squares, 2), "worse": partial(squares, "two")}
+    with pytest.raises(
+        ExceptionGroup, match=r"2 of 3 jobs failed \('bad', 'worse'\); the results .* are kept"
+    ) as raised:
+        sweep(jobs, tmp_path, progress=False)
+    bad, worse = raised.value.exceptions
+    assert (type(bad), str(bad), type(worse)) == (ValueError, "no such text", TypeError)
+    assert [error.__notes__ for error in (bad, worse)] == [
+        [f"in job '{name}' of the sweep in {tmp_path}"] for name in ("bad", "worse")
+    ]
+    assert bad.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "failing"
+    assert read_results(tmp_path)["job"].tolist() == ["good", "good"]
+    kept = inodes(tmp_path)
+    table = sweep(jobs | {"bad": partial(squares, 1), "worse": partial(squares, 1)}, tmp_path, progress=False)
+    assert table["job"].tolist() == ["bad", "good", "good", "worse"]
+    assert kept.items() <= inodes(tmp_path).items()
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", None])
-def test_a_damaged_reason_of_a_failure_is_named(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "failed" / "0123.json"
-    path.parent.mkdir()
-    path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"out must be the folder of a sweep, but .*0123.json in it is damaged"):
-        failures(tmp_path)
+HELD: list[weakref.ref[Any]] = []
 
 
-def test_a_file_where_a_folder_of_the_sweep_should_be_is_named(tmp_path: Path) -> None:
-    (tmp_path / "parts").write_bytes(b"")
-    with pytest.raises(FileExistsError, match="parts"):
-        sweep(jobs("demo", LAST, Text.of("demo", length=32)), out=tmp_path, progress=False)
+def fail_with_a_model() -> pd.DataFrame:
+    model = np.ones(10)
+    HELD.append(weakref.ref(model))
+    try:
+        raise LookupError
+    except LookupError as error:
+        raise ValueError("after loading") from error
 
 
-class Submits:
-    """What has only the method of an executor that is called first, as submitit's executor has."""
-
-    def submit(self, function: Any, *arguments: Any) -> Any:
-        raise AssertionError("it is asked")
-
-
-class Asynchronous(Submits):
-    """A client of dask whose results an event loop awaits."""
-
-    asynchronous = True
-
-    def get_executor(self) -> Any:
-        raise AssertionError("it is asked")
+def test_an_error_does_not_hold_the_model_of_its_job(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        sweep({"a": fail_with_a_model}, tmp_path, progress=False)
+    gc.collect()
+    assert HELD.pop()() is None
+    assert raised.value.exceptions[0].__cause__ is not None
 
 
-class NoFutures(Executor):
-    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
-        return object()
+def interrupt() -> pd.DataFrame:
+    raise KeyboardInterrupt
 
 
-BAD = [
-    (lambda: jobs("demo", "load_model", "demo"), "experiment"),
-    (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments"),
-    (lambda: jobs("demo", "content_position_terms", "demo"), "arguments"),
-    (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments"),
-    (lambda: jobs("demo", ("additivity", 3), "demo"), "experiments"),
-    (lambda: jobs(3, "additivity", "demo"), "models"),
-    (lambda: jobs("demo", "additivity", 3), "texts"),
-    (lambda: jobs("demo", "additivity", {"demo": 1}), "texts"),
-    (lambda: jobs("demo", "additivity", [1, 2, 3]), "texts"),
-    (lambda: jobs("demo", "additivity", torch.tensor([1, 2])), "texts"),
-    (lambda: jobs("demo", "additivity", [[2**70]]), "text"),
-    (lambda: jobs("demo", "perturbation_curve", "demo", seeds=10**9), "seeds"),
-    (lambda: jobs("demo", "perturbation_curve", "demo", seeds=range(10**30)), "seeds"),
-    (lambda: jobs("demo", "perturbation_curve", "demo", seeds=10**6), "must make at most 100000 jobs, got 1000000"),
-    (
-        lambda: Text.of("demo", length=8, count=10**12).split(10**12),
-        "parts",
+def test_ctrl_c_stops_and_keeps_results(tmp_path: Path) -> None:
+    jobs = {"a": partial(squares, 1), "b": interrupt, "c": partial(squares, 1)}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(jobs, tmp_path, progress=False)
+    assert sorted(inodes(tmp_path)) == ["a.parquet"]
+
+
+def test_a_disk_that_is_full_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(table: Any, file: Any, **options: Any) -> None:
+        file.write(b"PAR1")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.pq, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        sweep({name: partial(noted, tmp_path, name) for name in "ab"}, tmp_path / "out", progress=False)
+    assert list(calls(tmp_path)) == ["a"]
+    assert inodes(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("change", ["arguments", "function", "version"])
+def test_a_result_of_another_call_is_refused(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep({"a": partial(squares, 2)}, tmp_path, progress=False)
+    job = {"arguments": partial(squares, 2, start=1), "function": partial(measured, 24, [0])}.get(change)
+    if change == "version":
+        monkeypatch.setattr(results, "version", lambda name: "99.0")
+    before, other = inodes(tmp_path), partial(noted, tmp_path, "b")
+    with pytest.raises(
+        ArgumentError, match=r"got 'a' as .* was made by squares\(count=2\) with .*: choose another"
+    ) as bad:
+        sweep({"b": other, "a": job or partial(squares, 2)}, tmp_path, progress=False)
+    said = {"arguments": "squares(count=2, start=1)", "function": "measured(length=24, layers=[0])", "version": "99.0"}
+    assert said[change] in str(bad.value)
+    assert inodes(tmp_path) == before, "no job ran"
+
+
+def described(*positional: Any, **named: Any) -> str:
+    return describe_jobs({"a": partial(squares, *positional, **named)})["a"]
+
+
+def test_one_call_is_written_in_several_ways() -> None:
+    """By position or by name, with numbers of numpy; a tuple is not a list, which may mean other heads."""
+    ways = {described(2, 1), described(count=2, start=1), described(np.int64(2), start=1), described(2, start=1)}
+    assert ways == {"squares(count=2, start=1)"}
+    assert len({described(heads) for heads in ([0, 1], (0, 1), [(0, 1)], [[0, 1]], range(2), (1,), "0", 0)}) == 8
+    assert described(2) != described(2.0)
+    plain = {"path": Path("a"), "none": None, "functions": [demo_tokens], "numbers": (0.5, True)}
+    text = f"{{'path': {Path('a')!r}, 'none': None, 'functions': [demo_tokens], 'numbers': tuple([0.5, True])}}"
+    assert described(plain) == f"squares(count={text})"
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", "cut", "flipped", "of pandas"])
+def test_damaged_and_other_files_are_refused(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    sweep({"a": partial(squares, 5)}, tmp_path, progress=False)
+    whole = bytearray(path.read_bytes())
+    flipped = bytes([*whole[:40], whole[40] ^ 16, *whole[41:]])  # in the first page of numbers
+    path.write_bytes({"cut": bytes(whole[:-9]), "flipped": flipped, "of pandas": b""}.get(content, content))
+    if content == "of pandas":
+        squares(5).to_parquet(path)
+    for read in (partial(sweep, {"a": partial(squares, 5)}, progress=False), read_results):
+        with pytest.raises(ArgumentError, match=r"out must hold results of a sweep, but .*a.parquet is damaged"):
+            read(out=tmp_path)
+
+
+def test_tables_of_all_kinds_are_kept(tmp_path: Path) -> None:
+    """Types, missing values, an index that is a measurement, no rows, other columns."""
+    table = sweep({name: partial(of_kind, name) for name in ("types", "index", "empty")}, tmp_path, progress=False)
+    assert table["job"].tolist() == ["types"] * 2 + ["index"] * 2
+    types = table[table["job"] == "types"].reset_index(drop=True)
+    expected = of_kind("types")
+    pd.testing.assert_frame_equal(types[[*expected]], expected, check_dtype=False)
+    assert table["head"].tolist()[2:] == [3, 5]
+
+
+def of_kind(kind: str) -> pd.DataFrame:
+    table = pd.DataFrame({"r": [0.1, float("nan")], "n": pd.array([1, None], "Int64"), "words": ["a", None]})
+    table.attrs["notes"] = object()
+    if kind == "index":
+        return pd.DataFrame({"r": [1.0, 2.0]}, index=pd.Index([3, 5], name="head"))
+    return table if kind == "types" else table.iloc[:0]
+
+
+def returns(value: Any) -> Any:
+    return pd.DataFrame({value: [1]}) if value == "job" else value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(3, "a job must return a pandas.DataFrame, got int"), ("job", "must return a table without a column 'job'")],
+)
+def test_what_is_no_table_is_an_error_of_its_job(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        sweep({"a": partial(returns, value)}, tmp_path, progress=False)
+    assert message in str(raised.value.exceptions[0])
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_can_be_switched_off(progress: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep({"a": partial(squares, 1)}, tmp_path, progress=progress)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert ("1/1" in said.err) is progress
+    assert progress or not said.err
+
+
+class Callable_:
+    def __call__(self) -> pd.DataFrame:
+        return squares(1)
+
+
+ONE = {"a": partial(squares, 1)}
+REFUSED = [
+    ({}, "jobs must be a dict of names and functions, got {}"),
+    ([partial(squares, 1)], "jobs must be a dict of names and functions, got \\["),
+    *(
+        ({name: partial(squares, 1)}, "jobs must be named as files are: ")
+        for name in (
+            "../a",
+            "a/b",
+            "a\\b",
+            "/a",
+            ".a",
+            "..",
+            "",
+            " ",
+            " a",
+            "a\n",
+            "a\0",
+            "C:a",
+            "a?",
+            "a\ud800",
+            3,
+            None,
+        )
     ),
-    (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds"),
-    (lambda: jobs("demo", ("perturbation_curve", {"seeds": [1]}), "demo", seeds=[1]), "seeds"),
-    (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint"),
-    (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder"),
-    (lambda: jobs("./nowhere", "additivity", "demo"), "model"),
-    (lambda: jobs([], "additivity", "demo"), "must each have at least one entry, got none"),
-    (lambda: jobs("demo", "additivity", "demo", dtype="int8"), "dtype"),
-    (lambda: Text.of(Path("nowhere.txt")), "text"),
-    (lambda: Text.of(__file__), "text"),
-    (lambda: Text.of([1.5]), "text"),
-    (lambda: Text.of("demo", count=2), "length"),
-    (lambda: Text.of("demo", length=1), "length"),
-    (lambda: Text.of("demo", length=8, count=0), "count"),
-    (lambda: Text.of([1, 2], length=8), "length"),
-    (lambda: Text.of("demo", length=8).split(0), "parts"),
-    (lambda: Text.of("demo", length=4000).tokens(load_demo_model()), "text"),
-    (lambda: sweep([], out="nowhere"), "jobs"),
-    (lambda: sweep(["additivity"], out="nowhere"), "jobs"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), Submits(), out="nowhere"), "executor"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), Asynchronous(), out="nowhere"), "executor"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__ + "/sweep"), "out"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), out="/sys/sweep"), "out"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), out=5), "out"),
-    (lambda: Text.of(" "), "text"),
-    (lambda: failures("nowhere"), "out"),
+    ({"x" * 201: partial(squares, 1)}, "jobs must have names of at most 200 bytes, got 'xxx"),
+    ({"ä" * 101: partial(squares, 1)}, "jobs must have names of at most 200 bytes"),
+    ({"a": 3}, "jobs must be functions that a module defines"),
+    ({"a": squares(1)}, "jobs must be functions that a module defines"),
+    ({"a": Callable_()}, "jobs must be functions that a module defines"),
+    ({"a": lambda: squares(1)}, "jobs must be functions that a module defines"),
+    ({"a": partial(squares)}, "got 'a': missing a required argument: 'count'"),
+    ({"a": partial(squares, counts=1)}, "got 'a': "),
+    ({"a": partial(squares, demo_tokens(length=2))}, "got 'a': arguments must be numbers, words, .* got Tensor: load"),
+    ({"a": partial(squares, {"x": [object()]})}, "got object: load models and make tensors"),
+    ({"a": partial(squares, lambda x: x)}, "got function: load models"),
 ]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("call", "named"), BAD)
-def test_what_cannot_be_done_is_refused_before_anything_is_loaded(call: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=named) as caught:
-        call()
-    assert getattr(caught.value, "argument", named) == named
-    assert not Path("nowhere").exists()
+@pytest.mark.parametrize(("jobs", "message"), REFUSED, ids=lambda x: str(x)[:40])
+def test_jobs_that_cannot_be_are_refused_before_one_runs(jobs: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=message) as caught:
+        sweep(jobs, tmp_path / "out")
+    assert caught.value.argument == "jobs"
+    assert len(str(caught.value)) < 600
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistyped_number_of_parts_takes_no_memory() -> None:
-    text = Text.of("demo", length=8, count=3)
-    assert text.split(10**12) == text.split(3)
+@pytest.mark.parametrize("names", ["aA", "ßſ", ("é", "e\u0301"), ("Straße", "STRASSE")])
+def test_names_of_one_file_are_refused(names: Any, tmp_path: Path) -> None:
+    if names == "ßſ":  # two files everywhere
+        assert len(sweep({name: partial(squares, 1) for name in names}, tmp_path, progress=False)) == 2
+        return
+    with pytest.raises(ArgumentError, match="jobs must have names that differ in more than capitals"):
+        sweep({name: partial(squares, 1) for name in names}, tmp_path)
 
 
-def test_threads_run_jobs_too(tmp_path: Path) -> None:
-    todo = jobs("demo", LAST, Text.of("demo", length=16))
-    with ThreadPoolExecutor(1) as threads:
-        assert sweep(todo, threads, out=tmp_path, progress=False)["job"].unique() == [todo[0].hash]
+def test_a_name_may_have_all_that_files_may(tmp_path: Path) -> None:
+    names = ["SmolLM2, 64×8 tokens [L4H2]; a=b", "x" * 200, "ä" * 100, "-", "a.parquet", "a b.c"]
+    assert sweep(dict.fromkeys(names, partial(squares, 1)), tmp_path, progress=False)["job"].tolist() == names
+    assert sorted(read_results(tmp_path)["job"]) == sorted(names)
 
 
-def test_an_executor_whose_jobs_are_no_futures_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"executor must be .* got NoFutures: .* calls sweep\(..., part=\(i, n\)\)"):
-        sweep(jobs("demo", LAST, Text.of("demo", length=16)), NoFutures(), out=tmp_path, progress=False)
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("client", [4, "localhost:8786", squares])
+def test_what_is_no_client_is_refused(client: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"client must be None or a synchronous dask.distributed.Client, got "):
+        sweep(ONE, tmp_path / "out", client)
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("length", [255, 5000])
-def test_words_of_any_length_are_words(length: int) -> None:
-    """Also where no file may have so long a name, with characters that no name has, and as the name of a model."""
-    words = ("a word " * length)[:length]
-    for text in (words, words.replace(" ", "/"), words.replace(" ", "\0"), "x" * length):
-        assert Text.of(text).source == text
-    assert named("x" * length, None) == ("x" * length, None, "")
-    with pytest.raises(ValueError, match="text must be a readable UTF-8 file"):
-        Text.of(Path("x" * length))
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("out", [__file__, __file__ + "/sweep", "/sys/sweep", 5, None])
+def test_a_place_where_no_result_can_be_written_is_refused_before_a_job_runs(out: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="out must be ") as caught:
+        sweep({"a": partial(noted, tmp_path, "a")}, out)
+    assert caught.value.argument == "out"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_of_no_folder_and_of_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"out must be the folder of a sweep, got .*none"):
+        read_results(tmp_path / "none")
+    assert list(read_results(tmp_path).columns) == ["job"]

@@ -26,7 +26,7 @@ for _ in range(30):
 HOLD = """
 import sys, time
 from tl_posdisent.utils.files import locked
-with locked(sys.argv[1], "out", "sweep"):
+with locked(sys.argv[1], "out", "training"):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -84,11 +84,11 @@ def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path, name: st
 
 
 def test_a_lock_excludes_processes_and_threads_and_ends_with_its_process(tmp_path: Path) -> None:
-    refused = pytest.raises(ValueError, match=r"out must be a folder .* another sweep is running there")
+    refused = pytest.raises(ValueError, match=r"out must be a folder .* another training is running there")
     with python(HOLD, str(tmp_path), stdout=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdout.readline() == b"held\n"
-        with refused, locked(tmp_path, "out", "sweep"):
+        with refused, locked(tmp_path, "out", "training"):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -96,12 +96,12 @@ def test_a_lock_excludes_processes_and_threads_and_ends_with_its_process(tmp_pat
 
     def enter() -> None:
         try:
-            with locked(tmp_path, "out", "sweep"):
+            with locked(tmp_path, "out", "training"):
                 pass
         except ValueError as error:
             errors.append(error)
 
-    with locked(tmp_path, "out", "sweep"):
+    with locked(tmp_path, "out", "training"):
         thread = threading.Thread(target=enter)
         thread.start()
         thread.join()
@@ -115,6 +115,6 @@ def test_a_lock_follows_no_symbolic_link(tmp_path: Path) -> None:
     victim.write_text("precious")
     folder.mkdir()
     (folder / LOCK).symlink_to(victim)
-    with pytest.raises(OSError), locked(folder, "out", "sweep"):  # noqa: PT011 - its words are the system's
+    with pytest.raises(OSError), locked(folder, "out", "training"):  # noqa: PT011 - its words are the system's
         pass
     assert victim.read_text() == "precious"

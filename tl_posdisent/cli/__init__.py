@@ -18,9 +18,6 @@ from typer.core import TyperGroup
 from .commands.fit import fit
 from .commands.models import models
 from .commands.report import report
-from .commands.run import run
-from .commands.sweep import sweep
-from .commands.synthetic import synthetic
 from .output import delivering
 from .process import spin_briefly
 
@@ -31,14 +28,6 @@ class Program(TyperGroup):
     def main(self, *args: Any, **options: Any) -> Any:
         with delivering():
             return super().main(*args, **options)
-
-    def invoke(self, *args: Any, **options: Any) -> Any:
-        """Parse the options of a command, and run it; errors about options do not have the prefix of pydantic."""
-        try:
-            return super().invoke(*args, **options)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")
-            raise
 
 
 app = typer.Typer(
@@ -71,8 +60,7 @@ def main(
 
     Examples:
       tl-posdisent fit --model demo --out table.csv
-      tl-posdisent run head_ablation --help
-      cat book.txt | tl-posdisent run head_ablation --model EleutherAI/pythia-70m --text -
+      cat book.txt | tl-posdisent fit --model EleutherAI/pythia-70m --text -
     """
     spin_briefly()
     for stream in (sys.stdout, sys.stderr):
@@ -80,7 +68,5 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-app.command()(fit)
-app.command(add_help_option=False)(run)  # its own --help also explains an experiment
-for each in (report, sweep, synthetic, models):
-    app.command()(each)
+for command in (fit, report, models):
+    app.command()(command)

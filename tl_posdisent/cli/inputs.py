@@ -1,8 +1,9 @@
-"""The model and the text that options name."""
+"""The model, the text and the numbers that options name."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,57 +11,45 @@ from typing import Any
 
 from tl_posdisent.cli.output import note
 from tl_posdisent.cli.process import settle
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.files import decode_text, found_at
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
 _LONGEST = 512  # default of --length
+_RANGE = re.compile(r"(\d{1,4})-(\d{1,4})")
 
 
-def check_name(model: str) -> None:
-    """Raise for an unknown model, before anything else is done and without asking a hub."""
-    if not model:
-        raise ValueError("--model must be demo, a name or a path, got ''")
-    if (Path(model).is_absolute() or model.startswith(".")) and not found_at(model):
-        raise ValueError(f"--model {model}: no such directory or file")
-    if model != "demo":
-        from tl_posdisent.models.loading.names import check_model_name
+def numbers_or_words(text: str | None) -> Any:
+    """Split ``"0,3-5"`` into numbers; what is no number stays a word, for the function that takes it.
 
-        check_model_name(model)
+    >>> numbers_or_words("0,3-5"), numbers_or_words("L4H2,L0H5"), numbers_or_words("global")
+    ([0, 3, 4, 5], ['L4H2', 'L0H5'], 'global')
+    """
+    if text is None:
+        return None
+    values: list[int | str] = []
+    for part in text.split(","):
+        ends = _RANGE.fullmatch(part)
+        if ends and int(ends[1]) <= int(ends[2]):
+            values += range(int(ends[1]), int(ends[2]) + 1)
+        else:
+            values.append(int(part) if re.fullmatch(r"-?\d{1,18}", part) else part)
+    return text if values == [text] else values
 
 
-def name_of(model: str) -> str:
-    """Return the name of a model for titles: its own, or that of its folder or file."""
-    return (Path(model).resolve().name or model) if found_at(model) else model
+def number_or_word(text: str) -> Any:
+    """Convert a text to a number if it is one; any other word is for the function that takes it.
 
-
-def load(model: str, backend: str, device: str | None, dtype: str) -> Any:
-    """Load a model that has a tokenizer."""
-    import torch
-
-    from tl_posdisent.demo.demo_model import load_demo_model
-    from tl_posdisent.models.loading.load import check_device, load_model
-
-    kind: torch.dtype = getattr(torch, dtype)
-    make = load_demo_model if model == "demo" else partial(load_model, model, dtype=kind)
-    place = check_device(device)
-    try:
-        loaded: Any = make(backend=backend, device=place)  # type: ignore[arg-type]
-    except (ValueError, OSError) as error:
-        if isinstance(error, ArgumentError) and error.argument == "name_or_dir":
-            raise  # which names the option and what was given
-        names = "" if found_at(model) else " (tl-posdisent models lists known names)"
-        raise ValueError(f"--model {model}: {error}{names}") from error
-    if model == "demo" and kind != torch.float32:
-        loaded = loaded.to(kind)  # its weights are stored in float16, and loaded as float32
-    if getattr(loaded, "tokenizer", None) is None:
-        raise ValueError(f"--model {model} has no tokenizer, so it cannot read text")
-    settle(loaded)
-    return loaded
+    >>> number_or_word("0.02"), number_or_word("config")
+    (0.02, 'config')
+    """
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return text
 
 
 def load_and_read(model: str, text: Path | None, backend: str, device: str | None, dtype: str) -> tuple[Any, str]:
-    """Load a model and read a text, in which errors about the text come first, as they need no loading.
+    """Read a text and load a model, in this order: errors about the text need no loading.
 
     The packaged text is the default; a note says so for models other than the demo model.
     """
@@ -69,6 +58,25 @@ def load_and_read(model: str, text: Path | None, backend: str, device: str | Non
     if text is None and model != "demo":
         note("text: the demo text; --text names another")
     return loaded, words
+
+
+def load(model: str, backend: str, device: str | None, dtype: str) -> Any:
+    """Load a model that has a tokenizer."""
+    import torch
+
+    from tl_posdisent.demo.demo_model import load_demo_model
+    from tl_posdisent.models.loading.load import load_model
+
+    kind: torch.dtype = getattr(torch, dtype)
+    make = load_demo_model if model == "demo" else partial(load_model, model, dtype=kind)
+    with naming(name_or_dir="model"):
+        loaded: Any = make(backend=backend, device=device)  # type: ignore[arg-type]
+    if model == "demo" and kind != torch.float32:
+        loaded = loaded.to(kind)  # its weights are stored in float16, and loaded as float32
+    if getattr(loaded, "tokenizer", None) is None:
+        raise ArgumentError("model", f"must have a tokenizer, so that it can read a text, got {model}, which has none")
+    settle(loaded)
+    return loaded
 
 
 def read_text(text: Path | None) -> str:
@@ -84,38 +92,47 @@ def read_text(text: Path | None) -> str:
         with contextlib.nullcontext(sys.stdin.buffer) if name == "stdin" else text.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--text cannot be read: {error}") from error
+        raise ArgumentError("text", f"cannot be read: {error}") from error
     if len(content) > _MOST_BYTES:
-        raise ValueError(f"--text must have at most {_MOST_BYTES // 10**6} MB, but {name} has more")
+        raise ArgumentError("text", f"must have at most {_MOST_BYTES // 10**6} MB, but {name} has more")
     try:
         words = decode_text(content)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{content[error.start]:02x} at position {error.start}"
-        raise ValueError(f"--text must be UTF-8, but {name} is not ({byte}); convert it, e.g. by iconv") from error
+        raise ArgumentError("text", f"must be UTF-8, but {name} is not ({byte}); convert it, e.g. by iconv") from error
     if not words.strip():
-        raise ValueError(f"--text must have words, but {name} is empty")
+        raise ArgumentError("text", f"must have words, but {name} is empty")
     return words
 
 
 def cut_tokens(model: Any, words: str, length: int | None, texts: int | None, default: int = 2) -> Any:
-    """Return token ids ``[texts, length]`` of consecutive parts of a text.
+    """Return token ids ``(texts, length)`` of consecutive parts of a text.
 
     Without ``length``, parts are as long as the text, the context and 512 allow; without ``texts``, they are
-    ``default``, or as many as a shorter text has.
+    ``default``, or as many as a shorter text has. Each begins with the model's beginning-of-text token, if it has one.
     """
-    from tl_posdisent.sweeps.sources import cut
+    import torch
 
+    from tl_posdisent.models.running.texts import text_ids
+
+    ids = text_ids(model, words)[0]
+    begin = text_ids(model, "").flatten().to(ids)
+    body = ids[len(begin) :]
     if length is None:
-        whole = cut(model, words, None).shape[1]
-        length = min(int(model.cfg.n_ctx), _LONGEST, max(2, whole // (texts or 1)))
-    if texts is not None:
-        return cut(model, words, length, texts)
-    for n in range(default, 1, -1):
-        with contextlib.suppress(ValueError):
-            return cut(model, words, length, n)
-    return cut(model, words, length)
+        length = min(int(model.cfg.n_ctx), _LONGEST, max(2, len(ids) // (texts or 1)))
+    step = length - len(begin)
+    count = texts or max(1, min(default, len(body) // step))
+    if count * step > len(body):
+        raise ArgumentError(
+            "text",
+            f"has {len(body)} tokens, too few for {count} × {length}, which need {count * step}: "
+            "pass a longer text, or fewer or shorter parts",
+        )
+    parts = body[: count * step].view(count, step)
+    return torch.cat([begin.expand(count, -1), parts], dim=1)
 
 
 def title_of(model: str, tokens: Any) -> str:
-    """Describe a model and token ids for titles."""
-    return f"{name_of(model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+    """Describe a model, by its name or that of its folder, and token ids for titles."""
+    name = (Path(model).resolve().name or model) if found_at(model) else model
+    return f"{name}, {tokens.shape[0]} × {tokens.shape[1]} tokens"

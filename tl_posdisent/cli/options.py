@@ -44,7 +44,6 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16", "float64"], Option(h
 Length = Annotated[
     int | None, Option(min=2, max=MOST, help="Tokens per text; default all, at most the context and 512.")
 ]
-Texts = Annotated[int, Option(min=1, max=MOST, help="Number of consecutive parts of the text.")]
 TextsOrTwo = Annotated[
     int | None,
     Option(
@@ -59,14 +58,6 @@ Control = Annotated[
 Std = Annotated[
     str,
     Option(metavar="config|NUMBER", help="Standard deviation of their weights; config: the model's own value."),
-]
-Settings = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="An argument of the experiment, such as layers=0-3, fractions=0,0.5, unit=word or JSON; may be repeated.",
-    ),
 ]
 Seed = Annotated[int, Option(min=0, max=10**18, help="Random seed.")]
 Progress = Annotated[bool, Option(callback=_quiet, help="Progress bars and notes on stderr, or only errors.")]

@@ -6,17 +6,16 @@ import contextlib
 import json
 import math
 import os
-import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from tl_posdisent.cli.process import collecting_late
-from tl_posdisent.utils.errors import ArgumentError, ContextExceeded, brief
+from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.files import check_writable, whole_file
 from tl_posdisent.utils.words import plural
 
@@ -24,11 +23,6 @@ QUIET = "TQDM_DISABLE"  # environment variable that --no-progress sets
 FAILED = 1  # also a bug, with its traceback
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
-
-# Arguments of the library whose options have another name, and options that are typed otherwise than they are called.
-_RENAMED = {"arguments": "settings", "name": "preset", "path": "out", "sections": "section", "parts": "split"}
-_RENAMED |= {"name_or_dir": "model", "folder": "model", "checkpoint": "checkpoints"}
-_TYPED = {"settings": "--set"}
 
 
 @contextlib.contextmanager
@@ -59,8 +53,8 @@ def shortened(message: str) -> str:
 
 
 @contextlib.contextmanager
-def answering(options: Collection[str]) -> Iterator[None]:
-    """Run a command's work before it shows its results; ``options`` are the names of its parameters.
+def answering() -> Iterator[None]:
+    """Run a command's work before it shows its results.
 
     Output of loading and measuring goes to stderr. A user's error is printed there on one line, with exit code 2;
     Ctrl-C gives exit code 130. Any other exception is a bug and keeps its traceback (exit code 1).
@@ -71,10 +65,10 @@ def answering(options: Collection[str]) -> Iterator[None]:
             yield
     except (ValueError, OSError, MemoryError) as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        typer.echo(one_line(error, options), err=True)
+        typer.echo(one_line(error), err=True)
         raise typer.Exit(WRONG_INPUT) from error
     except KeyboardInterrupt as error:
-        typer.echo(f"interrupted{f': {one_line(error, options)}' if str(error) else ''}", err=True)
+        typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from error
     finally:
         warnings.formatwarning = plain
@@ -82,41 +76,16 @@ def answering(options: Collection[str]) -> Iterator[None]:
 
 def _warning_line(message: Warning | str, *place: Any) -> str:
     """Format a warning on one line, without the place in the library where it was raised."""
-    return f"warning: {shortened(' '.join(str(message).split()))}\n"
+    return f"warning: {one_line(message)}\n"
 
 
-def one_line(error: BaseException, options: Collection[str]) -> str:
-    """Format an error on one line, with names of options for the argument it is about and for hints ``name=``.
+def one_line(message: object) -> str:
+    """Write the message of an error or a warning on one line, cut in the middle if it is long.
 
-    >>> one_line(ArgumentError("arguments", "must have metric, got {}"), ["model", "settings"])
-    '--set must have metric, got {}'
-    >>> one_line(ArgumentError("rotary_heads", "must be left out with encoding='none'"), ["encoding", "rotary_heads"])
-    "--rotary-heads must be left out with --encoding 'none'"
+    >>> one_line(ValueError("scores take\\n3 GB"))
+    'scores take 3 GB'
     """
-    if isinstance(error, ContextExceeded) and "length" in options:  # its hint, a context manager, is no option
-        most, given = error.context, error.length
-        return f"--length must be at most {most}, beyond which this model fails, got {given}"
-    subject, message = "", str(error)
-    if isinstance(error, ArgumentError):
-        option = _option(error.argument, options)
-        subject, message = f"{option or error.argument} ", error.problem
-        if option:
-            message = message.replace("must be None", "must be left out")
-    message = " ".join(message.split())
-    message = re.sub(r" \(or [^(]*, counted from the end\)", "", message)  # options take no negative indices
-
-    def hinted(found: re.Match[str]) -> str:
-        option = _option(found[1], options)
-        return f"{option}{' ' * bool(found[2])}" if option else found[0]
-
-    message = re.sub(r"\b(\w+)=(?=(\S?))", hinted, message)
-    return shortened(subject + message)
-
-
-def _option(argument: str, options: Collection[str]) -> str | None:
-    """Return the option that sets an argument of the library, if the command has one."""
-    name = _RENAMED.get(argument, argument)
-    return _TYPED.get(name, f"--{name.replace('_', '-')}") if name in options else None
+    return shortened(" ".join(str(message).split()))
 
 
 def note(message: str) -> None:
@@ -128,14 +97,14 @@ def note(message: str) -> None:
 FORMATS = (".csv", ".parquet", ".json")
 
 
-def check_out(out: Path | None, formats: Sequence[str] = FORMATS, option: str = "out") -> None:
+def check_out(out: Path | None, formats: Sequence[str] = FORMATS) -> None:
     """Raise ValueError, before the work, unless the file can be written."""
     if out is None:
         return
     if out.suffix.lower() not in formats:
         endings = " or ".join(filter(None, [", ".join(formats[:-1]), formats[-1]]))
-        raise ValueError(f"--{option} must be a file such as table{formats[0]}, ending in {endings}, got {brief(out)}")
-    check_writable(option, out)
+        raise ArgumentError("out", f"must be a file such as table{formats[0]}, ending in {endings}, got {brief(out)}")
+    check_writable("out", out)
 
 
 def save(table: Any, out: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Sweeps of experiments over models, checkpoints, texts and seeds, with stored results."""
+"""Sweeps: many calls by name, in a loop or on a dask cluster, with one stored table for each."""
 
 from tl_posdisent.utils.lazy_names import attach
 

@@ -1,5 +1,2 @@
-from .jobs import Job as Job
-from .jobs import jobs as jobs
-from .runner import failures as failures
-from .runner import sweep as sweep
-from .sources import Text as Text
+from .results import read_results as read_results
+from .sweep_jobs import sweep as sweep

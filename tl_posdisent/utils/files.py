@@ -1,4 +1,4 @@
-"""Paths, atomic file writing, and a lock for folders to which one process at a time, or parts of one work, write."""
+"""Paths, atomic file writing, and a lock for folders to which one process at a time writes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from tl_posdisent.utils.errors import ArgumentError, brief
 UNFINISHED = ".unfinished"
 KEPT = 40  # characters of a file's name in that of its unfinished file, of at most 255 bytes also in UTF-8
 LOCK = ".tl_posdisent.lock"
-ENTRY_SECONDS = 30.0  # a part's wait while others of a job array begin, or before it is told that the whole is running
-_PART = ".tl_posdisent."
 
 
 def found_at(path: str | os.PathLike[str]) -> Literal["file", "folder"] | None:
@@ -108,52 +106,23 @@ def remove_unfinished(folder: str | os.PathLike[str], names: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(
-    folder: str | os.PathLike[str], name: str, work: str, *, part: tuple[str, str] | None = None
-) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[None]:
     """Hold a folder's lock, or raise if it cannot be written or another process or thread holds its lock.
 
-    A folder that is missing is created.
-
-    ``part`` is a group and a number in it. Parts of one group are held at the same time, each number once; the lock of
-    the whole folder and parts of other groups are not.
-
-    The operating system releases the lock when its process ends. Errors name the argument ``name`` and the ``work``,
-    a noun such as ``"training"``.
+    A folder that is missing is created. The operating system releases the lock when its process ends. Errors name the
+    argument ``name`` and the ``work``, a noun such as ``"training"``.
     """
     check_writable(name, folder, "folder").mkdir(parents=True, exist_ok=True)
-    place = f"{os.fspath(folder)}: another {work}{'' if part is None else ', or another list or number of parts,'}"
-    busy = ArgumentError(
-        name,
-        f"must be a folder that no other process writes to, got {place} is running there (its lock is held); "
-        "wait until it ends, or choose another folder",
-    )
-    # Locks of parts are made and tried only while the folder's lock is held, which parts wait for and then release.
-    with contextlib.ExitStack() as held:
-        whole = held.enter_context(_acquired(Path(folder, LOCK), busy, 0 if part is None else ENTRY_SECONDS))
-        mine = None if part is None else f"{_PART}{part[0]}."
-        for other in Path(folder).glob(f"{_PART}*.lock"):
-            if mine is None or not other.name.startswith(mine):
-                with _acquired(other, busy):
-                    pass
-                other.unlink(missing_ok=True)
-        if part is not None:
-            needed = f"must be one that no other process runs, got {part[1]}, which is running in {os.fspath(folder)}"
-            twice = ArgumentError("part", f"{needed}: wait until it ends, or run another part")
-            held.enter_context(_acquired(Path(folder, f"{mine}{part[1]}.lock"), twice))
-            whole.release()
-        yield
-
-
-@contextlib.contextmanager
-def _acquired(path: Path, error: Exception, seconds: float = 0) -> Iterator[FileLock]:
-    """Hold a lock, or raise the error if it is not free after so many seconds."""
-    lock = FileLock(path, timeout=seconds, thread_local=False)
+    lock = FileLock(Path(folder, LOCK), timeout=0, thread_local=False)
     try:
         lock.acquire()
     except Timeout:
-        raise error from None
+        raise ArgumentError(
+            name,
+            f"must be a folder that no other process writes to, got {os.fspath(folder)}: another {work} is running "
+            "there (its lock is held); wait until it ends, or choose another folder",
+        ) from None
     try:
-        yield lock
+        yield
     finally:
         lock.release()

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 _KEEPING = (
     "tl_posdisent keeps no results of an interrupted call. To keep those of each part, call it for a few layers or "
-    "texts at a time, or use tl_posdisent.sweeps.sweep, which stores each part and continues where it was interrupted"
+    "texts at a time, or use tl_posdisent.sweeps.sweep, which stores each result and continues where it was interrupted"
 )
 
 

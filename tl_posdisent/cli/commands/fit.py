@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_name, cut_tokens, load_and_read, title_of
+from tl_posdisent.cli.inputs import cut_tokens, load_and_read, number_or_word, numbers_or_words, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -24,7 +24,6 @@ from tl_posdisent.cli.options import (
     TextsOrTwo,
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
-from tl_posdisent.cli.values import head_numbers, layer_numbers, standard_deviation
 from tl_posdisent.utils.words import plural
 
 _HEADS_SHOWN = 12
@@ -66,10 +65,9 @@ def fit(
       tl-posdisent fit --layers 0-2 --heads 0,3 --out r.csv
       tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
     """
-    with answering(locals()):
-        check_name(model)
+    with answering():
         check_out(out)
-        chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
+        chosen_layers, chosen_heads, scale = numbers_or_words(layers), numbers_or_words(heads), number_or_word(std)
         from tl_posdisent.experiments.attention_scores.additivity import additivity
 
         loaded, words = load_and_read(model, text, backend, device, dtype)

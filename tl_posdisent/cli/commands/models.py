@@ -32,7 +32,7 @@ def models(
       tl-posdisent models --search pythia
       tl-posdisent models --untested --out models.csv
     """
-    with answering(locals()):
+    with answering():
         check_out(out)
         table = _known_models()
         if not untested:
@@ -60,7 +60,7 @@ def _known_models() -> Any:
     own = {"demo": "LlamaForCausalLM"} | {name: packaged.architecture for name, packaged in PACKAGED.items()}
     both = "yes" if has_hooked() else "–", "tested"
     found = [(name, *both, architecture) for name, architecture in own.items()]
-    for name in sorted(hooked | bridged.keys(), key=str.lower):
+    for name in sorted(hooked | bridged.keys(), key=lambda name: (name.lower(), name)):
         entry = bridged.get(name)
         architecture = entry.architecture_id if entry else "–"
         status = _STATUS.get(entry.status, "–") if entry else "–"

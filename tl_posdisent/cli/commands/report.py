@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import check_name, cut_tokens, load_and_read
+from tl_posdisent.cli.inputs import cut_tokens, load_and_read, number_or_word, numbers_or_words
 from tl_posdisent.cli.options import (
     MOST,
     Backend,
@@ -26,8 +26,7 @@ from tl_posdisent.cli.options import (
     TextFile,
 )
 from tl_posdisent.cli.output import answering, check_out, show
-from tl_posdisent.cli.values import head_numbers, layer_numbers, standard_deviation
-from tl_posdisent.utils.errors import brief
+from tl_posdisent.utils.errors import ArgumentError, brief
 
 SECTIONS = ("additivity", "distance", "shares", "subspaces", "labels", "heads", "perturbation", "ablation", "ladder")
 
@@ -66,10 +65,9 @@ def report(
       tl-posdisent report --layers 0,4 --title "Layers 0 and 4" --out layers.html
       tl-posdisent report --model EleutherAI/pythia-70m --text book.txt
     """
-    with answering(locals()):
-        check_name(model)
+    with answering():
         check_out(out, (".html",))
-        chosen_layers, chosen_heads, scale = layer_numbers(layers), head_numbers(heads), standard_deviation(std)
+        chosen_layers, chosen_heads, scale = numbers_or_words(layers), numbers_or_words(heads), number_or_word(std)
         sections: Any = _sections(section)
         loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.page.build import report as write_report
@@ -99,5 +97,5 @@ def _sections(given: list[str] | None) -> list[str] | None:
     """Validate sections before a model is loaded, and drop duplicates."""
     for name in given or ():
         if name not in SECTIONS:
-            raise ValueError(f"--section must be one of {', '.join(SECTIONS)}, got {brief(name)}")
+            raise ArgumentError("section", f"must be one of {', '.join(SECTIONS)}, got {brief(name)}")
     return list(dict.fromkeys(given)) if given else None
