@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab depths epochs length local log_every max_gap max_length max_pairs "
         "max_side min_length min_pairs n n_ctx n_heads n_layers n_logits n_out "
-        "n_test n_train n_triggers pairs pieces rank samples stop_at t5_buckets "
+        "n_test n_train n_triggers pairs pieces rank samples t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
@@ -188,7 +188,7 @@ OF_A_RESULT = {
         "plot_shares",
     ),
     *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
-    *("shapley_values", "dynamics", "sweep"),
+    *("shapley_values", "sweep"),
 }
 # Refused in other words, or not at all.
 NOT_YET = words_of(
@@ -205,7 +205,7 @@ WITHOUT_KIND = words_of(
     """
     answer body changed checkpoint checkpoints command compile context
     downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
-    on_step out path perturb profiles progress queries query resume retry signed source_positions sufficient
+    on_step out path perturb profiles progress queries query retry signed source_positions sufficient
     tokenizer words wrong
     """
 )

@@ -122,6 +122,7 @@ GOOD: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
     "dummy_distance_check": {"distances": [1, 2]},
+    "dynamics": {"models": {0: synthetic()}},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "retrieval_heads": {

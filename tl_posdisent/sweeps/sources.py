@@ -22,7 +22,7 @@ from tl_posdisent.demo import demo_model
 from tl_posdisent.demo.demo_model import demo_text
 from tl_posdisent.models.loading.load import Backend, load_model
 from tl_posdisent.models.running.texts import text_ids
-from tl_posdisent.synthetic.training.loop import load_checkpoint
+from tl_posdisent.synthetic.training.checkpoints import load_checkpoint
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import decode_text, found_at
 from tl_posdisent.utils.validation import check_integer, is_integer, shown

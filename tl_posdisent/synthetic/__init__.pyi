@@ -14,13 +14,13 @@ from .tasks.task import Split as Split
 from .tasks.task import Task as Task
 from .tasks.trigger_count import TriggerCount as TriggerCount
 from .tasks.trigger_distance import TriggerDistance as TriggerDistance
-from .training.loop import load_checkpoint as load_checkpoint
-from .training.loop import save_checkpoint as save_checkpoint
+from .training.checkpoints import load_checkpoint as load_checkpoint
+from .training.checkpoints import save_checkpoint as save_checkpoint
+from .training.evaluation import evaluate as evaluate
 from .training.presets import Preset as Preset
 from .training.presets import accuracies as accuracies
 from .training.presets import preset as preset
 from .training.presets import train_preset as train_preset
-from .training.train import TrainConfig as TrainConfig
+from .training.settings import TrainConfig as TrainConfig
 from .training.train import TrainRun as TrainRun
-from .training.train import evaluate as evaluate
 from .training.train import train as train

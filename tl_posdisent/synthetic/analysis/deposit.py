@@ -21,7 +21,7 @@ from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import IGNORED
-from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
+from tl_posdisent.synthetic.training.evaluation import answers, check_samples, evaluate
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.restoring import without_gradients
