@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import device, medians, peak, report
+from common import accelerator, device, medians, peak, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT / "tests"))
 
 from support import on_devices  # noqa: E402 - the path first
+from support.live_bytes import LiveBytes  # noqa: E402
 from support.on_devices import Place  # noqa: E402
 from support.results import numbers_in  # noqa: E402
 
@@ -143,22 +144,29 @@ def costs(miniature: bool) -> Iterator[tuple[str, Row]]:
     model = random_bridge(llama_shape(miniature), dtype)
     tokens = torch.randint(3, model.cfg.d_vocab, (1, length), generator=torch.Generator().manual_seed(0)).to(device())
     hooks = tp.dummy_distance(model, 5)
+    forward = torch.no_grad()(lambda: model(tokens))
     tools: dict[str, Callable[[], Any]] = {
-        "dummy_distance": lambda: model.run_with_hooks(tokens, fwd_hooks=hooks),
+        "dummy_distance": torch.no_grad()(lambda: model.run_with_hooks(tokens, fwd_hooks=hooks)),
         "additivity": partial(tp.additivity, model, tokens, progress=False),
         "controlled_distance": partial(tp.controlled_distance, model, tokens, progress=False),
     }
     layer_scores = model.cfg.n_heads * length**2 * next(model.parameters()).element_size() / 2**20
-    with torch.no_grad():
-        seconds = medians({"forward": lambda: model(tokens)} | tools, repeats=3)
-        forward = peak(lambda: model(tokens))
-        memory = {name: peak(tool) for name, tool in tools.items()}
-    for name in tools:
-        passes = seconds[name] / seconds["forward"]
-        yield f"passes: {name}", {"value": passes, "bound": math.inf, "note": f"{length} tokens, {dtype}"}
-    for name in ("additivity", "controlled_distance"):
+    for name, tool in tools.items():
+        seconds = medians({"forward": forward, "tool": tool}, repeats=3)
+        note = f"{length} tokens, {dtype}"
+        yield f"passes: {name}", {"value": seconds["tool"] / seconds["forward"], "bound": math.inf, "note": note}
         note = "the bound is the model's own pass and half of a layer's scores"
-        yield f"MiB: {name}", {"value": memory[name], "bound": forward + layer_scores / 2, "note": note}
+        yield f"MiB: {name}", {"value": memory(tool), "bound": memory(forward) + layer_scores / 2, "note": note}
+
+
+@torch.no_grad()
+def memory(function: Callable[[], Any]) -> float:
+    """MiB at most while the function runs, above what there was; on a CPU, of tensors."""
+    if accelerator():
+        return peak(function)
+    with LiveBytes() as live:
+        function()
+    return float(live.most / 2**20)
 
 
 # --- one run --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 from .analysis.deposit import DepositReport as DepositReport
-from .analysis.deposit import SufficientHeads as SufficientHeads
 from .analysis.deposit import deposit as deposit
-from .analysis.deposit import head_drops as head_drops
-from .analysis.deposit import sufficient_heads as sufficient_heads
 from .analysis.dynamics import dynamics as dynamics
+from .analysis.head_drops import head_drops as head_drops
 from .analysis.positional_gradients import gradient_margins as gradient_margins
 from .analysis.positional_gradients import positional_gradients as positional_gradients
+from .analysis.sufficient_heads import SufficientHeads as SufficientHeads
+from .analysis.sufficient_heads import sufficient_heads as sufficient_heads
 from .model.config import SyntheticConfig as SyntheticConfig
 from .model.transformer import SyntheticModel as SyntheticModel
 from .tasks.brackets import Brackets as Brackets

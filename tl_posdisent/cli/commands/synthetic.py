@@ -83,7 +83,8 @@ def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
     """Measure the drop of accuracy without each head on the first test samples, and each run's accuracy and deposit."""
     import pandas as pd
 
-    from tl_posdisent.synthetic.analysis.deposit import deposit, head_drops
+    from tl_posdisent.synthetic.analysis.deposit import deposit
+    from tl_posdisent.synthetic.analysis.head_drops import head_drops
     from tl_posdisent.synthetic.training.presets import accuracies
 
     drops, rows = [], []
