@@ -67,10 +67,10 @@ docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is
 	cp out/demo.html docs/_build/html/demo_report.html
 
 bench: .venv/bench.stamp ## the benchmarks: tables on the screen, JSON in out/bench/
-	for script in dense_fit linear_fit attention_fit controlled plane whole_model head_ablation; do \
+	for script in dense_fit linear_fit attention_fit head_ablation; do \
 	    .venv/bin/python benchmarks/$$script.py || exit 1; done
 
-gpu-check: .venv/dev.stamp ## on a machine with CUDA: every function, costs, memory, models of [B]; a table in out/gpu-check/ (8 minutes)
+gpu-check: .venv/dev.stamp ## on a machine with CUDA: every function against the CPU, costs; a table in out/bench/
 	.venv/bin/python benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove results, builds and caches, but no environment

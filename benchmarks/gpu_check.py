@@ -1,121 +1,201 @@
-"""Check this package on a GPU in at most eight minutes: ``make gpu-check``, or ``python benchmarks/gpu_check.py``.
+"""Compare this package on a GPU with the CPU, and measure its costs there: ``make gpu-check``.
 
-Four parts: every public function against the CPU (``tools``), costs in passes (``costs``) and memory (``memory``) at
-the shape of Llama 3.2 1B, and the models of arXiv 2505.13027 (``deposit``). Each has its share of the time, and what is
-left of the parts before; checks that do not fit any more are *not measured*. Ends with one table, also as CSV and
-Markdown in the folder ``--out``, where trained models are kept for another run. ``--miniature`` runs the same code on a
-CPU, in small sizes. Exit code: 0 if all checks hold, 1 if one does not, 3 if some were not measured, 4 without a GPU.
+In one run: the numbers of every public function that takes a model or tensors, on a model of two layers, in float32 and
+bfloat16; the losses of a training; and passes and memory of three tools on random weights in the shape of Llama 3.2 1B.
+``--device cpu`` runs the same code on the CPU, with a small shape. Ends with a table, also in ``out/bench/``. Exit code
+0: all bounds hold; 1: one does not; 4: no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import math
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import numpy as np
 import torch
+from common import accelerator, device, medians, peak, report
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT / "tests"), str(ROOT / "docs" / "figures")]
+sys.path.insert(1, str(ROOT / "tests"))
 
-import gpu_deposit  # noqa: E402 - the paths first
-import gpu_large  # noqa: E402
-import gpu_tools  # noqa: E402
-from common import device, machine, text_of  # noqa: E402
-from support import zoo  # noqa: E402
+from support import on_devices  # noqa: E402 - the path first
+from support.live_bytes import LiveBytes  # noqa: E402
+from support.on_devices import Place  # noqa: E402
+from support.results import numbers_in  # noqa: E402
 
-PUBLISHED = ROOT / "docs" / "figures" / "deposit_gpu.csv"
-# When each part has to end, as a share of all the time.
-ENDS = {"tools": 0.35, "costs": 0.5, "memory": 0.55, "deposit": 0.93}
-KINDS = ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",)
-Checks = Iterable[tuple[str, Callable[[], gpu_tools.Found]]]
-YES, NO, UNKNOWN = "yes", "no", "not measured"
+import tl_posdisent as tp  # noqa: E402
+from tl_posdisent.synthetic import preset, train  # noqa: E402
 
+# A device may be so far from the CPU's float64, or four times as far as the CPU is in the same dtype.
+FLOORS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+FACTOR = 4.0
+DRAWS = 3  # of the CPU's rounding to bfloat16: weights and arguments change in their last place
+MASKED = 1e30  # numbers beyond stand for masked scores, which depend on the dtype
 
-def rows_of(part: str, checks: Checks, deadline: float) -> Iterator[dict[str, Any]]:
-    """One row for each check; what begins after the deadline, or exceeds the memory, is not measured."""
-    for name, measure in checks:
-        row = {"part": part, "check": name, "value": float("nan"), "bound": float("nan"), "ok": UNKNOWN, "note": ""}
-        start = time.monotonic()
-        if start > deadline:
-            row["note"] = "no time left"
-        else:
-            try:
-                value, bound, note = measure()
-                row |= {"value": value, "bound": bound, "ok": YES if value <= bound else NO, "note": note}
-            except torch.OutOfMemoryError:
-                row["note"] = "out of memory"
-            except Exception as error:  # noqa: BLE001 - a check that ends in an error does not hold
-                row |= {"ok": NO, "note": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        row["seconds"] = round(time.monotonic() - start, 1)
-        print({name: x for name, x in row.items() if name != "part"}, flush=True)
-        yield row
+Numbers = dict[str, np.ndarray]
+Row = dict[str, Any]
 
 
-def parts_of(options: argparse.Namespace, start: float) -> dict[str, tuple[Checks, float]]:
-    """The checks of each part, and when it has to end."""
-    ends = {part: start + share * 60 * options.minutes for part, share in ENDS.items()}
-    if options.miniature:
-        large, size = gpu_large.Large("miniature", 256, "float32", 4096), gpu_deposit.miniature()
-        tools = gpu_tools.checks(1, KINDS[:1])
-    else:
-        large, size = gpu_large.Large("llama-3.2-1b", 2048, "bfloat16", 131_072), gpu_deposit.Size(gpu_deposit.PAPER)
-        tools = gpu_tools.checks(3, KINDS)
-    every: dict[str, Checks] = {
-        "tools": tools,
-        "costs": gpu_large.costs(large, bounded=not options.miniature),
-        "memory": gpu_large.memory(large),
-        "deposit": gpu_deposit.checks(options.out / "deposit.csv", size, ends["deposit"]),
+# --- every function against the CPU ---------------------------------------------------------------------------------
+
+
+def numbers(name: str, place: Place) -> Numbers | Exception:
+    """All numbers in what a function returns at a place, or the error that it raises."""
+    try:
+        arrays = numbers_in(on_devices.outcome(name, "bridge", place))
+        return {path: np.asarray(x, float) for path, x in arrays if x.dtype.kind in "biuf" and "seconds" not in path}
+    except Exception as error:  # noqa: BLE001 - of any kind: the CPU has to raise the same
+        return error
+
+
+def difference(measured: Numbers | Exception, truth: Numbers | Exception) -> float:
+    """The largest difference, relative to the largest number of its array; infinite where shapes or errors differ."""
+    if isinstance(measured, Exception) or isinstance(truth, Exception):
+        return 0.0 if type(measured) is type(truth) else math.inf
+    if {path: x.shape for path, x in measured.items()} != {path: x.shape for path, x in truth.items()}:
+        return math.inf
+    largest = 0.0
+    for path, x in truth.items():
+        visible = np.abs(x) < MASKED
+        if (visible != (np.abs(measured[path]) < MASKED)).any():
+            return math.inf
+        if visible.any():
+            error = np.abs(measured[path][visible] - x[visible]).max()
+            largest = max(largest, error / (np.abs(x[visible]).max() + 0.01))
+    return float(largest)
+
+
+def error_ratio(name: str, dtype: torch.dtype) -> float | None:
+    """The device's error over what is allowed; None if the CPU's own rounding makes the results incomparable."""
+    truth = numbers(name, Place(dtype=torch.float64))
+    draws = DRAWS if dtype == torch.bfloat16 else 0
+    cpu = [numbers(name, Place(dtype=dtype, jitter=float(n > 0), seed=n)) for n in range(1 + draws)]
+    if isinstance(cpu[0], Exception):  # the CPU refuses the dtype: so must the device
+        truth = cpu[0]
+    allowed = max(FLOORS[dtype], FACTOR * max(difference(x, truth) for x in cpu))
+    if math.isinf(allowed):
+        return None
+    return difference(numbers(name, Place(str(device()), dtype)), truth) / allowed
+
+
+def compare_functions(dtype: torch.dtype) -> Row:
+    ratios = {name: error_ratio(name, dtype) for name in on_devices.NAMES}
+    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    wrong = [f"{name} {ratio:.3g}" for name, ratio in known.items() if not ratio <= 1]
+    left = [name for name, ratio in ratios.items() if ratio is None]
+    note = f"wrong: {', '.join(wrong)}" if wrong else f"{len(known)} functions"
+    note += f"; not comparable: {', '.join(left)}" if left else ""
+    return {"value": max(known.values()), "bound": 1.0, "note": note}
+
+
+def compare_training() -> Row:
+    """The loss of 30 steps without dropout, on the device and on the CPU, from the same weights."""
+    small = preset("small")
+    config = replace(small.train_config("distance"), n_train=30 * 128, n_test=100, log_every=1)
+    model = small.model("rope", "distance")
+    losses = [
+        train(copy.deepcopy(model).to(where), small.tasks["distance"], config, progress=False).metrics["loss"]
+        for where in ("cpu", device())
+    ]
+    return {"value": float((losses[0] - losses[1]).abs().max()), "bound": 1e-2, "note": "nats, of 30 steps"}
+
+
+# --- costs at the shape of a large model ----------------------------------------------------------------------------
+
+
+def llama_shape(miniature: bool) -> LlamaConfig:
+    """Llama 3.2 1B, or a shape in which the scores of a few hundred tokens exceed everything else."""
+    large = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    large |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    small = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    small |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    return LlamaConfig(**(small if miniature else large), tie_word_embeddings=True, attn_implementation="eager")
+
+
+@torch.no_grad()
+def random_bridge(config: LlamaConfig, dtype: torch.dtype) -> Any:
+    """A bridge whose matrices repeat a million random numbers: drawing billions takes minutes."""
+    with torch.device(device()), no_init_weights():
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        drawn = torch.randn(2**20 + 1) * config.initializer_range
+    for weights in model.parameters():
+        if weights.ndim == 1:
+            weights.fill_(1.0)
+            continue
+        for part in weights.view(-1).split(len(drawn)):
+            part.copy_(drawn[: len(part)])
+    return tp.bridge_from_hf(model.eval())
+
+
+def costs(miniature: bool) -> Iterator[tuple[str, Row]]:
+    """Passes of tools, and their memory beside that of the model's own pass."""
+    length, dtype = (256, torch.float32) if miniature else (2048, torch.bfloat16)
+    model = random_bridge(llama_shape(miniature), dtype)
+    tokens = torch.randint(3, model.cfg.d_vocab, (1, length), generator=torch.Generator().manual_seed(0)).to(device())
+    hooks = tp.dummy_distance(model, 5)
+    forward = torch.no_grad()(lambda: model(tokens))
+    tools: dict[str, Callable[[], Any]] = {
+        "dummy_distance": torch.no_grad()(lambda: model.run_with_hooks(tokens, fwd_hooks=hooks)),
+        "additivity": partial(tp.additivity, model, tokens, progress=False),
+        "controlled_distance": partial(tp.controlled_distance, model, tokens, progress=False),
     }
-    return {part: (every[part], ends[part]) for part in ENDS if part in options.parts}
+    layer_scores = model.cfg.n_heads * length**2 * next(model.parameters()).element_size() / 2**20
+    for name, tool in tools.items():
+        seconds = medians({"forward": forward, "tool": tool}, repeats=3)
+        note = f"{length} tokens, {dtype}"
+        yield f"passes: {name}", {"value": seconds["tool"] / seconds["forward"], "bound": math.inf, "note": note}
+        note = "the bound is the model's own pass and half of a layer's scores"
+        yield f"MiB: {name}", {"value": memory(tool), "bound": memory(forward) + layer_scores / 2, "note": note}
 
 
-def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """The table, as CSV and as Markdown."""
-    table = pd.DataFrame(rows).assign(device=machine())
-    table.to_csv(folder / "checks.csv", index=False)
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([str(x).replace("|", "/") for x in r.values()] for r in rows)]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    (folder / "checks.md").write_text(f"{machine()}\n\n{text}\n", encoding="utf-8")
+@torch.no_grad()
+def memory(function: Callable[[], Any]) -> float:
+    """MiB at most while the function runs, above what there was; on a CPU, of tensors."""
+    if accelerator():
+        return peak(function)
+    with LiveBytes() as live:
+        function()
+    return float(live.most / 2**20)
 
 
-def exit_code(rows: list[dict[str, Any]]) -> int:
-    found = {row["ok"] for row in rows}
-    return 1 if NO in found else 3 if UNKNOWN in found else 0
+# --- one run --------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> int:
+def checks(miniature: bool) -> Iterator[tuple[str, Row]]:
+    for dtype in FLOORS:
+        yield f"error over what is allowed, {dtype}", compare_functions(dtype)
+    yield "difference of losses in training", compare_training()
+    yield from costs(miniature)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--parts", nargs="+", choices=ENDS, default=list(ENDS))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--miniature", action="store_true")
-    options = parser.parse_args(arguments)
-    options.out = options.out or ROOT / "out" / ("gpu-check-miniature" if options.miniature else "gpu-check")
-    if options.miniature:
-        os.environ.setdefault("BENCH_DEVICE", "cpu")
+    parser.add_argument("--device", help="default the GPU")
+    options = parser.parse_args()
+    if options.device:
+        os.environ["BENCH_DEVICE"] = options.device
     elif device().type == "cpu":
-        print("gpu-check needs a GPU with CUDA, and torch finds none; --miniature tries the same code on the CPU")
+        print("gpu-check needs a GPU, and torch finds none; --device cpu runs the same code on the CPU")
         return 4
-    options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # references are computed on tiny models
     torch.set_float32_matmul_precision("highest")
-    rows: list[dict[str, Any]] = []
-    for part, (checks, deadline) in parts_of(options, time.monotonic()).items():
-        rows += rows_of(part, checks, deadline)
-        write(rows, options.out)
-    print(f"\n{machine()}\n{text_of([{name: row[name] for name in list(row)[1:6]} for row in rows])}")
-    print(f"written to {options.out}")
-    if not options.miniature and {row["ok"] for row in rows if row["part"] == "deposit"} == {YES}:
-        shutil.copy(options.out / "deposit.csv", PUBLISHED)
-        print(f"{PUBLISHED} written: python docs/findings/page.py puts it on the page of results")
-    return exit_code(rows)
+    rows, start = [], time.perf_counter()
+    for name, row in checks(miniature=device().type == "cpu"):
+        rows.append({"check": name, "holds": row["value"] <= row["bound"], **row, "s": time.perf_counter() - start})
+        print(rows[-1], flush=True)
+        start = time.perf_counter()
+    report("gpu_check", "This package on a GPU against the CPU, and its costs there", rows)
+    return 0 if all(row["holds"] for row in rows) else 1
 
 
 if __name__ == "__main__":

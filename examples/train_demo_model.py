@@ -4,20 +4,20 @@
 
 The data are ``speeches-train.txt.gz`` and ``speeches-heldout.txt.gz``: gzipped UTF-8 text, documents separated by a
 form feed. One document in twenty of the first file is set aside: the model is not trained on it, and its loss separates
-memorisation from the change of language in the held-out file. An interrupted run continues from its last checkpoint if
-the command is given again. OUT gets ``tokenizer.json``, ``config.json``, ``weights.safetensors`` (float16),
-``step-*.safetensors``, ``curve.csv`` and ``metrics.json``.
+memorisation from the change of language in the held-out file. OUT gets ``tokenizer.json``, ``config.json``,
+``weights.safetensors`` (float16), ``step-*.safetensors``, ``curve.csv`` and ``metrics.json``. A run that is stopped
+begins again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
+from tqdm.auto import tqdm
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.demo.demo_model import BOS, load_weights
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop
 from tl_posdisent.utils.files import whole_file
 
 CONTEXT = 512
@@ -87,59 +87,73 @@ class Options:
     checkpoint_every: int = 200  # steps between checkpoints and rows of the curve
 
 
-class DemoTraining(TrainingLoop):
-    """Random windows of a stream of tokens; the losses on unseen windows are measured with every checkpoint."""
-
-    def __init__(
-        self, model: Any, stream: Tensor, options: Options, folder: Path | None, unseen: dict[str, list[Tensor]]
-    ) -> None:
-        matrices, gains = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=options.peak, betas=(0.9, 0.95))
-        every = options.checkpoint_every
-        super().__init__(model, optimizer, steps=options.steps, clip=1.0, log_every=every, folder=folder)
-        self.stream, self.options, self.unseen = stream, options, unseen
-        generator = torch.Generator().manual_seed(options.seed)
-        shape = (options.steps, options.batch, 1)
-        self.starts = torch.randint(len(stream) - CONTEXT + 2, shape, generator=generator)
-
-    def gradients(self) -> dict[str, Tensor]:
-        windows = self.stream[self.starts[self.done] + torch.arange(CONTEXT - 1)]
-        tokens = torch.nn.functional.pad(windows, (1, 0)).to(self.device)  # token 0 first
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            logits = self.model(tokens, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        return {"loss": loss.detach()}
-
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant until the last fifth of the steps, then linearly to 0: a training run can be
-        prolonged from any step before the rate falls."""
-        steps = self.options.steps
-        warmup = max(1, min(200, steps // 20))
-        return self.options.peak * min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, 0.2 * steps))
-
-    def settings(self, done: int) -> Settings:
-        rates = torch.tensor([self.learning_rate(step) for step in range(done)], dtype=torch.float64)
-        chosen = {name: getattr(self.options, name) for name in ("seed", "batch", "dropout")}
-        return {"training": {**chosen, "text": digest(self.stream), "learning rates": f"{done}, {digest(rates)}"}}
-
-    def keeps(self, done: int) -> bool:
-        return done % self.options.checkpoint_every == 0
-
-    def measure(self, done: int) -> dict[str, float]:
-        if not self.keeps(done):
-            return {}
-        with running(self.model):
-            return {name: math.log(perplexity(self.model, windows)) for name, windows in self.unseen.items()}
-
-    def save_weights(self, path: Path) -> None:
-        save_weights(self.model, path)
-        pd.DataFrame(self.rows).to_csv(path.with_name("curve.csv"), index=False, float_format="%.6g")
+def learning_rate(options: Options, step: int) -> float:
+    """Linear warm-up, then constant, and over the last fifth of the steps linearly to 0."""
+    warmup = max(1, min(200, options.steps // 20))
+    return options.peak * min(1.0, (step + 1) / warmup, (options.steps - step) / max(1.0, 0.2 * options.steps))
 
 
-def digest(x: Tensor) -> str:
-    return hashlib.sha256(x.numpy().tobytes()).hexdigest()[:12]
+def new_optimizer(model: Any, options: Options) -> torch.optim.AdamW:
+    """AdamW; gains do not decay."""
+    matrices, gains = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.peak, betas=(0.9, 0.95))
+
+
+def training_windows(stream: Tensor, options: Options) -> Iterator[Tensor]:
+    """The tokens of each step, ``[window, pos]``: windows of the stream at random places, token 0 first."""
+    generator = torch.Generator().manual_seed(options.seed)
+    starts = torch.randint(len(stream) - CONTEXT + 2, (options.steps, options.batch, 1), generator=generator)
+    for start in starts:
+        yield torch.nn.functional.pad(stream[start + torch.arange(CONTEXT - 1)], (1, 0))
+
+
+def train_step(model: Any, optimizer: torch.optim.AdamW, tokens: Tensor, rate: float) -> dict[str, Tensor]:
+    """One step at a learning rate; the loss, and the norm of the gradient before clipping."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+        logits = model(tokens, use_cache=False).logits
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), "grad_norm": norm.detach()}
+
+
+def run_steps(
+    model: Any, stream: Tensor, options: Options, folder: Path | None, unseen: dict[str, list[Tensor]], progress: bool
+) -> None:
+    """Train; every ``checkpoint_every`` steps, and at the end, save the weights and the curve of losses."""
+    optimizer, rows, recent, start = new_optimizer(model, options), [], [], time.perf_counter()
+    save_checkpoint(model, folder, 0, rows)
+    windows = tqdm(training_windows(stream, options), "training", options.steps, unit="step", disable=not progress)
+    for step, tokens in enumerate(windows, start=1):
+        rate = learning_rate(options, step - 1)
+        recent.append(train_step(model, optimizer, tokens.to(model.device), rate))
+        measured = step % options.checkpoint_every == 0
+        if measured or step == options.steps:
+            means = {name: torch.stack([x[name] for x in recent]).double().mean().item() for name in recent[0]}
+            if not math.isfinite(means["loss"]):
+                raise ValueError(f"the loss must be finite, got {means['loss']} before step {step}: try a lower --peak")
+            losses = unseen_losses(model, unseen) if measured else {}
+            rows.append({"step": step, "lr": rate, **means, **losses, "seconds": time.perf_counter() - start})
+            recent = []
+            save_checkpoint(model, folder, step, rows)
+
+
+def unseen_losses(model: Any, unseen: dict[str, list[Tensor]]) -> dict[str, float]:
+    with running(model):
+        return {name: math.log(perplexity(model, windows)) for name, windows in unseen.items()}
+
+
+def save_checkpoint(model: Any, folder: Path | None, step: int, rows: list[dict[str, float]]) -> None:
+    """Save the weights of a step and the curve so far, if there is a folder."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(model, folder / f"step-{step:06d}.safetensors")
+        pd.DataFrame(rows).to_csv(folder / "curve.csv", index=False, float_format="%.6g")
 
 
 def save_weights(model: Any, path: Path) -> None:
@@ -178,15 +192,14 @@ def train_model(
     *,
     unseen: dict[str, list[Tensor]] | None = None,
     device: str = "cpu",
-    on_step: Callable[[int, Any], None] | None = None,
     progress: bool = True,
 ) -> LlamaForCausalLM:
-    """Train from a seeded initialisation, or from the state in the folder; the global random state is restored."""
+    """Train from a seeded initialisation; the global random state is restored."""
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        training = DemoTraining(new_model(options.dropout).to(device), stream, options, folder, unseen or {})
-        training.run(resume=folder is not None, on_step=on_step, progress=progress)
-    return training.model
+        model = new_model(options.dropout).to(device).train()
+        run_steps(model, stream, options, folder, unseen or {}, progress)
+    return model.eval()
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 necessity and sufficiency of heads, cell by cell.
 
 ``python docs/figures/deposit_96_heads.py FOLDER [minutes]`` trains and measures cells (size, task, encoding, rotary
-heads in each layer, seed) in one thread, the most informative ones first, until all are done or the time is up. It can
-be stopped at any moment and goes on where it was. Each finished cell is a row of ``deposit_96_heads.csv`` beside this
-script, the numbers of the page on the deposit; what has a row is not trained again. ``… FOLDER few`` trains the models
-with one and two rotary heads in each layer, ``… FOLDER paper`` those of the paper's size. ``… FOLDER finish`` prints
-the page's table, and compares the positional subspaces of the models that were trained into the folder
-(``displaced_subspace.csv``).
+heads in each layer, seed) in one thread, the most informative ones first, until all are done or the time is up. Each
+finished cell is a row of ``deposit_96_heads.csv`` beside this script, the numbers of the page on the deposit; what has
+a row is not trained again, and a cell that is stopped begins again, once its folder in FOLDER is deleted. ``… FOLDER
+few`` trains the models with one and two rotary heads in each layer, ``… FOLDER paper`` those of the paper's size. ``…
+FOLDER finish`` prints the page's table, and compares the positional subspaces of the models that were trained into the
+folder (``displaced_subspace.csv``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ MEDIUM, PAPER = preset("medium"), preset("paper")
 # The published shape and task, in smaller batches with a larger learning rate.
 ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_test=1_000)
 STEPS = {("distance", "sinusoidal_rope"): 1200, ("distance", "rope"): 2000, ("count", "sinusoidal_rope"): 900}
-HALFWAY = 200  # the weights after so many steps are kept too: less slack, the same model
 SAMPLES = 128  # not seen in training: of another seed
 NAMES = {
     "rope": "rotation alone",
@@ -106,18 +105,17 @@ def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, 
 
 
 def trained(size: str, task: str, encoding: str, rotary_heads: int, seed: int, folder: Path) -> TrainRun:
-    """Train one model, or load it if it is in the folder."""
+    """Train one model; its weights at the end are in the folder."""
     if size == "medium":
-        kept = replace(MEDIUM, training=replace(MEDIUM.training, checkpoints=(HALFWAY,)))
+        sizes = MEDIUM
     else:
         how = replace(ON_A_CPU, n_train=ON_A_CPU.batch_size * STEPS[task, encoding])
-        how = replace(how, checkpoints=tuple(range(0, how.steps, 250)), test_every=250, precision="bfloat16")
-        kept = replace(PAPER, training=how, per_task={})
+        sizes = replace(PAPER, training=replace(how, test_every=250, precision="bfloat16"), per_task={})
     changed, where = {}, folder / "trainings"
     if 0 < rotary_heads < HEADS:
         changed, where = {"rotary_heads": rotary_heads}, folder / f"trainings-{rotary_heads}-rotary"
     options: dict[str, Any] = {"encodings": [encoding], "tasks": [task], "seeds": [seed], "folder": where}
-    (run,) = train_preset(kept, **options, **changed, progress=size == "paper").values()
+    (run,) = train_preset(sizes, **options, **changed, progress=size == "paper").values()
     return run
 
 

@@ -144,7 +144,7 @@ PICTURES = [
         "dynamics.svg",
         "Heads during training",
         "The gradient for a distance profile, of each head of three layers, over 300 steps.",
-        'viz.plot_dynamics(synthetic.dynamics(run), "norm_of_mean")',
+        'viz.plot_dynamics(synthetic.dynamics(models, task), "norm_of_mean")',
         "training_dynamics.md",
     ),
 ]

@@ -5,10 +5,9 @@ Needs ``pip install kaleido`` and a Chromium or Chrome. The files are committed:
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,13 +100,16 @@ def drops() -> go.Figure:
 
 
 def dynamics() -> go.Figure:
-    small, steps = tp.synthetic.preset("small"), tuple(range(0, 301, 25))
-    with tempfile.TemporaryDirectory() as folder:
-        how = dataclasses.replace(small.train_config("distance"), checkpoints=steps)
-        run = tp.synthetic.train(
-            small.model("rope", "distance"), small.tasks["distance"], how, folder=folder, progress=False
-        )
-        return tp.viz.plot_dynamics(tp.synthetic.dynamics(run, progress=False), "norm_of_mean")
+    small = tp.synthetic.preset("small")
+    model, task = small.model("rope", "distance"), small.tasks["distance"]
+    models = {0: copy.deepcopy(model)}
+
+    def keep(step: int, model: tp.synthetic.SyntheticModel) -> None:
+        if step % 25 == 0:
+            models[step] = copy.deepcopy(model)
+
+    tp.synthetic.train(model, task, small.train_config("distance"), on_step=keep, progress=False)
+    return tp.viz.plot_dynamics(tp.synthetic.dynamics(models, task, progress=False), "norm_of_mean")
 
 
 def language_dynamics() -> go.Figure:

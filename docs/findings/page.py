@@ -24,20 +24,6 @@ COLUMNS = {
 }
 MISSING = "–"
 SYNTHETIC = HERE / "tables" / "synthetic.csv"
-GPU = HERE.parent / "figures" / "deposit_gpu.csv"
-PAPER_B = {
-    ("distance", "sinusoidal_rope"): ("RoPE, with sinusoidal positions", "0.93; one head of layer 0 costs about 0.60"),
-    ("distance", "absolute_mla"): ("MLA", "0.88; no deposit"),
-    ("distance", "none"): ("no positions", "fails"),
-    ("distance", "sinusoidal"): ("absolute", "second best; no deposit"),
-    ("distance", "alibi"): ("ALiBi", "fails"),
-    ("count", "sinusoidal_rope"): ("RoPE, with sinusoidal positions", "0.69; no deposit"),
-    ("count", "absolute_mla"): ("MLA", "0.97"),
-    ("count", "none"): ("no positions", "0.78"),
-    ("count", "sinusoidal"): ("absolute", MISSING),
-    ("count", "alibi"): ("ALiBi", "worst"),
-}
-"""By task and encoding: its name, and the paper's accuracy and deposit."""
 
 
 class Number(NamedTuple):
@@ -106,44 +92,14 @@ def of_findings(findings: list[Finding], known: dict[str, dict[tuple[str, str, i
     return parts
 
 
-def of_gpu(path: Path) -> list[str]:
-    """What ``make gpu-check`` measured at the paper's size, beside the paper; nothing before it was run."""
-    if not path.exists():
-        return []
-    rows = pd.read_csv(path).query("size == 'paper'").set_index(["task", "encoding"])
-    header = ["task", "encoding", "paper", "accuracy", "steps", "epochs", "largest drop, zeroed", "second", "layer"]
-    header += ["effective heads", "largest drop, mean", "second"]
-    lines = []
-    for key in [key for key in PAPER_B if key in rows.index]:
-        row = rows.loc[key]
-        numbers = [f"{row['accuracy']:.2f}", f"{row['steps']:.0f}", f"{row['epochs']:.1f}"]
-        numbers += [f"{row[f'zero_accuracy_{x}']:.2f}" for x in ("drop", "second")]
-        numbers += [whole(row["zero_accuracy_layer"]), whole(row["zero_accuracy_effective_heads"])]
-        numbers += [f"{row[f'mean_accuracy_{x}']:.2f}" for x in ("drop", "second")]
-        lines.append([{"distance": "1, distance", "count": "2, count"}[key[0]], *PAPER_B[key], *numbers])
-    devices = ", ".join(sorted(set(rows["device"])))
-    tested, ablated = int(rows["tested"].min()), int(rows["ablated"].min())
-    said = (
-        f"At the paper's size (`make gpu-check`, {devices}): six layers of 16 heads, the paper's settings but for "
-        f"batches of {int(rows['batch'].max())} texts and a peak learning rate of 0.0005, as many steps as fit a few "
-        "minutes (an epoch is the paper's, which trains for 100 or more); one seed, so no interval. Accuracy is over "
-        f"{tested} new texts, drops are over {ablated}."
-    )
-    return [said, table(header, lines)]
-
-
-def whole(value: float) -> str:
-    return MISSING if pd.isna(value) else f"{value:.0f}"
-
-
-def page(instead: Path | None = None, gpu: Path = GPU) -> str:
+def page(instead: Path | None = None) -> str:
     """The whole page; the tables of a folder take the place of ours."""
     known = tables(instead)
     synthetic = table(
         ["claim", "paper", "here", "status"],
         [[x.claim, x.paper, filled(x.here), f"**{x.status}.** {filled(x.why)}"] for x in CLAIMS_B],
     )
-    parts = [OPENING, *of_claims(CLAIMS_A, known), HEADINGS["B"], synthetic, *of_gpu(gpu)]
+    parts = [OPENING, *of_claims(CLAIMS_A, known), HEADINGS["B"], synthetic]
     return "\n\n".join([*parts, HEADINGS["findings"], *of_findings(FINDINGS, known)]) + "\n"
 
 

@@ -9,12 +9,12 @@ hybrids of six layers of 16 heads. A study that runs again replaces its own rows
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -25,7 +25,8 @@ from torch import Tensor
 from tl_posdisent.experiments import content_position_terms, positional_subspace, rope_hadamard
 from tl_posdisent.rope import principal_angles, toeplitz_share
 from tl_posdisent.synthetic import (
-    TrainRun,
+    Preset,
+    SyntheticModel,
     evaluate,
     gradient_margins,
     head_drops,
@@ -45,20 +46,32 @@ SEEDS, TRAINED = range(5), {"rope": range(4), "alibi": range(3), "none": range(3
 BATCHES: dict[str, Any] = {"batches": 32, "batch_size": 64, "progress": False}
 
 
-@cache
-def trained(encoding: str, seed: int, folder: str) -> TrainRun:
-    """Train a small model with checkpoints, or load it from the folder."""
-    how = SMALL.train_config("distance", seed, checkpoints=STEPS)
-    model, where = SMALL.model(encoding, "distance", seed), f"{folder}/{encoding}-{seed}"
-    return train(model, TASK, how, folder=where, resume=True, progress=False)
+def models_in_training(
+    sizes: Preset, encoding: str, task: str, seed: int, steps: Sequence[int]
+) -> tuple[dict[int, SyntheticModel], float]:
+    """Train a model; return copies of it after these steps, and its accuracy on new texts after the last one."""
+    model = sizes.model(encoding, task, seed)
+    models = {0: copy.deepcopy(model)}
+
+    def keep(step: int, model: SyntheticModel) -> None:
+        if step in steps:
+            models[step] = copy.deepcopy(model).eval()
+
+    run = train(model, sizes.tasks[task], sizes.train_config(task, seed), on_step=keep, progress=False)
+    return models | {run.steps: run.model}, run.test_accuracy
 
 
 @cache
-def gradients(encoding: str, seed: int, step: int, folder: str) -> pd.DataFrame:
-    return positional_gradients(trained(encoding, seed, folder).at(step), TASK, **BATCHES | {"batches": 16})
+def trained(encoding: str, seed: int) -> tuple[dict[int, SyntheticModel], float]:
+    return models_in_training(SMALL, encoding, "distance", seed, STEPS)
 
 
-def initial(_: str) -> Iterator[Row]:
+@cache
+def gradients(encoding: str, seed: int, step: int) -> pd.DataFrame:
+    return positional_gradients(trained(encoding, seed)[0][step], TASK, **BATCHES | {"batches": 16})
+
+
+def initial() -> Iterator[Row]:
     """The expected gradient for the positional part of a head's scores, before training; 0 if batches cancel."""
     samples = TASK.batch(BATCHES["batches"] * BATCHES["batch_size"], seed=1)
     order = torch.randperm(len(samples[1]), generator=torch.Generator().manual_seed(1))
@@ -86,11 +99,11 @@ def of_seeds(tables: list[pd.DataFrame], column: str) -> Tensor:
     return torch.tensor([table[column].mean() for table in tables])
 
 
-def margins(folder: str) -> Iterator[Row]:
+def margins() -> Iterator[Row]:
     """The margin of the head with the largest gradient in each layer, while models learn."""
     for encoding in ("rope", "alibi", "none"):
         for step in STEPS:
-            tables = [gradient_margins(gradients(encoding, seed, step, folder)) for seed in TRAINED[encoding]]
+            tables = [gradient_margins(gradients(encoding, seed, step)) for seed in TRAINED[encoding]]
             name, call = f"{NAMES[encoding]}, step {step}", "gradient_margins(positional_gradients(...))"
             margin = torch.stack([torch.tensor(table["margin"].to_numpy()) for table in tables])
             error = torch.stack([torch.tensor(table["margin_se"].to_numpy()) for table in tables])
@@ -105,32 +118,32 @@ def margins(folder: str) -> Iterator[Row]:
             yield row(f"share of margins above two errors, {name}", clear, 0, call, "seeds")
 
 
-def leading(folder: str) -> Iterator[Row]:
+def leading() -> Iterator[Row]:
     """Whether the head with the largest gradient in training has the largest drop at the end."""
-    runs = [trained("rope", seed, folder) for seed in TRAINED["rope"]]
+    models = [trained("rope", seed)[0][STEPS[-1]] for seed in TRAINED["rope"]]
     tokens, labels = TASK.batch(1000, seed=99)
-    drops = [head_drops(run.model, tokens, labels, mode="zero", progress=False) for run in runs]
+    drops = [head_drops(model, tokens, labels, mode="zero", progress=False) for model in models]
     last = [table.loc[table["effect"].idxmin(), ["layer", "head"]].tolist() for table in drops]
     for step in STEPS:
-        tables = [gradients("rope", seed, step, folder) for seed in TRAINED["rope"]]
+        tables = [gradients("rope", seed, step) for seed in TRAINED["rope"]]
         first = [table.loc[table["norm_of_mean"].idxmax(), ["layer", "head"]].tolist() for table in tables]
         same = torch.tensor([float(a == b) for a, b in zip(first, last, strict=True)])
         yield row(f"largest gradient and largest drop in one head, step {step}", same, 0, "head_drops(...)", "seeds")
 
 
-def accuracy(folder: str) -> Iterator[Row]:
+def accuracy() -> Iterator[Row]:
     """Accuracy on new texts after training."""
     for encoding, seeds in TRAINED.items():
-        right = torch.tensor([trained(encoding, seed, folder).test_accuracy for seed in seeds])
+        right = torch.tensor([trained(encoding, seed)[1] for seed in seeds])
         yield row(f"accuracy, {NAMES[encoding]}", right, 0, "train_preset(...)", "seeds")
 
 
-def toeplitz(folder: str) -> Iterator[Row]:
+def toeplitz() -> Iterator[Row]:
     """How much of the scores, and of their terms of content and position, is a function of the distance."""
     texts = long_texts(TASK, 64)
     for encoding, seeds in TRAINED.items():
         for state, step in {"untrained": 0, "trained": STEPS[-1]}.items():
-            models = [trained(encoding, seed, folder).at(step) for seed in seeds]
+            models = [trained(encoding, seed)[0][step] for seed in seeds]
             split = [
                 [content_position_terms(model, texts, layer, grand_mean="bias") for layer in range(3)]
                 for model in models
@@ -164,7 +177,7 @@ def terms(split: list[list[Any]], name: str, length: int) -> Iterator[Row]:
                 yield row(f"{column}, {term}, {name}", values, length, "content_position_terms(...)", "seeds")
 
 
-def angles(_: str) -> Iterator[Row]:
+def angles() -> Iterator[Row]:
     """How far the positional subspace moves from that of the embedded text: hybrids, absolute positions alone, and both
     before training, of six layers of 16 heads (``docs/figures/deposit_96_heads.py``)."""
     table = pd.read_csv(ANGLES)
@@ -181,17 +194,14 @@ def angles(_: str) -> Iterator[Row]:
             )
 
 
-def displaced(folder: str) -> Iterator[Row]:
+def displaced() -> Iterator[Row]:
     """The positional subspace of hybrids while they learn, when they are as accurate as absolute positions and after,
     with subspaces of two to eight directions."""
     task, found = MEDIUM.tasks["gap8"], []
     texts = long_texts(task, 256)
     for seed in range(2):
-        how = MEDIUM.train_config("gap8", seed, checkpoints=(0, 50, 100, 150, 200, 250))
-        model, where = MEDIUM.model("sinusoidal_rope", "gap8", seed), f"{folder}/hybrid-{seed}"
-        run = train(model, task, how, folder=where, resume=True, progress=False)
-        for step in run.checkpoints:
-            model = run.at(step)
+        models, _ = models_in_training(MEDIUM, "sinusoidal_rope", "gap8", seed, range(0, 251, 50))
+        for step, model in models.items():
             found.append({"step": step, "accuracy": evaluate(model, *task.batch(1000, seed=99))[1]})
             for rank in (2, 4, 8):
                 bases = [positional_subspace(model, texts, layer, rank=rank).basis for layer in (0, 1, 2, 3, 5)]
@@ -207,11 +217,11 @@ def displaced(folder: str) -> Iterator[Row]:
 STUDIES = {study.__name__: study for study in (initial, accuracy, margins, leading, toeplitz, angles, displaced)}
 
 
-def main(studies: list[str], folder: str) -> None:
-    """Run studies, print their rows and write them; models are trained into the folder."""
+def main(studies: list[str]) -> None:
+    """Run studies, print their rows and write them."""
     for study in studies:
         start, rows = time.monotonic(), []
-        for each in STUDIES[study](folder):
+        for each in STUDIES[study]():
             rows.append(each)
             print(f"{study}: {each.name}: {each.value:.3f} ± {each.error:.3f} ({each.over})", flush=True)
         write(TABLE, study, rows, [*STUDIES])
@@ -219,5 +229,4 @@ def main(studies: list[str], folder: str) -> None:
 
 
 if __name__ == "__main__":
-    with TemporaryDirectory() as folder:
-        main(sys.argv[1:] or list(STUDIES), folder)
+    main(sys.argv[1:] or list(STUDIES))

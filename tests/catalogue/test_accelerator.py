@@ -9,20 +9,15 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from support import on_devices, zoo
 from support.accelerator import NAME, imitated
-from support.on_devices import FUNCTIONS, NAMES, SHORT, Place, arguments, has_tensors, moved, with_model
-from support.public_calls import TASK, call, synthetic, takes_synthetic
+from support.on_devices import FUNCTIONS, NAMES, Place, arguments, has_tensors, moved, with_model
+from support.public_calls import call, takes_synthetic
 from support.results import assert_same
-from torch import Tensor
-
-from tl_posdisent.synthetic.training.train import TaskTraining
 
 pytestmark = pytest.mark.tl4
 
@@ -141,26 +136,3 @@ def test_without_float64(name: str) -> None:
         with contextlib.suppress(Refused), refusal(r"\w+ must be on the CPU or a CUDA device, got .*"):
             found = call(FUNCTIONS[name], *model, **given)
             assert_same(on_devices.after_a_run(found, Place(DEVICE), *model), right)
-
-
-def test_resumed_dropout_on_a_device(tmp_path: Path) -> None:
-    """The device's own random numbers go on where they were."""
-
-    class Dropout(TaskTraining):
-        def gradients(self) -> dict[str, Tensor]:
-            drawn = torch.rand(4, device=self.device)
-            self.drawn.append(drawn.cpu().tolist())
-            with mock.patch("torch.manual_seed"):  # which else makes each step independent of the steps before
-                return super().gradients()
-
-    def trained(folder: Path, *stops: int) -> list[list[float]]:
-        drawn: list[list[float]] = []
-        for n, stop in enumerate(stops):
-            torch.manual_seed(n)
-            training = Dropout(synthetic().to(DEVICE), TASK, SHORT, folder)
-            training.drawn = drawn
-            training.run(resume=n > 0, stop_at=stop, progress=False)
-        return drawn
-
-    with imitated():
-        assert trained(tmp_path / "whole", 4) == trained(tmp_path / "parts", 2, 4)

@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab depths epochs length log_every max_gap max_length max_pairs "
         "max_side min_length min_pairs n n_ctx n_heads n_layers n_logits n_out "
-        "n_test n_train n_triggers pairs pieces rank samples stop_at t5_buckets "
+        "n_test n_train n_triggers pairs pieces rank samples t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
@@ -198,8 +198,8 @@ NOT_YET = words_of(
 WITHOUT_KIND = words_of(
     """
     answer body changed checkpoint checkpoints client command compile context
-    downstream draw folder heldout in_range key metrics model name_or_dir notes
-    on_step out path perturb profiles progress queries query resume signed source_positions sufficient
+    downstream draw folder heldout in_range key metrics model models name_or_dir notes
+    on_step out path perturb profiles progress queries query signed source_positions sufficient
     tokenizer words wrong
     """
 )

@@ -36,7 +36,7 @@ from support.public_calls import (
 import tl_posdisent as tp
 from tl_posdisent.hooks import patch_vectors, phase_noise
 from tl_posdisent.rope import decompose
-from tl_posdisent.synthetic import TrainRun, TriggerCount
+from tl_posdisent.synthetic import TriggerCount
 from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
@@ -167,7 +167,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("SyntheticConfig", {"encoding": "t5", "t5_buckets": 6}, "t5_buckets"),
     ("SyntheticConfig", {"encoding": "t5", "t5_max_distance": 8}, "t5_max_distance"),
     ("SyntheticConfig", {"pad_id": 8}, "pad_id"),
-    ("TrainConfig", {"epochs": 1, "checkpoints": (10**9,)}, "checkpoints"),
     ("TrainConfig", {"n_train": 4}, "n_train"),
     ("TrainConfig", {"seed": 2**32}, "seed"),
     ("Brackets", {"min_pairs": 2}, "min_pairs"),
@@ -191,7 +190,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("TriggerDistance", {"n_logits": 69}, "n_logits"),
     ("TriggerDistance", {"d_vocab": 71, "repeats": False}, "d_vocab"),
     ("train", {"model": synthetic(d_vocab=4)}, "model"),
-    ("train", {"resume": True}, "folder"),
+    ("train", {"folder": __file__}, "folder"),
     ("train", {"task": FEW_SAMPLES, "config": replace(FEW, n_train=500)}, "n_train + n_test"),
     ("train", {"model": LINEAR}, "model"),
     ("train", {"model": synthetic(n_ctx=5)}, "model"),
@@ -248,7 +247,9 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: TASK.batch(1, seed=-1), "seed"),
     (lambda: TASK.split(1, 1, seed=2**32), "seed"),
     (lambda: TASK.batch(1, torch.Generator(), device="meta"), "device"),
-    (lambda: tp.synthetic.dynamics(TrainRun(synthetic(), TASK, FEW, pd.DataFrame())), "run"),
+    (lambda: tp.synthetic.dynamics({}, TASK), "models"),
+    (lambda: tp.synthetic.dynamics({0: LINEAR}, TASK), "models"),  # type: ignore[dict-item]
+    (lambda: tp.synthetic.dynamics({-1: synthetic()}, TASK), "models"),
     (lambda: decompose(GOOD["moments"], [1, 2], scale=1.0).share("place"), "component"),
 ]
 

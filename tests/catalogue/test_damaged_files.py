@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from support import zoo
-from support.public_calls import FEW, TASK, synthetic
+from support.public_calls import synthetic
 
 from tl_posdisent import load_model
-from tl_posdisent.synthetic import load_checkpoint, save_checkpoint, train
+from tl_posdisent.synthetic import load_checkpoint, save_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
@@ -85,19 +84,6 @@ def own_code(at: Path) -> Path:
     return path
 
 
-def _resumed(at: Path, spoil: Any) -> Any:
-    train(synthetic(), TASK, FEW, folder=at, progress=False)
-    spoil(at / "state.safetensors")
-    return train(synthetic(), TASK, FEW, folder=at, resume=True, progress=False)
-
-
-def _notes(path: Path, **changed: Any) -> None:
-    """Another state with some of its notes changed."""
-    with safe_open(path, framework="pt") as file:
-        tensors, notes = {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["notes"])  # noqa: SIM118
-    save_file(tensors, path, metadata={"notes": json.dumps({**notes, **changed})})
-
-
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "load_checkpoint: no such file": (lambda at: load_checkpoint(at / "none"), "path must be.*does not exist"),
     "load_checkpoint: cut short": (lambda at: load_checkpoint(cut(saved(at))), "whole checkpoint"),
@@ -112,12 +98,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "save_checkpoint: another module": (lambda at: save_checkpoint(LINEAR, at / "x"), "model must be"),
     "save_checkpoint: a folder in its place": (lambda at: save_checkpoint(synthetic(), at), "directory"),
-    "train: a state cut short": (lambda at: _resumed(at, cut), "whole checkpoint"),
-    "train: a state that is a pickle": (
-        lambda at: _resumed(at, lambda path: pickled(at, path.name)),
-        "whole checkpoint",
-    ),
-    "train: a state whose step is a word": (lambda at: _resumed(at, lambda path: _notes(path, done="two")), "damaged"),
     "load_model: a path that does not exist": (lambda at: load_model(at / "none"), "name_or_dir must be.*none"),
     "load_model: a name with NUL": (lambda at: load_model("gpt2\x00"), "name_or_dir must be"),
     "load_model: a dtype in words": (lambda at: load_model(folder(at), dtype="float32"), "dtype must be"),
@@ -136,13 +116,6 @@ def test_what_cannot_be_read_is_refused(what: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError), match=message):
         call(tmp_path)
     assert not (tmp_path / "run").exists(), "code of a file was run"
-
-
-def test_names_in_a_state_file_stay_in_the_folder(tmp_path: Path) -> None:
-    train(synthetic(), TASK, FEW, folder=tmp_path, progress=False)
-    _notes(tmp_path / "state.safetensors", kept={"1": "../../etc/passwd", "2": "/etc/passwd"})
-    run = train(synthetic(), TASK, FEW, folder=tmp_path, resume=True, progress=False)
-    assert all(path.parent == tmp_path for path in run.checkpoints.values())
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tl_posdisent.rope import Moments
 
 FUNCTIONS = callables()
 QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
-SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
+SHORT = dataclasses.replace(FEW, epochs=2)
 OTHER: dict[str, dict[str, Any]] = {
     "patch_vectors": {"k_rot": torch.zeros(2, 12, 8, 8)},  # the model has a key head for every head
     "train": {"config": SHORT},

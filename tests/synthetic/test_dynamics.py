@@ -1,7 +1,8 @@
-"""Tables over the checkpoints of a training are those of the tools at each checkpoint."""
+"""Tables over the steps of a training are those of the tools at each step."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pandas as pd
@@ -11,7 +12,7 @@ from support.small_models import small_model
 
 from tl_posdisent import additivity, controlled_distance, disentanglement
 from tl_posdisent.synthetic import (
-    TrainRun,
+    SyntheticModel,
     dynamics,
     gradient_margins,
     positional_gradients,
@@ -43,21 +44,31 @@ def test_disentanglement_is_that_of_the_tools() -> None:
             assert table[name].tolist() == pytest.approx(controlled[name].tolist(), abs=1e-6)
 
 
+TASK = preset("small").tasks["distance"]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TrainRun:
+def models() -> dict[int, SyntheticModel]:
     small = preset("small")
-    how = replace(small.training, n_train=512, n_test=64, checkpoints=(0, 3))
-    model, task = small.model("rope", "distance", n_layers=2), small.tasks["distance"]
-    return train(model, task, how, folder=tmp_path_factory.mktemp("run"), progress=False)
+    model = small.model("rope", "distance", n_layers=2)
+    models = {0: copy.deepcopy(model)}
+
+    def keep(step: int, model: SyntheticModel) -> None:
+        models[step] = copy.deepcopy(model)
+
+    train(model, TASK, replace(small.training, n_train=512, n_test=64), on_step=keep, progress=False)
+    return {step: models[step] for step in (4, 0, 3)}
 
 
-def test_dynamics_are_the_measures_of_every_checkpoint(run: TrainRun) -> None:
-    table = dynamics(run, texts=4, batches=2, batch_size=8, seed=1, progress=False)
-    assert table.groupby("step").size().to_dict() == {0: 8, 3: 8, 4: 8}
-    tokens = long_texts(run.task, 4, seed=1)
+def test_dynamics_are_the_measures_of_every_step(models: dict[int, SyntheticModel]) -> None:
+    """Copies that are kept in training have dropout switched on, as the model has: it is measured without."""
+    assert models[3].training
+    table = dynamics(models, TASK, texts=4, batches=2, batch_size=8, seed=1, progress=False)
+    assert table.groupby("step", sort=False).size().to_dict() == {0: 8, 3: 8, 4: 8}
+    tokens = long_texts(TASK, 4, seed=1)
     for step in (0, 4):
-        rows, model = table[table["step"] == step].reset_index(drop=True), run.at(step)
-        gradients = positional_gradients(model, run.task, batches=2, batch_size=8, seed=1, progress=False)
+        rows, model = table[table["step"] == step].reset_index(drop=True), models[step].eval()
+        gradients = positional_gradients(model, TASK, batches=2, batch_size=8, seed=1, progress=False)
         pd.testing.assert_frame_equal(rows[NAMES], gradients[NAMES])
         pd.testing.assert_frame_equal(rows[["r"]], disentanglement(model, tokens, progress=False)[["r"]])
     assert bool((table[table["step"] == 0]["r"].to_numpy() != table[table["step"] == 4]["r"].to_numpy()).all())

@@ -1,19 +1,21 @@
-"""Training: the plain loop's weights, the same bits after a stop, and files that are whole or refused."""
+"""Training: the plain loop's weights, seeds, checkpoints at the ends of epochs, and accuracy."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from tl_posdisent.synthetic import (
+    Split,
     SyntheticConfig,
     SyntheticModel,
     TrainConfig,
@@ -25,7 +27,6 @@ from tl_posdisent.synthetic import (
     save_checkpoint,
     train,
 )
-from tl_posdisent.synthetic.training import loop
 from tl_posdisent.synthetic.training import train as training
 
 TASK = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=12, n_ctx=32)
@@ -82,9 +83,9 @@ def plain_loop(model: SyntheticModel, config: TrainConfig) -> tuple[list[float],
     return losses, norms
 
 
-@pytest.mark.parametrize("pieces", [None, 1, 3, 20])
+@pytest.mark.parametrize("pieces", [4, 1, 3, 20])
 @pytest.mark.parametrize("clip", [0.1, None])
-def test_is_the_plain_loop(pieces: int | None, clip: float | None) -> None:
+def test_is_the_plain_loop(pieces: int, clip: float | None) -> None:
     """With one batch per epoch the order does not matter. Pieces are as long as their texts, and change nothing."""
     config = TrainConfig(
         epochs=8, batch_size=12, n_train=12, n_test=9, lr=1e-3, warmup=0.3, weight_decay=0.1, log_every=1, clip=clip
@@ -108,14 +109,14 @@ def test_the_last_batch_is_kept_if_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert (config.steps_per_epoch, config.steps) == (3, 6)
     assert [config.samples(n) for n in range(7)] == [0, 16, 32, 40, 56, 72, 80]
     sizes: list[int] = []
-    samples = training.TaskTraining.samples
+    batches = training._batches
 
-    def note(self: Any) -> Tensor:
-        chosen = samples(self)
-        sizes.append(len(chosen))
-        return chosen
+    def note(config: TrainConfig, lengths: Tensor) -> Iterator[Tensor]:
+        for samples in batches(config, lengths):
+            sizes.append(len(samples))
+            yield samples
 
-    monkeypatch.setattr(training.TaskTraining, "samples", note)
+    monkeypatch.setattr(training, "_batches", note)
     run = go(small(), config)
     assert sizes == [16, 16, 8] * 2
     assert run.metrics["samples"].tolist() == [16, 32, 40, 56, 72, 80]
@@ -182,7 +183,7 @@ def test_metrics_are_means_since_the_row_before() -> None:
 
 def test_bfloat16_is_near_float32() -> None:
     usual, other = (
-        go(small(2), changed(FEW, precision=name)).metrics["loss"].tolist() for name in ("auto", "bfloat16")
+        go(small(2), changed(FEW, precision=name)).metrics["loss"].tolist() for name in ("float32", "bfloat16")
     )
     assert other == pytest.approx(usual, rel=0.02)
     assert other != usual
@@ -203,45 +204,7 @@ def test_seeds_settle_everything_and_nobody_elses_numbers() -> None:
     assert not same(first, weights(go(small(dropout=0.1)).model))
 
 
-# --- stopping and going on --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stops", [[1], [6], [5, 7, 11]])
-def test_a_stop_leaves_no_trace_in_the_weights(stops: list[int], tmp_path: Path) -> None:
-    """Six steps make an epoch; dropout draws in every step; the model that goes on began elsewhere."""
-    whole = go(small(dropout=0.2))
-    for n, stop in enumerate(stops):
-        part = go(small(n, dropout=0.2), folder=tmp_path, resume=n > 0, stop_at=stop)
-        assert part.steps == stop
-    run = go(small(9, dropout=0.2), folder=tmp_path, resume=True)
-    assert same(weights(whole.model), weights(run.model))
-    assert run.metrics["step"].tolist() == sorted({5, 10, 12, *stops})
-    assert run.metrics["seconds"].is_monotonic_increasing
-    columns = ["test_loss", "test_accuracy"]
-    assert run.metrics[columns].iloc[-1].tolist() == whole.metrics[columns].iloc[-1].tolist()
-    again = go(small(9, dropout=0.2), folder=tmp_path, resume=True)  # there is nothing left to do
-    assert same(weights(whole.model), weights(again.model))
-    pd.testing.assert_frame_equal(again.metrics, run.metrics)
-
-
-def test_ctrl_c_loses_no_more_than_the_rows_since_the_last_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state is written with a row, here with every one; metrics are those of an undisturbed run too."""
-    monkeypatch.setattr(loop, "_SECONDS", 0.0)
-
-    def press(step: int, model: SyntheticModel) -> None:
-        if step == 7:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        go(small(dropout=0.2), folder=tmp_path, on_step=press)
-    steps: list[int] = []
-    run = go(small(5, dropout=0.2), folder=tmp_path, resume=True, on_step=lambda step, model: steps.append(step))
-    whole = go(small(dropout=0.2))
-    assert steps == list(range(6, 13))
-    assert same(weights(run.model), weights(whole.model))
-    pd.testing.assert_frame_equal(run.metrics.drop(columns="seconds"), whole.metrics.drop(columns="seconds"))
+# --- errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -275,30 +238,71 @@ def test_nan_is_an_error() -> None:
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_the_weights_of_their_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep_last", "ends"), [(False, [6, 12]), (True, [7, 14])])
+def test_checkpoints_are_the_weights_at_the_ends_of_epochs(keep_last: bool, ends: list[int], tmp_path: Path) -> None:
+    """Each says what it is: model, task, settings, step."""
     then: dict[int, dict[str, Tensor]] = {}
-    model = small(4)
-    then[0] = weights(model)
-    config = changed(FEW, checkpoints=(7, 0, 3))
+    config, model = changed(FEW, keep_last=keep_last), small(4)
     run = go(model, config, folder=tmp_path, on_step=lambda step, m: then.update({step: weights(m)}))
-    assert sorted(run.checkpoints) == [0, 3, 7, 12]
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [
-        ".tl_posdisent.lock",
-        "state.safetensors",
-        *(f"step-{step:06d}.safetensors" for step in (0, 3, 7, 12)),
-    ]
-    for step in run.checkpoints:
-        there = run.at(step)
+    assert run.checkpoints == {step: tmp_path / f"step-{step:06d}.safetensors" for step in ends}
+    assert sorted(tmp_path.iterdir()) == [*run.checkpoints.values()]
+    for step, path in run.checkpoints.items():
+        there = load_checkpoint(path)
         assert same(weights(there), then[step])
         assert there.config == model.config
         assert not there.training
-    measured = run.metrics.set_index("step")["test_accuracy"].dropna()
-    split = run.split()
-    assert measured.index.tolist() == [3, 7, 12]
-    assert measured[7] == evaluate(run.at(7), split.test_tokens, split.test_labels)[1]
-    with pytest.raises(ValueError, match=r"step must be one of the checkpoints \[0, 3, 7, 12\], got 4"):
-        run.at(4)
+        with safe_open(path, framework="pt") as file:
+            notes = json.loads(file.metadata()["notes"])
+        assert notes["step"] == step
+        assert notes["task"] == {"name": "TriggerDistance", **asdict(TASK)}
+        assert notes["training"] == {**asdict(config), "betas": [*config.betas], "shared": 0}
+    assert same(weights(go(small(4), config).model), then[ends[-1]])  # saving leaves no trace in the weights
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    go(small(), changed(FEW, epochs=1), folder=tmp_path / "run")
+    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    model = small(1)
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"folder must have no checkpoints .*step-000006.safetensors exists: choose"):
+        go(model, folder=tmp_path / "run")
+    assert same(weights(model), before)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
+    with pytest.raises(ValueError, match=r"folder must be a folder, but .* is a file"):
+        go(model, folder=next(iter(files)))
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    """The first epoch has no row of metrics, and ends in an error before its weights are written."""
+
+    def spoil(step: int, model: SyntheticModel) -> None:
+        if step == 4:
+            with torch.no_grad():
+                model.unembed.b_U[0] = torch.nan
+
+    with pytest.raises(ValueError, match="loss must be finite, got nan in step 5 of 12"):
+        go(small(), changed(FEW, log_every=50), folder=tmp_path, on_step=spoil)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_result_says_which_samples_were_drawn() -> None:
+    """Also if some are in both sets, here by a task that draws without looking."""
+
+    class Overlapping(TriggerDistance):
+        def split(self, *args: Any, **options: Any) -> Split:
+            split = super().split(*args, **options)
+            test = torch.cat([split.test_tokens[:-2], split.train_tokens[5:6].repeat(2, 1)])
+            labels = torch.cat([split.test_labels[:-2], split.train_labels[5:6].repeat(2)])
+            return Split(split.train_tokens, split.train_labels, test, labels)
+
+    config = changed(FEW, epochs=1, split_seed=3)
+    run = go(small(), config)
+    assert run.shared == 0
+    assert repr(run).splitlines()[-1] == "  100 training and 60 test samples of seed 3, 0 in both"
+    task = Overlapping(**asdict(TASK))
+    other = train(small(), task, config, progress=False)
+    assert other.shared == 2
+    assert repr(other).endswith("100 training and 60 test samples of seed 3, 2 in both")
 
 
 @pytest.mark.parametrize("encoding", ["learned", "t5", "rope", "mla"])
@@ -320,27 +324,6 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     (tmp_path / "shape").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
     with pytest.raises(ValueError, match=r"weights in .*shape must fit the model: .*size mismatch for embed"):
         load_checkpoint(tmp_path / "shape")
-
-
-def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
-    go(small(), folder=tmp_path, stop_at=3)
-    refusals: list[tuple[SyntheticModel, TrainConfig, str]] = [
-        (small(d_mlp=17), FEW, r"has model d_mlp=16, not 17"),
-        (small(), changed(FEW, lr=1e-3), r"has training lr=0.003, not 0.001"),
-        (small(), changed(FEW, checkpoints=(1,)), r"has training checkpoints=\[\], not \[1\]"),
-    ]
-    for model, config, message in refusals:
-        before = weights(model)
-        with pytest.raises(ValueError, match=f"folder must hold this training run to be resumed, but .*{message}"):
-            go(model, config, folder=tmp_path, resume=True)
-        assert same(weights(model), before)
-    other = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=11, n_ctx=32)
-    with pytest.raises(ValueError, match="has task max_side=12, not 11"):
-        train(small(), other, FEW, folder=tmp_path, resume=True, progress=False)
-    with pytest.raises(ValueError, match=r"folder already holds a training run, .*: pass resume=True"):
-        go(small(), folder=tmp_path)
-    with pytest.raises(ValueError, match="folder must be given with resume=True"):
-        go(small(), resume=True)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------

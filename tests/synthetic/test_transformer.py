@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tl_posdisent import read_attention
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
-from tl_posdisent.synthetic.model.attention import dropout
 
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 PADDED = TOKENS.clone()
@@ -253,27 +252,3 @@ def test_what_is_no_text() -> None:
     with pytest.raises(ValueError, match="return_type must be 'logits', got 'loss'"):
         model(TOKENS, return_type="loss")
     assert torch.equal(model(TOKENS[0]), model(TOKENS[:1]))
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_drops_that_share_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
-    n = 1_000_003  # no multiple of four
-    x = torch.ones(n, dtype=dtype, requires_grad=True)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        y = dropout(x, p, True)
-        torch.manual_seed(0)
-        assert torch.equal(y, dropout(x, p, True))
-        assert not torch.equal(y, dropout(x, p, True))
-    zero = (y == 0).double()
-    deviation = (p * (1 - p) / n) ** 0.5
-    assert abs(zero.mean().item() - p) < 5 * deviation
-    assert y.double().mean().item() == pytest.approx(1, abs=5 * deviation / (1 - p) + (dtype == torch.bfloat16) * 0.004)
-    assert len(y.unique()) == 2
-    for lag in range(1, 9):  # entries that share a number of 64 bits know nothing of each other
-        both = (zero[lag:] * zero[:-lag]).mean().item()
-        assert abs(both - p * p) < 8 * p * deviation
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(gradient, y)
-    assert dropout(x, p, False) is x

@@ -99,12 +99,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
-def remove_unfinished(folder: str | os.PathLike[str], names: str) -> None:
-    """Delete unfinished files of killed processes whose names match ``names``. Call it while holding the lock."""
-    for path in Path(folder).glob(f".{names}{UNFINISHED}"):
-        path.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[None]:
     """Hold a folder's lock, or raise if it cannot be written or another process or thread holds its lock.

@@ -1,6 +1,8 @@
-"""Disentanglement and positional gradients of every head at each checkpoint of a training run."""
+"""Disentanglement and positional gradients of every head in the course of a training run."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import pandas as pd
 from jaxtyping import Int
@@ -9,13 +11,15 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.attention_scores.controlled_distance import disentanglement
 from tl_posdisent.synthetic.analysis.positional_gradients import positional_gradients
-from tl_posdisent.synthetic.tasks.task import long_texts
-from tl_posdisent.synthetic.training.train import TrainRun
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.tasks.task import Task, long_texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import check_integer, check_seed, shown
 
 
 def dynamics(
-    run: TrainRun,
+    models: Mapping[int, SyntheticModel],
+    task: Task,
     *,
     tokens: Int[Tensor, "batch pos"] | None = None,
     texts: int = 16,
@@ -24,48 +28,53 @@ def dynamics(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure disentanglement and positional gradients of every head at every checkpoint of a training run.
+    """Measure disentanglement and positional gradients of every head of a model after several steps of training.
 
     Args:
-        run: a run with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).
+        models: step → the model after so many steps: copies that a function ``on_step`` of ``train`` keeps, or
+            checkpoints, ``{step: load_checkpoint(path) for step, path in run.checkpoints.items()}``.
+        task: the task that they learn.
         tokens: texts for ``disentanglement``, ``[batch, pos]`` without padding. Default: long texts of the task.
         texts: number of these texts, if ``tokens`` is not given.
         batches, batch_size: for the gradients, as in ``positional_gradients``.
-        seed: seed of the texts and of the batches, the same for all checkpoints.
+        seed: seed of the texts and of the batches, the same for all steps.
 
     Returns:
-        One row per checkpoint, layer and head: ``step`` and the columns of ``disentanglement`` and
+        One row per step, layer and head: ``step`` and the columns of ``disentanglement`` and
         ``positional_gradients``. Pass the table to ``gradient_margins`` for the head with the largest gradient.
 
     Raises:
-        ValueError: a run without checkpoints, or with missing or damaged files.
+        ValueError: no models, or something that is not a model; another kind of task; as ``positional_gradients``.
 
     Example:
-        >>> import tempfile
+        >>> import copy
         >>> from dataclasses import replace
         >>> from tl_posdisent.synthetic import dynamics, preset, train
         >>> small = preset("small")
         >>> model, task = small.model("rope", "distance"), small.tasks["distance"]
-        >>> how = replace(small.training, n_train=256, n_test=100, checkpoints=(0, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     run = train(model, task, how, folder=folder, progress=False)
-        ...     table = dynamics(run, batches=2, batch_size=8, progress=False)
+        >>> models = {0: copy.deepcopy(model)}
+        >>> def keep(step, model):
+        ...     models[step] = copy.deepcopy(model)
+        >>> run = train(model, task, replace(small.training, n_train=256, n_test=100), on_step=keep, progress=False)
+        >>> table = dynamics(models, task, batches=2, batch_size=8, progress=False)
         >>> table.groupby("step").size().to_dict()  # 3 layers of 4 heads
-        {0: 12, 2: 12}
+        {0: 12, 1: 12, 2: 12}
     """
-    if not isinstance(run, TrainRun):
-        raise ArgumentError("run", f"must be a TrainRun, got {type(run).__name__}")
-    if not run.checkpoints:
-        raise ArgumentError(
-            "run", "must have checkpoints: train with TrainConfig(checkpoints=...) and a folder, got none"
-        )
-    tokens = long_texts(run.task, texts, seed) if tokens is None else tokens
+    if not isinstance(models, Mapping) or not models:
+        raise ArgumentError("models", f"must be step → SyntheticModel, with at least one, got {shown(models)}")
+    for step, model in models.items():
+        check_integer("models", step, 0, why="a number of steps")
+        if not isinstance(model, SyntheticModel):
+            raise ArgumentError("models", f"must be of type SyntheticModel, got {type(model).__name__} at step {step}")
+    if not isinstance(task, Task):
+        raise ArgumentError("task", f"must be a Task, got {type(task).__name__}")
+    check_seed(seed)
+    tokens = long_texts(task, texts, seed) if tokens is None else tokens
     tables = []
-    for step in tqdm(sorted(run.checkpoints), desc="checkpoints", disable=not progress):
-        model = run.at(step)
-        table = disentanglement(model, tokens, progress=False)
+    for step in tqdm(sorted(models), desc="steps", disable=not progress):
+        table = disentanglement(models[step], tokens, progress=False)
         gradients = positional_gradients(
-            model, run.task, batches=batches, batch_size=batch_size, seed=seed, progress=False
+            models[step], task, batches=batches, batch_size=batch_size, seed=seed, progress=False
         )
         table = table.merge(gradients, on=["layer", "head"], validate="one_to_one")
         table.insert(0, "step", step)

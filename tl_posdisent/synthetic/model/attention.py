@@ -13,8 +13,6 @@ from transformer_lens.hook_points import HookPoint
 from .config import SyntheticConfig
 from .encodings import Encoding
 
-_LEVELS = 2**16
-
 
 def hooked(*points: HookPoint) -> bool:
     """Say whether a hook reads or changes the activations at these points."""
@@ -24,22 +22,6 @@ def hooked(*points: HookPoint) -> bool:
 def causal_cells(length: int, device: torch.device) -> Bool[Tensor, "query key"]:
     """Return a mask that is True where a key does not follow the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
-
-
-def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tensor, "*shape"]:
-    """Set entries to 0 with probability p, and scale the others so that the mean does not change.
-
-    On a CPU torch draws a 64-bit number for every entry, which takes a tenth of a training step. Here four entries
-    share one number: p is rounded to a multiple of 1/65536, and the scale is that of the rounded p.
-    """
-    if not training or p == 0:
-        return x
-    share = round(p * _LEVELS)
-    if not 0 < share < _LEVELS or x.device.type != "cpu":
-        return F.dropout(x, p)
-    drawn = x.new_empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= share - _LEVELS // 2
-    return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - share))
 
 
 class Attention(nn.Module):
@@ -94,22 +76,12 @@ class Attention(nn.Module):
             rotate = self.shared[0].rotate
             q, k = self.hook_rot_q(rotate(q)), self.hook_rot_k(rotate(k))
         q, k, v = (vectors.transpose(1, 2) for vectors in (q, k, v))
-        # On CPUs the fused kernel has no gradient for a bias of the scores, and torch's fallback is slower than ours.
-        learning = self.shared[0].learns_bias and q.device.type == "cpu" and torch.is_grad_enabled()
-        p = self.dropout if self.training else 0.0
-        # That kernel has no dropout either.
-        drops = p > 0 and q.device.type == "cpu"
-        if learning or drops or hooked(self.hook_attn_scores, self.hook_pattern):
+        if hooked(self.hook_attn_scores, self.hook_pattern):
             z = self._stepwise(q, k, v, mask)
         else:
-            # On a CPU the kernel's backward pass is many times slower in bfloat16.
-            wide = torch.float32 if (q.device.type, q.dtype) == ("cpu", torch.bfloat16) else q.dtype
-            bias = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
-            causal = self.causal and mask is None
-            with torch.autocast("cpu", enabled=False):
-                z = F.scaled_dot_product_attention(
-                    q.to(wide), k.to(wide), v.to(wide), bias, p, is_causal=causal, scale=self.scale
-                ).to(v.dtype)
+            bias = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+            p, causal = self.dropout if self.training else 0.0, self.causal and mask is None
+            z = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal=causal, scale=self.scale)
         return self._out(self.hook_z(z.transpose(1, 2)))
 
     def _stepwise(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -119,7 +91,7 @@ class Attention(nn.Module):
         if mask is not None:
             scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
         pattern: Tensor = self.hook_pattern(self.hook_attn_scores(scores).softmax(-1))
-        return dropout(pattern, self.dropout, self.training) @ v
+        return F.dropout(pattern, self.dropout, self.training) @ v
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values ``[batch, pos, head, d_head]``."""

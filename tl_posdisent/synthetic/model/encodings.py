@@ -20,7 +20,6 @@ class Encoding(nn.Module):
     """No position encoding (NoPE), and the base class of the others. Distances are query minus key position."""
 
     rotates = False
-    learns_bias = False
     longest: int | None = None  # most positions of a text; None for any number
 
     def __init__(self, config: SyntheticConfig) -> None:
@@ -132,8 +131,6 @@ class T5Bias(Encoding):
 
     Scores keep their factor ``1/√d_head``, which T5 omits, so that encodings are comparable.
     """
-
-    learns_bias = True
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__(config)

@@ -16,7 +16,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_seed
 
-from .attention import Attention, LatentAttention, causal_cells, dropout, hooked
+from .attention import Attention, LatentAttention, causal_cells, hooked
 from .config import SyntheticConfig
 from .encodings import Encoding, make_encoding
 
@@ -104,9 +104,9 @@ class Block(nn.Module):
         """Run the block on the residual stream ``x`` after ``hook_resid_pre``; keys read ``source``, if given."""
         asked = self.ln1(x)
         looked_at = asked if source is None else self.ln_source(source) if self.source_norm else source
-        added = dropout(self.attn(asked, looked_at, mask), self.dropout_attn, self.training)
+        added = F.dropout(self.attn(asked, looked_at, mask), self.dropout_attn, self.training)
         x = self.hook_resid_mid(x + self.hook_attn_out(added))
-        added = dropout(self.mlp(self.ln2(x)), self.dropout_mlp, self.training)
+        added = F.dropout(self.mlp(self.ln2(x)), self.dropout_mlp, self.training)
         resid_post: Tensor = self.hook_resid_post(x + self.hook_mlp_out(added))
         return resid_post
 
@@ -259,7 +259,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         if positions is not None:
             positions = positions.to(x.dtype)
             x = x + (self.hook_pos_embed(positions.expand_as(x)) if hooked(self.hook_pos_embed) else positions)
-        return dropout(x, self.config.dropout, self.training and "embed" in self.config.dropout_at)
+        return F.dropout(x, self.config.dropout, self.training and "embed" in self.config.dropout_at)
 
     def _read_out(self, x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"] | None) -> Tensor:
         if self.config.read_out == "mean":

@@ -19,7 +19,8 @@ from tl_posdisent.synthetic.tasks.trigger_distance import TriggerDistance
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seeds, shown
 
-from .train import TrainConfig, TrainRun, train
+from .settings import TrainConfig
+from .train import TrainRun, train
 
 Key = tuple[str, str, int]
 """Encoding, task, seed."""
@@ -203,7 +204,7 @@ def train_preset(
         encodings: any encodings of ``SyntheticConfig``; default all of the preset's.
         tasks: names of tasks; default all of the preset's.
         seeds: number of seeds (0, 1, …) of the weights, the order of samples and dropout, or a list of seeds.
-        folder: save each training run in a subfolder there; an interrupted run is resumed.
+        folder: save the weights of each run at the end of each epoch, in a subfolder there (``count-rope-seed0``).
         device: where to train.
         changed: other arguments of ``SyntheticConfig`` for all models, for instance ``rotary_heads=1``.
 
@@ -241,11 +242,9 @@ def train_preset(
     }
     runs: dict[Key, TrainRun] = {}
     for (encoding, task, seed), (config, how) in plans.items():
-        own = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
+        subfolder = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
         model = SyntheticModel(config, seed=seed).to(device)
-        runs[encoding, task, seed] = train(
-            model, preset.tasks[task], how, folder=own, resume=own is not None, progress=progress
-        )
+        runs[encoding, task, seed] = train(model, preset.tasks[task], how, folder=subfolder, progress=progress)
     return runs
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
-from tl_posdisent.synthetic.analysis.deposit import SufficientHeads
+from tl_posdisent.synthetic.analysis.sufficient_heads import SufficientHeads
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour

@@ -1,0 +1,233 @@
+"""Sets of heads that suffice for a task of position, by greedy elimination."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.hooks.ablate import replace_heads, stand_in
+from tl_posdisent.models.reading.model_reading import read_attention
+from tl_posdisent.models.running.forward_pass import Hook
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.synthetic.analysis.head_drops import reference_texts
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.training.evaluation import check_samples, evaluate
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tables import HasTable
+from tl_posdisent.utils.validation import check_choice, check_number, head_label
+from tl_posdisent.utils.words import plural
+
+RemovedPart = Literal["rotation", "attention"]
+Head = tuple[int, int]
+"""Layer and head."""
+
+STATES = {"rotation": "rotating", "attention": "attending"}
+"""What heads are that keep the part."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SufficientHeads(HasTable):
+    """A set of heads that suffices for a task, with the accuracy of smaller and larger sets.
+
+    Attributes:
+        by: what is removed from the other heads: ``"rotation"`` (frozen) or ``"attention"`` (replaced by their mean).
+        keep: share of the model's accuracy that counts as sufficient.
+        baseline, none: accuracy with all heads, and with no head.
+        accuracy, loss: accuracy and loss with the sufficient set alone.
+        heads: the set, ``(layer, head)``, the most important heads first.
+        path: one row per number of heads in the search, from all heads to none: ``heads``, ``accuracy``, ``loss``.
+    """
+
+    by: RemovedPart
+    keep: float
+    baseline: float
+    none: float
+    accuracy: float
+    loss: float
+    heads: tuple[Head, ...]
+    path: pd.DataFrame
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row: ``by``, ``keep``, ``heads`` (their number), and accuracies and losses as above."""
+        names = ("by", "keep", "baseline", "none", "accuracy", "loss")
+        return pd.DataFrame([{name: getattr(self, name) for name in names} | {"heads": len(self.heads)}])
+
+    def __repr__(self) -> str:
+        labels = ", ".join(head_label(*head) for head in self.heads[:6])
+        more = f", … ({len(self.heads)})" if len(self.heads) > 6 else ""
+        heads = plural(len(self.heads), "head")
+        return (
+            f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} {STATES[self.by]} "
+            f"(none: {self.none:.3f}): {labels or 'none'}{more}"
+        )
+
+
+def sufficient_heads(
+    model: SyntheticModel,
+    tokens: Int[Tensor, "sample pos"],
+    labels: Int[Tensor, " sample"],
+    *,
+    by: RemovedPart = "rotation",
+    keep: float = 0.9,
+    order: pd.DataFrame | None = None,
+) -> SufficientHeads:
+    """Find a small set of heads that suffices for a task, by greedy elimination.
+
+    A set is *sufficient* if the model keeps the share ``keep`` of its accuracy with these heads alone. Of two redundant
+    heads one is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by their effect,
+    finds by bisection how many of the first suffice, and removes heads, the last ones first, until each is needed (a
+    smaller set of other heads may exist). The heads of the set are ranked by the loss without each.
+
+    Args:
+        model: a trained model.
+        tokens, labels: samples ``[sample, pos]`` that it was not trained on, and their labels ``[sample]``.
+        by: ``"rotation"``: queries and keys of all other heads are not rotated, as under ``limit_frequencies(high=0,
+            mode="freeze")``; or ``"attention"``: the output of all others is its mean over these samples, as under
+            ``ablate_heads(mode="mean")``.
+        keep: share of the baseline's accuracy that counts as sufficient, above 0 and at most 1.
+        order: a table with ``layer``, ``head`` and ``loss_effect``, such as ``head_drops`` returns: heads with the
+            largest effect rank first. Default: by each head's effect under ``by``.
+
+    Raises:
+        ValueError: as ``evaluate``; a model that does not rotate; an ``order`` without these columns or without some
+            head.
+
+    Example:
+        >>> from tl_posdisent.synthetic import preset, sufficient_heads
+        >>> small = preset("small")
+        >>> model, samples = small.model("rope", "distance"), small.tasks["distance"].batch(40)
+        >>> sufficient_heads(model, *samples, keep=0.5)
+        SufficientHeads: accuracy ...
+    """
+    _check(model, by)
+    check_samples(model, tokens, labels)
+    check_number("keep", keep, above=0, most=1)
+    mean = _mean(model, tokens if by == "attention" else None)
+
+    @cache
+    def measure(heads: frozenset[Head]) -> tuple[float, float]:
+        """Measure accuracy and loss with these heads alone; each set is measured once."""
+        with model.hooks(fwd_hooks=_restricted(model, heads, mean)):
+            loss, accuracy = evaluate(model, tokens, labels, batch_size=128)
+        return accuracy, loss
+
+    candidates = _candidates(model, by)
+    baseline, none = (measure(frozenset(heads))[0] for heads in (candidates, []))
+    enough = keep * baseline - 1e-9
+    ranked = _ranked(candidates, _losses_without(candidates, measure) if order is None else _effects(order, candidates))
+    path = _search(ranked, lambda heads: measure(frozenset(heads))[0] >= enough)
+    sufficient = _ranked(path[-1], _losses_without(path[-1], measure))[::-1]
+    path += [sufficient[:n] for n in reversed(range(len(sufficient)))]
+    rows = [(len(heads), *measure(frozenset(heads))) for heads in path]
+    table = pd.DataFrame(rows, columns=["heads", "accuracy", "loss"]).drop_duplicates("heads", ignore_index=True)
+    accuracy, loss = measure(frozenset(sufficient))
+    return SufficientHeads(by, keep, baseline, none, accuracy, loss, heads=tuple(sufficient), path=table)
+
+
+def _candidates(model: SyntheticModel, by: RemovedPart) -> list[Head]:
+    """Return the heads that have the part."""
+    rotary = model.config.rotary_heads if by == "rotation" else None
+    n_heads = model.cfg.n_heads if rotary is None else rotary
+    return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n_heads)]
+
+
+def _losses_without(heads: list[Head], measure: Callable[[frozenset[Head]], tuple[float, float]]) -> dict[Head, float]:
+    """Measure the loss with all of these heads but one, for each of them."""
+    return {head: measure(frozenset(_without(head, heads)))[1] for head in heads}
+
+
+def _ranked(heads: list[Head], effect: dict[Head, float]) -> list[Head]:
+    """Sort heads by their effect, the least important first."""
+    return sorted(heads, key=lambda head: effect[head])
+
+
+def _search(ranked: list[Head], suffice: Callable[[list[Head]], bool]) -> list[list[Head]]:
+    """Return sets that suffice, each smaller than the one before; in the last set every head is needed."""
+    path = [ranked]
+    low, high = -1, len(ranked)  # the last `high` heads suffice; the last `low` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = ranked[len(ranked) - middle :]
+        if suffice(trial):
+            high = middle
+            path.append(trial)
+        else:
+            low = middle
+    before = -1
+    while len(path) != before:
+        before = len(path)
+        for head in path[-1]:
+            if suffice(trial := _without(head, path[-1])):
+                path.append(trial)
+    return path
+
+
+def _without(head: Head, heads: list[Head]) -> list[Head]:
+    return [other for other in heads if other != head]
+
+
+def _mean(model: SyntheticModel, reference: Tensor | None) -> Any:
+    """Return the mean that replaces a head's output, or None if heads are frozen instead."""
+    layers = range(model.cfg.n_layers)
+    return None if reference is None else stand_in(model, layers, "mean", reference_texts(model, reference), 0)
+
+
+def _restricted(model: SyntheticModel, heads: Set[Head], mean: Any) -> list[Hook]:
+    """Return hooks on all heads except these."""
+    hooks: list[Hook] = []
+    for layer in range(model.cfg.n_layers):
+        others = [head for head in range(model.cfg.n_heads) if (layer, head) not in heads]
+        if others and mean is None:
+            hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)]
+        elif others:
+            hooks += replace_heads(read_attention(model, layer), others, mean)
+    return hooks
+
+
+def _frozen(layer: int, side: str, heads: list[int]) -> list[Hook]:
+    """Return hooks that keep queries or keys of these heads unrotated."""
+    seen: dict[str, Tensor] = {}
+
+    def listen(x: Tensor, hook: Any) -> None:
+        seen["x"] = x
+
+    def put_back(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[:, :, heads] = seen.pop("x")[:, :, heads]
+        return x
+
+    return [(hook_name(layer, f"hook_{side}"), listen), (hook_name(layer, f"hook_rot_{side}"), put_back)]
+
+
+def _effects(order: pd.DataFrame, heads: list[Head]) -> dict[Head, float]:
+    columns = ["layer", "head", "loss_effect"]
+    if not {*columns} <= {*order.columns}:
+        raise ArgumentError(
+            "order", f"must be a table of head_drops with the columns {columns}, got the columns {[*order.columns]}"
+        )
+    effect = {(int(layer), int(head)): float(x) for layer, head, x in order[columns].itertuples(index=False)}
+    lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
+    if lacking:
+        raise ArgumentError(
+            "order", f"must have a finite loss_effect for every head, got none for {head_label(*lacking[0])}"
+        )
+    return effect
+
+
+def _check(model: Any, by: Any) -> None:
+    if not isinstance(model, SyntheticModel):
+        raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
+    check_choice("by", by, get_args(RemovedPart))
+    if by == "rotation" and not model.encoding.rotates:
+        raise ArgumentError(
+            "by",
+            f'must be "attention" with encoding={model.config.encoding!r}, which rotates no queries and keys, '
+            f"got {by!r}",
+        )
