@@ -20,7 +20,7 @@ from typer.testing import Result
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, random_control, report
 from tl_posdisent.cli import app
 from tl_posdisent.cli.commands.report import SECTIONS
-from tl_posdisent.cli.output import FORMATS, frame, save
+from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
@@ -204,18 +204,6 @@ def test_a_format_holds_every_digit(suffix: str, tmp_path: Path) -> None:
     save(TABLE, out)
     pd.testing.assert_frame_equal(READERS[suffix](out), TABLE, check_exact=True)
     assert [path.name for path in out.parent.iterdir()] == [out.name]
-
-
-def test_a_table_on_the_screen() -> None:
-    """Four digits, standard errors beside what they are of, and no row or column left out unsaid."""
-    table = pd.DataFrame({"loss": [1 / 3, 1234.5], "loss_se": [1e-5, float("nan")], "alone_se": [1.0, 2.0]})
-    table["head"] = pd.array([3, None], dtype="Int64")
-    title, _, *lines, last = frame(table, "costs")
-    assert (title, last) == ("costs", "")
-    words = [line.split() for line in lines]
-    assert words == [["loss", "alone_se", "head"], ["0.3333", "±", "1e-05", "1", "3"], ["1234", "2", "–"]]
-    assert frame(table, "costs", 1)[-1] == "… and 1 more row: --out saves all"
-    assert len(frame(table, "costs", 2)) == len(frame(table, "costs"))
 
 
 # Texts, weights, streams

@@ -18,7 +18,7 @@ def messages() -> list[str]:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.JoinedStr | ast.Constant):
                 found.append(written(node))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("ArgumentError", "ContextExceeded"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "ArgumentError":
                 found.append(" ".join(written(x) for x in node.args[:2]))
     return found
 

@@ -17,7 +17,6 @@ import typer
 from tl_posdisent.cli.process import collecting_late
 from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.files import check_writable, whole_file
-from tl_posdisent.utils.words import plural
 
 QUIET = "TQDM_DISABLE"  # environment variable that --no-progress sets
 FAILED = 1  # also a bug, with its traceback
@@ -41,15 +40,6 @@ def delivering() -> Iterator[None]:
         with contextlib.suppress(OSError, AttributeError):  # none to redirect: closed, or a test's own stream
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         raise SystemExit(FAILED) from None
-
-
-def shortened(message: str) -> str:
-    """Cut the middle out of a long message, such as a value of thousands of characters that it quotes.
-
-    >>> len(shortened("must be one of " + "x" * 10**6 + ": do this")) <= 800, shortened("short")
-    (True, 'short')
-    """
-    return message if len(message) <= 800 else f"{message[:595]} … {message[-200:]}"
 
 
 @contextlib.contextmanager
@@ -80,12 +70,13 @@ def _warning_line(message: Warning | str, *place: Any) -> str:
 
 
 def one_line(message: object) -> str:
-    """Write the message of an error or a warning on one line, cut in the middle if it is long.
+    """Write the message of an error or a warning on one line, and cut the middle out of a long one.
 
-    >>> one_line(ValueError("scores take\\n3 GB"))
-    'scores take 3 GB'
+    >>> one_line(ValueError("scores take\\n3 GB")), len(one_line("must be one of " + "x" * 10**6 + ": do this"))
+    ('scores take 3 GB', 798)
     """
-    return shortened(" ".join(str(message).split()))
+    line = " ".join(str(message).split())
+    return line if len(line) <= 800 else f"{line[:595]} … {line[-200:]}"
 
 
 def note(message: str) -> None:
@@ -157,38 +148,3 @@ def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]])
 def show(lines: Iterable[str]) -> None:
     """Print the results of a command."""
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def frame(table: Any, title: str, most: int | None = None) -> list[str]:
-    """Format a data frame with four significant digits, at most the first ``most`` rows.
-
-    A column ``x_se`` beside a column x is shown there, as ``± x_se``, where it is not NaN.
-    """
-    from pandas.api.types import is_numeric_dtype
-
-    errors = {name: f"{name}_se" for name in table.columns if f"{name}_se" in table.columns}
-    names = [name for name in table.columns if name not in errors.values()]
-    rows = [
-        [_cell(row[name]) + (_spread(row[errors[name]]) if name in errors else "") for name in names]
-        for row in table.head(most).to_dict("records")
-    ]
-    left = 0 if most is None else len(table) - most
-    more = [f"… and {plural(left, 'more row')}: --out saves all"] if left > 0 else []
-    return grid(title, {name: is_numeric_dtype(table[name]) for name in names}, rows) + more
-
-
-def _spread(error: float) -> str:
-    return "" if math.isnan(error) else f" ± {error:.2g}"
-
-
-def _cell(value: Any) -> str:
-    """Format a cell of a table; a missing value is a dash.
-
-    >>> _cell(0.123456), _cell(1382.32), _cell(3), _cell("head"), _cell(float("nan")), _cell([1, 2])
-    ('0.1235', '1382', '3', 'head', '–', '[1, 2]')
-    """
-    import pandas as pd
-
-    if pd.api.types.is_scalar(value) and pd.isna(value):
-        return "–"
-    return f"{value + 0.0:.4g}" if isinstance(value, float) else " ".join(str(value).split())

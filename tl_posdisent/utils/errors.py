@@ -11,8 +11,8 @@ from typing import Any
 class ArgumentError(ValueError):
     """An invalid argument: its name, and then what is needed, what was given and what to do.
 
-    The message is ``argument`` followed by ``problem``. Callers that use other names (the command line for its options,
-    the report for its sections) read the two attributes.
+    The message is ``argument`` followed by ``problem``. Callers that use other names read the two attributes
+    (``naming``).
 
     >>> error = ArgumentError("length", "must be an integer of at least 1, got 0")
     >>> error.argument, str(error)
@@ -25,15 +25,6 @@ class ArgumentError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.argument} {self.problem}"
-
-
-class ContextExceeded(ArgumentError):
-    """Tokens exceed the context of a model that fails beyond it; ``length`` and ``context`` are in tokens."""
-
-    def __init__(self, argument: str, problem: str, length: int, context: int) -> None:
-        super().__init__(argument, problem)
-        self.args = argument, problem, length, context  # the arguments with which pickle recreates it
-        self.length, self.context = length, context
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from tl_posdisent.cli.options import Out
-from tl_posdisent.cli.output import answering, check_out, frame, save, show
+from tl_posdisent.cli.output import answering, check_out, grid, save, show
 from tl_posdisent.utils.words import plural
 
 _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
@@ -43,7 +43,8 @@ def models(
             hint = "" if untested else "; more are listed with --untested"
             raise ValueError(f"no model matches{hint}. --model also takes a directory with config.json and safetensors")
         save(table, out)
-    show([*frame(table, "models"), plural(len(table), "model")])
+    lines = grid("models", dict.fromkeys(table.columns, False), table.to_numpy().tolist())
+    show([*lines, plural(len(table), "model")])
 
 
 def _known_models() -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tl_posdisent.models.running.model_parts import architecture, dtype_of, modules
-from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import restoring, without_gradients
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
@@ -102,7 +102,7 @@ class Pass:
             more: arguments of the model's forward pass, such as a cache.
 
         Raises:
-            ContextExceeded: the model fails on a text beyond its context.
+            ArgumentError: the model fails on a text beyond its context.
         """
         recording = with_gradients(self.model) if gradients else without_gradients()
         with recording, removing() as handles, contextlib.suppress(Ended):
@@ -273,12 +273,10 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
         context = getattr(model.cfg, "n_ctx", None) or length
         if length <= context or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ContextExceeded(
+        raise ArgumentError(
             "tokens",
             f"are {length} long, and the model fails beyond its context of {context}: {error}; give shorter texts, or "
             f"work within longer_context(model, {length}), which continues the rotation of rotary models",
-            length,
-            context,
         ) from error
 
 
