@@ -50,6 +50,21 @@ def test_groups_hold_each_text_alone(demo: Any, side: str, dtype: torch.dtype) -
     assert torch.equal(batch.lay_out([answers[group.rows] for group in batch.groups]), answers)
 
 
+def test_what_a_tokenizer_returns_is_ids_with_their_mask(demo: Any) -> None:
+    tokens, mask, texts = padded("right")
+    batch = read_texts(demo, {"input_ids": tokens, "attention_mask": mask, "token_type_ids": tokens * 0})
+    assert all(map(torch.equal, batch.unpadded(), texts))
+    assert read_texts(demo, {"input_ids": tokens[1:2]}).lengths == [12]
+    encoded = demo.tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
+    assert read_texts(demo, encoded).lengths == encoded["attention_mask"].sum(1).tolist()
+    with pytest.raises(
+        ValueError, match=r"tokens must be a mapping with input_ids, as a tokenizer .*, got one with ids"
+    ):
+        read_texts(demo, {"ids": tokens})
+    with pytest.raises(ValueError, match="attention_mask must be None for tokens with a mask of their own, got both"):
+        read_texts(demo, {"input_ids": tokens, "attention_mask": mask}, mask)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_texts_of_any_length(side: str) -> None:
     """Each as the model tokenises it alone, padded on the tokenizer's side."""

@@ -15,12 +15,13 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells
 from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
 
-# Bounds on the residual of the normal equations, in the norm of the preconditioner: AIM ends a run of conjugate
-# gradients, by its recurrence for the residual; ENOUGH is the true residual at which no further run is needed, since it
-# would only reduce rounding; more than ACCEPTED after the last run is an error. They are relative to the marginals, or
-# to a tenth of the scores (OF_SCORES) where the marginals are smaller: for scores without an additive part the
-# marginals are rounding, which no model can fit.
-AIM, ENOUGH, ACCEPTED, OF_SCORES = 1e-13, 1e-12, 1e-10, 0.1
+# Bounds on the residual of the normal equations, in the norm of the preconditioner. They are relative to the marginals,
+# or to a tenth of the scores where the marginals are smaller: for scores without an additive part the marginals are
+# rounding, which no model can fit.
+_RESIDUAL_OF_RUN = 1e-13  # ends a run of conjugate gradients, by its recurrence for the residual
+_RESIDUAL_OF_SOLUTION = 1e-12  # the true residual at which a further run would only reduce rounding
+_ACCEPTED_RESIDUAL = 1e-10  # more than this after the last run is an error
+_PART_OF_SCORES = 0.1
 
 Stacked = Float64[Tensor, "*batch coefficient"]
 
@@ -74,7 +75,7 @@ def solve(
     solution, residual = torch.zeros_like(marginals), marginals
     size = dot(residual, precondition(residual))
     if squares is not None:
-        norm = OF_SCORES * squares.clamp_min(0).sqrt()[..., None] / torch.where(scale > 0, scale, 1.0)
+        norm = _PART_OF_SCORES * squares.clamp_min(0).sqrt()[..., None] / torch.where(scale > 0, scale, 1.0)
         size = size.maximum(norm.square().sum(0, keepdim=True) if pool else norm.square())
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(3):
@@ -83,19 +84,19 @@ def solve(
             precondition,
             dot,
             residual,
-            (AIM**2 * size).clamp_min(tiny),
+            (_RESIDUAL_OF_RUN**2 * size).clamp_min(tiny),
             most=200 + marginals.shape[-1],
         )
         solution = solution + step
         residual = marginals - product(solution)
         left = dot(residual, precondition(residual))
-        if bool((left <= ENOUGH**2 * size).all()):
+        if bool((left <= _RESIDUAL_OF_SOLUTION**2 * size).all()):
             break
     reached = float((left / size.clamp_min(tiny)).max().sqrt())
-    if not reached <= ACCEPTED:
+    if not reached <= _ACCEPTED_RESIDUAL:
         raise RuntimeError(
             f"the additive fit has not converged: relative residual {reached:.1e} of the normal equations, "
-            f"{ACCEPTED:.0e} needed"
+            f"{_ACCEPTED_RESIDUAL:.0e} needed"
         )
     return solution * scale
 

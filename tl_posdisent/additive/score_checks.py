@@ -15,7 +15,7 @@ from tl_posdisent.utils.validation import check_devices, check_flag, check_float
 # Models mask with -inf, the lowest number of a dtype, or a round number, of which -1e4 is the closest to 0 in use. Real
 # scores are in the hundreds at most; -1000 would take attention far sharper than in any trained model.
 FAR = 1000.0
-_ENOUGH = 6  # keys: with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
+_KEYS_OF_PATTERN = 6  # with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
 
 
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
@@ -126,7 +126,7 @@ def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
     ones = (sums - 1).abs() < 0.01  # bfloat16 rounds each probability to three digits
     if bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any()):
         return True
-    causal = rows.shape[-2] == rows.shape[-1] >= _ENOUGH and bool((rows.triu(1) == 0).all())
+    causal = rows.shape[-2] == rows.shape[-1] >= _KEYS_OF_PATTERN and bool((rows.triu(1) == 0).all())
     return causal and bool((rows >= 0).all() & ((sums > 0) & (sums < 1.01)).all())
 
 

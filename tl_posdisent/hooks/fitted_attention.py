@@ -98,12 +98,14 @@ class StoredAttention:
 
     def put_in(self, view: View) -> Tensor:
         """Return what replaces the running scores of some of the heads."""
-        scores, at = view.scores, [self.heads.index(head) for head in view.heads]
+        scores, places = view.scores, [self.heads.index(head) for head in view.heads]
         if isinstance(self.of, Tensor):
-            return with_sums_of(scores, self.of[:, at], view.inside)
+            return with_sums_of(scores, self.of[:, places], view.inside)
         inside = fewest_masks(view.inside)
         keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
-        return with_sums_of(scores, self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at), view.inside)
+        return with_sums_of(
+            scores, self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=places), view.inside
+        )
 
 
 def stored_hooks(

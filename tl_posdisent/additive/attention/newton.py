@@ -28,11 +28,11 @@ from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
 MARGINAL_ERROR = 1e-9
 """Accepted error of a marginal, relative to it, or to one unit of attention if it is smaller. The error of the
 divergence is about its square, so this is far below any use of a fit, and far above the rounding of float64."""
-GAP = 1e-10
+CONVERGED_GAP = 1e-10
 """Nats per query: a divergence this close to its minimum, at three successive steps, counts as solved."""
 _CELLS_AT_ONCE = 2**23  # number of cells that are solved together: 64 MiB for each pattern that is kept
 _LONGEST_SWEEP = 8.0  # most nats by which a sweep changes a coefficient: a larger ratio of marginals is not trusted
-_MAX_STEPS = 60  # Newton steps; smooth problems take 5 to 10, patterns of nearly 0 and 1 up to 40
+_MAX_STEPS = 60  # Newton steps; 4 to 10 are enough for 512 tokens of smooth to sharp attention
 _MAX_PRODUCTS = 400  # products with the Hessian for one step; a better direction is then cheaper from the next point
 _MAX_HALVINGS = 40  # of a step, which is then below the rounding of the coefficients
 _DIAGONAL_FLOOR = 1e-3  # lower bound of a diagonal entry, relative to its marginal: p (1 - p) vanishes where p is 1
@@ -146,7 +146,7 @@ class Solution(NamedTuple):
         coefficients, stacked: coefficients of the fit, and of the cells.
         log_z: logarithm of the normaliser of each query.
         gap: estimate of how far the divergence is above its minimum, in nats per query: half the Newton decrement.
-        converged: whether each marginal is within ``MARGINAL_ERROR``, or the gap is below ``GAP``.
+        converged: whether each marginal is within ``MARGINAL_ERROR``, or the gap is below ``CONVERGED_GAP``.
     """
 
     coefficients: Coefficients
@@ -177,14 +177,14 @@ def _solve_together(problem: Problem) -> Solution:
         here = _sweep(problem, x)
         near = (here.gradient.abs() <= problem.allowed).all(-1, keepdim=True)
         direction, gap, solved = _newton_step(problem, here, ~near)
-        small = torch.where(solved & (gap <= GAP), small + 1, 0.0)
+        small = torch.where(solved & (gap <= CONVERGED_GAP), small + 1, 0.0)
         moved = _line_search(problem, here, direction)
         lost = ~here.gradient.isfinite().all(-1, keepdim=True) | (moved == here.x).all(-1, keepdim=True)
         done = (near | (small >= 3) | lost)[:, 0] | (step == _MAX_STEPS)
         which = unsolved[done]
         solution.coefficients[which], solution.stacked[which] = here.x[done], here.stacked[done]
         solution.log_z[which], solution.gap[which] = here.sums.log_z[done], gap[done, 0]
-        solution.converged[which] = (near | (solved & (gap <= GAP)))[done, 0]
+        solution.converged[which] = (near | (solved & (gap <= CONVERGED_GAP)))[done, 0]
         if bool(done.all()):
             break
         x = moved
