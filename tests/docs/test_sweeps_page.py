@@ -55,7 +55,7 @@ def test_the_job_array_with_a_killed_part(tmp_path: Path) -> None:
     tasks = [words_of_task(script, number, tmp_path) for number in range(1, int(last) + 1)]
     assert [task[-2:] for task in tasks] == [["--part", f"{n}/4"] for n in (1, 2, 3, 4)]
     texts = Text.of("demo", length=32, count=8).split(8)
-    todo = jobs("demo", ("head_labels", {"layers": [4]}), texts, seeds=[0])
+    todo = jobs("demo", ("head_labels", {"layers": [4], "seeds": 3}), texts)
     third = [out / "parts" / f"{job.hash}.parquet" for job in todo[4:6]]
     with contextlib.ExitStack() as held, time_limit():
         running = [held.enter_context(started(run_task, task, tmp_path)) for task in tasks]

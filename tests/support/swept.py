@@ -17,7 +17,7 @@ from tl_posdisent.sweeps import runner
 from tl_posdisent.sweeps.devices import own_device
 
 LAST = ("additivity", {"layers": [4]})
-SLOW = ("head_labels", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
+SLOW = ("head_labels", {"layers": [4], "seeds": [0, 1, 2]})  # long enough to be caught in the middle
 
 
 def inodes(out: Path) -> dict[str, tuple[int, int]]:
