@@ -23,6 +23,8 @@ def room_imports() -> dict[str, set[str]]:
     """The rooms that each room imports from."""
     found: dict[str, set[str]] = {room: set() for room in ROOMS}
     for module, others in import_graph().items():
+        if module == ("__main__",):
+            continue  # the command line, which has no room
         found[module[0]] |= {other[0] for other in others if other and other[0] != module[0]}
     return found
 

@@ -145,6 +145,13 @@ def test_without_a_random_copy(none: Any, shared_model: Any, monkeypatch: pytest
     assert len(set(alone["label"])) > 1
 
 
+def test_local_keys_of_short_texts(shared_model: Any) -> None:
+    """Of a text of five tokens, the last four: what its last query gives to all keys but the first."""
+    model = shared_model("bridge", "llama-gqa")
+    wanted = patterns(model, TOKENS[:, :5])[..., 4, 1:].sum(-1).mean(1)
+    assert labels(model, TOKENS[:, :5])["local"].tolist() == pytest.approx(wanted.flatten().tolist(), abs=1e-6)
+
+
 def test_padded_texts_are_measured_alone(shared_model: Any) -> None:
     model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
     mask[0, :5] = 0

@@ -251,16 +251,30 @@ def test_hooks_of_the_user_act() -> None:
 # --- removed sources ------------------------------------------------------------------------------------------------
 
 
-def added(model: Any, tokens: Tensor, source: str) -> Tensor:
-    """What an embedding, a head or an MLP of layer 0 adds to the stream of a ``HookedTransformer``."""
+def added(model: Any, tokens: Tensor, source: str, scales: list[Any]) -> Tensor:
+    """What an embedding, a head or an MLP of layer 0 adds to the stream of a ``HookedTransformer``.
+
+    Behind a norm after the attention, with its scale held by the hooks ``scales``.
+    """
     with torch.no_grad():
         cache = model.run_with_cache(tokens)[1]
     if source == "embedding":
         return cache["blocks.0.hook_resid_pre"]
     if source == "L0 MLP":
         return cache["blocks.0.hook_mlp_out"]
-    head = int(source.removeprefix("L0H"))
-    return cache["z", 0][:, :, head] @ model.blocks[0].attn.W_O[head]
+
+    def attention(head: int) -> Tensor:
+        """The output of the layer's attention with one head alone, or none (-1)."""
+        outputs: list[Tensor] = []
+        hooks = [
+            ("blocks.0.attn.hook_z", lambda z, hook: z * (torch.arange(z.shape[2]) == head)[:, None]),
+            ("blocks.0.hook_attn_out", lambda x, hook: outputs.append(x.clone())),
+        ]
+        with torch.no_grad(), model.hooks(fwd_hooks=scales):
+            model.run_with_hooks(tokens, fwd_hooks=hooks)
+        return outputs[0]
+
+    return attention(int(source.removeprefix("L0H"))) - attention(-1)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2", "olmo2", "neox"])
@@ -274,13 +288,20 @@ def test_with_frozen_norms_the_score_falls_by_the_term(name: str) -> None:
         return held.setdefault(hook.name, x.clone())
 
     scales = [(key, freeze) for key in model.hook_dict if key.endswith("hook_scale") and "ln_final" not in key]
-    own = model_scores(model, 1, TOKENS, scales)[0, 3, 9, [8, 3]]
+    cap = read_attention(model, 1).soft_cap
+
+    def scores(hooks: list[Any]) -> Tensor:
+        """Before a soft cap."""
+        x = model_scores(model, 1, TOKENS, hooks)[0, 3, 9, [8, 3]].double()
+        return x if cap is None else cap * (x / cap).atanh()
+
+    own = scores(scales)  # the hooks hold the scales of this run
     for source in names:
-        part = added(model, TOKENS, source)
+        part = added(model, TOKENS, source, scales)
         without = [("blocks.1.hook_resid_pre", lambda x, hook, part=part: x - part)]
         term = found.terms("source")[..., found.sources.index(source)].sum(-1)
-        close(own - model_scores(model, 1, TOKENS, [*scales, *without])[0, 3, 9, [8, 3]], term, 1e-4)
-        falls = own - model_scores(model, 1, TOKENS, without)[0, 3, 9, [8, 3]]
+        close(own - scores([*scales, *without]), term, 1e-4)
+        falls = own - scores(without)
         close(found.removed[source], falls, 1e-4)
         assert float((falls - term).abs().max()) > 1e-3  # the norms' response is no rounding
 

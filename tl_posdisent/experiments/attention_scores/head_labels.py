@@ -62,7 +62,7 @@ def head_labels(
 
     Args:
         model, attention_mask, layers, heads: as in ``additivity``.
-        tokens: as in ``additivity``, at least two tokens each; default the repeated random tokens for all measures.
+        tokens: as in ``additivity``; default the repeated random tokens for all measures.
         length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         seed: seed of the random sequences.
         seeds: number of random copies of the model (``random_control``), or a list of their seeds; 0 or ``()`` for
@@ -95,8 +95,6 @@ def head_labels(
     copied = repeated_tokens(reading.model, length, _REPEATS, check_seed(seed))
     read = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *read)
-    if min(texts.lengths) < 2:
-        raise ArgumentError("tokens", "must be texts of at least 2 tokens, got one of 1")
     scales = [initial_scale(reading.model, std)] if seeds else []
     copies = random_control(reading.model, seeds, std=scales) if seeds else ()
     models = (m for group in ([reading], copies) for m in group)

@@ -8,16 +8,17 @@ from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 
 _HEAD = ["layer", "head"]
+_NAMED = 20  # heads that a sentence names; the table lists all
 
 
 def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> str:
     """Describe which heads are above the highest random head of their layer (means over texts)."""
-    mean = trained.groupby(_HEAD)[column].mean().dropna()
+    means = trained.groupby(_HEAD)[column].mean().dropna()
     copies = random.groupby([*{"weights", "seed"}.intersection(random), *_HEAD])[column].mean()
-    limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
-    above = mean.to_numpy() > limit
-    high, low = ([head_label(*place) for place in mean.index[some]] for some in (above, ~above))
-    said = f"above the highest random head of their layer: {len(high)} of {plural(len(mean), 'head')}"
-    fewer = low if len(low) <= len(high) else high
-    named = ", ".join(fewer[:20]) + (" …" if len(fewer) > 20 else "")  # the table lists all
-    return said + (f"{', all but' if fewer is low else ','} {named}" if fewer else "")
+    highest = copies.groupby("layer").max().reindex(means.index.get_level_values("layer")).to_numpy()
+    is_above = means.to_numpy() > highest
+    above, below = ([head_label(*place) for place in means.index[rows]] for rows in (is_above, ~is_above))
+    sentence = f"above the highest random head of their layer: {len(above)} of {plural(len(means), 'head')}"
+    fewer, word = (below, ", all but ") if len(below) <= len(above) else (above, ", ")
+    named = ", ".join(fewer[:_NAMED]) + (" …" if len(fewer) > _NAMED else "")
+    return sentence + (word + named if fewer else "")
