@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import pandas as pd
 import pytest
 import torch
+from jaxtyping import AbstractArray
 from support.public import public_names
 from support.public_calls import (
     SCORES,
@@ -36,34 +41,15 @@ def words_of(text: str) -> set[str]:
     return set(text.split())
 
 
-# Bad values, or pairs of one and what its error must say beyond the argument's name, and the arguments of that kind.
+# Bad values, or pairs of one and what its error must say beyond the argument's name, and the arguments of that kind by
+# name: those of which the annotation says no more than that they are integers, sequences or words.
 KINDS: dict[str, tuple[Sequence[Any], str]] = {
-    "flag": (
-        [1, "yes"],
-        "biases by_subspace causal centred check final_norm ignore_zero intercept keep_last "
-        "latent_norm log pool shared_rotary_query source_norm stray_triggers "
-        "sufficiency trained two_triggers fresh",
-    ),
-    "choice": (
-        ["no such thing", 3],
-        "activation alibi_slopes ask axes backend better by component correction count_from direction dtype encoding "
-        "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
-        "part piece precision read_out rung side sinusoids tool unit unrotated value weights what",
-    ),
+    "flag": ([1, "yes"], ""),
+    "choice": (["no such thing", 3], "measure piece part dtype"),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),
-    "choices": (
-        [["no such thing"], 3],
-        "beside controls dropout_at encodings experiments keep kinds measures modes remove rungs sections tasks tools",
-    ),
-    "count": (
-        [0, 2.5, True, "3", NAN, 2**63, 10**400],
-        "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
-        "d_query_latent d_rope d_vocab depths epochs length log_every max_gap max_length max_pairs "
-        "max_side min_length min_pairs n n_ctx n_heads n_layers n_logits n_out "
-        "n_test n_train n_triggers pairs pieces rank samples t5_buckets "
-        "t5_max_distance test_every texts top window",
-    ),
+    "choices": ([["no such thing"], 3], "encodings experiments measures remove rungs tasks"),
+    "count": ([0, 2.5, True, "3", NAN, 2**63, 10**400], ""),
     "count or none": (
         [-1, 0.5, True, "a", NAN, 2**63],
         "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most random_orders"
@@ -72,11 +58,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seed": ([-1, 0.5, True, "a"], "seed"),
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
-    "number": (
-        [NAN, "1", True, 1j, 10**400],
-        "attention_factor budget clip confidence distance dropout factor fraction high low lr negligible noise"
-        " pseudo_count ridge rope_base scale share warmup weight_decay",
-    ),
+    "number": ([NAN, "1", True, 1j, 10**400], "noise"),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
     "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1], 10**400], "layers heads"),
@@ -104,9 +86,9 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "slots": ([[0, 0], [0.5], [], "0", True, 10**400], ""),  # those beyond a text are refused while it runs
     "cells": ([3, "x", [[True]], torch.ones(12, 12), torch.ones(12, dtype=torch.bool)], "cells"),
     "source": ([TOKENS[:, :5]], "source"),
-    "metric": ([3, "loss"], "function metric"),
+    "metric": ([3, "loss"], ""),
     "device": (["no such device"], "device"),
-    "dtype": ([torch.int64, "float32"], "angle_dtype frequency_dtype"),
+    "dtype": ([torch.int64, "float32"], ""),
     "betas": ([0.9, (0.9, 0.9, 0.9), (NAN, 0.9)], "betas"),
     "wavelengths": ([[0.0], [NAN], "x"], "wavelengths"),
     "token": ([0.5, "a"], "against position"),
@@ -128,17 +110,10 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         ],
         "after before scores",
     ),
-    "vectors": (
-        [None, 3, "x", [1.0], SCORES.long()],
-        "a b cos k k_rot other pattern q q_rot rest sin x z",
-    ),
+    "vectors": ([None, 3, "x", [1.0], SCORES.long()], ""),
     "numbers": ([None, [0.0, NAN], [1.0]], "target"),
     "answers": ([None, 3.5, "a"], "answers"),
-    "result": (
-        [None, 3, [1]],
-        "config drops fit found frequencies hf_model jobs moments preset question reports rotary run runs table "
-        "tables task",
-    ),
+    "result": ([None, 3, [1]], "fit jobs runs tables task"),
 }
 # By function, where a name means another kind there.
 ELSEWHERE = {
@@ -150,9 +125,6 @@ ELSEWHERE = {
     **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
     **{(f"show_{of}", "layer"): "" for of in ("change", "parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
-    ("TriggerDistance", "repeats"): "flag",
-    ("Brackets", "question"): "choice",
-    ("head_labels", "repeats"): "count",
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",
     ("MultipleChoice", "choices"): "",
@@ -168,8 +140,7 @@ ELSEWHERE = {
     ("load_model", "backend"): "",  # tested with a folder
     ("load_model", "dtype"): "",
     ("capture", "scores"): "flag",
-    ("substitute_additive", "keep"): "choices",
-    ("sufficient_heads", "keep"): "number",
+    ("fit_attention", "pattern"): "vectors",
 }
 # Only the result that they take is tried: the rest is tested where there is such a result.
 OF_A_RESULT = {
@@ -212,7 +183,40 @@ RESULTS = {
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used
 
-KIND_OF = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
+BY_NAME = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
+
+
+def kind_of_type(hint: Any) -> str | None:
+    """The kind of an annotation; None if it does not determine one."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    types = {part for part in parts if part is not NoneType}
+    if any(get_origin(part) is Literal for part in types):
+        return "choice"
+    if any(get_origin(item) is Literal for part in types for item in get_args(part)):
+        return "choices"
+    for kind, members in {"flag": {bool}, "count": {int}, "number": {int, float}, "dtype": {torch.dtype}}.items():
+        if types <= members:
+            return kind
+    if any(get_origin(part) is Callable for part in types):
+        return "metric"
+    if all(isinstance(part, type) and issubclass(part, AbstractArray) for part in types):
+        return "vectors"
+    known = (pd.DataFrame, torch.nn.Module)
+    if all(is_dataclass(part) or (isinstance(part, type) and issubclass(part, known)) for part in types):
+        return "result"
+    return None
+
+
+@cache
+def hints(function: Function) -> dict[str, Any]:
+    return get_type_hints(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
+
+
+def kind_of(of: str, function: Function, argument: str) -> str | None:
+    """The kind of an argument: of this function, of its name, of its annotation."""
+    if (of, argument) in ELSEWHERE:
+        return ELSEWHERE[of, argument]
+    return BY_NAME.get(argument) or kind_of_type(hints(function).get(argument))
 
 
 def parameters(function: Function) -> list[str]:
@@ -221,7 +225,7 @@ def parameters(function: Function) -> list[str]:
 
 def bad_values(of: str, function: Function, argument: str) -> Iterable[tuple[Any, str]]:
     """And the pattern of the error; a default is never bad."""
-    kind = ELSEWHERE.get((of, argument), KIND_OF.get(argument, ""))
+    kind = kind_of(of, function, argument) or ""
     default = inspect.signature(function).parameters[argument].default
     for value in KINDS[kind][0]:
         value, message = value if kind == "column" else (value, f"{argument.removesuffix('s')}s? ")
@@ -287,7 +291,7 @@ def test_every_argument_has_a_kind() -> None:
         (of, argument)
         for of, function in callables().items()
         for argument in parameters(function)
-        if argument not in KIND_OF and (of, argument) not in ELSEWHERE
+        if kind_of(of, function, argument) is None
     }
     assert not left
 

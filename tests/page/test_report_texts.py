@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.models.reading import model_reading
-from tl_posdisent.synthetic import TrainConfig, TriggerCount, dynamics, train
+from tl_posdisent.synthetic import TriggerCount, dynamics
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 
 BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
@@ -81,7 +81,7 @@ def test_heads_as_pairs_and_labels(tmp_path: Path) -> None:
 
 
 def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each checkpoint of a training run is read once."""
+    """And so is each model of ``dynamics``."""
     read: list[Any] = []
     probe = model_reading.probe
     monkeypatch.setattr(model_reading, "probe", lambda model, layers: read.extend(layers) or probe(model, layers))
@@ -93,9 +93,8 @@ def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.Monke
     tp.report(reading, TEXTS[0], path, sections=["additivity", "heads"], **options)
     assert read == []
     task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=16, max_length=16, n_ctx=16)
-    how = TrainConfig(epochs=1, batch_size=8, n_train=16, n_test=8)
     shape = {"d_vocab": task.d_vocab, "n_ctx": task.n_ctx, "n_out": task.n_out, "pad_id": task.pad_id}
-    model = SyntheticModel(tp.synthetic.SyntheticConfig(n_layers=3, d_model=16, n_heads=2, d_mlp=16, **shape))
-    train(model, task, how, folder=tmp_path, progress=False)
-    dynamics(dict.fromkeys(range(3), model), task, batches=2, batch_size=4, progress=False)
+    config = tp.synthetic.SyntheticConfig(n_layers=3, d_model=16, n_heads=2, d_mlp=16, **shape)
+    models = {step: SyntheticModel(config, seed=step) for step in range(3)}
+    dynamics(models, task, batches=2, batch_size=4, progress=False)
     assert sorted(read) == [0, 0, 0, 1, 1, 1, 2, 2, 2]

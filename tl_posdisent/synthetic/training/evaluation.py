@@ -55,11 +55,11 @@ def evaluate(
     loss = right = torch.zeros((), dtype=torch.float64, device=device)
     with running(model):
         for piece in lengths.argsort(stable=True).split(batch_size):
-            there = piece.to(tokens.device)
-            wanted = labels[piece.to(labels.device)].to(device)
-            logits = answers(model, tokens[there, : padded_width(lengths[piece])].to(device), pad).float()
-            loss = loss + cross_entropy(logits, wanted, reduction="sum")
-            right = right + (logits.argmax(-1) == wanted).sum()
+            expected = labels[piece.to(labels.device)].to(device)
+            texts = tokens[piece.to(tokens.device), : padded_width(lengths[piece])].to(device)
+            logits = answers(model, texts, pad).float()
+            loss = loss + cross_entropy(logits, expected, reduction="sum")
+            right = right + (logits.argmax(-1) == expected).sum()
     counted = int((labels != IGNORED).sum())
     return loss.item() / counted, right.item() / counted
 

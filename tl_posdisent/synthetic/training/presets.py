@@ -72,8 +72,8 @@ class Preset:
         """Create the configuration of a model; ``changed`` overrides arguments of ``SyntheticConfig``."""
         check_choice("task", task, self.tasks)
         sizes = {name: getattr(self.tasks[task], name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
-        own = self.per_encoding.get(encoding, {})
-        return SyntheticConfig(**{**sizes, **self.shape, "encoding": encoding, **own, **changed})
+        changes = {**self.per_encoding.get(encoding, {}), **changed}
+        return SyntheticConfig(**{**sizes, **self.shape, "encoding": encoding, **changes})
 
     def model(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticModel:
         """Create an untrained model."""
@@ -82,8 +82,8 @@ class Preset:
     def train_config(self, task: str, seed: int = 0, encoding: str | None = None, **changed: Any) -> TrainConfig:
         """Create the settings of a training run; ``changed`` overrides fields of ``TrainConfig``."""
         check_choice("task", task, self.tasks)
-        own = self.per_encoding_training.get(encoding or "", {})
-        return replace(self.training, **{**self.per_task.get(task, {}), **own, "seed": seed, **changed})
+        changes = {**self.per_task.get(task, {}), **self.per_encoding_training.get(encoding or "", {})}
+        return replace(self.training, **{**changes, "seed": seed, **changed})
 
 
 SMALL = Preset(
@@ -227,18 +227,13 @@ def train_preset(
     """
     if not isinstance(preset, Preset):
         raise ArgumentError("preset", f"must be a Preset, such as preset('small'), got {type(preset).__name__}")
-    for name, given in (("tasks", tasks), ("encodings", encodings)):
-        if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
-            raise ArgumentError(name, f"must be a sequence of names, got {shown(given)}")
-    chosen = [
-        list(all_ if some is None else some) for some, all_ in ((tasks, preset.tasks), (encodings, preset.encodings))
-    ]
-    jobs = dict.fromkeys((encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(*chosen))
-    if not jobs:
+    names = [_names("tasks", tasks, preset.tasks), _names("encodings", encodings, preset.encodings)]
+    keys = dict.fromkeys((encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(*names))
+    if not keys:
         raise ValueError("encodings and tasks must each have at least one name, got none")
     # Create all configurations first, so that an invalid one raises before anything is trained.
     plans = {
-        key: (preset.config(key[0], key[1], **changed), preset.train_config(key[1], key[2], key[0])) for key in jobs
+        key: (preset.config(key[0], key[1], **changed), preset.train_config(key[1], key[2], key[0])) for key in keys
     }
     runs: dict[Key, TrainRun] = {}
     for (encoding, task, seed), (config, how) in plans.items():
@@ -246,6 +241,12 @@ def train_preset(
         model = SyntheticModel(config, seed=seed).to(device)
         runs[encoding, task, seed] = train(model, preset.tasks[task], how, folder=subfolder, progress=progress)
     return runs
+
+
+def _names(argument: str, names: Any, default: Iterable[str]) -> list[str]:
+    if names is not None and (isinstance(names, (str, bytes)) or not isinstance(names, Iterable)):
+        raise ArgumentError(argument, f"must be a sequence of names, got {shown(names)}")
+    return list(default if names is None else names)
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
