@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -30,13 +31,14 @@ def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
         return chosen
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         return chosen.clone()
-    slots: int | list[int] | tuple[int, ...] = listed(name, chosen)
+    slots: Any = listed(name, chosen)
     indices = [slots] if is_integer(slots) else slots
     if not isinstance(indices, Sequence) or not all(is_integer(x) and abs(x) < 2**63 for x in indices):
         raise ArgumentError(name, f"must be integers of 64 bits, a range, a slice or booleans, got {shown(chosen)}")
     if not indices or len(set(indices)) < len(indices):
         raise ArgumentError(name, f"must name at least one and none twice, got {shown(chosen)}")
-    return slots  # compared with the text when the model runs
+    checked: int | Sequence[int] = slots
+    return checked  # compared with the text when the model runs
 
 
 def slots_text(chosen: ChosenSlots) -> str:
