@@ -27,19 +27,25 @@ def largest_effects(model: Any, texts: int = 2, length: int = 96) -> pd.DataFram
     }
     rows = []
     for name, hooks in interventions.items():  # one by one, so that passes are those of one
-        options: dict[str, Any] = {"interventions": {name: hooks}, "draws": 4, "progress": False}
-        table, whole = (tp.head_effects(model, tokens, exact=exact, **options) for exact in (4, "all"))
-        kl, run, search = whole["kl"], table["kl"].notna(), table.attrs["runs"][name]
-        found = {f"found_of_{n}": run[kl.nlargest(n).index].sum() for n in (4, 8)}
-        row = whole.loc[kl.idxmax()]
-        largest = {"layer": int(row["layer"]), "head": int(row["head"]), "kl": row["kl"], "curvature": row["curvature"]}
-        cost = {"run": search["run"], "passes": round(table.attrs["passes"], 1)}
-        left = {"bound": search["bound"], "largest_not_run": kl[~run].max()}
-        ranks = whole[["curvature", "kl", "first", "exact"]].abs().rank()
-        correlations = {f"{a}_{b}": ranks[a].corr(ranks[b]) for a, b in (("curvature", "kl"), ("first", "exact"))}
-        rows.append({"intervention": name} | largest | found | cost | left | correlations)
+        table = tp.head_effects(model, tokens, {name: hooks}, progress=False)
+        whole = tp.head_effects(model, tokens, {name: hooks}, exact="all", draws=0, progress=False)
+        table[["kl_of_all", "exact_of_all"]] = whole[["kl", "exact"]]
+        rows.append({"intervention": name} | compared(table) | {"passes": round(table.attrs["passes"], 1)})
         print(rows[-1], flush=True)
     return pd.DataFrame(rows).round(5)
+
+
+def compared(table: pd.DataFrame) -> dict[str, Any]:
+    """The heads that were run beside all heads, of one intervention."""
+    kl, run, (runs,) = table["kl_of_all"], table["kl"].notna(), table.attrs["runs"].values()
+    largest = table.loc[kl.idxmax()]
+    row = {name: int(largest[name]) for name in ("layer", "head")}
+    row |= {"kl": kl.max(), "curvature": largest["curvature"], "run": runs["run"]}
+    row |= {f"found_of_{n}": int(run[kl.nlargest(n).index].sum()) for n in (4, 8)}
+    row |= {"bound": runs["bound"], "largest_not_run": kl[~run].max()}
+    ranks = table[["curvature", "kl_of_all", "first", "exact_of_all"]].abs().rank()
+    row["curvature_kl"] = ranks["curvature"].corr(ranks["kl_of_all"])
+    return row | {"first_exact": ranks["first"].corr(ranks["exact_of_all"])}
 
 
 def every_verdict(model: Any, texts: int = 8, exact: int = 24, sets: str = "ab") -> pd.DataFrame:

@@ -10,7 +10,11 @@ from support.public_calls import call, functions
 
 import tl_posdisent as tp
 
-NONE = ("ablate_heads", {"heads": None})
+
+def two_interventions(model: Any) -> dict[str, Any]:
+    return {name: tp.ablate_heads(model, None) for name in "ab"}
+
+
 CASES = [
     pytest.param(function, {}, id=function.__name__, marks=[pytest.mark.slow] if function is tp.report else [])
     for function in functions("progress")
@@ -25,7 +29,7 @@ CASES += [
         (tp.attention_ladder, "estimates", {"exact": 0}),
         (tp.head_ablation, "few", {"layers": 1, "heads": [0, 1, 5]}),
         (tp.head_effects, "few", {"exact": 2}),
-        (tp.experiments.position_effects, "draws", {"draws": 3, "interventions": {"a": NONE, "b": NONE}}),
+        (tp.experiments.position_effects, "draws", {"draws": 3, "interventions": two_interventions}),
     )
 ]
 
