@@ -30,7 +30,7 @@ GOOD: dict[str, Any] = {
     "fractions": [0.5],
     "lengths": [0, 4, 8],
     "distances": [1, 2],
-    "interventions": {"flat": ("substitute_attention", {"by": "uniform"})},
+    "interventions": lambda model: {"flat": tp.hooks.substitute_attention(model, "uniform")},
     "heldout": TOKENS,
     "layer": 1,
     "head": 1,
@@ -60,7 +60,10 @@ def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -
     named = list(inspect.signature(function).parameters)[1:]
     if function is tp.head_patching:  # whose positions are tokens that are patched one by one
         named.remove("positions")
-    return function(model, **{name: good[name] for name in named if name in good} | more)
+    arguments = {name: good[name] for name in named if name in good} | more
+    if callable(arguments.get("interventions")):
+        arguments["interventions"] = arguments["interventions"](model)
+    return function(model, **arguments)
 
 
 def few(function: Call) -> dict[str, Any]:

@@ -71,10 +71,10 @@ def test_losses_are_those_of_runs_with_hooks(kind: str, name: str, shared_model:
     assert table["kl"].iloc[2:].min() > 1e-5
 
 
-def test_one_list_of_hooks_and_names_of_tools() -> None:
+def test_one_list_of_hooks_and_a_reading() -> None:
     model, tokens = tp.load_demo_model(), tp.demo_tokens(length=64).view(2, 32)
     one = intervention_losses(model, tokens, tp.dummy_distance(model, 5, layers=2), **QUIET)
-    named = {"five": ("dummy_distance", {"distance": 5, "layers": 2})}
+    named = {"five": tp.dummy_distance(model, 5, layers=2)}
     assert one["intervention"].tolist() == ["unmodified", "dummy_distance(5)"]
     again = intervention_losses(tp.read_model(model), tokens, named, **QUIET)
     assert again.drop(columns="intervention").equals(one.drop(columns="intervention"))
@@ -109,7 +109,7 @@ def test_a_sum_is_named_after_all_its_edits() -> None:
         ({"x": [("blocks.9.hook_z", print)]}, "interventions must be hooks by name; 'x': "),
         (
             {"x": ("no_such_tool", {})},
-            "interventions must be hooks by name; 'x': hooks must be a list of hooks, or ",
+            "interventions must be hooks by name; 'x': hooks must be a list of (hook name or filter, function), got ",
         ),
     ],
 )

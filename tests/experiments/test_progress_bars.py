@@ -10,7 +10,11 @@ from support.public_calls import call, functions
 
 import tl_posdisent as tp
 
-NONE = ("ablate_heads", {"heads": None})
+
+def two_interventions(model: Any) -> dict[str, Any]:
+    return {name: tp.ablate_heads(model, None) for name in "ab"}
+
+
 CASES = [
     pytest.param(function, {}, id=function.__name__, marks=[pytest.mark.slow] if function is tp.report else [])
     for function in functions("progress")

@@ -17,6 +17,7 @@ from support import zoo
 from support.public import public_names
 from support.small_models import small_model
 from tl_posdisent.experiments import MultipleChoice, Needles, needle_texts
+from tl_posdisent.hooks import substitute_attention
 from tl_posdisent.rope import Moments, Rotary, to_complex
 from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
 
@@ -84,7 +85,7 @@ GOOD: dict[str, Any] = {
     "noise": 0.1,
     "metric": lambda logits, tokens: logits[:, -1, 5],
     "hooks": [],
-    "interventions": {"flat": ("substitute_attention", {"by": "uniform"})},
+    "interventions": lambda model: {"flat": substitute_attention(model, "uniform")},
     "component": "distance",
     "length": 12,
     "lengths": [0, 4, 12],
@@ -116,7 +117,7 @@ GOOD: dict[str, Any] = {
     "better": "higher",
     "out": Path(FOLDER.name),
 }
-"""By the name of the argument."""
+"""By the name of the argument; hooks, as a function of the model."""
 
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
@@ -213,6 +214,8 @@ def call(function: Function, /, *model: Any, **changed: Any) -> Any:
             assert parameter.name in good, f"say in GOOD what a good {parameter.name} of {name} is"
         if parameter.name in good:
             arguments[parameter.name] = good[parameter.name]
+    if callable(arguments.get("interventions")):
+        arguments["interventions"] = arguments["interventions"](arguments["model"])
     result = function(**arguments)
     if isinstance(result, Iterator):
         return next(result)
