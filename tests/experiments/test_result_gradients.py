@@ -10,9 +10,7 @@ from support import zoo
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tl_posdisent import demo_tokens, dummy_distance, head_effects, load_demo_model
 from tl_posdisent.experiments.measuring import result_gradients as module
-from tl_posdisent.experiments.measuring import text_parts
 from tl_posdisent.experiments.measuring.result_gradients import drawn_labels, predictions, result_gradients
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
@@ -103,69 +101,3 @@ def test_logits_of_the_users_own_are_differentiated_in_each_draw(monkeypatch: py
     (found,) = result_gradients(model, [TOKENS], [0, 1], loss, [draws()])
     for some, wanted in zip(found.surprise, one_by_one(model, draws()), strict=True):
         torch.testing.assert_close(some[0], wanted[0], rtol=1e-4, atol=1e-6)
-
-
-def test_short_texts_together_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of three lengths, more than fit into one part, on the demo model."""
-    model, ids = load_demo_model(), demo_tokens(length=7 * 64).view(7, 64)
-    mask = torch.ones_like(ids)
-    mask[1, 40:], mask[4, 40:], mask[5, 20:] = 0, 0, 0
-    options: dict[str, Any] = {"attention_mask": mask, "draws": 3, "exact": 3, "progress": False}
-    interventions = {"d": dummy_distance(model, 2)}
-    sizes: list[int] = []
-
-    def counted(own: Any, groups: Any, *more: Any) -> Any:
-        sizes.append(sum(map(len, groups)))
-        return result_gradients(own, groups, *more)
-
-    monkeypatch.setattr("tl_posdisent.experiments.causal.estimated_effects.result_gradients", counted)
-    together = head_effects(model, ids, interventions, **options)
-    assert sizes == [4, 2, 1]
-    monkeypatch.setattr(text_parts, "TOKENS", 1)
-    alone = head_effects(model, ids, interventions, **options)
-    assert sizes[3:] == [1] * 7
-    numbers = together.select_dtypes("number").columns
-    assert numbers.size > 8
-    for name in numbers:
-        assert together[name].to_numpy(float) == pytest.approx(
-            alone[name].to_numpy(float), rel=1e-3, abs=1e-7, nan_ok=True
-        )
-
-
-def test_an_intervention_that_takes_one_text_is_run_on_one() -> None:
-    """Hooks for batches of one text: estimates and runs are those of the texts alone."""
-    model, ids = zoo.load("bridge", "llama-gqa"), zoo.random_tokens(length=9, batch=3)
-    patch = 0.1 * torch.randn(1, 9, 8, 8, generator=torch.Generator().manual_seed(2))
-
-    def of_one(z: Tensor, hook: Any) -> Tensor:
-        assert len(z) == 1
-        return z + patch
-
-    def of_any(z: Tensor, hook: Any) -> Tensor:
-        return z + patch
-
-    options: dict[str, Any] = {"layers": 1, "draws": 3, "exact": 8, "progress": False}
-    found, expected = (
-        head_effects(model, ids, {"x": [("blocks.1.attn.hook_z", f)]}, **options) for f in (of_one, of_any)
-    )
-    for name in ("first", "curvature", "exact", "exact_se", "kl"):
-        assert found[name].notna().all()
-        assert found[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-3, abs=1e-6)
-
-
-def test_an_intervention_that_looks_at_other_texts_sees_none() -> None:
-    """In a batch of several it would do something else, in the second layer alone."""
-    model, ids = zoo.load("bridge", "llama-gqa"), zoo.random_tokens(length=9, batch=3)
-
-    def others(z: Tensor, hook: Any) -> Tensor:
-        return 0.5 * z + z.roll(1, 0)
-
-    def larger(z: Tensor, hook: Any) -> Tensor:
-        return 1.5 * z
-
-    options: dict[str, Any] = {"layers": [0, 1], "draws": 3, "exact": 16, "progress": False}
-    points = ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
-    hooks = [{"x": [*zip(points, functions, strict=True)]} for functions in ((larger, others), (larger, larger))]
-    found, expected = (head_effects(model, ids, each, **options) for each in hooks)
-    for name in ("first", "curvature", "exact", "kl"):
-        assert found[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-3, abs=1e-6)

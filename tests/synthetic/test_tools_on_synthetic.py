@@ -195,7 +195,7 @@ def test_padding_that_the_model_does_not_read(tool: Any) -> None:
     own: Any = {"rungs": ["distance"], "controls": [], "progress": False} if tool is attention_ladder else {}
     with pytest.raises(ValueError, match=r"for padded texts pass attention_mask= \(1 at tokens, 0 at padding\)"):
         tool(model, padded, **own)
-    tool(model, padded, attention_mask=padded != 0, **own)
+    tool(model, {"input_ids": padded, "attention_mask": (padded != 0).long()}, **own)
 
 
 def test_a_padded_text_is_measured_as_alone() -> None:

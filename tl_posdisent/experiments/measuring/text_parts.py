@@ -12,10 +12,8 @@ from torch import Tensor
 from tl_posdisent.experiments.measuring.metrics import LogitDifference, Metric, is_separable
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 
-TOKENS = 256
-"""Texts of which several have no more tokens than this are differentiated together."""
 RUN_TOKENS = 512
-"""The same for runs without gradients."""
+"""Texts of which several have no more tokens than this are run together."""
 
 
 def differentiable_texts(

@@ -145,7 +145,8 @@ class AttentionSpec(Geometry):
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if self.causal else 'full'}, window {self.window}): for padded texts pass "
-            "attention_mask= (1 at tokens, 0 at padding), and pass packed texts one at a time"
+            "attention_mask= (1 at tokens, 0 at padding), or both as tokens={'input_ids': …, 'attention_mask': …}, and "
+            "pass packed texts one at a time"
         )
 
     def require_scale(self) -> float:
