@@ -7,42 +7,21 @@ layer, seed), the most informative ones first, until all are done or the time is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from shared.deposits import HEADS, ROTATING
+from shared.deposit_cells import MEDIUM, PAPER, STEPS, Cell, cells
+from shared.deposits import HEADS
 from shared.resumed import fill
 
-from tl_posdisent.synthetic import SyntheticModel, TrainRun, deposit, head_drops, preset, sufficient_heads, train_preset
+from tl_posdisent.synthetic import SyntheticModel, TrainRun, deposit, head_drops, sufficient_heads, train_preset
 
-MEDIUM, PAPER = preset("medium"), preset("paper")
 # The published shape and task, in smaller batches with a larger learning rate.
 ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_test=1_000)
-STEPS = {("distance", "sinusoidal_rope"): 1200, ("distance", "rope"): 2000, ("count", "sinusoidal_rope"): 900}
 SAMPLES = 128  # not seen in training: of another seed
-FIRST = (*ROTATING, "sinusoidal")
 KEY = ["size", "task", "encoding", "rotary_heads", "seed"]
-Cell = tuple[str, str, str, int, int]
-
-
-def cell(size: str, task: str, encoding: str, seed: int = 0) -> Cell:
-    """Name a model of which all heads rotate, if the encoding does."""
-    return size, task, encoding, HEADS * (encoding in ROTATING), seed
-
-
-def cells() -> list[Cell]:
-    """Every encoding on 16 gaps, then more seeds and other gaps of three, then the rest; one and two rotary heads a
-    layer; and models of the paper's size."""
-    others = range(1, 5)
-    parts: list[tuple[int, tuple[str, ...], Sequence[int]]] = [(16, MEDIUM.encodings, [0]), (16, FIRST, others)]
-    parts += [(32, FIRST, [0]), (8, FIRST, others), (32, FIRST, others), (70, FIRST, [0])]
-    parts += [(n, MEDIUM.encodings, range(5)) for n in (8, 16, 32, 70)]
-    models = [cell("medium", f"gap{n}", x, seed) for n, names, seeds in parts for seed in seeds for x in names]
-    models += [("medium", "gap16", name, n, seed) for seed in range(3) for name in ROTATING for n in (1, 2)]
-    return list(dict.fromkeys(models + [cell("paper", *key) for key in STEPS]))
 
 
 def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, *, attention: bool) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from time import process_time
 from typing import Any
 
 import pandas as pd
 import torch
 from shared.speeches import three_parts
-from shared.two_measurements import LENGTH, TEXTS, compared, means
+from shared.two_measurements import LENGTH, TEXTS, compared, costs, means
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -65,21 +64,3 @@ def curvatures(model: Any, text: Tensor, interventions: Any, draws: int, seed: i
             products = torch.einsum("gtphd,tphd->gth", x.gradients[1:], x.change)[:, 0]
             by_layer[x.where.name].append(products.square() / 2 / x.n_predictions)
     return {name: torch.cat(layers, 1) for name, layers in by_layer.items()}
-
-
-def costs(model: Any, text: Tensor, interventions: Any, repeats: int = 5) -> tuple[float, float]:
-    """The cost of ``head_effects`` without runs: of a text, and of each draw, in forward passes by processor time."""
-
-    def seconds(action: Any) -> float:
-        begun = process_time()
-        action()
-        return process_time() - begun
-
-    effects = {"tokens": text, "interventions": interventions, "exact": 0, "progress": False}
-    with torch.no_grad():
-        forward = min(seconds(lambda: model(text)) for _ in range(repeats))
-    few, many = (
-        min(seconds(lambda d=d: tp.head_effects(model, draws=d, **effects)) for _ in range(repeats)) for d in (4, 16)
-    )
-    of_draw = (many - few) / 12
-    return (few - 4 * of_draw) / forward, of_draw / forward

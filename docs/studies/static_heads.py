@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import torch
 from shared.rows import Row, losses, row
+from shared.sets_of_heads import of_heads, output_change
 from shared.texts import Source, parts
 
 import tl_posdisent as tp
-from tl_posdisent.hooks import applied, fitted_attention
+from tl_posdisent.hooks import fitted_attention
 from tl_posdisent.hooks.hook_list import Hooks
 
 LENGTH, TEXTS, HEADS, ORDERS = 256, 4, (60, 120), 5
@@ -58,26 +57,3 @@ def prepared(model: Any) -> tuple[Hooks, dict[str, Sequence[tuple[int, int]]]]:
         **{f"random {seed}": table.sample(frac=1, random_state=seed) for seed in range(ORDERS)},
     }
     return static, {name: list(map(tuple, some[COLUMNS].to_numpy())) for name, some in orders.items()}
-
-
-def output_change(model: Any, texts: torch.Tensor, hooks: Hooks) -> pd.DataFrame:
-    """The squared change of each head's output through W_O, of the layer's own input, over the squared residual stream
-    to which it is added: the mean over tokens. No gradient is needed, and two passes for all heads."""
-    layers = range(model.cfg.n_layers)
-    streams, outputs = ([f"blocks.{n}.{name}" for n in layers] for name in ("hook_resid_pre", "attn.hook_z"))
-    _, own = model.run_with_cache(texts, names_filter=[*streams, *outputs])
-    unmodified = [(name, lambda x, hook: own[hook.name]) for name in streams]  # each layer has its own input
-    with applied(model, hooks + unmodified):
-        _, changed = model.run_with_cache(texts, names_filter=outputs)
-    found = []
-    for n, stream, z in zip(layers, streams, outputs, strict=True):
-        added = torch.einsum("bphd,hdm->bphm", changed[z] - own[z], model.blocks[n].attn.W_O)
-        share = added.square().sum(-1) / own[stream].square().sum(-1, keepdim=True)
-        found += [(n, head, x) for head, x in enumerate(share.mean((0, 1)).tolist())]
-    return pd.DataFrame(found, columns=[*COLUMNS, "output change"])
-
-
-def of_heads(hooks: Hooks, heads: Sequence[tuple[int, int]]) -> Hooks:
-    """The hooks of some heads alone."""
-    every = [(x, tuple(h for h in x.heads if (x.spec.layer, h) in heads)) for x in hooks.interventions]
-    return Hooks(replace(x, heads=some) for x, some in every if some)

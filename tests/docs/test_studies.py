@@ -38,7 +38,7 @@ def test_a_study_has_one_function_that_runs_it(name: str) -> None:
 
 
 def test_findings_are_the_studies_of_the_page_of_results() -> None:
-    from shared.running import FINDINGS, SYNTHETIC
+    from shared.writing import FINDINGS, SYNTHETIC
 
     assert sorted(FINDINGS) == [name for name in NAMES if hasattr(importlib.import_module(name), "rows")]
     assert sorted(SYNTHETIC) == [name for name in NAMES if hasattr(importlib.import_module(name), "synthetic_rows")]

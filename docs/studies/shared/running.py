@@ -10,25 +10,18 @@ from __future__ import annotations
 import ast
 import importlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import pandas as pd
 import torch
 
 import tl_posdisent as tp
-from shared.rows import TABLES, Row, write
-from shared.saving import save
-from shared.texts import Source, digest, parts
+from shared.rows import TABLES
+from shared.texts import Source
+from shared.writing import FINDINGS, write_study
 
 FOLDER = Path(__file__).parents[1]
-# In the order of their rows.
-FINDINGS = ["additive", "controlled", "far_shares", "subspaces", "capacity", "concentration", "far_distance"]
-FINDINGS += ["far_by_layer", "fixed_distance", "layers", "key_component", "bound", "sets", "rungs", "perturbation"]
-FINDINGS += ["questions", "layer_tolerance", "static_heads", "beyond", "remedies", "far_positions"]
-SYNTHETIC = ["initial", "accuracy", "margins", "leading", "toeplitz", "angles", "displaced"]
 
 
 def first_lines() -> dict[str, str]:
@@ -56,51 +49,26 @@ def study(name: str) -> ModuleType:
 def run(names: Sequence[str], model_name: str, source: Source, out: Path | None) -> None:
     """Run studies one after another; the words behind one that writes its files itself are its own."""
     torch.set_num_threads(1)
-    wanted = [each for name in names for each in (FINDINGS if name == "findings" else [name])]
-    if wanted and hasattr(study(wanted[0]), "main"):
-        study(wanted[0]).main(*wanted[1:])
-        return
+    wanted = [study_name for name in names for study_name in (FINDINGS if name == "findings" else [name])]
     model = None
-    if any(hasattr(study(name), kind) for name in wanted for kind in ("rows", "table")):
+    if needs_model(wanted):
         model = tp.load_demo_model() if model_name == "demo" else tp.load_model(model_name)
-    for name in wanted:
+    for n, name in enumerate(wanted):
+        if hasattr(study(name), "main"):
+            study(name).main(*wanted[n + 1 :])
+            return
         start = time.monotonic()
-        write_study(name, model, model_name, source, out or TABLES)
+        write_study(study(name), model, model_name, source, out or TABLES)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
     if out:
         (out / "results.md").write_text(study("results_page").page(out), encoding="utf-8")
 
 
-def write_study(name: str, model: Any, model_name: str, source: Source, folder: Path) -> None:
-    """Run one study, and write its rows, its table or its picture."""
-    module = study(name)
-    if hasattr(module, "rows"):
-        folder.mkdir(parents=True, exist_ok=True)
-        path, order = folder / f"{model_name}_{source}.csv", ["texts", *FINDINGS]
-        write(path, "texts", [number_of_texts(model, source, length) for length in (256, 1024)], order)
-        write(path, name, shown(name, module.rows(model, source)), order)
-    elif hasattr(module, "synthetic_rows"):
-        write(TABLES / "synthetic.csv", name, shown(name, module.synthetic_rows()), SYNTHETIC)
-    elif hasattr(module, "table"):
-        path = TABLES / model_name.partition("-")[0] / f"{name}.csv"
-        path.parent.mkdir(exist_ok=True)
-        options = getattr(module, "GEMMA", {}) if path.parent.name == "gemma3" else {}
-        module.table(model, **options).round(5).to_csv(path, index=False)
-    else:
-        save(module.figure(), name.removesuffix("_figure"), *module.SIZE)
-
-
-def shown(name: str, rows: Iterable[Row]) -> list[Row]:
-    """Print rows as they come, and return them."""
-    finished = []
-    for row in rows:
-        finished.append(row)
-        spread = "" if pd.isna(row.error) else f" ± {row.error:.3f}"
-        print(f"{name}: {row.name}: {row.value:.3f}{spread} ({row.over} of {row.length})", flush=True)
-    return finished
-
-
-def number_of_texts(model: Any, source: Source, length: int) -> Row:
-    """How many texts of a length there are, at most eight, and the hash of their ids."""
-    texts = parts(model, source, 8, length)
-    return Row("texts", len(texts), torch.nan, "", length, f"SHA-256 of the ids {digest(texts)} …")
+def needs_model(names: Sequence[str]) -> bool:
+    """Whether the studies before the first one with words of its own measure a model."""
+    for name in names:
+        if hasattr(study(name), "main"):
+            return False
+        if hasattr(study(name), "rows") or hasattr(study(name), "table"):
+            return True
+    return False
