@@ -21,10 +21,12 @@ ROW, LEFT, WIDTH, ARCS = 34, 16, 760, 200
 
 def room_imports() -> dict[str, set[str]]:
     """The rooms that each room imports from."""
-    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    imports: dict[str, set[str]] = {room: set() for room in ROOMS}
     for module, others in import_graph().items():
-        found[module[0]] |= {other[0] for other in others if other and other[0] != module[0]}
-    return found
+        if module == ("__main__",):
+            continue  # the command line, which has no room
+        imports[module[0]] |= {other[0] for other in others if other and other[0] != module[0]}
+    return imports
 
 
 def direct(imports: dict[str, set[str]]) -> dict[str, set[str]]:
