@@ -26,9 +26,9 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
         return
     differences = torch.stack([difference(model, text) for text in range(3)])
     for start, stop in pairwise(EDGES):
-        some = differences[:, start - TRAINED // 2 : stop - TRAINED // 2].mean(1)
+        added = differences[:, start - TRAINED // 2 : stop - TRAINED // 2].mean(1)
         call = "longer_context(model, length); loss minus that of the same tokens at earlier positions"
-        yield row(f"loss added by the position, {start} to {stop}", some, BEYOND, call)
+        yield row(f"loss added by the position, {start} to {stop}", added, BEYOND, call)
 
 
 def difference(model: Any, text: int) -> Tensor:

@@ -32,10 +32,10 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
     foreign = tp.additivity(model, texts, controls=["foreign keys"], progress=False)
     table = pd.concat([table, foreign[foreign["scores"] == "foreign keys"][[*HEAD, "batch", "scores", "r"]]])
     matching = induction(model)
-    for name, some in table.groupby("scores", sort=False):
-        by_text = torch.tensor(some.groupby("batch")["r"].mean().to_numpy())
+    for name, chosen in table.groupby("scores", sort=False):
+        by_text = torch.tensor(chosen.groupby("batch")["r"].mean().to_numpy())
         yield row(f"r, {name}", by_text, LENGTH, "fit_additive(scores)")
-        by_head = some.groupby(HEAD)["r"].mean().reset_index().merge(matching)
+        by_head = chosen.groupby(HEAD)["r"].mean().reset_index().merge(matching)
         if (has := (by_head["induction"] > INDUCTION).to_numpy()).sum() > 1:
             values, over = 1 - by_head["r"].to_numpy(), f"{has.sum()} of {len(has)} heads"
             name = f"AUC of 1 - r for induction heads, {name}"
@@ -63,4 +63,4 @@ def bootstrap(values: np.ndarray, has: np.ndarray) -> float:
     """The standard error of the area, by drawing heads with and without the label again."""
     generator, groups = np.random.default_rng(0), [np.flatnonzero(has == label) for label in (True, False)]
     drawn = [np.concatenate([generator.choice(group, len(group)) for group in groups]) for _ in range(DRAWS)]
-    return float(np.std([area(values[some], has[some]) for some in drawn]))
+    return float(np.std([area(values[chosen], has[chosen]) for chosen in drawn]))

@@ -20,18 +20,18 @@ MEDIUM = preset("medium")
 def synthetic_rows() -> Iterator[Row]:
     """The positional subspace of hybrids while they learn, when they are as accurate as absolute positions and after,
     with subspaces of two to eight directions."""
-    task, found = MEDIUM.tasks["gap8"], []
+    task, measured = MEDIUM.tasks["gap8"], []
     texts = long_texts(task, 256)
     for seed in range(2):
         models, _ = models_in_training(MEDIUM, "sinusoidal_rope", "gap8", seed, range(0, 251, 50))
         for step, model in models.items():
-            found.append({"step": step, "accuracy": evaluate(model, *task.batch(1000, seed=99))[1]})
+            measured.append({"step": step, "accuracy": evaluate(model, *task.batch(1000, seed=99))[1]})
             for rank in (2, 4, 8):
                 bases = [positional_subspace(model, texts, layer, rank=rank).basis for layer in (0, 1, 2, 3, 5)]
                 turned = [principal_angles(bases[0], basis).rad2deg().max().item() for basis in bases[1:]]
                 names = [f"largest of {rank} angles before layer {layer}" for layer in (1, 2, 3, 5)]
-                found[-1] |= dict(zip(names, turned, strict=True))
-    for step, part in pd.DataFrame(found).groupby("step"):
+                measured[-1] |= dict(zip(names, turned, strict=True))
+    for step, part in pd.DataFrame(measured).groupby("step"):
         for column in part.columns.drop("step"):
             values = torch.tensor(part[column].to_numpy())
             yield row(f"{column}, hybrid, step {step}", values, 0, "positional_subspace(...)", "seeds")

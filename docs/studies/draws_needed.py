@@ -35,14 +35,14 @@ def table(model: Any, of: int = TEXTS, draws: int = DRAWS) -> pd.DataFrame:
         "mean output": tp.ablate_heads(model, None, mode="mean", reference=texts[:4]),
         "distance 5": tp.dummy_distance(model, 5),
     }
-    each = [curvatures(model, text, interventions, draws, seed) for seed, text in enumerate(texts[:, None])]
+    by_text = [curvatures(model, text, interventions, draws, seed) for seed, text in enumerate(texts[:, None])]
     of_text, of_draw = costs(model, texts[:1], interventions)
     generator, rows = torch.Generator().manual_seed(0), []
     orders = [torch.randperm(of, generator=generator) for _ in range(8)]
     for name in interventions:
-        found = torch.stack([of_one[name] for of_one in each])  # text, draw, head
+        by_draw = torch.stack([estimates[name] for estimates in by_text])  # text, draw, head
         for d in (4, 8, 16, 24):
-            one, other = found[:, :d].mean(1), found[:, draws // 2 :][:, :d].mean(1)
+            one, other = by_draw[:, :d].mean(1), by_draw[:, draws // 2 :][:, :d].mean(1)
             for n in (1, 2, 4, 8)[: of.bit_length() - 1]:
                 sets = torch.cat([means(one[order], n) for order in orders])
                 same = torch.stack([sets, torch.cat([means(other[order], n) for order in orders])], 1).flatten(0, 1)

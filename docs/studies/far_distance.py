@@ -38,22 +38,22 @@ def kinds(model: Any, source: Source) -> dict[str, tuple[Tensor, int]]:
     with the speeches."""
     prose = parts(model, source, how_many(model, source, 8), LENGTH)
     long = parts(model, source, how_many(model, source, 4), LONG)
-    found = {"prose": (prose, 1), "prose, second half of 1024": (long, LONG // 2)}
+    by_name = {"prose": (prose, 1), "prose, second half of 1024": (long, LONG // 2)}
     copied = {"a passage": repeated(prose[:4])}
     if source == "speeches":
-        found["prose, second half of 2048"] = parts(model, source, 2, LONGEST), LONGEST // 2
+        by_name["prose, second half of 2048"] = parts(model, source, 2, LONGEST), LONGEST // 2
         copied["random tokens"] = repeated(random_tokens(model, 4, LENGTH))
         copied["1024 random tokens"] = repeated(random_tokens(model, 2, LONG))
-    return found | {f"second copy of {what}": (texts, texts.shape[1] // 2 + 2) for what, texts in copied.items()}
+    return by_name | {f"second copy of {what}": (texts, texts.shape[1] // 2 + 2) for what, texts in copied.items()}
 
 
 def changes(model: Any, length: int, exact: Sequence[int]) -> dict[str, Any]:
     """Hooks by name. Two controls change one thing: far keys look near but stay apart, or are mixed up but stay far."""
-    found = {f"{n} exact, others {d}": far(model, n, d) for n in exact for d in (n, FAR)}
+    by_name = {f"{n} exact, others {d}": far(model, n, d) for n in exact for d in (n, FAR)}
     for distance in (64, length * 3 // 4):
-        found[f"16 exact, others {distance}"] = far(model, 16, distance)
+        by_name[f"16 exact, others {distance}"] = far(model, 16, distance)
     mixed = torch.cat([torch.arange(17), 17 + torch.randperm(length, generator=torch.Generator().manual_seed(0))])
-    found["16 exact, others in 16 to 64"] = squeezed(model, length)
-    found["16 exact, others mixed up"] = tp.remap_distance(model, lambda d: mixed[d.long().clamp(min=0)].to(d))
-    found["16 exact, others hidden but the first"] = tp.lambda_mask(model, 1, 17, length)
-    return found
+    by_name["16 exact, others in 16 to 64"] = squeezed(model, length)
+    by_name["16 exact, others mixed up"] = tp.remap_distance(model, lambda d: mixed[d.long().clamp(min=0)].to(d))
+    by_name["16 exact, others hidden but the first"] = tp.lambda_mask(model, 1, 17, length)
+    return by_name

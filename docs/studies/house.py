@@ -34,7 +34,9 @@ def direct(imports: dict[str, set[str]]) -> dict[str, set[str]]:
     reached: dict[str, set[str]] = {}
     for room in ROOMS:  # from below, so what lies below is known
         reached[room] = set().union(imports[room], *(reached[other] for other in imports[room]))
-    return {room: {x for x in some if not any(x in reached[y] for y in some)} for room, some in imports.items()}
+    return {
+        room: {x for x in imported if not any(x in reached[y] for y in imported)} for room, imported in imports.items()
+    }
 
 
 def first_sentence(room: str) -> str:

@@ -28,7 +28,7 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
     base, rows = losses(model, texts).mean(), []
     for layer in range(model.cfg.n_layers):
         hooks = [tp.swap_positions(model, exchanged, layers=[layer]), tp.dummy_distance(model, 5, layers=[layer])]
-        rows.append([float(losses(model, texts, some).mean() - base) for some in hooks])
+        rows.append([float(losses(model, texts, change).mean() - base) for change in hooks])
     layers = pd.DataFrame(rows, columns=["exchanged", "all"]).assign(r=r.groupby("layer").mean().to_numpy())
     edits = {"exchanged": tp.swap_positions(model, exchanged), "all": tp.dummy_distance(model, 5)}
     effects = tp.head_effects(model, texts, edits, exact=0, draws=8, progress=False)

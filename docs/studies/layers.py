@@ -30,8 +30,8 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
     yield row("added loss, every layer", cost, LENGTH, "dummy_distance(model, 5)")
     sums = torch.stack(alone).sum(0) / cost[:2]
     yield row("costs of single layers over the cost of all", sums, LENGTH, "layers=[layer]")
-    for name, found in {"restored": restored, "alone": alone}.items():
-        yield from by_third(name, torch.stack(found))
+    for name, effects in {"restored": restored, "alone": alone}.items():
+        yield from by_third(name, torch.stack(effects))
 
 
 def by_third(name: str, effects: Tensor) -> Iterator[Row]:
@@ -39,8 +39,13 @@ def by_third(name: str, effects: Tensor) -> Iterator[Row]:
     shares = effects.clamp(min=0) / effects.clamp(min=0).sum(0)
     n = len(shares)
     for third, start in (("first", 0), ("second", 1), ("last", 2)):
-        some = shares[n * start // 3 : n * (start + 1) // 3]
-        yield row(f"share of {name}, {third} third of the layers", some.sum(0), LENGTH, f"{len(some)} of {n} layers")
+        third_shares = shares[n * start // 3 : n * (start + 1) // 3]
+        yield row(
+            f"share of {name}, {third} third of the layers",
+            third_shares.sum(0),
+            LENGTH,
+            f"{len(third_shares)} of {n} layers",
+        )
     most = int(effects.mean(1).argmax())
     yield row(f"share of {name}, layer with most", shares[most], LENGTH, f"layer {most}")
     yield row(f"nats {name}, layer with most", effects[most], LENGTH, f"layer {most}")

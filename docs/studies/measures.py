@@ -18,11 +18,11 @@ def table(model: Any, heads: Sequence[tuple[int, int]] = DRAWN) -> pd.DataFrame:
     """Verdicts of 24 heads from the loss and from divergences, by what is negligible, on two disjoint sets of texts:
     causal rungs fitted to two texts, measured on three others."""
     tables, options = [], {"heads": list(heads), "rungs": LADDER[:1] + LADDER[2:4], "controls": [], "progress": False}
-    for name, some in {"a": beginnings(model, 10)[::2], "b": beginnings(model, 10)[1::2]}.items():
-        ladder = tp.attention_ladder(model, some[3:], heldout=some[:3], **options)
+    for name, half in {"a": beginnings(model, 10)[::2], "b": beginnings(model, 10)[1::2]}.items():
+        ladder = tp.attention_ladder(model, half[3:], heldout=half[:3], **options)
         cases: list[dict[str, Any]] = [{"measure": "loss"}]
         cases += [{"measure": "kl", "negligible": least} for least in (0.0001, 0.0003, 0.001, 0.003, 0.01)]
         for case in cases:
-            found, estimates = (tp.head_verdicts(ladder, confidence=x, **case) for x in (0.95, 0))
-            tables.append(found.assign(texts=name, estimate=estimates["verdict"], **{"negligible": None} | case))
+            verdicts, estimates = (tp.head_verdicts(ladder, confidence=x, **case) for x in (0.95, 0))
+            tables.append(verdicts.assign(texts=name, estimate=estimates["verdict"], **{"negligible": None} | case))
     return pd.concat(tables).astype({"negligible": float})

@@ -21,16 +21,16 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
     """The loss added at intact positions (neither token nor next token moved) and accuracy, by kind and fraction;
     ratios of kinds, over draws and over texts. Where the text is not moved, the added loss at all positions, too."""
     texts, draws = parts(model, source, TEXTS, LENGTH), how_many(model, source, DRAWS)
-    found = curves(model, texts, draws)
+    measured = curves(model, texts, draws)
     over = f"draws, {len(texts)} texts"
-    for kind, fraction in found["accuracy"]:
+    for kind, fraction in measured["accuracy"]:
         name, call = f"{kind}, {fraction:.0%}", f'perturbation_curve(model, texts, ["{kind}"], [{fraction}])'
-        for what, values in found.items():
+        for what, values in measured.items():
             if (what == "accuracy" or fraction) and (kind, fraction) in values:
                 yield row(f"{what}, {name}", values[kind, fraction].mean(1), LENGTH, call, over)
     for what, a in (("added loss", "order"), ("added loss", "feature"), ("added loss at all positions", "feature")):
         for fraction in FRACTIONS:
-            pair = found[what][a, fraction], found[what]["index", fraction]
+            pair = measured[what][a, fraction], measured[what]["index", fraction]
             for unit, axis in (("draws", 1), ("texts", 0)):
                 value, error = ratio(*(values.mean(axis) for values in pair))
                 name = f"{what}, {a} over index, {fraction:.0%}, error over {unit}"
@@ -47,7 +47,7 @@ def curves(model: Any, texts: Tensor, draws: int) -> dict[str, dict[Any, Tensor]
     by_case = [[table.set_index(["kind", "fraction"]) for table in of_draw] for of_draw in tables]
 
     def values(kind: str, fraction: float, column: str) -> Tensor:
-        return torch.tensor([[table.loc[(kind, fraction), column] for table in some] for some in by_case])
+        return torch.tensor([[table.loc[(kind, fraction), column] for table in draw_tables] for draw_tables in by_case])
 
     cases = [(kind, fraction) for kind in KINDS for fraction in FRACTIONS]
     unmoved = values("index", 0, "perplexity").log()  # with "order", next tokens are moved themselves

@@ -38,18 +38,18 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
 
 def answers(model: Any, asked: list[Question], fraction: float) -> Tensor:
     """``[question]``: 1 where the right token is likelier, with a fraction of the context's tokens exchanged."""
-    found = []
+    collected = []
     for context, choices in asked:
         perturbed = perturb(model, context[None], "order", fraction)
         with torch.no_grad():
             right, wrong = model(perturbed.tokens)[0, -1, choices]
-        found.append(float(right > wrong))
-    return torch.tensor(found)
+        collected.append(float(right > wrong))
+    return torch.tensor(collected)
 
 
-def spread(some: list[Any], n: int) -> list[Any]:
+def spread(items: list[Any], n: int) -> list[Any]:
     """N of a list, evenly spread."""
-    return [some[int(at)] for at in torch.linspace(0, len(some) - 1, n)]
+    return [items[int(at)] for at in torch.linspace(0, len(items) - 1, n)]
 
 
 def questions_of(model: Any, text: str, before: int = 2) -> list[Question]:
@@ -59,11 +59,11 @@ def questions_of(model: Any, text: str, before: int = 2) -> list[Question]:
     last = [sentence.rpartition(" ")[2].rstrip(".!?") for sentence in sentences]
     ids = {word: model.to_tokens(f" {word}", prepend_bos=False)[0] for word in set(last) if word.isalpha()}
     known = {word: int(token[0]) for word, token in ids.items() if len(token) == 1 and len(word) > 3}
-    generator, found = random.Random(0), []
+    generator, collected = random.Random(0), []
     for at in range(before, len(sentences)):
         context = " ".join([*sentences[at - before : at], sentences[at].rpartition(" ")[0]])
         word = last[at]
         wrong = sorted(x for x in known if len(x) == len(word) and x.lower() != word.lower())
         if word in known and wrong and 5 <= len(sentences[at].split()) - 1 <= 25 and len(context) < 600:
-            found.append((model.to_tokens(context)[0], [known[word], known[generator.choice(wrong)]]))
-    return found
+            collected.append((model.to_tokens(context)[0], [known[word], known[generator.choice(wrong)]]))
+    return collected

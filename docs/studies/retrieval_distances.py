@@ -30,16 +30,16 @@ def table(
 ) -> pd.DataFrame:
     """Answer minus decoy, by depth of the answer too: distances changed in the first heads by copying; in the first
     texts also in all heads, and in others of the same layers."""
-    found = scored(model, lengths[0], PAIRS)
-    top = found.top(count)
-    sets = {"retrieval heads": {"heads": top}, "other heads": {"heads": last_heads(found.heads, top)}, "all heads": {}}
+    scores = scored(model, lengths[0], PAIRS)
+    top = scores.top(count)
+    sets = {"retrieval heads": {"heads": top}, "other heads": {"heads": last_heads(scores.heads, top)}, "all heads": {}}
     rows = list[dict[str, Any]]()
     for n, (length, size, seed) in enumerate(zip(lengths, pairs, seeds, strict=True)):
         needles = needle_texts(model, length=length, pairs=size, seed=seed)
         changes = [Change("unchanged", "", nan, [])]
         for where, heads in [*sets.items()][: 1 if n else 3]:
-            some = ALONE if n or where != "retrieval heads" else SEVERAL
-            changes += [Change(x, where, nan, tp.remap_distance(model, far_map(x, length - 1), **heads)) for x in some]
+            names = ALONE if n or where != "retrieval heads" else SEVERAL
+            changes += [Change(x, where, nan, tp.remap_distance(model, far_map(x, length - 1), **heads)) for x in names]
         for change in changes:
             logits = torch.cat([last_logits(model, text[None], change.hooks) for text in needles.tokens])
             values = needles.metric(logits).double().cpu()

@@ -20,6 +20,6 @@ def table(model: Any, lengths: Sequence[int] = LENGTHS, count: int = COUNT, pair
     needles, tables = needle_texts(model, length=lengths[0], pairs=pairs, seed=0), list[pd.DataFrame]()
     for by, length, size in [*runs, ("attention", lengths[0], pairs)]:
         heldout = needle_texts(model, length=length, pairs=size, seed=1)
-        found = tp.retrieval_heads(model, needles, heldout, by=by, count=count, progress=False)
-        tables.append(found.knockout.assign(by=by, length=length, n=count, pairs=size))
+        result = tp.retrieval_heads(model, needles, heldout, by=by, count=count, progress=False)
+        tables.append(result.knockout.assign(by=by, length=length, n=count, pairs=size))
     return pd.concat(tables, ignore_index=True)

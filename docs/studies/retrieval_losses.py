@@ -20,8 +20,8 @@ def table(
     model: Any, texts: int = 4, draws: int = 3, count: int = COUNT, pairs: int = PAIRS, length: int = LENGTH
 ) -> pd.DataFrame:
     """What prose, the second copy of random tokens and needles lose without heads (``losing``)."""
-    found, labels = scored(model, length, pairs), tp.head_labels(model, seeds=0, progress=False)
-    top, induction = found.top(count), labels.set_index(["layer", "head"])["induction"]
+    scores, labels = scored(model, length, pairs), tp.head_labels(model, seeds=0, progress=False)
+    top, induction = scores.top(count), labels.set_index(["layer", "head"])["induction"]
     needles, copied = needle_texts(model, length=length, pairs=pairs, seed=1), (length - 1) // 2
     kinds = {
         "prose": (second_parts(model, texts, length), 1),

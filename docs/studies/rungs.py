@@ -24,14 +24,14 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
     texts = parts(model, source, n + (FITTED // 2 if source == "demo" else FITTED), LENGTH)
     heldout, fitted = texts[:n], texts[n:]
     copied = repeated(heldout)
-    for kind, some, first in (("", heldout, 1), (", second copy of a passage", copied, copied.shape[1] // 2 + 2)):
-        base, mean = losses(model, some, first=first), losses(model, some, ablated(model, fitted), first)
-        yield row(f"loss, mean outputs{kind}", mean, some.shape[1], "ablate_heads(model, None, reference=fitted)")
+    for kind, measured, first in (("", heldout, 1), (", second copy of a passage", copied, copied.shape[1] // 2 + 2)):
+        base, mean = losses(model, measured, first=first), losses(model, measured, ablated(model, fitted), first)
+        yield row(f"loss, mean outputs{kind}", mean, measured.shape[1], "ablate_heads(model, None, reference=fitted)")
         for window in WINDOWS:
             hooks = tp.lambda_mask(model, 1, window, LENGTH)
-            share = (mean - losses(model, some, hooks, first)) / (mean - base)
+            share = (mean - losses(model, measured, hooks, first)) / (mean - base)
             name = f"attention kept, own in a window of {window} and the first token{kind}"
-            yield row(name, share, some.shape[1], f"lambda_mask(model, 1, {window}, {LENGTH})")
+            yield row(name, share, measured.shape[1], f"lambda_mask(model, 1, {window}, {LENGTH})")
     options: dict[str, Any] = {"unit": "all", "rungs": ["static"], "controls": [], "progress": False}
     table = tp.attention_ladder(model, fitted, heldout=heldout, **options).set_index("rung")
     value, error, blocks = table.loc["static", ["recovered_mean", "se_mean", "blocks"]]

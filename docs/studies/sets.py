@@ -48,10 +48,10 @@ def given_back(
         yield row(f"added loss, all heads at {distance}", loss - base, LENGTH, "dummy_distance")
     for distance, what, outputs in ((5, "", None), (5, ", mean outputs instead", reference), (0, "", None)):
         others = f"the others at {distance}"
-        for name, some in chosen.items():
-            back = collapsed[distance] - losses(model, texts, kept(model, every, some, distance, outputs))
-            yield row(f"nats given back by {name}{what}, {others}", back, LENGTH, shown(some))
-        by_draw = [losses(model, texts, kept(model, every, some, distance, outputs)) for some in drawn]
+        for name, heads in chosen.items():
+            back = collapsed[distance] - losses(model, texts, kept(model, every, heads, distance, outputs))
+            yield row(f"nats given back by {name}{what}, {others}", back, LENGTH, shown(heads))
+        by_draw = [losses(model, texts, kept(model, every, heads, distance, outputs)) for heads in drawn]
         name = f"nats given back by {HEADS} random heads{what}, {others}"
         back = (collapsed[distance] - torch.stack(by_draw)).mean(1)
         yield row(name, back, LENGTH, "torch.randperm", f"draws, {len(texts)} texts")

@@ -56,4 +56,4 @@ def prepared(model: Any) -> tuple[Hooks, dict[str, Sequence[tuple[int, int]]]]:
         "last layers first": table.sort_values(["layer", "head"], ascending=False),
         **{f"random {seed}": table.sample(frac=1, random_state=seed) for seed in range(ORDERS)},
     }
-    return static, {name: list(map(tuple, some[COLUMNS].to_numpy())) for name, some in orders.items()}
+    return static, {name: list(map(tuple, heads[COLUMNS].to_numpy())) for name, heads in orders.items()}

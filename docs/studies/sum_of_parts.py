@@ -62,24 +62,24 @@ def strokes(levels: Tensor) -> str:
     upright = sum(map(len, down)) < sum(map(len, across))
     colours = [on_scale(DIVERGING, n / (LEVELS - 1)) for n in range(LEVELS)]
     paths = []
-    for shade, found in zip(colours, down if upright else across, strict=True):
+    for shade, level_runs in zip(colours, down if upright else across, strict=True):
         form = "M{0}.5 {1}v{2}" if upright else "M{1} {0}.5h{2}"
-        d = "".join(form.format(*run) for run in found)
-        paths.append(f'<path stroke="{shade}" d="{d}"/>' if found else "")
+        d = "".join(form.format(*run) for run in level_runs)
+        paths.append(f'<path stroke="{shade}" d="{d}"/>' if level_runs else "")
     return "".join(paths)
 
 
 def runs(levels: Tensor) -> list[list[tuple[int, int, int]]]:
     """For each level (line, start, length) of its runs."""
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(LEVELS)]
+    level_runs: list[list[tuple[int, int, int]]] = [[] for _ in range(LEVELS)]
     for line, row in enumerate(levels):
         values, lengths = torch.unique_consecutive(row, return_counts=True)
         start = 0
         for value, length in zip(values.tolist(), lengths.tolist(), strict=True):
             if value >= 0:
-                found[value].append((line, start, length))
+                level_runs[value].append((line, start, length))
             start += length
-    return found
+    return level_runs
 
 
 def main() -> None:

@@ -21,11 +21,11 @@ def table(model: Any, of: int = TEXTS) -> pd.DataFrame:
     texts; ``rank`` the rank correlation of two sets, mean over pairs.
     """
     texts = three_parts(model)[:of, :LENGTH]
-    found = {name: torch.stack(rows) for name, rows in by_text(model, texts).items()}
+    by_measure = {name: torch.stack(rows) for name, rows in by_text(model, texts).items()}
     generator, rows = torch.Generator().manual_seed(0), []
     orders = [torch.randperm(of, generator=generator) for _ in range(8)]
     for n in (1, 2, 4, 8)[: of.bit_length() - 1]:
-        sets = {name: torch.cat([means(x[order], n) for order in orders]) for name, x in found.items()}
+        sets = {name: torch.cat([means(x[order], n) for order in orders]) for name, x in by_measure.items()}
         if n > 1:  # the profile is that of the other texts of a set
             parts = torch.cat([texts[order].view(-1, n, texts.shape[1]) for order in orders[: ORDERS["r_held_out"]]])
             sets["r_held_out"] = torch.stack([column(additivity(model, x), "r_held_out") for x in parts])
@@ -36,9 +36,9 @@ def table(model: Any, of: int = TEXTS) -> pd.DataFrame:
 
 def by_text(model: Any, texts: Tensor) -> dict[str, list[Tensor]]:
     """For each text a number per head."""
-    found: dict[str, list[Tensor]] = {"r": [], "what - where": []}
+    by_measure: dict[str, list[Tensor]] = {"r": [], "what - where": []}
     for text in texts[:, None]:
         table = additivity(model, text)
-        found["r"].append(column(table, "r"))
-        found["what - where"].append(column(table, "share_key") - column(table, "share_distance"))
-    return found
+        by_measure["r"].append(column(table, "r"))
+        by_measure["what - where"].append(column(table, "share_key") - column(table, "share_distance"))
+    return by_measure
