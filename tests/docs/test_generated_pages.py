@@ -1,4 +1,4 @@
-"""Pages and tables that scripts write are what their scripts write today."""
+"""Pages that scripts write are what their scripts write today."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from support.pages import ROOT
 DOCS = ROOT / "docs"
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(DOCS / "figures"))
     patch.syspath_prepend(str(DOCS))
-    import gallery
     import llms
 
 pytestmark = pytest.mark.tl4
@@ -19,7 +17,3 @@ pytestmark = pytest.mark.tl4
 def test_llms_txt() -> None:
     """Otherwise: python docs/llms.py"""
     assert llms.LLMS.read_text(encoding="utf-8") == llms.llms()
-
-
-def test_the_gallery() -> None:
-    assert (DOCS / "gallery.md").read_text(encoding="utf-8") == gallery.page()

@@ -14,8 +14,10 @@ from support.intervention_cases import REAL, L, by_brute_force, close, edited, e
 from support.small_models import small_model
 from support.tolerance import of_rounded_weights
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
-from tl_posdisent import dummy_distance, read_model, remap_distance
+from tl_posdisent import bridge_from_hf, dummy_distance, read_model, remap_distance
+from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.edits.scores_at_distances import straight_pieces
 
 pytestmark = pytest.mark.tl4
@@ -50,6 +52,28 @@ def test_one_dummy_distance_for_all(kind: str, name: str, shared_model: Any) -> 
         close(mixed_of(model, dummy_distance(model, d)), expected, layers=1)
     everywhere = torch.full((L, L), 7.0)
     close(logits(model, dummy_distance(model, 7)), logits(model, remap_distance(model, everywhere[None, None])))
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [3], [0, 2]])
+def test_at_distance_0_layers_are_those_without_positions(layers: list[int]) -> None:
+    """As in transformers' own model with such layers and the same weights."""
+    size = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4}
+    size |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(initializer_range=0.3, **size)).eval()
+    rotated = [int(layer not in layers) for layer in range(4)]
+    config = SmolLM3Config(no_rope_layers=rotated, rope_parameters=plain.config.rope_parameters, **size)
+    config.tie_word_embeddings = plain.config.tie_word_embeddings
+    without = SmolLM3ForCausalLM(config).eval()
+    without.load_state_dict(plain.state_dict())
+    tokens = torch.randint(1, 100, (2, 24))
+    with torch.no_grad():
+        expected, rotating = without(tokens).logits, plain(tokens).logits
+    model = bridge_from_hf(plain)
+    with torch.no_grad(), applied(model, dummy_distance(model, 0, layers=layers)):
+        found = model(tokens)
+    assert (expected - rotating).abs().max() > 0.1
+    close(found, expected, layers=4)
 
 
 def test_distances_into_the_future_are_said(shared_model: Any) -> None:

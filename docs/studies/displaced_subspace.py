@@ -1,0 +1,45 @@
+"""Principal angles of the positional subspaces of models of six layers of 16 heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from shared.rows import TABLES
+
+from tl_posdisent.experiments import positional_subspace
+from tl_posdisent.rope import principal_angles
+from tl_posdisent.synthetic import load_checkpoint, preset
+
+MEDIUM = preset("medium")
+KEY = ["encoding", "task", "seed", "model", "layer"]
+
+
+def angles(folder: Path) -> pd.DataFrame:
+    """Principal angles, in degrees, of the four leading positional directions before layer 0 and each later layer, of
+    the models that ``deposit_96_heads`` trained into the folder."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((folder / "trainings").glob("gap*-sinusoidal*-seed*")):
+        task, encoding, seed = path.name.split("-")
+        if not list(path.glob("step-*.safetensors")):
+            continue
+        tokens, _ = MEDIUM.tasks[task].batch(512, seed=99)
+        lengths = (tokens != MEDIUM.model(encoding, task).config.pad_id).sum(1)
+        width = int(lengths.double().quantile(0.75))
+        texts = tokens[lengths >= width][:, :width]
+        last = max(path.glob("step-*.safetensors"), key=lambda file: file.name)
+        for state, model in (("new", MEDIUM.model(encoding, task, int(seed[4:]))), ("trained", load_checkpoint(last))):
+            bases = [positional_subspace(model, texts, layer, rank=4) for layer in range(6)]
+            for layer, subspace in enumerate(bases):
+                degrees = sorted(principal_angles(bases[0].basis, subspace.basis).rad2deg().tolist(), reverse=True)
+                row = {"encoding": encoding, "task": task, "seed": seed, "model": state, "layer": layer}
+                rows.append(row | {"share": subspace.share} | {f"angle{n}": x for n, x in enumerate(degrees)})
+    return pd.DataFrame(rows).round(2)
+
+
+def main(folder: str) -> None:
+    """Write ``tables/displaced_subspace.csv``: new models replace those of the same name."""
+    path = TABLES / "displaced_subspace.csv"
+    both = pd.concat([angles(Path(folder)), pd.read_csv(path)])
+    both.drop_duplicates(KEY).sort_values(KEY, ignore_index=True).to_csv(path, index=False)
