@@ -93,7 +93,9 @@ def test_the_page_says_which_heads_were_run(sampled: Document) -> None:
     """In both sections, and in their sentences of the verdict."""
     assert said(sampled).count(f"Measured for 10 of 40 heads, at equal steps: {', '.join(RUN)}. Select other") == 2
     verdict = " ".join(sampled.source.split('<section id="verdict">')[1].split("</section>")[0].split())
-    assert re.search(r"(none|\d+) of 10 heads", verdict)
+    assert re.search(r"The predictions depend on (none|\d+) of 10 heads", verdict)
+    largest = sampled.rows("ablation")[0]["head"]
+    assert f"Among 10 of 40 heads at equal steps, ablating {largest} raises the loss most" in verdict
     for name, texts in (("ladder", "2 texts of 128 tokens"), ("ablation", "2 texts of 96 tokens")):
         assert f'(<a href="#{name}">{name}</a>, {texts}, 10 of 40 heads)' in verdict
 

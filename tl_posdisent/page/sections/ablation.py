@@ -53,15 +53,16 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     effects = measurement.trained.dropna(subset="effect").sort_values("effect", ascending=False, kind="stable")
     largest, n_large = effects.iloc[0], int((effects["effect"] > _LARGE_EFFECT).sum())
     link = link_section(ABLATION.name, measurement)
+    ablating = f"Among {measurement.sample} at equal steps, ablating" if measurement.sample else "Ablating"
     if not largest["effect"] > 0:
-        return [Markup("Ablating a single head never raises the loss {}.").format(link)]
+        return [Markup("{} a single head never raises the loss {}.").format(ablating, link)]
     others = ""
     if n_large > 1:
         heads = plural(len(effects), "head")
         others = f"; of {heads}, {n_large} raise it by more than {_LARGE_EFFECT} when ablated alone"
     label = head_label(int(largest["layer"]), int(largest["head"]))
-    sentence = Markup("Ablating {} raises the loss most, by {} nats per token{} {}.")
-    return [sentence.format(label, number(largest["effect"]), others, link)]
+    sentence = Markup("{} {} raises the loss most, by {} nats per token{} {}.")
+    return [sentence.format(ablating, label, number(largest["effect"]), others, link)]
 
 
 ABLATION = Section("ablation", "Head ablation", _measure, _show, _sentences)

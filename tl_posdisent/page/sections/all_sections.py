@@ -41,5 +41,5 @@ _VERDICT = (ADDITIVITY, LADDER, ABLATION, LABELS, SHARES, PERTURBATION)
 
 def verdict_sentences(measurements: Mapping[SectionName, Measurement]) -> list[list[Markup]]:
     """Return the sentences of each section that was measured, in the order of the verdict."""
-    named = [(section, measurements.get(section.name)) for section in _VERDICT]
-    return [section.sentences(one) for section, one in named if one is not None and one.refused is None]
+    measured = {name: measurement for name, measurement in measurements.items() if measurement.refused is None}
+    return [section.sentences(measured[section.name]) for section in _VERDICT if section.name in measured]
