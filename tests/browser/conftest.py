@@ -23,11 +23,9 @@ _OURS = "willReadFrequently"  # what the browser says of tests that read pixels
 # What charts write on their canvases, tooltips too, is nowhere in the document.
 _LISTEN = """
 window.written = [];
-window.inks = new Set();
 const fillText = CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
   window.written.push(text);
-  window.inks.add(this.fillStyle);
   return fillText.call(this, text, ...at);
 };
 """
@@ -140,19 +138,12 @@ class Opened:
             """,
         )
 
-    def on_screen(self, element: Any, places: list[list[float]]) -> list[list[int]]:
-        """Red, green and blue that are seen at places of an element, in CSS pixels."""
-        read = (
-            "return places.map(([x, y]) => [0, 1, 2].map((n) => all[4 * (Math.floor(y) * width + Math.floor(x)) + n]))"
-        )
-        return self._decoded(element, read, places)
-
-    def _decoded(self, element: Any, read: str, places: Any = None) -> Any:
+    def _decoded(self, element: Any, read: str) -> Any:
         """What JavaScript reads from the pixels (``all``) of an element's screenshot."""
         picture = base64.b64encode(element.screenshot()).decode("ascii")
         blank = self.page.context.new_page()
         found = blank.evaluate(
-            f"""async ([picture, places]) => {{
+            f"""async (picture) => {{
               const image = new Image();
               image.src = `data:image/png;base64,${{picture}}`;
               await image.decode();
@@ -163,7 +154,7 @@ class Opened:
               const all = context.getImageData(0, 0, width, height).data;
               {read}
             }}""",
-            [picture, places],
+            picture,
         )
         blank.close()
         return found

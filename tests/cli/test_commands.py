@@ -25,7 +25,7 @@ from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.models.loading.packaged import PACKAGED
-from tl_posdisent.page import measurements as sections
+from tl_posdisent.page.sections.all_sections import SECTIONS as BY_NAME
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 BACKENDS = ["bridge", pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
@@ -106,8 +106,8 @@ def test_the_table_is_that_of_the_library(name: str, model: Any, tmp_path: Path)
 
 
 def test_sections_are_those_of_the_library() -> None:
-    """Help imports no library, so the command repeats their names."""
-    assert SECTIONS == sections.SECTIONS
+    """Help imports no library, so the command reads their names from their type."""
+    assert tuple(BY_NAME) == SECTIONS
 
 
 def test_means_over_heads_are_shown_beside_random_weights(model: Any) -> None:

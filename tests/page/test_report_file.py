@@ -13,12 +13,15 @@ from support.documents import Document
 from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.page.atlas import atlas, atlas_table, listed
-from tl_posdisent.page.build import page
-from tl_posdisent.page.measurements import SHARES, Found
-from tl_posdisent.page.panels import Panels
-from tl_posdisent.page.sections import section
-from tl_posdisent.page.subject import Subject, read_subject
+from tl_posdisent.page.drawing.atlas import atlas, listed
+from tl_posdisent.page.drawing.atlas_table import atlas_table
+from tl_posdisent.page.drawing.document import page
+from tl_posdisent.page.measuring.measurement import Measurement
+from tl_posdisent.page.measuring.panels import Panels
+from tl_posdisent.page.measuring.subject import Subject, read_subject
+from tl_posdisent.page.sections.additivity import SHARES
+from tl_posdisent.page.sections.all_sections import SECTIONS
+from tl_posdisent.page.sections.show import show_section
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 HEAD = ["layer", "head"]
@@ -41,17 +44,15 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
         assert "<!--" not in script
 
 
-def of_atlas(subject: Subject, found: Found) -> str:
+def atlas_page(subject: Subject, measurement: Measurement) -> str:
     """The atlas of some heads, with the panels of those that are listed: 48 scores of 48 keys."""
-    of_heads: Any = {"additivity": found, "ablation": found}
-    table = atlas_table(of_heads)
-    assert table is not None
+    table = atlas_table(measurement, ablation=measurement.trained)
     random, pairs = np.random.default_rng(0), listed(table.heads)
     scores = {pair: random.random((48, 48)) for pair in pairs}
     index = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]).repeat(256)
     rows = pd.DataFrame(index=index).reset_index().assign(distance=[*range(256)] * len(pairs), attention=0.5, cells=1)
     attention = pd.concat([rows.assign(intervention=name) for name in ("unmodified", "every distance 5")])
-    return atlas(subject, of_heads, table, Panels(["word"] * 128, True, attention, scores))
+    return atlas(subject, table, baseline=True, panels=Panels(["word"] * 128, True, attention, scores))
 
 
 @pytest.mark.slow
@@ -62,12 +63,15 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     columns = ["r", "r_without_first", "r2_adjusted", *SHARES, "r_two_axis", "r_three_axis", *tp.rope.COMPONENTS]
     columns += ["baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
-    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns)).assign(exact=True)
+    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     first = table.nlargest(512, "share_distance")  # heads that sentences link to
     path = tmp_path / "section.html"
-    for name in ("atlas", "additivity", "shares", "ablation"):
-        found = Found(table, table.assign(seed=0))
-        path.write_text(of_atlas(subject, found) if name == "atlas" else section(name, subject, found)[0])
+    measurement = Measurement(table, table.assign(seed=0))
+    pages = {"atlas": atlas_page(subject, measurement)}
+    for section in (SECTIONS["additivity"], SECTIONS["shares"], SECTIONS["ablation"]):
+        pages[section.name] = show_section(section, subject, measurement).html
+    for name, html in pages.items():
+        path.write_text(html)
         document = Document(path)
         assert document.wrong == []
         assert "the first 512 of 5120 rows" in document.text
@@ -77,7 +81,7 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     by_subspace = index.merge(pd.DataFrame({"subspace": range(64), "frequency": 0.9, "wavelength": 7.0}), how="cross")
     for column in ("turn", "key_concentration", "distance", "semantic", "interaction"):
         by_subspace[column] = 0.01
-    path.write_text(section("subspaces", subject, Found(by_subspace))[0])
+    path.write_text(show_section(SECTIONS["subspaces"], subject, Measurement(by_subspace)).html)
     drawn += path.stat().st_size
     assert drawn > 2_000_000
     assert drawn + len(page("", ['<div class="plot"'], {}, [""])) < 7_000_000

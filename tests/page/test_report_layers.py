@@ -16,11 +16,11 @@ from support.documents import Document, as_number
 
 import tl_posdisent as tp
 from tl_posdisent.models import read_model
-from tl_posdisent.page.atlas_map import map_caption
-from tl_posdisent.page.maps import UNKNOWN, complete, head_map
-from tl_posdisent.page.provenance import windows
-from tl_posdisent.page.sections import layers_by_frequencies
-from tl_posdisent.page.subject import read_subject
+from tl_posdisent.page.drawing.atlas_map import map_caption
+from tl_posdisent.page.drawing.maps import UNKNOWN, complete, head_map
+from tl_posdisent.page.drawing.provenance import windows
+from tl_posdisent.page.measuring.subject import read_subject
+from tl_posdisent.page.sections.subspaces import layers_by_frequencies
 from tl_posdisent.viz import plot_heads, plot_verdicts
 
 KINDS = {0: "local, 5", 1: "local, 5", 2: "global"}

@@ -13,10 +13,11 @@ from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
-from tl_posdisent.page.atlas import atlas_table
-from tl_posdisent.page.atlas_map import choices
-from tl_posdisent.page.looks import OVER_RANDOM
-from tl_posdisent.page.measurements import SHARES, Found
+from tl_posdisent.page.deciding.where_or_what import OVER_RANDOM
+from tl_posdisent.page.drawing.atlas_map import choices
+from tl_posdisent.page.drawing.atlas_table import atlas_table
+from tl_posdisent.page.measuring.measurement import Measurement
+from tl_posdisent.page.sections.additivity import SHARES
 
 TOKENS = tp.demo_tokens(length=161)[:, 1:].view(2, 80)
 
@@ -98,8 +99,8 @@ def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
         numbers = [as_number(row[title]) for row in rows]
         assert offered["colours"][name]["values"] == pytest.approx(numbers, abs=6e-4)
         assert name == "what − where" or offered["axes"][name]["values"] == offered["colours"][name]["values"]
-        maps = [trace["z"].astype(float) for trace in offered["colours"][name]["map"]]
-        assert np.nansum(maps, axis=0).ravel() == pytest.approx(numbers, abs=6e-4)
+        (heat,) = offered["colours"][name]["map"]
+        assert heat["z"].ravel() == pytest.approx(numbers, abs=6e-4)
         marker = offered["colours"][name]["marker"]
         assert marker["cmin"] <= np.quantile(numbers, 0.05) + 1e-3 < np.quantile(numbers, 0.95) <= marker["cmax"]
     menus = [tag for tag, _ in document.attributes if tag in ("select", "option", "label")]
@@ -127,14 +128,11 @@ def test_the_map_can_show_the_difference_from_random_heads(tmp_path: Path) -> No
 def test_a_head_without_a_number_is_no_head_with_0() -> None:
     """It is null in the data, and its cell has no colour: the background, which is in none of the scales, is seen."""
     table = pd.DataFrame({"layer": 0, "head": range(4), "r": 0.5, **dict.fromkeys(SHARES, 0.1)})
-    effects = table[["layer", "head"]].assign(effect=[0.5, 0.0, np.nan, -0.25], exact=True)
-    found: Any = {"additivity": Found(table), "ablation": Found(effects)}
-    measured = atlas_table(found)
-    assert measured is not None
-    offered = choices(measured.heads)
+    effects = table[["layer", "head"]].assign(effect=[0.5, 0.0, np.nan, -0.25])
+    offered = choices(atlas_table(Measurement(table), ablation=effects).heads)
     assert offered["colours"]["effect"]["values"] == offered["axes"]["effect"]["values"] == [0.5, 0.0, None, -0.25]
-    seen = [np.isfinite(np.ravel(_array(trace["z"]))) for trace in offered["colours"]["effect"]["map"]]
-    assert np.sum(seen, axis=0).tolist() == [1, 1, 0, 1]
+    (heat,) = offered["colours"]["effect"]["map"]
+    assert np.isfinite(_array(heat["z"]).ravel()).tolist() == [True, True, False, True]
     scales = str([colour["marker"]["colorscale"] for colour in offered["colours"].values()])
     assert offered["unknown"] not in scales
     said = {name: colour["caption"].partition("; ")[2] for name, colour in offered["colours"].items()}
@@ -146,9 +144,9 @@ def test_verdicts_keep_their_places_where_others_are_missing() -> None:
     """A layer and a column without any verdict are in the map all the same, which has the rows and columns of all."""
     places = pd.MultiIndex.from_product([range(3), range(4)], names=["layer", "head"]).to_frame(index=False)
     known = ["static", None, "no effect", "static", "not used", None, "static", "not used"]  # of layers 1 and 2
-    heads = places.assign(verdict=[None] * 4 + known, kl=0.1, kl_exact=True)
+    heads = places.assign(verdict=[None] * 4 + known, kl=0.1)
     shown = choices(heads)["colours"]["verdict"]
-    (drawn,) = shown["map"]  # without letters, all cells are in one map
+    (drawn,) = shown["map"]
     codes = _array(drawn["z"]).ravel()
     assert [None if np.isnan(code) else code for code in codes] == shown["values"]
     assert drawn["y"] == ["0", "1", "2"]

@@ -13,10 +13,11 @@ from support import zoo
 from support.documents import Document
 
 from tl_posdisent import demo_tokens, load_demo_model, page
-from tl_posdisent.page.measurements import Found
-from tl_posdisent.page.sections import section
-from tl_posdisent.page.subject import read_subject
-from tl_posdisent.page.verdict import verdict
+from tl_posdisent.page.drawing import opening
+from tl_posdisent.page.measuring.measurement import Measurement
+from tl_posdisent.page.measuring.subject import read_subject
+from tl_posdisent.page.sections.all_sections import SECTIONS, verdict_sentences
+from tl_posdisent.page.sections.show import show_section
 from tl_posdisent.rope import COMPONENTS
 
 NAN = float("nan")
@@ -26,9 +27,13 @@ def heads(n: int = 4, **columns: Any) -> pd.DataFrame:
     return pd.DataFrame({"layer": [k // 2 for k in range(n)], "head": [k % 2 for k in range(n)], **columns})
 
 
-def additive(r: float, distance: float, key: float) -> dict[Any, Found]:
+def additive(r: float, distance: float, key: float) -> dict[Any, Measurement]:
     rows = heads(r=r, share_distance=distance, share_key=key, share_query=0.0)
-    return {"additivity": Found(rows)}
+    return {"additivity": Measurement(rows)}
+
+
+def verdict(measurements: dict[Any, Measurement]) -> str:
+    return opening.verdict(verdict_sentences(measurements))
 
 
 def plain(page: str) -> str:
@@ -39,17 +44,16 @@ def plain(page: str) -> str:
 def test_heads_are_counted_by_what_explains_more(distance: float, key: float, counts: tuple[int, int]) -> None:
     one = additive(0.9, distance, key)["additivity"].trained
     several = pd.concat([one.assign(batch=n, share_key=key + 0.01 * n) for n in range(-1, 2)])
-    said = plain(verdict({"additivity": Found(several)}))
+    said = plain(verdict({"additivity": Measurement(several)}))
     depend = "the scores depend more on {} in 4"
     kinds = {(4, 0): depend.format("where a key is"), (0, 4): depend.format("what it is")}
     unsure = "4 are undecided, and it takes at least 6 texts to decide"
     assert f"Of 4 heads, {kinds.get(counts, unsure)} (additivity)." in said
     assert "over texts; without a random-weights baseline this may not have been learned." in said
-    assert "the same rule decides" not in said
-    said = plain(verdict({"additivity": Found(one)}))
+    said = plain(verdict({"additivity": Measurement(one)}))
     assert f"Of 4 heads, {unsure} (additivity)." in said
     six = pd.concat([several, several.assign(batch=several["batch"] + 3)])
-    assert "it takes at least" not in plain(verdict({"additivity": Found(six)}))
+    assert "it takes at least" not in plain(verdict({"additivity": Measurement(six)}))
 
 
 def sums_with(component: str) -> tuple[bool, bool]:
@@ -70,7 +74,7 @@ def sums_with(component: str) -> tuple[bool, bool]:
 
 def test_which_interactions_the_sums_have() -> None:
     """As the report says under the shares of the variance."""
-    said = plain((Path(page.__file__).parent / "templates/sections/shares.html").read_text(encoding="utf-8"))
+    said = plain((Path(page.__file__).parent / "drawing/templates/sections/shares.html").read_text(encoding="utf-8"))
     kinds = {name: sums_with(name) for name in COMPONENTS}
     assert [name for name, (three, _) in kinds.items() if three] == ["distance", "query", "key"]
     also = [name.replace(":", " × ") for name, (three, two) in kinds.items() if two and not three]
@@ -98,7 +102,7 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     none = climbed({}, mean=1e-4).assign(head=5)
     unsure = climbed({"static": 0.01}, mean=1e-3).assign(head=6)
     table = pd.concat([*heads, none, unsure]).assign(layer=3)
-    said = plain(verdict({"ladder": Found(table)}))
+    said = plain(verdict({"ladder": Measurement(table)}))
     depend = "The predictions depend on {}, by more than 0.001 nats per token"
     held = " (5 with the false discovery rate held at 5 %)"
     assert depend.format("5 of 7 heads" + held) + "; 1 is undecided (ladder)." in said
@@ -107,17 +111,16 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     assert "of 7 heads that diverge by no more than 0.001 nats, at most 0.2 would be counted by chance." in said
     fields = {"tokens": [0, 1], "layers": [3], "heads": {3: list(range(7))}, "attention": {}}
     subject: Any = type("Subject", (), fields)()
-    page, _ = section("ladder", subject, Found(table))
+    page = show_section(SECTIONS["ladder"], subject, Measurement(table)).html
     assert "diverge by less than 0.001 nats per token" in " ".join(page.split())
     path = tmp_path / "section.html"
     path.write_text(page)
     document = Document(path)
-    letters = [
-        letter for trace in document.drawn("Verdict") for letter in np.where(np.isnan(trace["z"]), "", trace["text"])[0]
-    ]
-    assert sorted(letter[:1] for letter in letters if letter) == sorted("DSAM??·")
-    assert sorted(letter[1:] for letter in letters if letter) == ["", "", "", "<br>95%", *["<br>99%"] * 3]
-    of_static = document.drawn("Verdict")[0]["customdata"][0][0]
+    (heat,) = document.drawn("Verdict")
+    names = dict(zip(heat["colorbar"]["tickvals"], heat["colorbar"]["ticktext"], strict=True))
+    drawn = [names[code] for code in heat["z"][0]]
+    assert drawn == ["static", "additive", "more than additive", "distance", "undecided", "not used", "undecided"]
+    of_static = heat["customdata"][0][0]
     low, high = ", ".join(f"{x} 50%" for x in rungs[:3]), ", ".join(f"{x} 99%" for x in rungs[3:])
     assert of_static.endswith(f"<br>recovered: {low}, {high}")
     gaps = [trace["z"][0] for trace in document.drawn("Gap")]
@@ -125,9 +128,9 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     (additive,) = [row for row in document.rows("ladder") if row["verdict"] == "additive"]
     assert (additive["head"], additive["gap (nats per token)"], additive["distance"]) == ("L3H1", "1.000", "0.500")
     assert "L3H5" not in {row["head"] for row in document.rows("ladder")}
-    alone = Found(none.assign(layer=3))
+    alone = Measurement(none.assign(layer=3))
     assert depend.format("none of 1 head") + " (ladder)." in plain(verdict({"ladder": alone}))
-    assert "<table" not in section("ladder", subject, alone)[0]
+    assert "<table" not in show_section(SECTIONS["ladder"], subject, alone).html
 
 
 @pytest.mark.parametrize("r", [0.9, 0.3])
@@ -136,14 +139,13 @@ def test_heads_are_counted_that_are_above_the_highest_random_head_of_their_layer
     chance = heads(r=[0.1, 0.1, 0.2, 0.2]).assign(seed=0), heads(r=[0.6, 0.1, 0.2, 0.2]).assign(seed=1)
     rows = heads(r=r, share_distance=0.2, share_key=0.1, share_query=0.0)
     of_chance = pd.concat(chance).assign(share_distance=0.1, share_key=0.1)
-    said = plain(verdict({"additivity": Found(rows, of_chance)}))
+    said = plain(verdict({"additivity": Measurement(rows, of_chance)}))
     assert f"is {r:.2f} on average, that of random weights 0.21 ± 0.06 (1 text, 2 random copies; ± is" in said
     assert "if there are several); above the highest random head" in said
     assert "of their layer: 4 of 4 heads (" in said if r == 0.9 else "2 of 4 heads, all but L0H0, L0H1 (" in said
-    assert "the same rule decides" not in said  # with one text it can decide nothing
     few = heads(r=[0.1, 0.1, 0.1, 0.3], share_distance=0.2, share_key=0.1, share_query=0.0)
-    assert "of their layer: 1 of 4 heads, L1H1 (" in plain(verdict({"additivity": Found(few, of_chance)}))
-    found = Found(heads(r_two_axis=r), pd.concat(chance).rename(columns={"r": "r_two_axis"}))
+    assert "of their layer: 1 of 4 heads, L1H1 (" in plain(verdict({"additivity": Measurement(few, of_chance)}))
+    found = Measurement(heads(r_two_axis=r), pd.concat(chance).rename(columns={"r": "r_two_axis"}))
     assert f"r of the two-axis model is {r:.2f} on average, that of" in plain(verdict({"shares": found}))
 
 
@@ -153,21 +155,20 @@ def test_heads_that_lean_as_random_heads_do_are_like_random_weights() -> None:
         [heads(r=0.9, batch=n, share_distance=[0.9, 0.5, 0.9, 0.5], share_key=0.01 * n) for n in range(6)]
     ).assign(share_query=0.0)
     chance = rows.assign(share_distance=0.7, seed=0)
-    said = plain(verdict({"additivity": Found(rows, chance)}))
+    said = plain(verdict({"additivity": Measurement(rows, chance)}))
     assert "Of 4 heads, the scores depend more on where a key is in 2; 2 are like random weights (additivity)." in said
-    assert "beyond 0 alone it is like random weights; of 4 heads with random weights, the same rule decides" in said
+    assert "beyond 0 alone it is like random weights." in said
 
 
 def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
-    """Two texts and two copies: errors over both, and the counts of *where* and *what* of the copies."""
+    """Two texts and two copies: errors over both."""
     rows = pd.concat([heads(r=0.9, batch=0), heads(r=0.7, batch=1)]).assign(
         share_distance=0.7, share_key=0.1, share_query=0
     )
     chance = [rows.assign(r=r, share_distance=0.1, share_key=0.6, seed=n) for n, r in enumerate((0.2, 0.4))]
-    said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
+    said = plain(verdict({"additivity": Measurement(rows, pd.concat(chance))}))
     assert "Of 4 heads, the scores depend more on where a key is in 4 (additivity)." in said
-    assert "above (what) 0 and every head of its layer in 2 random copies, by a 95 % interval over texts; of" in said
-    assert "of 8 heads with random weights, the same rule decides none." in said
+    assert "above (what) 0 and every head of its layer in 2 random copies, by a 95 % interval over texts." in said
     assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
     assert "Of 4 heads, the share of the distance alone is largest in" in said
 
@@ -184,43 +185,47 @@ def test_r_is_compared_with_that_of_scores_that_no_head_computes(foreign: float,
     texts = [heads(r=r, share_distance=0.2, share_key=0.1, share_query=0.0, batch=n) for n, r in enumerate((0.7, 0.9))]
     for x, moved in zip(texts, (-0.01, 0.01), strict=True):
         x["r, foreign keys"] = x["r"] + foreign - 0.8 + moved
-    page = plain(verdict({"additivity": Found(pd.concat(texts))}))
+    page = plain(verdict({"additivity": Measurement(pd.concat(texts))}))
     assert f"computes, have an r of {foreign:.2f}: own minus" in page
     assert f"own minus other keys is {said}" in page
-    one = plain(verdict({"additivity": Found(texts[0])}))  # without an error nothing is concluded
+    one = plain(verdict({"additivity": Measurement(texts[0])}))  # without an error nothing is concluded
     assert re.search(r"own minus other keys is [+−]?0\.\d+ \(additivity\)", one)
 
 
 def test_three_sentences_come_first() -> None:
     """Those of the scores, of the ladder and of the ablation, one each; the others on request."""
     table = climbed({"static": 0.01}).assign(layer=0, head=0)
-    effects = heads(effect=[0.5, 0.02, 0.001, 0.3], exact=True)
+    effects = heads(effect=[0.5, 0.02, 0.001, 0.3])
     labelled = heads(label=["induction", "", "", ""])
-    found = {"labels": Found(labelled), "ablation": Found(effects), "ladder": Found(table)} | additive(0.9, 0.7, 0.1)
+    found = {
+        "labels": Measurement(labelled),
+        "ablation": Measurement(effects),
+        "ladder": Measurement(table),
+    } | additive(0.9, 0.7, 0.1)
     lead, more = verdict(found).split("<details>")
     first = [plain(sentence) for sentence in lead.split("<li>")[1:]]
     assert [sentence.split(" (")[-1] for sentence in first] == ["additivity).", "ladder).", "ablation)."]
     assert "1 of 4 heads have a label" in plain(more)
     assert plain(more).count("share of the distance alone is largest") == 1
-    assert "<details>" not in verdict({"ablation": Found(effects)})
-    assert verdict({"labels": Found(heads(label=[""] * 4))}) == ""  # no sentence about zeros
-    alone = plain(verdict({"ablation": Found(heads(effect=[0.005, 0.002, 0.001, 0.0], exact=True))}))
+    assert "<details>" not in verdict({"ablation": Measurement(effects)})
+    assert verdict({"labels": Measurement(heads(label=[""] * 4))}) == ""  # no sentence about zeros
+    alone = plain(verdict({"ablation": Measurement(heads(effect=[0.005, 0.002, 0.001, 0.0]))}))
     assert alone == "Verdict Ablating L0H0 raises the loss most, by 0.005 nats per token (ablation)."
 
 
 def test_nothing_is_claimed_without_data() -> None:
     assert verdict({}) == ""
-    assert verdict({"ablation": Found(refused="no")}) == ""
-    assert verdict({"shares": Found(heads(r_two_axis=0.5))}) == ""  # nothing to compare with
+    assert verdict({"ablation": Measurement(refused="no")}) == ""
+    assert verdict({"shares": Measurement(heads(r_two_axis=0.5))}) == ""  # nothing to compare with
     assert "No head has scores that vary" in verdict(additive(NAN, NAN, NAN))
     short_text = pd.DataFrame({"kind": ["index"], "fraction": 0.05, "moved": 0, "added_loss": 0.0})
-    assert verdict({"perturbation": Found(short_text)}) == ""
+    assert verdict({"perturbation": Measurement(short_text)}) == ""
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_that_labels_overlap_is_said_if_they_do(both: bool) -> None:
     labels = ["induction+duplicate_token" if both else "induction", "", "first_token", "induction"]
-    said = plain(verdict({"labels": Found(heads(label=labels))}))
+    said = plain(verdict({"labels": Measurement(heads(label=labels))}))
     assert "3 of 4 heads have a label" in said
     assert "2 induction" in said
     assert ("1 duplicate token" in said) == ("; a head can have several (labels)" in said) == both
@@ -228,8 +233,8 @@ def test_that_labels_overlap_is_said_if_they_do(both: bool) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
-    drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)], exact=True)
-    said = plain(verdict({"ablation": Found(drops)}))
+    drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)])
+    said = plain(verdict({"ablation": Measurement(drops)}))
     if sign > 0:
         assert "Ablating L0H0 raises the loss most, by 0.500" in said
         assert "of 4 heads, 3 raise it by more than 0.01 when ablated alone" in said
@@ -237,7 +242,7 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
         assert "Ablating a single head never raises the loss" in said
     curve = pd.DataFrame({"kind": ["order", "index"], "fraction": 0.05, "moved": 0.04})
     curve = curve.assign(added_loss=[sign * 0.2, sign * 0.1], added_loss_se=[0.01, NAN])
-    said = plain(verdict({"perturbation": Found(curve)}))
+    said = plain(verdict({"perturbation": Measurement(curve)}))
     assert ("tokens of the text +0.200 ± 0.010" if sign > 0 else "tokens of the text −0.200 ± 0.010") in said
     assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
 

@@ -1,4 +1,4 @@
-"""The contrast of two colours (WCAG 2), and what a browser's filter makes of a colour."""
+"""The contrast of two colours (WCAG 2)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,3 @@ def luminance(colour: Sequence[float]) -> float:
 def contrast(one: Sequence[float], other: Sequence[float]) -> float:
     low, high = sorted(map(luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
-
-
-def turned(colour: Sequence[float]) -> list[float]:
-    """``invert(1) hue-rotate(180deg)`` by the matrices of the specification of filters."""
-    cos, sin = np.cos(np.pi), np.sin(np.pi)
-    luma = np.array([[0.213, 0.715, 0.072]] * 3)
-    along = np.array([[0.787, -0.715, -0.072], [-0.213, 0.285, -0.072], [-0.213, -0.715, 0.928]])
-    across = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0.715, 0.072]])
-    matrix = luma + cos * along + sin * across
-    return [*(matrix @ (255 - np.array(colour[:3]))).clip(0, 255)]

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import gzip
-from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 from torch import Tensor
 
 from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.page.atlas import atlas, atlas_table, listed
-from tl_posdisent.page.markup import read, render
-from tl_posdisent.page.measurements import SECTIONS, Copies, SectionName, measure
-from tl_posdisent.page.panels import measure_panels
-from tl_posdisent.page.provenance import analysed, reproduce
-from tl_posdisent.page.sections import TITLES, section
-from tl_posdisent.page.subject import read_subject
-from tl_posdisent.page.verdict import headline, verdict
+from tl_posdisent.page.drawing.atlas import atlas, listed
+from tl_posdisent.page.drawing.atlas_table import atlas_table
+from tl_posdisent.page.drawing.document import page
+from tl_posdisent.page.drawing.opening import headline, verdict
+from tl_posdisent.page.drawing.provenance import analysed, reproduce
+from tl_posdisent.page.measuring.measurement import Measurement, Settings
+from tl_posdisent.page.measuring.panels import measure_panels
+from tl_posdisent.page.measuring.subject import Subject, read_subject
+from tl_posdisent.page.sections.ablation import ABLATION
+from tl_posdisent.page.sections.additivity import ADDITIVITY
+from tl_posdisent.page.sections.all_sections import SECTIONS, verdict_sentences
+from tl_posdisent.page.sections.distance import DISTANCE
+from tl_posdisent.page.sections.labels import LABELS
+from tl_posdisent.page.sections.ladder import LADDER
+from tl_posdisent.page.sections.measure import measure_sections
+from tl_posdisent.page.sections.names import SectionName
+from tl_posdisent.page.sections.section import Section
+from tl_posdisent.page.sections.shares import SHARES
+from tl_posdisent.page.sections.show import show_section
 from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.files import check_writable, whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
-from tl_posdisent.viz.widgets.offline import library, policy
 
 
 def report(
@@ -54,9 +60,9 @@ def report(
     text.
 
     Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether. It takes about six
-    texts to decide something, so a string is cut into six to eight equal stretches, of 64 to 256 tokens. Sections that
-    need a forward pass for each head read less, and run only some heads of a large model: the numbers of the others are
-    estimated, and marked. Each section states what it read.
+    texts to decide something, so a string is cut into six to eight equal stretches, of 64 to 256 tokens. Each section
+    states what it read. Ablation and the ladder run the model for each head: for all chosen heads, or for 40 of them at
+    equal steps if there are more, which takes about as long as 35 forward passes of 384 tokens and 120 of 512.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; hooks on it act on
@@ -72,7 +78,7 @@ def report(
             ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. A section that cannot be
             measured states the reason.
         title: title of the page; the default names the model.
-        seed: seed of random initialisations, perturbations, estimates, and the heads that are run at random.
+        seed: seed of random initialisations and perturbations.
         command: the command line to print under "How to reproduce"; default this call.
         progress: show a bar of the sections, and one within those that run heads.
 
@@ -91,75 +97,108 @@ def report(
         ...     path.name, "Headline numbers" in path.read_text(encoding="utf-8")
         ('report.html', True)
     """
-    target = check_writable("path", path)
-    if target.suffix.lower() != ".html":
-        raise ArgumentError("path", f"must be a file such as report.html, ending in .html, got {brief(target)}")
+    target = _check_page(path)
     subject = read_subject(model, text, attention_mask, layers, heads)
-    chosen = check_subset("sections", SECTIONS if sections is None else sections, SECTIONS)
-    wanted = [name for name in SECTIONS if name in chosen]
-    if not wanted:
-        raise ArgumentError("sections", f"must be some of {', '.join(SECTIONS)}, got none")
+    chosen = _check_sections(sections)
     check_seed(seed)
-    control = check_integer("control", control, 0)
-    scale = initial_scale(subject.model, std) if control else USUAL_STD
+    copies = check_integer("control", control, 0)
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
             raise ArgumentError(name, f"must be text, got {shown(value)}")
-    found = measure(subject, wanted, copies=Copies(control, scale), seed=seed, progress=progress)
-    found = {name: found[name] for name in wanted}
-    options = {
-        "layers": subject.asked["layers"],
-        "control": control if control != 1 else None,
-        "std": std if std != "config" else None,
-        "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],
-        "sections": None if sections is None else wanted,
-        "seed": seed or None,
-    }
-    given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
-    given += "" if isinstance(text, list) or bool(subject.real.all()) else ", attention_mask=attention_mask"
-    what = "text" if isinstance(text, (str, list)) else "tokens"
-    call = command or f"from tl_posdisent import report\n\nreport(model, {what}, {target.name!r}{given})"
-    measured = {name: section(name, subject, one) for name, one in found.items()}
-    table = atlas_table(found)
-    panels = None if table is None else measure_panels(subject, listed(table.heads))
-    opening = Markup() if table is None else atlas(subject, found, table, panels)
-    parts = [
-        verdict(found),
-        opening,
-        analysed(subject),
-        headline(subject, found),
-        *(content for content, _ in measured.values()),
-        reproduce(subject, call, seed, Copies(control, scale)),
-    ]
-    contents = {"verdict": "Verdict"} | ({"atlas": "Atlas"} if opening else {})
-    contents |= {"analysed": "What was analysed", "headline": "Headline numbers"}
-    contents |= {name: TITLES[name] for name in wanted} | {"reproduce": "How to reproduce"}
-    scripts = [script for _, some in measured.values() for script in some]
-    name = f"Position and content in {subject.name()}" if title is None else title
+    settings = Settings(seed, copies, initial_scale(subject.model, std) if copies else USUAL_STD, progress)
+    measurements = measure_sections(chosen, subject, settings)
+    if command is None:
+        names = None if sections is None else [section.name for section in chosen]
+        command = _call(text, target.name, subject, settings, std, names, every_head=heads is None)
+    if title is None:
+        title = f"Position and content in {subject.name()}"
+    html = _document(title, subject, measurements, settings, command)
     target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(target) as file:
-        file.write(page(name, parts, contents, scripts).encode("utf-8"))
+        file.write(html.encode("utf-8"))
     return target
 
 
-def page(title: str, sections: Sequence[Markup], contents: Mapping[str, str], widgets: Sequence[str]) -> str:
-    """Assemble the HTML document from the sections, their titles by id (``contents``) and the widgets' scripts.
-
-    Libraries are compressed, and a script unpacks them and runs all others in their order.
-    """
-    scripts = [get_plotlyjs(), read("page.js")] if any('<div class="plot"' in one for one in sections) else []
-    scripts += [read("atlas.js")] if "atlas" in contents else []
-    scripts += [library(), *widgets] if widgets else []
-    stored = [(len(script) > _LARGE, _packed(script) if len(script) > _LARGE else script) for script in scripts]
-    loader = read("load.js") if scripts else ""
-    values = {"title": title, "sections": sections, "contents": contents, "scripts": stored, "loader": loader}
-    return render("page", style=read("page.css"), policy=policy([*scripts, loader] if scripts else []), **values) + "\n"
+def _check_page(path: str | PathLike[str]) -> Path:
+    """Check that a page can be written there."""
+    target = check_writable("path", path)
+    if target.suffix.lower() != ".html":
+        raise ArgumentError("path", f"must be a file such as report.html, ending in .html, got {brief(target)}")
+    return target
 
 
-_LARGE = 100_000  # characters of a script that is compressed
+def _check_sections(names: Iterable[SectionName] | None) -> list[Section]:
+    """Return the requested sections in the order of the page."""
+    chosen = check_subset("sections", tuple(SECTIONS) if names is None else names, tuple(SECTIONS))
+    if not chosen:
+        raise ArgumentError("sections", f"must be some of {', '.join(SECTIONS)}, got none")
+    return [section for section in SECTIONS.values() if section.name in chosen]
 
 
-@cache
-def _packed(script: str) -> str:
-    """Compress a script, and write it in base64; the same script always gives the same text."""
-    return b64encode(gzip.compress(script.encode("utf-8"), 9, mtime=0)).decode("ascii")
+def _call(
+    text: Tokens,
+    file_name: str,
+    subject: Subject,
+    settings: Settings,
+    std: Scale,
+    sections: list[SectionName] | None,
+    *,
+    every_head: bool,
+) -> str:
+    """Write the call in Python that makes this report."""
+    options = {
+        "layers": subject.asked_layers,
+        "control": settings.copies if settings.copies != 1 else None,
+        "std": std if std != "config" else None,
+        "heads": None if every_head else [head_label(*pair) for pair in subject.pairs],
+        "sections": sections,
+        "seed": settings.seed or None,
+    }
+    arguments = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
+    if not isinstance(text, list) and subject.mask is not None:
+        arguments += ", attention_mask=attention_mask"
+    source = "text" if isinstance(text, (str, list)) else "tokens"
+    return f"from tl_posdisent import report\n\nreport(model, {source}, {file_name!r}{arguments})"
+
+
+def _document(
+    title: str,
+    subject: Subject,
+    measurements: Mapping[SectionName, Measurement],
+    settings: Settings,
+    command: str,
+) -> str:
+    """Render all parts of the page and their table of contents."""
+    measured = {name: measurement for name, measurement in measurements.items() if not measurement.refused}
+    contents = [show_section(SECTIONS[name], subject, measurement) for name, measurement in measurements.items()]
+    opening = _atlas(subject, measured)
+    parts = [
+        verdict(verdict_sentences(measurements)),
+        opening,
+        analysed(subject),
+        headline(subject, measurements.get(SHARES.name), measurements.get(ADDITIVITY.name)),
+        *(content.html for content in contents),
+        reproduce(subject, command, settings),
+    ]
+    titles = {"verdict": "Verdict"} | ({"atlas": "Atlas"} if opening else {})
+    titles |= {"analysed": "What was analysed", "headline": "Headline numbers"}
+    titles |= {name: SECTIONS[name].heading for name in measurements} | {"reproduce": "How to reproduce"}
+    scripts = [script for content in contents for script in content.scripts]
+    return page(title, parts, titles, scripts)
+
+
+def _atlas(subject: Subject, measured: Mapping[SectionName, Measurement]) -> Markup:
+    """Render the atlas; empty without the section whose shares colour its map."""
+    if ADDITIVITY.name not in measured:
+        return Markup()
+    tables = {name: measurement.trained for name, measurement in measured.items()}
+    additivity = measured[ADDITIVITY.name]
+    joined = atlas_table(
+        additivity,
+        labels=tables.get(LABELS.name),
+        ablation=tables.get(ABLATION.name),
+        ladder=tables.get(LADDER.name),
+        distance=tables.get(DISTANCE.name),
+    )
+    panels = measure_panels(subject, listed(joined.heads))
+    return atlas(subject, joined, baseline=additivity.random is not None, panels=panels)

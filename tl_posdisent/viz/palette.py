@@ -64,25 +64,6 @@ def faint(colour: str) -> str:
     return f"rgba({red}, {green}, {blue}, 0.2)"
 
 
-def ink(background: str) -> str:
-    """Black or white, whichever has the higher contrast (WCAG) to this colour."""
-    parts = np.array(rgb(background)) / 255
-    light = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return BLACK if light @ (0.2126, 0.7152, 0.0722) > 0.179 else WHITE
-
-
-def inverted(colour: str) -> str:
-    """What ``filter: invert(1) hue-rotate(180deg)`` makes of a colour: pages draw figures with it in the dark."""
-    parts = np.array(rgb(colour))
-    turned = (255 + parts - 2 * (parts @ (0.213, 0.715, 0.072))).clip(0, 255)  # the hue stays, the luma is inverted
-    return "#" + "".join(f"{round(float(part)):02x}" for part in turned)
-
-
-def inks(background: str) -> tuple[str, str]:
-    """The colours of text on this colour: one for light pages, and one for pages that invert both in the dark."""
-    return ink(background), {BLACK: WHITE, WHITE: BLACK}[ink(inverted(background))]
-
-
 def rgb(colour: str) -> tuple[int, ...]:
     """Red, green and blue of ``#rrggbb``, from 0 to 255."""
     return tuple(bytes.fromhex(colour[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from typer import Option
 
@@ -26,9 +26,10 @@ from tl_posdisent.cli.options import (
     TextFile,
 )
 from tl_posdisent.cli.output import answering, check_out, show
+from tl_posdisent.page.sections.names import SectionName
 from tl_posdisent.utils.errors import ArgumentError, brief
 
-SECTIONS = ("additivity", "distance", "shares", "subspaces", "labels", "heads", "perturbation", "ablation", "ladder")
+SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
 
 def report(
@@ -71,7 +72,7 @@ def report(
         sections: Any = _sections(section)
         loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.page.build import report as write_report
-        from tl_posdisent.page.subject import ENOUGH
+        from tl_posdisent.page.measuring.subject import ENOUGH
 
         whole = length is None and texts is None  # the text is cut as in Python
         tokens = words if whole else cut_tokens(loaded, words, length, texts, default=ENOUGH)

@@ -1,0 +1,40 @@
+"""The sentence that compares a mean correlation with that of scores that no head computes."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from tl_posdisent.page.deciding.links import link_section
+from tl_posdisent.page.deciding.words import number, signed
+from tl_posdisent.page.measuring.measurement import Measurement
+from tl_posdisent.utils.statistics import error_over_draws
+
+FOREIGN_KEYS = "r, foreign keys"
+"""The column of the correlation of a head's queries with the keys of another key head."""
+
+
+def compare_with_foreign_keys(measurement: Measurement, column: str, name: str) -> list[Markup]:
+    """Compare the mean of ``column`` with that of ``FOREIGN_KEYS``; no sentence without this control."""
+    trained = measurement.trained
+    if FOREIGN_KEYS not in trained or trained[FOREIGN_KEYS].isna().all():
+        return []
+    rows = trained.assign(difference=trained[column] - trained[FOREIGN_KEYS])
+    mean, error = rows["difference"].mean(), error_over_draws(rows, "difference", ["batch"])
+    difference = f"{signed(mean)} ± {number(error, 3)}" if error else signed(mean)
+    sentence = Markup(
+        "The queries of each head with the keys of another key head, scores that no head computes, have an <em>r</em> "
+        "of {}: own minus other keys is {}{} {}."
+    )
+    foreign, conclusion = number(trained[FOREIGN_KEYS].mean(), 2), Markup(_conclusion(mean, error))
+    return [sentence.format(foreign, difference, conclusion, link_section(name, measurement))]
+
+
+def _conclusion(mean: float, error: float) -> str:
+    """Say which keys have the larger mean r, given the standard error of the difference; not why."""
+    if not error:
+        return ""
+    if mean > 2 * error:
+        return ", so on average heads are more additive with their own keys"
+    if mean < -2 * error:
+        return ", so on average heads are less additive with their own keys"
+    return ", so on average <em>r</em> does not tell own keys from other keys"

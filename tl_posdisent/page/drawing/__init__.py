@@ -1,0 +1,1 @@
+"""Figures, tables and pages as HTML, from templates; nothing here runs a model."""

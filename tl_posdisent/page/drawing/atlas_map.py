@@ -1,0 +1,104 @@
+"""The map of the atlas, and what a reader can choose to see in it: colours and axes, all computed here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from tl_posdisent.page.deciding.where_or_what import DIFFERENCE, OVER_RANDOM
+from tl_posdisent.page.drawing.maps import UNKNOWN, grey_cells, name_layers
+from tl_posdisent.page.drawing.markup import remove_cell_text
+from tl_posdisent.utils.validation import head_label
+from tl_posdisent.viz.palette import GREY
+from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
+from tl_posdisent.viz.plots.tables import whole
+
+_COLOURS = {
+    DIFFERENCE: "what − where (share of variance)",
+    OVER_RANDOM: "what − where over random (share of variance)",
+    "share_distance": "distance alone (share of variance)",
+    "share_key": "key alone (share of variance)",
+    "r_held_out": "held-out r",
+    "r": "r",
+    "effect": "added loss (nats per token)",
+    "kl": "KL (nats per token)",
+}
+_SIGNED = (DIFFERENCE, OVER_RANDOM, "effect")
+
+
+def choices(heads: pd.DataFrame) -> dict[str, Any]:
+    """Return what the page's script chooses from: for each measure a map, the colours of points, and numbers for axes.
+
+    ``heads`` is the table of the atlas; numbers are in the order of its rows, null where there are none.
+    """
+    names = [name for name in _COLOURS if name in heads and not (name == "r" and "r_held_out" in heads)]
+    names = [name for name in names if heads[name].notna().any()]
+    colours = {name: _number_colours(heads, name) for name in names}
+    if "verdict" in heads and heads["verdict"].notna().any():
+        colours["verdict"] = _verdict_colours(heads)
+    axes = {
+        name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names if name not in _SIGNED[:1]
+    }
+    labels = [head_label(int(layer), int(head)) for layer, head in zip(heads["layer"], heads["head"], strict=True)]
+    for colour in colours.values():
+        colour["caption"] = map_caption(colour["title"], heads, colour["values"].count(None))
+    return {"colours": colours, "axes": axes, "labels": labels, "unknown": UNKNOWN}
+
+
+def map_caption(title: str, heads: pd.DataFrame, missing: int) -> str:
+    """Name the colour of a map of all heads in the table of the atlas, and say how many cells have none."""
+    cells = heads["layer"].nunique() * heads["head"].nunique()
+    return f"{title}, by head{grey_cells(missing, cells - len(heads))}"
+
+
+def map_figure(heads: pd.DataFrame, hover_texts: Sequence[str], attention: dict[int, str]) -> go.Figure:
+    """Draw the map that is shown first; its hover texts are those of all others."""
+    drawn = _with_title(plot_heads(heads, DIFFERENCE, signed=True), _COLOURS[DIFFERENCE])
+    grid = heads.assign(hover=hover_texts).pivot(index="layer", columns="head", values="hover").fillna("")
+    drawn.update_traces(customdata=grid.to_numpy(), hovertemplate="%{customdata}<extra></extra>")
+    layers = [int(layer) for layer in sorted(heads["layer"].unique())]
+    return name_layers(drawn, layers, attention).update_layout(plot_bgcolor=UNKNOWN)
+
+
+def _number_colours(heads: pd.DataFrame, name: str) -> dict[str, Any]:
+    drawn = _with_title(plot_heads(heads, name, signed=name in _SIGNED), _COLOURS[name])
+    (heat,) = drawn.data
+    return _choice(_COLOURS[name], heat, _numbers(heads[name]))
+
+
+def _verdict_colours(heads: pd.DataFrame) -> dict[str, Any]:
+    known = heads.dropna(subset="verdict")
+    (heat,) = plot_verdicts(known.assign(gap=known["kl"])).data
+    layers, columns = (whole(sorted(heads[name].unique())) for name in ("layer", "head"))
+    grid = pd.DataFrame(heat.z, heat.y, heat.x).reindex(index=layers, columns=columns)  # known may lack some of them
+    heat.update(z=grid.to_numpy(), y=layers, x=columns)
+    codes = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
+    return _choice("verdict", heat, [None if pd.isna(kind) else codes[kind] for kind in heads["verdict"]])
+
+
+def _choice(title: str, heat: go.Heatmap, values: list[Any]) -> dict[str, Any]:
+    """Return the traces of a heat map, the same colours for points, and the number behind each head's colour."""
+    heat.update(hovertemplate="%{customdata}<extra></extra>", customdata=None)
+    remove_cell_text(heat)
+    traces = json.loads(go.Figure(heat).to_json())["data"]
+    scale = {
+        "colorscale": heat.colorscale,
+        "cmin": heat.zmin,
+        "cmax": heat.zmax,
+        "colorbar": heat.colorbar.to_plotly_json(),
+    }
+    line = {"color": GREY, "width": 0.5}
+    marker = json.loads(go.Figure(go.Scatter(marker={**scale, "size": 9, "line": line})).to_json())["data"][0]["marker"]
+    return {"title": title, "map": traces, "marker": marker, "values": values}
+
+
+def _with_title(drawn: go.Figure, title: str) -> go.Figure:
+    return drawn.update_traces(colorbar_title_text=title.replace(" (", "<br>("))
+
+
+def _numbers(values: pd.Series) -> list[float | None]:
+    return [None if pd.isna(x) else float(f"{x:.6g}") for x in values]
