@@ -18,6 +18,7 @@ import torch
 from common import peak, report, seconds
 
 import tl_posdisent as tp
+from tl_posdisent.hooks import substitute_attention
 
 LENGTH, LAYERS, REPEATS, LONG = 256, [5, 15, 25], 3, 20
 
@@ -40,12 +41,14 @@ def on_two_texts(function: Callable[..., Any], **options: Any) -> Callable[[Any,
 
 def all_heads_at_once(model: Any, tokens: torch.Tensor) -> Any:
     """Estimates for all heads under eight interventions, those without fits."""
-    names: dict[str, Any] = {"zero": "ablate_heads", "mean": ("ablate_heads", {"mode": "mean"})}
-    names |= {f"d = {d}": ("dummy_distance", {"distance": d}) for d in (0, 5)}
-    names |= {by: ("substitute_attention", {"by": by}) for by in ("uniform", "first_token")}
-    names |= {"slow": ("limit_frequencies", {"high": 0.1})}
-    names |= {"window": ("lambda_mask", {"sinks": 4, "window": 64, "distance_ceiling": 64})}
-    return tp.head_effects(model, tokens, names, exact=0, progress=False)
+    interventions: dict[str, Any] = {
+        "zero": tp.ablate_heads(model, None),
+        "mean": tp.ablate_heads(model, None, mode="mean"),
+    }
+    interventions |= {f"d = {d}": tp.dummy_distance(model, d) for d in (0, 5)}
+    interventions |= {by: substitute_attention(model, by) for by in ("uniform", "first_token")}
+    interventions |= {"slow": tp.limit_frequencies(model, high=0.1), "window": tp.lambda_mask(model, 4, 64, 64)}
+    return tp.head_effects(model, tokens, interventions, exact=0, progress=False)
 
 
 def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], int, float]]:
