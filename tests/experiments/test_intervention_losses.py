@@ -106,6 +106,10 @@ def test_a_sum_is_named_after_all_its_edits() -> None:
     ("given", "message"),
     [
         ({"x": []}, "interventions must have hooks, got [] for 'x'"),
+        (
+            {"unmodified": [("hook_embed", print)]},
+            "interventions must not be named 'unmodified', the run without hooks",
+        ),
         ({"x": [("blocks.9.hook_z", print)]}, "interventions must be hooks by name; 'x': "),
         (
             {"x": ("no_such_tool", {})},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import shutil
 import signal
 import weakref
 from functools import partial
@@ -147,10 +149,14 @@ def test_a_result_of_another_call_is_refused(change: str, tmp_path: Path, monkey
         monkeypatch.setattr(results, "version", lambda name: "99.0")
     before, other = inodes(tmp_path), partial(noted, tmp_path, "b")
     with pytest.raises(
-        ArgumentError, match=r"got 'a' as .* was made by squares\(count=2\) with .*: choose another"
+        ArgumentError, match=r"got 'a' as .* was made by support.swept.squares\(count=2\) with .*: choose another"
     ) as bad:
         sweep({"b": other, "a": job or partial(squares, 2)}, tmp_path, progress=False)
-    said = {"arguments": "squares(count=2, start=1)", "function": "measured(length=24, layers=[0])", "version": "99.0"}
+    said = {
+        "arguments": "support.swept.squares(count=2, start=1)",
+        "function": "support.swept.measured(length=24, layers=[0])",
+        "version": "99.0",
+    }
     assert said[change] in str(bad.value)
     assert inodes(tmp_path) == before, "no job ran"
 
@@ -159,15 +165,22 @@ def described(*positional: Any, **named: Any) -> str:
     return describe_jobs({"a": partial(squares, *positional, **named)})["a"]
 
 
+def test_functions_of_one_name_in_two_modules_are_two() -> None:
+    calls_of = [describe_jobs({"a": partial(copy_of, None)})["a"] for copy_of in (copy.copy, copy.deepcopy)]
+    assert calls_of == ["copy.copy(x=None)", "copy.deepcopy(x=None)"]
+    assert describe_jobs({"a": partial(shutil.copy, "x", "y")})["a"] == "shutil.copy(src='x', dst='y')"
+
+
 def test_one_call_is_written_in_several_ways() -> None:
     """By position or by name, with numbers of numpy; a tuple is not a list, which may mean other heads."""
     ways = {described(2, 1), described(count=2, start=1), described(np.int64(2), start=1), described(2, start=1)}
-    assert ways == {"squares(count=2, start=1)"}
+    assert ways == {"support.swept.squares(count=2, start=1)"}
     assert len({described(heads) for heads in ([0, 1], (0, 1), [(0, 1)], [[0, 1]], range(2), (1,), "0", 0)}) == 8
     assert described(2) != described(2.0)
     plain = {"path": Path("a"), "none": None, "functions": [demo_tokens], "numbers": (0.5, True)}
-    text = f"{{'path': {Path('a')!r}, 'none': None, 'functions': [demo_tokens], 'numbers': tuple([0.5, True])}}"
-    assert described(plain) == f"squares(count={text})"
+    named = f"[{demo_tokens.__module__}.demo_tokens]"
+    text = f"{{'path': {Path('a')!r}, 'none': None, 'functions': {named}, 'numbers': tuple([0.5, True])}}"
+    assert described(plain) == f"support.swept.squares(count={text})"
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", "cut", "flipped", "of pandas"])

@@ -121,6 +121,8 @@ def cut_tokens(model: Any, words: str, length: int | None, texts: int | None, de
     if length is None:
         length = min(int(model.cfg.n_ctx), _LONGEST, max(2, len(ids) // (texts or 1)))
     step = length - len(begin)
+    if step < 1:
+        raise ArgumentError("length", f"must exceed the {len(begin)} tokens with which each text begins, got {length}")
     count = texts or max(1, min(default, len(body) // step))
     if count * step > len(body):
         raise ArgumentError(

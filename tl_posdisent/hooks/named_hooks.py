@@ -14,18 +14,24 @@ from tl_posdisent.utils.validation import shown
 Interventions = Mapping[str, Sequence[Hook]] | Hooks
 """Lists of hooks by name, or hooks of one intervention."""
 
+UNMODIFIED = "unmodified"
+"""The name of the run without hooks in tables of several interventions."""
+
 
 def named_hooks(model: Any, interventions: Any) -> dict[str, Sequence[Hook]]:
     """Validate interventions, and return the hooks of each by its name.
 
     Raises:
-        ValueError: what is not a mapping from names to lists of hooks of this model, or one list; an empty list.
+        ValueError: what is not a mapping from names to lists of hooks of this model, or one list; an empty list; the
+            name ``UNMODIFIED``.
     """
     if isinstance(interventions, Hooks):
         interventions = {interventions.name: interventions}
     named = isinstance(interventions, Mapping) and all(isinstance(name, str) for name in interventions)
     if not named or not interventions:
         raise ArgumentError("interventions", f"must be hooks by name, or hooks, got {shown(interventions)}")
+    if UNMODIFIED in interventions:
+        raise ArgumentError("interventions", f"must not be named {UNMODIFIED!r}, the run without hooks: rename it")
     by_name: dict[str, Sequence[Hook]] = {}
     for name, hooks in interventions.items():
         try:

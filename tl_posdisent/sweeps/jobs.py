@@ -69,7 +69,13 @@ def _describe_call(name: str, job: Any) -> str:
         arguments = ", ".join(f"{key}={_describe(value)}" for key, value in bound.arguments.items())
     except TypeError as error:
         raise ArgumentError("jobs", f"must be calls that can be made, got {brief(name)}: {error}") from error
-    return f"{function.__qualname__}({arguments})"
+    return f"{_function_name(function)}({arguments})"
+
+
+def _function_name(function: Any) -> str:
+    """Return the name of a function with its module, or with its file if that is a script."""
+    script = function.__module__ == "__main__"
+    return f"{Path(function.__code__.co_filename).stem if script else function.__module__}.{function.__qualname__}"
 
 
 def _describe(value: Any) -> str:
@@ -86,7 +92,7 @@ def _describe(value: Any) -> str:
         case dict():
             return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
-        return value.__qualname__
+        return _function_name(value)
     raise TypeError(
         f"arguments must be numbers, words, paths, None, functions of a module, or lists and dicts of these, got "
         f"{type(value).__name__}: load models and make tensors and hooks inside the function"

@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
-from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
+from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hooks
 from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern, pattern_or_scores
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
@@ -21,8 +21,6 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
-
-UNMODIFIED = "unmodified"
 
 
 def attention_by_distance(

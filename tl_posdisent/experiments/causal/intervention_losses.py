@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import Unmodified, all_tokens, correct
-from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
+from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
@@ -66,7 +66,7 @@ def intervention_losses(
     with running(reading.model), progress_bar(total=1 + len(named), desc="runs", disable=not progress) as bar:
         unmodified = Unmodified.of(run_texts(reading.model, texts), texts)
         accuracy, blocks = _correct(unmodified.log_p, texts).mean().item(), unmodified.blocks
-        rows.append(("unmodified", unmodified.losses.mean().item(), 0.0, 0.0, 0.0, 0.0, accuracy))
+        rows.append((UNMODIFIED, unmodified.losses.mean().item(), 0.0, 0.0, 0.0, 0.0, accuracy))
         bar.update()
         for name, hooks in named.items():
             outputs = run_texts(reading.model, texts, [hooks] * len(texts.groups))

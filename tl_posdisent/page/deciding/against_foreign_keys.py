@@ -5,9 +5,10 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from tl_posdisent.page.deciding.links import link_section
+from tl_posdisent.page.deciding.where_or_what import CONFIDENCE
 from tl_posdisent.page.deciding.words import number, signed
 from tl_posdisent.page.measuring.measurement import Measurement
-from tl_posdisent.utils.statistics import error_over_draws
+from tl_posdisent.utils.statistics import error_over_draws, significance
 
 FOREIGN_KEYS = "r, foreign keys"
 """The column of the correlation of a head's queries with the keys of another key head."""
@@ -25,16 +26,15 @@ def compare_with_foreign_keys(measurement: Measurement, column: str, name: str) 
         "The queries of each head with the keys of another key head, scores that no head computes, have an <em>r</em> "
         "of {}: own minus other keys is {}{} {}."
     )
-    foreign, conclusion = number(trained[FOREIGN_KEYS].mean(), 2), Markup(_conclusion(mean, error))
+    certain = significance(abs(mean), error, trained["batch"].nunique() - 1) >= CONFIDENCE
+    foreign, conclusion = number(trained[FOREIGN_KEYS].mean(), 2), Markup(_conclusion(mean, error, certain))
     return [sentence.format(foreign, difference, conclusion, link_section(name, measurement))]
 
 
-def _conclusion(mean: float, error: float) -> str:
-    """Say which keys have the larger mean r, given the standard error of the difference; not why."""
+def _conclusion(mean: float, error: float, certain: bool) -> str:
+    """Say which keys have the larger mean r, if a 95 % t-interval over texts excludes 0; not why."""
     if not error:
         return ""
-    if mean > 2 * error:
-        return ", so on average heads are more additive with their own keys"
-    if mean < -2 * error:
-        return ", so on average heads are less additive with their own keys"
-    return ", so on average <em>r</em> does not tell own keys from other keys"
+    if not certain:
+        return ", which these texts do not tell from 0"
+    return f", so on average heads are {'more' if mean > 0 else 'less'} additive with their own keys"

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.attention_by_distance import (
-    UNMODIFIED,
     check_shown,
     mean_attention,
 )
+from tl_posdisent.hooks.named_hooks import UNMODIFIED
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec

@@ -124,7 +124,7 @@ def _by_chance(n_heads: int) -> Markup:
     """State how many heads without an effect would be counted."""
     return Markup(
         "Each head has a 95 % interval of its own: of {} heads that diverge by no more than {} nats, at most {} would "
-        "be counted by chance."
+        "be counted by chance on average."
     ).format(n_heads, NEGLIGIBLE, number(0.025 * n_heads, 1))
 
 
