@@ -119,7 +119,7 @@ def head_effects(
     check_metric(metric)
     check_integer("draws", draws, 0)
     if exact != "all":
-        check_integer("exact", exact, 0, why="a number of heads, or 'all'")
+        check_integer("exact", exact, 0, why="a quarter of the number of heads that are run, or 'all'")
     check_seed(seed)
     layers = listed("layers", layers)
     reading = read_model(model, layers)

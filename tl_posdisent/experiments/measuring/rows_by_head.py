@@ -108,4 +108,5 @@ def rows_by_head(
     table["effect"] = table["value"] - ends["baseline"]
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
-    return reading.note(failures.note(table.sort_values(["layer", "head"], kind="stable", ignore_index=True)))
+    table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
+    return reading.note(failures.note(table, stacklevel=4))

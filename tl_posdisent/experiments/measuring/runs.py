@@ -246,8 +246,11 @@ class Failures:
         self.n_measured += 1
         return measured
 
-    def note(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Add the reasons to ``table.attrs`` and warn once; raise the first error if nothing was measured."""
+    def note(self, table: pd.DataFrame, stacklevel: int = 3) -> pd.DataFrame:
+        """Add the reasons to ``table.attrs`` and warn once; raise the first error if nothing was measured.
+
+        ``stacklevel`` is that of ``warnings.warn``: 3 if this is called by a function that users call.
+        """
         if not self.errors:
             return table
         if not self.n_measured:
@@ -256,7 +259,7 @@ class Failures:
         warnings.warn(
             f"{len(self.reasons)} of the heads or layers could not be measured, their rows are NaN: {label}: {reason} "
             '(table.attrs["failures"] lists all)',
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
         table.attrs["failures"] = self.reasons
         return table
