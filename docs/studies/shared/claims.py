@@ -93,7 +93,8 @@ CLAIMS_A = [
         "seen in figures",
         "Partly reproduced",
         "In SmolLM2 both halves are learned: without training, slow subspaces hold less of the content, and of "
-        "\\|q\\| \\|k\\| as much as their number. In Gemma they hold less of it than with random weights.",
+        "\\|q\\| \\|k\\| as much as their number. In Gemma slow subspaces hold less of the content's variance than "
+        "with random weights.",
     ),
     Claim(
         "Theorem 2: the spread of keys bounds the interaction",
@@ -124,8 +125,8 @@ CLAIMS_A = [
         "More additive scores tolerate more",
         "an explanation",
         "Not reproduced",
-        "The opposite: more additive layers and heads cost more. Given how much their distances matter at all, little "
-        "is left of this.",
+        "The opposite: more additive layers and heads cost more. Given the cost of distance 5, 0.36 of 0.58 is left "
+        "for layers (p = 0.06), 0.14 of 0.44 for heads (p = 0.012).",
     ),
     Claim(
         "In long texts scores depend on content, not on distance",
@@ -285,11 +286,11 @@ FINDINGS = [
         "copy of 511 random tokens costs SmolLM2 2.3, at 767 0.45 ± 0.36. A third to four fifths of what a limit costs "
         "in long texts and copies is place: it remains where far keys keep their order in 16 to 64",
         "Longer texts; copies; more and fewer exact distances; other far distances; far keys near, but in their order "
-        "(the place alone), or far but mixed up (one order). In 256 tokens of prose a limit costs no more than one far "
-        "distance. Hidden far keys cost more. In Gemma 768 costs 4.4; its local layers have a window of 512, "
-        "which may be the reason. [Needles](retrieval.md#distances) lose a quarter if all heads have one far distance. "
-        "One far distance is the idea of ReRoPE, a limit that of LM-Infinite ([arXiv "
-        "2308.16137](https://arxiv.org/abs/2308.16137)).",
+        "(the place alone), or far but mixed up (one order). In 256 tokens of prose a limit costs SmolLM2 as much as "
+        "one far distance, Gemma 0.10 ± 0.02 against 0.05 ± 0.03. Hidden far keys cost more. In Gemma 768 costs 4.4; "
+        "its local layers have a window of 512, which may be the reason. [Needles](retrieval.md#distances) keep "
+        "1.10 ± 0.23 of 1.53 ± 0.21 if all heads have one far distance. One far distance is the idea of ReRoPE, a "
+        "limit that of LM-Infinite ([arXiv 2308.16137](https://arxiv.org/abs/2308.16137)).",
     ),
     Finding(
         "**Additivity is learned.** With the distance component of other texts, trained scores are more additive than "
@@ -321,10 +322,10 @@ FINDINGS = [
         "outputs of the sixteen. Sixteen are 6 % of SmolLM2's heads, and 22 % of Gemma's.",
     ),
     Finding(
-        "**In 256 tokens of prose the last 32 keys and the first token keep most of attention**, on a copied passage "
-        "about half or less",
-        "The window has no parameters; a text that copies. *Kept*: the share of the loss between mean outputs and the "
-        "model. ± of the static fit over blocks of the texts.",
+        "**In 256 tokens of prose attention to the last 32 keys and the first token recovers most of the loss**, on a "
+        "copied passage half or less",
+        "The window has no parameters; a text that copies. *Recovered*: the share of the loss between mean outputs and "
+        "the model. ± of the static fit over blocks of the texts.",
     ),
     Finding(
         "**Beyond its training length SmolLM2 fails late, not at once**",
