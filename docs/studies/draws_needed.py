@@ -12,8 +12,8 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent.experiments.causal.estimated_effects import changes_of_results, in_layers
+from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.measuring.text_parts import differentiable_texts
 from tl_posdisent.hooks.hook_list import any_heads
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running

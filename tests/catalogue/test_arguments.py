@@ -48,12 +48,12 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "choice": (["no such thing", 3], "measure piece part dtype"),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),
-    "choices": ([["no such thing"], 3], "encodings experiments measures remove rungs tasks"),
+    "choices": ([["no such thing"], 3], "encodings measures remove rungs tasks"),
     "count": ([0, 2.5, True, "3", NAN, 2**63, 10**400], ""),
     "count or none": (
         [-1, 0.5, True, "a", NAN, 2**63],
-        "control distance_ceiling draws exact first first_label max_count min_count min_gap min_side most random_orders"
-        " n_sink pad_id rotary_heads sinks split_seed start until",
+        "control distance_ceiling draws exact first_label max_count min_count min_gap min_side"
+        " pad_id rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),
     "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
@@ -108,7 +108,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
             SCORES * 1j,
             SCORES * NAN,
         ],
-        "after before scores",
+        "scores",
     ),
     "vectors": ([None, 3, "x", [1.0], SCORES.long()], ""),
     "numbers": ([None, [0.0, NAN], [1.0]], "target"),
@@ -123,7 +123,7 @@ ELSEWHERE = {
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
     **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
-    **{(f"show_{of}", "layer"): "" for of in ("change", "parts", "patterns", "scores")},  # most take any
+    **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",
@@ -168,10 +168,10 @@ NOT_YET = words_of(
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    answer body changed checkpoint checkpoints client command compile context
-    downstream draw folder heldout in_range key metrics model models name_or_dir notes
+    answer body changed checkpoint client command context
+    downstream draw folder heldout in_range model models name_or_dir notes
     on_step out path perturb profiles progress queries query signed source_positions sufficient
-    tokenizer words wrong
+    tokenizer wrong
     """
 )
 # Made by the package and given back; who makes one by hand knows what belongs in it.

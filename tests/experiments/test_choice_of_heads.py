@@ -16,15 +16,15 @@ from support.public_calls import call
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
 from tl_posdisent.experiments.attention_scores import additivity as additivity_module
-from tl_posdisent.experiments.measuring import score_controls
-from tl_posdisent.experiments.measuring.score_controls import Control
+from tl_posdisent.experiments.attention_scores import score_controls
+from tl_posdisent.experiments.attention_scores.score_controls import ScoreControl
 from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(14, batch=3)
 REAL = torch.arange(14) >= torch.tensor([[0], [4], [0]])  # the second text is padded on the left
 TEXTS: dict[str, Any] = {"tokens": TOKENS.where(REAL, 0), "attention_mask": REAL.long(), "progress": False}
 HEADS = [(1, 6), (0, 2), (1, 3)]
-CONTROLS: tuple[Control, ...] = ("foreign keys", "random queries and keys")
+CONTROLS: tuple[ScoreControl, ...] = ("foreign keys", "random queries and keys")
 
 # Rows or columns that say what heads do together, or which of those that are asked for were run.
 TOGETHER = {"additive_substitution": "scope == 'head'"}

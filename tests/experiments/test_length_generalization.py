@@ -16,11 +16,11 @@ from tl_posdisent import (
     length_generalization,
     read_attention,
 )
-from tl_posdisent.experiments.measuring.mahalanobis import fit_reference
 from tl_posdisent.experiments.robustness.length_generalization import (
     largest_by_query,
     share_key,
 )
+from tl_posdisent.experiments.robustness.mahalanobis import fit_reference
 
 TOKENS = zoo.random_tokens(40, batch=3)
 EDGES = [4, 16, 24, 40]

@@ -7,7 +7,7 @@ import torch
 from sklearn.covariance import LedoitWolf
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.mahalanobis import fit_reference
+from tl_posdisent.experiments.robustness.mahalanobis import fit_reference
 
 
 def sample(n: int, d: int, seed: int = 0) -> Tensor:

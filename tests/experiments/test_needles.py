@@ -94,6 +94,9 @@ def test_refusals(needles: Needles) -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             dataclasses.replace(needles, **changed)
+    for tokens, places in ((needles.tokens[:-1], needles.places), (needles.tokens, needles.places[:, 0])):
+        with pytest.raises(ArgumentError, match=r"tokens must have shape|places must be two positions"):
+            Needles.from_places(tokens, places)
     shortest = min(
         n for n in range(20, 160) if not raises(lambda n=n: needle_texts(load_demo_model(), length=n, pairs=1))
     )

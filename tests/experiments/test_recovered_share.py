@@ -7,7 +7,7 @@ from math import isnan
 import pytest
 import torch
 
-from tl_posdisent.experiments.measuring.recovered_share import share_between, share_of_kl
+from tl_posdisent.experiments.causal.recovered_share import share_between, share_of_kl
 from tl_posdisent.utils.statistics import Blocks
 
 BLOCKS = Blocks.single(4)

@@ -107,7 +107,7 @@ def test_copying_is_the_fall_where_a_result_comes_from_the_other_text(shared_mod
 def test_exchanged_texts_of_pairs_have_the_same_scores(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     order = torch.arange(len(NEEDLES.tokens)).view(-1, 2).flip(1).flatten()
-    other = Needles(NEEDLES.tokens[order], NEEDLES.places[order])
+    other = Needles.from_places(NEEDLES.tokens[order], NEEDLES.places[order])
     first, second = (retrieval_heads(model, x, OTHERS, count=1, progress=False) for x in (NEEDLES, other))
     for column in ("copying", "attention", "copying_se", "attention_se"):
         assert torch.allclose(by_head(first.heads, column), by_head(second.heads, column), atol=1e-6)
@@ -166,7 +166,7 @@ def test_refusals(shared_model: Any) -> None:
         needle_texts(model, length=100)
     with pytest.raises(ArgumentError, match="heldout must be Needles"):
         retrieval_heads(model, NEEDLES, [3])
-    outside = Needles(NEEDLES.tokens + 1000, NEEDLES.places)
+    outside = Needles.from_places(NEEDLES.tokens + 1000, NEEDLES.places)
     with pytest.raises(ArgumentError, match="needles must"):
         retrieval_heads(model, outside, OTHERS, progress=False)
     with pytest.raises(ArgumentError, match="model must be causal"):
@@ -191,7 +191,7 @@ def induction_texts(n: int) -> Needles:
         exchanged[[first, second]] = tokens[[second, first]]
         texts += [torch.cat([x, tokens[first, None]]) for x in (tokens, exchanged)]
         places += [[first + 1, second + 1], [second + 1, first + 1]]
-    return Needles(torch.stack(texts), torch.tensor(places))
+    return Needles.from_places(torch.stack(texts), torch.tensor(places))
 
 
 @pytest.mark.slow

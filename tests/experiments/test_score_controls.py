@@ -11,7 +11,7 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent import additivity, capture, random_control
-from tl_posdisent.experiments.measuring.score_controls import for_each_control
+from tl_posdisent.experiments.attention_scores.score_controls import for_each_control
 from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)
@@ -176,7 +176,7 @@ def test_scores_with_a_bias_of_the_distance_have_no_foreign_keys(shared_model: A
         additivity(model, TOKENS, controls=["foreign keys"], progress=False)
 
 
-@pytest.mark.parametrize("control", [["foreign"], "own", 3, ["turned"], ["foreign keys", "foreign keys"]])
+@pytest.mark.parametrize("control", [["foreign"], "own", 3, ["foreign keys", "foreign keys"]])
 def test_unknown_controls_are_refused(control: Any, shared_model: Any) -> None:
     with pytest.raises(ValueError, match=r"^controls must be some of foreign keys, random queries and keys"):
         additivity(shared_model("hooked", "llama-gqa"), TOKENS, controls=control, progress=False)

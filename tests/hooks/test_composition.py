@@ -299,7 +299,6 @@ def test_what_is_no_list_of_hooks_is_refused(shared_model: Any) -> None:
     )
     for lists in ([five], [five, double], (five, double)):
         for refuse in (
-            Hooks.of_list,
             lambda hooks: double + hooks,
             lambda hooks: hooks + double,
             lambda hooks: check_hooks(model, hooks),
@@ -315,7 +314,7 @@ def test_what_is_no_list_of_hooks_is_refused(shared_model: Any) -> None:
     function = lambda x, hook: x  # noqa: E731
     wrong = [(model, 3), (3, function), ("blocks.0.attn.hook_z",), function, five[0][1], "blocks.0.attn.hook_z", None]
     for given in (*([entry] for entry in wrong), "blocks.0.attn.hook_z", 3, None, {"a": five}):
-        for refuse in (lambda hooks: five + hooks, lambda hooks: hooks + five, Hooks.of_list):
+        for refuse in (lambda hooks: five + hooks, lambda hooks: hooks + five):
             with pytest.raises(ValueError, match=NO_HOOKS):
                 refuse(given)
 

@@ -10,7 +10,8 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.hooks.hook_list import replace_scores
+from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit
+from tl_posdisent.hooks.hook_list import hooks_for, replace_scores
 from tl_posdisent.models.reading.probe import judge_edits, listen
 from tl_posdisent.models.reading.seen import Seen
 from tl_posdisent.models.running.forward_pass import running
@@ -52,7 +53,7 @@ def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
             replace_scores(layer, [0], lambda view: view.scores, "a test")
     unread = spec.with_taps(q=None).with_limits(problem="hook_q does not fire")
     with pytest.raises(ValueError, match="hook_q does not fire"):
-        replace_scores(unread, [0], lambda view: view.scores, "a test", vectors=True)
+        hooks_for([(unread, [0])], ScoreEdit("a test", lambda view: view.scores, Order.REPLACE, vectors=True))
 
 
 @pytest.mark.usefixtures("unchecked")

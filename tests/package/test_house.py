@@ -1,37 +1,37 @@
-"""The floors of the package: who imports whom, and which files alone meet other libraries and forward passes."""
+"""The layers of the package: who imports whom, and which files alone meet other libraries and forward passes."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from support.imports import PACKAGE, ROOMS, circle, grouped, import_graph, imported, parsed, sources
+from support.imports import FOLDERS, PACKAGE, circle, grouped, import_graph, imported, parsed, sources
 
 import tl_posdisent
 
 
-def test_rooms_are_the_folders_of_the_package() -> None:
-    assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+def test_listed_folders_are_those_of_the_package() -> None:
+    assert sorted(FOLDERS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
-def test_imports_only_from_floors_below() -> None:
+def test_imports_only_from_layers_below() -> None:
     wrong = []
     for name, path in sources().items():
         if name in ((), ("__main__",)):
-            continue  # the roof: the public names of all floors, and the command line
+            continue  # the public names of all layers, and the command line
         for other in imported(path):
             if not other:
                 wrong.append(f"{'.'.join(name)} imports the package's root")
-            elif ROOMS.index(other[0]) > ROOMS.index(name[0]):
-                wrong.append(f"{'.'.join(name)} imports from a floor above: {'.'.join(other)}")
+            elif FOLDERS.index(other[0]) > FOLDERS.index(name[0]):
+                wrong.append(f"{'.'.join(name)} imports from a layer above: {'.'.join(other)}")
     assert not wrong
 
 
 def test_experiments_and_interventions_meet_other_libraries_in_models_alone() -> None:
     """Elsewhere only the demo model and synthetic models are theirs, and a command lists the names of their models."""
     pattern = re.compile(r"^\s*(?:from|import) (?:transformer_lens|transformers)\b", re.MULTILINE)
-    rooms = {name[0] for name, path in sources().items() if pattern.search(path.read_text(encoding="utf-8"))}
-    assert rooms == {"models", "synthetic", "demo", "cli"}
+    folders = {name[0] for name, path in sources().items() if pattern.search(path.read_text(encoding="utf-8"))}
+    assert folders == {"models", "synthetic", "demo", "cli"}
 
 
 def test_no_file_and_no_folder_imports_itself_by_way_of_others() -> None:
@@ -73,7 +73,7 @@ def found_by_name(tree: ast.AST) -> list[tuple[str, str]]:
     ]
 
 
-def test_only_results_that_draw_themselves_reach_above_their_floor() -> None:
+def test_only_results_that_draw_themselves_reach_above_their_layer() -> None:
     """By the name of a figure, in ``plot`` or ``show``."""
     found = [call for path in sources().values() for call in found_by_name(parsed(path))]
     assert len(found) >= 4

@@ -115,7 +115,7 @@ def test_each_section_says_what_it_read(tmp_path: Path, monkeypatch: pytest.Monk
     document = Document(
         tp.report(model, TOKENS, tmp_path / "r.html", sections=["additivity", "ablation"], layers=[3], **OPTIONS)
     )
-    reads = re.findall(r'<p class="read">(.*?)</p>', document.source)
+    reads = re.findall(r"<p>(Read: .*?)</p>", document.source)
     assert reads == ["Read: 2 texts of 48 tokens.", "Read: 1 text of 16 tokens, of 2 texts of 48 tokens."]
     drops = tp.head_ablation(model, TOKENS[:1, :16], layers=[3], progress=False)
     shown = [as_number(row["loss without it"]) for row in document.rows("heads-ablation")]

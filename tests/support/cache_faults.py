@@ -5,12 +5,9 @@ Each fault is a forward pre-hook of torch on an attention module, and returns it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import Cache
-
-Fault = Callable[[Any], Any]
 
 
 def lost(attention: Any) -> Any:

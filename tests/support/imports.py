@@ -1,4 +1,4 @@
-"""Who imports whom inside the package, read from the sources: for the tests of the house and the picture of it."""
+"""Who imports whom inside the package, read from the sources: for the tests of the layers and the picture of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import tl_posdisent
 
 PACKAGE = Path(tl_posdisent.__file__).parent
-ROOMS = (
+FOLDERS = (
     *("utils", "additive", "rope", "models", "hooks", "experiments", "synthetic", "demo", "sweeps", "viz"),
     *("page", "cli"),
 )

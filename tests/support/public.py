@@ -11,5 +11,5 @@ NAMESPACES = ("additive", "demo", "experiments", "hooks", "models", "rope", "swe
 
 def public_names() -> dict[str, Any]:
     """Return every public object by its name."""
-    rooms = [tl_posdisent, *(getattr(tl_posdisent, name) for name in NAMESPACES)]
-    return {name: getattr(room, name) for room in rooms for name in room.__all__ if name not in NAMESPACES}
+    modules = [tl_posdisent, *(getattr(tl_posdisent, name) for name in NAMESPACES)]
+    return {name: getattr(module, name) for module in modules for name in module.__all__ if name not in NAMESPACES}

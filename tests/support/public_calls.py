@@ -60,7 +60,7 @@ def needles_of(texts: Tensor) -> Needles:
     """Pairs of texts in which the words at 2 and 7 follow names, which the second text exchanges."""
     exchanged = texts.clone()
     exchanged[:, [1, 6]] = texts[:, [6, 1]]
-    return Needles(
+    return Needles.from_places(
         torch.stack([texts, exchanged], 1).flatten(0, 1), torch.tensor([[2, 7], [7, 2]]).repeat(len(texts), 1)
     )
 

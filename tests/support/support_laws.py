@@ -38,8 +38,8 @@ from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Recorded, running
-from tl_posdisent.models.running.model_parts import hook_name
-from tl_posdisent.models.running.texts import probe_tokens, special_id
+from tl_posdisent.models.running.model_parts import device_of, hook_name
+from tl_posdisent.models.running.texts import ordinary_ids, special_id
 from tl_posdisent.utils.restoring import without_gradients
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -63,7 +63,9 @@ def try_laws(model: Any, tools: Sequence[str] | None = None, *, length: int = 12
         largest relative error of the laws, NaN where refused; ``reason``: the law that fails, or the refusal.
     """
     reading = read_model(model)
-    trial = Trial(reading, probe_tokens(reading.model, length, 0))
+    ids = ordinary_ids(reading.model)
+    drawn = torch.randint(0, len(ids), (2, length), generator=torch.Generator().manual_seed(0), device="cpu")
+    trial = Trial(reading, ids[drawn].to(device_of(reading.model)))
     rows: list[dict[str, Any]] = []
     for tool in TOOLS if tools is None else tools:
         for text, laws in _laws(tool, trial):

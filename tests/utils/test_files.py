@@ -1,19 +1,16 @@
-"""Files that appear whole or not at all, whoever else writes there; locks that end with their process."""
+"""Files that appear whole or not at all, whoever else writes there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
-import threading
 import uuid
 from pathlib import Path
 
 import pytest
 from support.processes import python, wait_until
 
-from tl_posdisent.utils.files import LOCK, locked, whole_file
+from tl_posdisent.utils.files import whole_file
 
 WRITE = """
 import sys
@@ -22,13 +19,6 @@ for _ in range(30):
     with whole_file(sys.argv[1]) as file:
         for _ in range(64):
             file.write(sys.argv[2].encode() * 4096)
-"""
-HOLD = """
-import sys, time
-from tl_posdisent.utils.files import locked
-with locked(sys.argv[1], "out", "training"):
-    print("held", flush=True)
-    time.sleep(600)
 """
 
 
@@ -81,40 +71,3 @@ def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path, name: st
     with whole_file(tmp_path / name) as file:
         file.write(b"x")
     assert os.listdir(tmp_path) == [name]
-
-
-def test_a_lock_excludes_processes_and_threads_and_ends_with_its_process(tmp_path: Path) -> None:
-    refused = pytest.raises(ValueError, match=r"out must be a folder .* another training is running there")
-    with python(HOLD, str(tmp_path), stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        assert process.stdout.readline() == b"held\n"
-        with refused, locked(tmp_path, "out", "training"):
-            pass
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    errors: list[Exception] = []
-
-    def enter() -> None:
-        try:
-            with locked(tmp_path, "out", "training"):
-                pass
-        except ValueError as error:
-            errors.append(error)
-
-    with locked(tmp_path, "out", "training"):
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1
-    enter()
-    assert len(errors) == 1
-
-
-def test_a_lock_follows_no_symbolic_link(tmp_path: Path) -> None:
-    victim, folder = tmp_path / "victim", tmp_path / "shared"
-    victim.write_text("precious")
-    folder.mkdir()
-    (folder / LOCK).symlink_to(victim)
-    with pytest.raises(OSError), locked(folder, "out", "training"):  # noqa: PT011 - its words are the system's
-        pass
-    assert victim.read_text() == "precious"

@@ -37,13 +37,10 @@ class Marginals:
         return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
 
 
-def read_marginals(
-    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
-) -> Marginals:
+def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, *, suspicious: bool = False) -> Marginals:
     """Sum every score matrix over ``cells`` along each axis, in float64.
 
     Args:
-        name: the scores' name in errors.
         suspicious: also look for masking values such as -1e9; False if the user has passed a boolean mask.
 
     Raises:
@@ -82,9 +79,9 @@ def read_marginals(
             squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
-    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
+    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), "scores")
     if suspicious:
-        refuse_masking_values(scores, cells, lowest, name)
+        refuse_masking_values(scores, cells, lowest, "scores")
     return Marginals(pivot, sums, squares)
 
 

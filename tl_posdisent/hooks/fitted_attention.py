@@ -85,7 +85,7 @@ def fitted_attention(
 def _put_in_hooks(
     chosen: Chosen, edit: Callable[[View], Tensor], *, of_keys: bool, call: str = "substitute_attention(fits)"
 ) -> Hooks:
-    return hooks_for(chosen, ScoreEdit(call, edit, Order.REPLACE, scores=True, vectors=of_keys, plain=True))
+    return hooks_for(chosen, ScoreEdit(call, edit, Order.REPLACE, vectors=of_keys, plain=True))
 
 
 @dataclass(frozen=True, eq=False)

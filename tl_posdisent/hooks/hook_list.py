@@ -57,14 +57,6 @@ class Hooks(list[Any]):
         if others and any(edits.heads for edits in self._function.layers.values()):
             super().append((self._function.rereads, self._function.read_again))
 
-    @classmethod
-    def of_list(cls, hooks: Sequence[Any]) -> Hooks:
-        """Make a list that knows its interventions from one in which they are entries, such as ``[*hooks, own]``."""
-        check_entries(hooks)
-        made = [entry[1] for entry in hooks if isinstance(entry[1], HookFunction)]
-        own = [entry for entry in hooks if not isinstance(getattr(entry[1], "__self__", entry[1]), HookFunction)]
-        return cls([x for each in made for x in each.interventions], own)
-
     @property
     def interventions(self) -> tuple[Intervention, ...]:
         here = any(isinstance(entry, tuple) and entry[-1] is self._function for entry in self)
@@ -178,11 +170,9 @@ def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit)
     return Hooks(Intervention(edit, spec, tuple(heads)) for spec, heads in chosen)
 
 
-def replace_scores(
-    spec: AttentionSpec, heads: Sequence[int], scores: Callable[[View], Tensor], tool: str, *, vectors: bool = False
-) -> Hooks:
+def replace_scores(spec: AttentionSpec, heads: Sequence[int], scores: Callable[[View], Tensor], tool: str) -> Hooks:
     """Return hooks that replace the scores of these heads by those that a function returns."""
-    return hooks_for([(spec, heads)], ScoreEdit(tool, scores, Order.REPLACE, vectors=vectors))
+    return hooks_for([(spec, heads)], ScoreEdit(tool, scores, Order.REPLACE))
 
 
 # --- the layers and heads on which an intervention acts

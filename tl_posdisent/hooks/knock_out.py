@@ -73,7 +73,7 @@ def knock_out(
         shown_slots = [f"{name}={slots_text(x)}" for name, x in chosen.items() if x is not None]
         call = f"knock_out({', '.join(shown_slots)})"
         edit = partial(_hide, queries=chosen["queries"], keys=chosen["keys"])
-    return hooks_for(any_heads(model, layers, heads), ScoreEdit(call, edit, Order.HIDE, scores=True))
+    return hooks_for(any_heads(model, layers, heads), ScoreEdit(call, edit, Order.HIDE))
 
 
 def _hide(view: View, queries: ChosenSlots, keys: ChosenSlots) -> Tensor:

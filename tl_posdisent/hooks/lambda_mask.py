@@ -75,7 +75,7 @@ def lambda_mask(
 def hiding(call: str, sinks: int, window: int) -> ScoreEdit:
     """Return the edit that lets a query see only its text's first keys and the most recent ones, its own included."""
     edit = partial(_hide_between, sinks=sinks, window=window)
-    return ScoreEdit(call, edit, Order.HIDE, scores=True, counts=True)
+    return ScoreEdit(call, edit, Order.HIDE, counts=True)
 
 
 def _hide_between(view: View, sinks: int, window: int) -> Tensor:

@@ -101,7 +101,7 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved
     """
     move = partial(_moved, source=source, moved=tuple(moved))
     call = f"component_patching({', '.join(moved)})"
-    return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))
+    return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, components=frozenset(moved)))
 
 
 def _moved(view: View, source: Tensor, moved: Collection[MovedComponent]) -> Tensor:

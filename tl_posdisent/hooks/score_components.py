@@ -104,7 +104,7 @@ def drop_component(model: Any, component: ScorePart, *, layers: Layers = None, h
 
 def component_edit(call: str, keep: Collection[ScorePart]) -> ScoreEdit:
     """Return the edit that keeps these parts of the three-axis fit of the scores, and their mean."""
-    return ScoreEdit(call, partial(_kept, keep=tuple(keep)), Order.COMPONENT, scores=True)
+    return ScoreEdit(call, partial(_kept, keep=tuple(keep)), Order.COMPONENT)
 
 
 def _kept(view: View, keep: Collection[ScorePart]) -> Tensor:

@@ -171,7 +171,6 @@ def rung_hooks(chosen: Chosen, rung: Rung) -> Hooks:
         f"substitute_attention({rung})",
         partial(_rung, rung=rung),
         Order.REPLACE,
-        scores=True,
         vectors=rung == "static",
         hides=rung == "first_token",
         plain=rung in ("uniform", "first_token"),

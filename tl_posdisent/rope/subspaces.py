@@ -21,8 +21,6 @@ from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import Numbers, check_choice
 
-INTERACTIONS: tuple[Component, ...] = ("distance:key", "distance:query:key")
-
 
 def interaction_bound(
     moments: Moments, distances: Numbers, *, scale: float, component: Component = "distance:key"

@@ -1,4 +1,4 @@
-"""Paths, atomic file writing, and a lock for folders to which one process at a time writes."""
+"""Paths, and files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from filelock import FileLock, Timeout
-
 from tl_posdisent.utils.errors import ArgumentError, brief
 
 UNFINISHED = ".unfinished"
 KEPT = 40  # characters of a file's name in that of its unfinished file, of at most 255 bytes also in UTF-8
-LOCK = ".tl_posdisent.lock"
 
 
 def found_at(path: str | os.PathLike[str]) -> Literal["file", "folder"] | None:
@@ -97,26 +94,3 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[None]:
-    """Hold a folder's lock, or raise if it cannot be written or another process or thread holds its lock.
-
-    A folder that is missing is created. The operating system releases the lock when its process ends. Errors name the
-    argument ``name`` and the ``work``, a noun such as ``"training"``.
-    """
-    check_writable(name, folder, "folder").mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder, LOCK), timeout=0, thread_local=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ArgumentError(
-            name,
-            f"must be a folder that no other process writes to, got {os.fspath(folder)}: another {work} is running "
-            "there (its lock is held); wait until it ends, or choose another folder",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()

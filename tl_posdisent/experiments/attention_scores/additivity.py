@@ -14,8 +14,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.experiments.measuring.score_controls import Control, for_each_control
-from tl_posdisent.experiments.measuring.text_marginals import (
+from tl_posdisent.experiments.attention_scores.score_controls import ScoreControl, for_each_control
+from tl_posdisent.experiments.attention_scores.text_marginals import (
     TextMarginals,
     pooled_columns,
     text_columns,
@@ -44,7 +44,7 @@ def additivity(
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     sinks: int = 0,
     pool: bool = False,
-    controls: Collection[Control] = (),
+    controls: Collection[ScoreControl] = (),
     progress: bool = True,
 ) -> pd.DataFrame:
     """Fit the three-axis model to every head's scores, in one forward pass with one layer's scores in memory.
@@ -105,7 +105,7 @@ def additivity(
         {'foreign keys': 0.73, 'own': 0.72}
     """
     check_flag("pool", pool)
-    controls = check_subset("controls", controls, get_args(Control))
+    controls = check_subset("controls", controls, get_args(ScoreControl))
     layers = listed("layers", layers)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
@@ -162,7 +162,7 @@ def _group_sums(
     chosen: Chosen,
     mask: MaskKind | Tensor | None,
     sinks: int,
-    controls: Sequence[Control],
+    controls: Sequence[ScoreControl],
     bar: Any,
 ) -> dict[str, dict[int, TextMarginals]]:
     """Compute the marginal sums of each layer's chosen heads and of each control, by name and layer."""

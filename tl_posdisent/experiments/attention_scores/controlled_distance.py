@@ -13,7 +13,7 @@ import pandas as pd
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.additivity import additivity
-from tl_posdisent.experiments.measuring.measure_layers import measure_layers
+from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, pairs_of
 from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import Layers, read_model

@@ -102,7 +102,7 @@ def head_labels(
         trained, *random = [_measured(m, texts, copied, pairs) for m in bar]
     chance: Any = sum(random) / len(random) if random else None
     table = _labelled(trained, chance)
-    table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
+    table.attrs["start_token"] = start_token(reading.model)
     if seeds:
         table.attrs["random weights"] = described_copies("random", scales, seeds)
     return reading.note(table)
@@ -110,8 +110,8 @@ def head_labels(
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
     """Draw sequences of different random tokens, each repeated once, after the start token if the model has one."""
-    # TransformerLens adds a token beyond the vocabulary to tokenizers that lack a special token.
-    start = [x for x in (special_id(model, "bos"),) if x is not None and x < model.cfg.d_vocab]
+    bos = start_token(model)
+    start = [] if bos is None else [bos]
     special = (special_id(model, "pad"), getattr(model.cfg, "pad_id", None), *start)
     usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
     room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
@@ -128,6 +128,15 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     drawn = usable[torch.stack(orders)]
     first = torch.tensor(start, dtype=torch.int64, device="cpu").expand(repeats, -1)
     return torch.cat([first, drawn, drawn], 1).to(device_of(model))
+
+
+def start_token(model: Any) -> int | None:
+    """Return the token that begins texts; None if there is none, or none that the model can read.
+
+    TransformerLens adds a token beyond the vocabulary to tokenizers that lack a special token.
+    """
+    bos = special_id(model, "bos")
+    return bos if bos is not None and bos < model.cfg.d_vocab else None
 
 
 def _labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame:

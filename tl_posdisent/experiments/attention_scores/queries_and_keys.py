@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.measure_layers import measure_layers
+from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.agreement import spread_rows
 from tl_posdisent.models.capture import Captured

@@ -31,8 +31,8 @@ from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_seed, check_subset, listed
 
-Control = Literal["shuffled fit", "zero"]
-_CONTROLS: tuple[Control, ...] = get_args(Control)
+SubstitutionControl = Literal["shuffled fit", "zero"]
+_CONTROLS: tuple[SubstitutionControl, ...] = get_args(SubstitutionControl)
 
 
 def additive_substitution(
@@ -43,7 +43,7 @@ def additive_substitution(
     axes: Axes = "three",
     layers: Layers = None,
     heads: Heads = None,
-    controls: Collection[Control] = _CONTROLS,
+    controls: Collection[SubstitutionControl] = _CONTROLS,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -79,7 +79,7 @@ def additive_substitution(
         >>> bool(full["fit", "distance+query+key"] < full["zero", ""])
         True
     """
-    extra = check_subset("controls", controls, _CONTROLS)
+    chosen_controls = check_subset("controls", controls, _CONTROLS)
     layers = listed("layers", layers)
     reading = read_model(model, layers)
     model = reading.model
@@ -88,10 +88,10 @@ def additive_substitution(
     texts = read_texts(model, tokens, attention_mask)
     shuffled = texts.shuffled(check_seed(seed))
     check_reach(model, [spec.layer for spec in specs])
-    stored = [_fits_of(model, tokens, specs, axes) if "shuffled fit" in extra else {} for tokens in shuffled]
+    stored = [_fits_of(model, tokens, specs, axes) if "shuffled fit" in chosen_controls else {} for tokens in shuffled]
     one_layer = [_Replacement("fit", ADDITIVE)]
-    one_layer += [_Replacement("shuffled fit", ADDITIVE)] if "shuffled fit" in extra else []
-    one_layer += [_Replacement("zero")] if "zero" in extra else []
+    one_layer += [_Replacement("shuffled fit", ADDITIVE)] if "shuffled fit" in chosen_controls else []
+    one_layer += [_Replacement("zero")] if "zero" in chosen_controls else []
     subsets = [keep for n in range(len(PARTS) + 1) for keep in combinations(PARTS, n) if keep != ADDITIVE]
     everywhere = [*one_layer, *(_Replacement("fit", keep) for keep in subsets)]
     rows: list[tuple[Any, ...]] = []

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.experiments.measuring.metrics import as_numbers, values_of
 from tl_posdisent.experiments.measuring.result_gradients import ResultGradients, result_gradients
-from tl_posdisent.experiments.measuring.text_parts import Part
 from tl_posdisent.hooks.hook_list import Chosen, Hooks
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks

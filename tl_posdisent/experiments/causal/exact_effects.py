@@ -12,10 +12,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention
+from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.experiments.measuring.metrics import as_numbers, is_loss, values_of
 from tl_posdisent.experiments.measuring.result_gradients import predictions
 from tl_posdisent.experiments.measuring.runs import Change, Runs
-from tl_posdisent.experiments.measuring.text_parts import Part
 from tl_posdisent.experiments.measuring.token_losses import divergences, losses_and_divergences
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.utils.errors import ArgumentError

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, in_layers
 from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
+from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, differentiable_texts, parts_of
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
-from tl_posdisent.experiments.measuring.text_parts import RUN_TOKENS, differentiable_texts, parts_of
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.hooks.named_hooks import Interventions, named_hooks

@@ -20,7 +20,7 @@ from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
-Control = Literal["shuffled"]
+LadderControl = Literal["shuffled"]
 _ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
 _COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
@@ -37,7 +37,7 @@ def attention_ladder(
     heads: Heads = None,
     unit: Unit = "head",
     rungs: Collection[Rung] = RUNGS,
-    controls: Collection[Control] = get_args(Control),
+    controls: Collection[LadderControl] = get_args(LadderControl),
     progress: bool = True,
 ) -> pd.DataFrame:
     """Replace attention by additive attention of increasing freedom, and measure how much loss each rung recovers.
@@ -98,7 +98,7 @@ def attention_ladder(
     check_choice("unit", unit, get_args(Unit))
     chosen_rungs = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
     rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in chosen_rungs)]
-    chosen_controls = check_subset("controls", controls, get_args(Control))
+    chosen_controls = check_subset("controls", controls, get_args(LadderControl))
     if metric is not None:
         check_metric(metric)
     layers = listed("layers", layers)

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, WITHOUT_FIT, Rung, n_parameters
+from tl_posdisent.experiments.causal.recovered_share import share_between, share_of_kl
 from tl_posdisent.experiments.measuring.metrics import Metric, as_numbers, values_of
-from tl_posdisent.experiments.measuring.recovered_share import share_between, share_of_kl
 from tl_posdisent.experiments.measuring.runs import Change, Failures, Run, Runs, run_texts
 from tl_posdisent.experiments.measuring.token_losses import Unmodified
 from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in

@@ -143,7 +143,7 @@ def _hooks(
             scores[:, :, place] = held[:, list(view.heads), place].log().to(scores)
             return scores
 
-        return hooks_for([(spec, heads)], ScoreEdit("head_patching", put_log, Order.REPLACE, scores=True))
+        return hooks_for([(spec, heads)], ScoreEdit("head_patching", put_log, Order.REPLACE))
     at_place = slice(None) if place is None else place
 
     def put(x: Tensor, hook: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.qk_readout import (
+from tl_posdisent.experiments.residual_stream.qk_readout import (
     Readout,
     measure_readouts,
     residual_hook,

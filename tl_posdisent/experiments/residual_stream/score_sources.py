@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Complex128, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.qk_readout import (
+from tl_posdisent.experiments.residual_stream.qk_readout import (
     FrozenReadout,
     freeze,
     measure_readouts,
@@ -20,7 +20,7 @@ from tl_posdisent.experiments.measuring.qk_readout import (
     residual_hook,
     taps_of,
 )
-from tl_posdisent.experiments.measuring.stream_sources import BIAS, read_source, stream_sources
+from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, read_source, stream_sources
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from math import ceil
 from typing import Any
@@ -41,8 +41,7 @@ class Needles:
         tokens: ``[text, pos]``, ids of the texts, without padding; the answer follows the last token.
         places: ``[text, 2]``, positions of the word that is the answer and of the other needle's word, the decoy (of
             the first token of each).
-        depths: ``[text]``, the place of the answer's needle in the text, from 0 (beginning) to 1; by default its
-            position over that of the last token.
+        depths: ``[text]``, the place of the answer's needle in the text, from 0 (beginning) to 1.
 
     Raises:
         ValueError: tensors of other shapes; places out of range; texts of a pair whose places are not exchanged or
@@ -51,31 +50,37 @@ class Needles:
 
     tokens: Int[Tensor, "text pos"]
     places: Int[Tensor, "text 2"]
-    depths: Float64[Tensor, " text"] = field(default=None)  # type: ignore[assignment]
+    depths: Float64[Tensor, " text"]
 
     def __post_init__(self) -> None:
-        tokens, places = self.tokens, self.places
-        if tokens.ndim != 2 or len(tokens) % 2 or not len(tokens):
-            raise ArgumentError("tokens", f"must have shape (2 * pairs, pos), got {tuple(tokens.shape)}")
-        if places.shape != (len(tokens), 2) or places.min() < 0 or places.max() >= tokens.shape[1] - 1:
+        _check_shapes(self.tokens, self.places)
+        if self.depths.shape != self.tokens.shape[:1]:
             raise ArgumentError(
-                "places",
-                f"must be two positions before the last token for each of {len(tokens)} texts, "
-                f"got shape {tuple(places.shape)}",
+                "depths", f"must be one for each of {len(self.tokens)} texts, got {tuple(self.depths.shape)}"
             )
-        if self.depths is None:
-            object.__setattr__(self, "depths", places[:, 0].double() / (tokens.shape[1] - 1))
-        elif self.depths.shape != tokens.shape[:1]:
-            raise ArgumentError(
-                "depths", f"must be one for each of {len(tokens)} texts, got {tuple(self.depths.shape)}"
-            )
-        words = self.words
+        words, places = self.words, self.places
         if not torch.equal(places[::2], places[1::2].flip(1)) or not torch.equal(words[::2], words[1::2].flip(1)):
             raise ArgumentError(
                 "places", "must be exchanged between the two texts of a pair, which have the same words"
             )
         if (words[:, 0] == words[:, 1]).any():
             raise ArgumentError("places", "must have two different words in each text")
+
+    @classmethod
+    def from_places(cls, tokens: Int[Tensor, "text pos"], places: Int[Tensor, "text 2"]) -> Needles:
+        """Make needles whose depth is the position of the answer's needle over that of the last token.
+
+        Raises:
+            ValueError: as ``Needles``.
+
+        Example:
+            >>> import torch
+            >>> tokens = torch.tensor([[1, 5, 2, 6, 1], [2, 5, 1, 6, 1]])  # names 1 and 2, words 5 and 6
+            >>> Needles.from_places(tokens, torch.tensor([[1, 3], [3, 1]])).depths.tolist()
+            [0.25, 0.75]
+        """
+        _check_shapes(tokens, places)
+        return cls(tokens, places, places[:, 0].double() / (tokens.shape[1] - 1))
 
     @property
     def words(self) -> Int[Tensor, "text 2"]:
@@ -96,6 +101,17 @@ class Needles:
     def __repr__(self) -> str:
         n, length = self.tokens.shape
         return f"Needles: {n // 2} pairs of texts of {length} tokens"
+
+
+def _check_shapes(tokens: Tensor, places: Tensor) -> None:
+    if tokens.ndim != 2 or len(tokens) % 2 or not len(tokens):
+        raise ArgumentError("tokens", f"must have shape (2 * pairs, pos), got {tuple(tokens.shape)}")
+    if places.shape != (len(tokens), 2) or places.min() < 0 or places.max() >= tokens.shape[1] - 1:
+        raise ArgumentError(
+            "places",
+            f"must be two positions before the last token for each of {len(tokens)} texts, "
+            f"got shape {tuple(places.shape)}",
+        )
 
 
 def needle_texts(model: Any, *, length: int = 256, pairs: int = 12, depths: int = 4, seed: int = 0) -> Needles:
@@ -132,7 +148,9 @@ def needle_texts(model: Any, *, length: int = 256, pairs: int = 12, depths: int 
     check_integer("depths", depths, 2)
     generator = np.random.default_rng(check_seed(seed))
     if getattr(model, "tokenizer", None) is None:
-        raise ArgumentError("model", "must have a tokenizer, got one without: make Needles of token ids")
+        raise ArgumentError(
+            "model", "must have a tokenizer, got one without: make Needles of token ids (Needles.from_places)"
+        )
 
     def encode(text: str) -> list[int]:
         ids: list[int] = text_ids(model, text, prepend_bos=False)[0].tolist()

@@ -12,9 +12,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.attention_outputs import for_each_output, require_finite
-from tl_posdisent.experiments.measuring.mahalanobis import ReferenceSample, fit_reference
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
+from tl_posdisent.experiments.robustness.attention_outputs import for_each_output, require_finite
+from tl_posdisent.experiments.robustness.mahalanobis import ReferenceSample, fit_reference
 from tl_posdisent.hooks.applied import applied, check_hooks
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.capture import of_heads

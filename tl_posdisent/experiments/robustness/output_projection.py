@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.attention_outputs import for_each_output
+from tl_posdisent.experiments.robustness.attention_outputs import for_each_output
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model

@@ -147,7 +147,7 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ArgumentError("downstream", f"must return a number, got {shown(value)}") from error
-        if number - number != 0:
+        if not math.isfinite(number):
             raise ArgumentError("downstream", f"must return a finite number, got {number}")
         return number
 

@@ -51,8 +51,7 @@ class ScoreEdit(Edit):
 
     edit: Callable[[View], Tensor]  # returns new scores, used inside the mask only; -inf hides a key
     order: Order
-    scores: bool = False  # whether it reads the scores
-    vectors: bool = False
+    vectors: bool = False  # whether it reads queries and keys
     counts: bool = False  # whether it needs the indices of tokens in their text
     hides: bool = False  # whether it hides keys by scores of its own, so that no component of them can be fitted
     plain: bool = False  # needs the real distances: combines only with frequency limits and interpolation

@@ -82,10 +82,10 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     return chosen
 
 
-def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend)) -> None:
-    """Raise ValueError unless ``backend`` is allowed and the installed TransformerLens has it."""
-    if backend not in allowed:
-        raise ArgumentError("backend", f"must be one of {allowed}, got {backend!r}")
+def check_backend(backend: str) -> None:
+    """Raise ValueError unless ``backend`` is one of TransformerLens's and the installed one has it."""
+    if backend not in get_args(Backend):
+        raise ArgumentError("backend", f"must be one of {get_args(Backend)}, got {backend!r}")
     if backend == "hooked" and not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, use backend='bridge'")
 

@@ -102,10 +102,10 @@ class Texts:
         order = torch.cat([group.rows for group in self.groups]).argsort().tolist()
         return pad_sequence([texts[at] for at in order], True, fill)
 
-    def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
+    def lay_out(self, parts: Sequence[Tensor]) -> Tensor:
         """Combine results of the groups in the layout of the batch.
 
-        Results ``[text, pos, ...]`` with three or more axes get ``fill`` at the padding; others, ``[text, ...]``, are
+        Results ``[text, pos, ...]`` with three or more axes get NaN at the padding; others, ``[text, ...]``, are
         put into the order of the batch.
         """
         if len(parts) == 1 and (parts[0].ndim < 3 or parts[0].shape[:2] == self.tokens.shape):
@@ -116,7 +116,7 @@ class Texts:
             by_token = part.ndim > 2 and part.shape[1] == n
             if whole is None:
                 shape = [*self.tokens.shape, *part.shape[2:]] if by_token else [len(self.tokens), *part.shape[1:]]
-                whole = part.new_full(shape, fill)
+                whole = part.new_full(shape, torch.nan)
             where = (rows[:, None], starts[:, None] + torch.arange(n, device=part.device)) if by_token else rows
             whole[where] = part
         assert whole is not None
@@ -322,20 +322,23 @@ def token_words(model: Any, ids: Int[Tensor, " pos"]) -> list[str]:
     return [str(word) for word in model.to_str_tokens(ids)]
 
 
-def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
-    """Draw two random texts of about ten tokens, or of another length, without special tokens."""
+def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
+    """Draw two random texts of about ten tokens, without special tokens; always the same ones for a model."""
     cfg = model.cfg
-    if length is None:
-        heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
-        length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no two axes can be confused
-        length = min(length, getattr(cfg, "n_ctx", None) or length)
-    generator = torch.Generator().manual_seed(seed)
+    heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
+    length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no two axes can be confused
+    length = min(length, getattr(cfg, "n_ctx", None) or length)
+    ids = ordinary_ids(model)
+    drawn = torch.randint(0, len(ids), (2, length), generator=torch.Generator().manual_seed(0), device="cpu")
+    return ids[drawn].to(device_of(model))
+
+
+def ordinary_ids(model: Any) -> Int[Tensor, " id"]:
+    """Return the first 4096 ids of the vocabulary without special tokens: padding would change positions and mask."""
     tokenizer = getattr(model, "tokenizer", None)
-    # Padding would change positions and mask.
     special = {
         *(getattr(tokenizer, "all_special_ids", None) or ()),
-        getattr(cfg, "pad_id", None),
+        getattr(model.cfg, "pad_id", None),
         special_id(model, "pad"),
     }
-    ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special], device="cpu")
-    return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
+    return torch.tensor([t for t in range(min(model.cfg.d_vocab, 4096)) if t not in special], device="cpu")

@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.additivity import additivity
-from tl_posdisent.experiments.measuring.score_controls import Control
+from tl_posdisent.experiments.attention_scores.score_controls import ScoreControl
 from tl_posdisent.page.deciding.against_foreign_keys import FOREIGN_KEYS, compare_with_foreign_keys
 from tl_posdisent.page.deciding.against_random import compare_with_random
 from tl_posdisent.page.deciding.count_where_or_what import count_where_or_what
@@ -36,7 +36,7 @@ _FITS = {
 }
 
 
-def measure_additivity(subject: Subject, *, sinks: int = 0, controls: Collection[Control] = ()) -> pd.DataFrame:
+def measure_additivity(subject: Subject, *, sinks: int = 0, controls: Collection[ScoreControl] = ()) -> pd.DataFrame:
     """Run ``additivity`` on all texts, without the first ``sinks`` keys."""
     return additivity(
         subject.reading,

@@ -70,11 +70,9 @@ class Layout:
         ends = {"maxValue": self.scale, "minValue": -self.scale}
         return {"tokens": list(tokens), **ends, "negativeColor": NEGATIVE, "positiveColor": POSITIVE}
 
-    def widget(
-        self, groups: Mapping[str, Sequence[str]], values: Iterable[Tensor], draw: str, data: Any, style: str = ""
-    ) -> Widget:
+    def widget(self, groups: Mapping[str, Sequence[str]], values: Iterable[Tensor], draw: str, data: Any) -> Widget:
         """Build the widget of these data, drawn by this script: title, explanation, scale, and choices in groups."""
-        body = self._header(values) + _menu(groups, self.choice) + f'<div data-stage="" style="{style}"></div>'
+        body = self._header(values) + _menu(groups, self.choice) + '<div data-stage=""></div>'
         return Widget(body, draw % script_json(data), title=self.title)
 
     def beyond(self, values: Iterable[Tensor]) -> bool:

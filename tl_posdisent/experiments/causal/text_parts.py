@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,38 +27,34 @@ def differentiable_texts(
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Texts that are run together, their metric, and their places in the batch.
-
-    Attributes:
-        separable: whether each of the texts has a metric of its own.
-    """
+    """Texts that are run together, their metric, and their places in the batch."""
 
     texts: Texts
     metric: Metric
     places: Tensor
-    separable: bool
 
 
-def parts_of(texts: Texts, metric: Metric, rows: Iterable[int] | None = None, *, tokens: int = 1) -> list[Part]:
-    """Separate some of the texts, if the metric of each can be computed alone; otherwise keep all of them together.
+def parts_of(texts: Texts, metric: Metric, *, tokens: int = 1) -> list[Part]:
+    """Separate the texts, if the metric of each can be computed alone; otherwise keep all of them together.
 
     Short texts of equal length may share a part of at most so many ``tokens``, whose passes take little longer than
     those of one of them.
     """
-    every = torch.arange(len(texts.tokens), device="cpu")
+    places = torch.arange(len(texts.tokens), device="cpu")
     if not is_separable(metric):
-        return [Part(texts, metric, every, separable=False)]
+        return [Part(texts, metric, places)]
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))
     by_length: dict[int, list[int]] = {}
-    for row in range(len(texts.tokens)) if rows is None else rows:
-        by_length.setdefault(texts.lengths[row], []).append(row)
+    for row, length in enumerate(texts.lengths):
+        by_length.setdefault(length, []).append(row)
     parts = []
-    for length, some in by_length.items():
-        most = max(1, tokens // length)
-        for few in (some[first : first + most] for first in range(0, len(some), most)):
-            own = metric.of_rows(few) if isinstance(metric, LogitDifference) else metric
-            parts.append(Part(_equally_long(texts, few), own, every[few], separable=True))
+    for length, rows in by_length.items():
+        n_texts = max(1, tokens // length)
+        for first in range(0, len(rows), n_texts):
+            part = rows[first : first + n_texts]
+            part_metric = metric.of_rows(part) if isinstance(metric, LogitDifference) else metric
+            parts.append(Part(_equally_long(texts, part), part_metric, places[part]))
     return parts
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.qk_readout import (
+from tl_posdisent.experiments.residual_stream.qk_readout import (
     FrozenNorm,
     FrozenReadout,
     fit_norm,

@@ -18,7 +18,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.utils.errors import ArgumentError
 
-Control = Literal["foreign keys", "random queries and keys"]
+ScoreControl = Literal["foreign keys", "random queries and keys"]
 """Which scores are fitted beside those of the heads: see ``additivity``."""
 
 _SEED = 0  # of the random projections
@@ -26,7 +26,7 @@ _Function = Callable[[str, AttentionSpec, Tensor], None]
 
 
 def for_each_control(
-    controls: Sequence[Control],
+    controls: Sequence[ScoreControl],
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     specs: Sequence[AttentionSpec],
