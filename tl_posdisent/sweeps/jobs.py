@@ -26,7 +26,7 @@ def describe_jobs(jobs: Any) -> dict[str, str]:
 
     >>> from tl_posdisent.demo import demo_tokens
     >>> describe_jobs({"short": partial(demo_tokens, length=16)})
-    {'short': 'demo_tokens(length=16)'}
+    {'short': 'tl_posdisent.demo.demo_model.demo_tokens(length=16)'}
     """
     if not isinstance(jobs, Mapping) or not jobs:
         raise ArgumentError("jobs", f"must be a dict of names and functions, got {brief(jobs)}")
