@@ -42,3 +42,19 @@ def with_baseline(
     """Return the measurement of a section: the table of the model, and that of its random copies."""
     random, note = measure_copies(measure_table, subject, settings)
     return Measurement(table, random, note=join_notes(failures_note(table), note), read=subject)
+
+
+def measure_with_baseline(experiment: Callable[..., pd.DataFrame], subject: Subject, settings: Settings) -> Measurement:
+    """Run an experiment on all texts, in the layers and heads that were asked for, and with random weights."""
+
+    def measure_table(measured: Subject) -> pd.DataFrame:
+        return experiment(
+            measured.reading,
+            measured.tokens,
+            attention_mask=measured.mask,
+            layers=measured.asked_layers,
+            heads=measured.asked_heads,
+            progress=False,
+        )
+
+    return with_baseline(measure_table(subject), measure_table, subject, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pandas as pd
 from markupsafe import Markup
 
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
@@ -10,7 +9,7 @@ from tl_posdisent.page.deciding.against_random import compare_with_random
 from tl_posdisent.page.drawing.maps import with_attention
 from tl_posdisent.page.drawing.markup import figure, render, table
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings
-from tl_posdisent.page.measuring.random_copies import with_baseline
+from tl_posdisent.page.measuring.random_copies import measure_with_baseline
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Section
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
@@ -21,15 +20,8 @@ _BARS = 96
 _CORRELATIONS = ["r_two_axis", "r_three_axis"]
 
 
-def _decompose(subject: Subject) -> pd.DataFrame:
-    layers, heads = subject.asked_layers, subject.asked_heads
-    return controlled_distance(
-        subject.reading, subject.tokens, attention_mask=subject.mask, layers=layers, heads=heads, progress=False
-    )
-
-
 def _measure(subject: Subject, settings: Settings) -> Measurement:
-    return with_baseline(_decompose(subject), _decompose, subject, settings)
+    return measure_with_baseline(controlled_distance, subject, settings)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:

@@ -11,7 +11,7 @@ from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_
 from tl_posdisent.page.deciding.words import numbers
 from tl_posdisent.page.drawing.markup import figure, part, render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings
-from tl_posdisent.page.measuring.random_copies import with_baseline
+from tl_posdisent.page.measuring.random_copies import measure_with_baseline
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Section
 from tl_posdisent.viz.plots.bars import stacked_shares
@@ -21,15 +21,8 @@ _LISTED = 16
 """Longer tables of subspaces are folded."""
 
 
-def _measure_patterns(subject: Subject) -> pd.DataFrame:
-    layers, heads = subject.asked_layers, subject.asked_heads
-    return subspace_patterns(
-        subject.reading, subject.tokens, attention_mask=subject.mask, layers=layers, heads=heads, progress=False
-    )
-
-
 def _measure(subject: Subject, settings: Settings) -> Measurement:
-    return with_baseline(_measure_patterns(subject), _measure_patterns, subject, settings)
+    return measure_with_baseline(subspace_patterns, subject, settings)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
