@@ -36,3 +36,4 @@ from .robustness.output_projection import output_projection as output_projection
 from .robustness.perturb import Perturbed as Perturbed
 from .robustness.perturb import perturb as perturb
 from .robustness.perturbation_curve import perturbation_curve as perturbation_curve
+from .where_or_what.where_or_what import where_or_what as where_or_what

@@ -94,13 +94,13 @@ def estimated_effects(
     n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
     for x in changes_of_results(model, interventions, parts, draws=draws, seed=seed, bar=bar):
         with own_sums():
-            products = torch.einsum("gtphd,tphd->gth", x.gradients, x.change)[:, :, list(x.where.heads)].cpu()
+            products = torch.einsum("gtphd,tphd->gtph", x.gradients, x.change)[..., list(x.where.heads)].cpu()
         start = rows.index((x.where.name, x.where.layer, x.where.heads[0]))
         of_place = slice(start, start + len(x.where.heads))
         n_predictions[x.texts] = x.n_predictions
-        first[x.texts, of_place] = products[0]
+        first[x.texts, of_place] = products[0].sum(1)
         if draws:
-            curvature[x.texts, of_place] = products[1:].square().mean(0) / 2 / x.n_predictions
+            curvature[x.texts, of_place] = products[1:].square().sum(2).mean(0) / 2 / x.n_predictions
     return Estimates(rows, first, curvature, n_predictions)
 
 
