@@ -54,10 +54,12 @@ def exact_effects(
         runs = Runs(model, texts, layers)
         baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
+        shortcuts = runs.shortcuts
         for layer in layers:
             in_layer = [x for x in outcomes if x.changed.layer == layer]
             changes = [Change(x.changed.name, x.changed.heads, partial(_hooks_on, x.changed)) for x in in_layer]
-            for outcome, run in zip(in_layer, runs.each(layer, changes), strict=True):
+            layer_runs = runs.changed(layer, changes, shortcuts)
+            for outcome, (run, known) in zip(in_layer, layer_runs, strict=True):
                 try:
                     values, divergences_by_text = _values_and_divergences(run(), clean, part)
                 except ArgumentError as error:
@@ -66,6 +68,7 @@ def exact_effects(
                     raise ArgumentError("interventions", problem) from error
                 outcome.effects[part.places] = values - baseline
                 outcome.divergences[part.places] = divergences_by_text
+                shortcuts = known  # for the next layer
                 bar.update(len(part.places))
     return outcomes
 

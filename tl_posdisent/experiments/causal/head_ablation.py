@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.measuring.rows_by_head import layer_units, rows_by_head
-from tl_posdisent.experiments.measuring.runs import HooksOf
+from tl_posdisent.experiments.measuring.runs import GroupHooks
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
@@ -96,7 +96,7 @@ def head_ablation(
     return rows_by_head(reading, texts, units, hooks_in, metric, progress=progress)
 
 
-def _ablations(edit: ResultEdit, spec: AttentionSpec) -> list[HooksOf]:
+def _ablations(edit: ResultEdit, spec: AttentionSpec) -> list[GroupHooks]:
     """Return, for all positions together, what makes the hooks that ablate heads of a layer."""
     return [partial(_ablation_hooks, edit, spec)]
 

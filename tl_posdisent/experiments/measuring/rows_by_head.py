@@ -6,12 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from math import nan
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from tl_posdisent.experiments.measuring.metrics import Metric, metric_name, value_of
-from tl_posdisent.experiments.measuring.runs import Change, Failures, HooksOf, Run, Runs, run_texts
+from tl_posdisent.experiments.measuring.runs import (
+    Change,
+    Failure,
+    GroupHooks,
+    Run,
+    Runs,
+    attempt,
+    note_failures,
+    run_texts,
+)
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
@@ -68,7 +78,7 @@ def rows_by_head(
     reading: ModelReading,
     texts: Texts,
     units: Sequence[LayerUnits],
-    hooks_in: Callable[[AttentionSpec], Sequence[HooksOf]],
+    hooks_in: Callable[[AttentionSpec], Sequence[GroupHooks]],
     metric: Metric,
     *,
     places: Sequence[int | None] = (None,),
@@ -97,7 +107,7 @@ def rows_by_head(
     Raises:
         ValueError: a source with the metric of the unchanged run; errors of all runs (those of some are NaN rows).
     """
-    model, rows, failures = reading.model, [], Failures()
+    model, rows, failures = reading.model, list[tuple[Any, ...]](), list[Failure]()
     patched_hooks, target = (None, texts) if source is None else (source.patched_hooks, source.target or texts)
     n_runs = len(places) * sum(len(unit.changed) for unit in units)
     with running(model), progress_bar(total=n_runs, desc="heads", disable=not progress) as bar:
@@ -114,12 +124,17 @@ def rows_by_head(
                     "change, such as logit_difference(…) of an answer that depends on it, or make the two runs differ "
                     "more"
                 )
+        shortcuts = runs.shortcuts
         for spec, changed, reported in units:
             changes = [Change("change", tuple(heads), hooks) for hooks in hooks_in(spec) for heads in changed]
-            layer_runs = runs.each(spec.layer, changes)
-            for (place, heads), run in zip(product(places, reported), layer_runs, strict=True):
-                value = failures.attempt(partial(_metric_of, run, metric, target), spec.layer, heads[0])
+            layer_runs = runs.changed(spec.layer, changes, shortcuts)
+            for (place, heads), (run, known) in zip(product(places, reported), layer_runs, strict=True):
+                value = attempt(partial(_metric_of, run, metric, target), spec.layer, heads[0])
+                if isinstance(value, Failure):
+                    failures.append(value)
+                    value = nan
                 rows += [(spec.layer, head, place, *unpatched.values(), value) for head in heads]
+                shortcuts = known  # for the next layer
                 bar.update()
     table = pd.DataFrame(rows, columns=["layer", "head", "position", *unpatched, "value"]).astype({"value": float})
     table = table.drop(columns="position") if None in places else table
@@ -128,7 +143,7 @@ def rows_by_head(
     if source is not None:
         table["effect"] /= unpatched["source"] - baseline
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
-    return reading.note(failures.note(table, stacklevel=4))
+    return reading.note(note_failures(table, failures, n_runs, stacklevel=4))
 
 
 def _metric_of(run: Run, metric: Metric, texts: Texts) -> float:
