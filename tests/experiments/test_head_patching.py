@@ -164,7 +164,7 @@ def test_what_no_position_changes_is_computed_once(places: list[int], shared_mod
 def test_a_change_without_effect_proves_nothing(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first query sees one key, so that shortcuts seem right there; elsewhere they are not, since the queries of
     all heads have one norm."""
-    monkeypatch.setattr(runs, "_MOST_AT_ONCE", 1)  # a batch for each head and position
+    monkeypatch.setattr(runs, "_MAX_TEXTS_PER_PASS", 1)  # a batch for each head and position
     model, hook = shared_model("bridge", "olmo2"), "blocks.1.attn.hook_q"
     with torch.no_grad():
         held = model.run_with_cache(TOKENS)[1][hook]
