@@ -55,7 +55,7 @@ def table(model: Any, of: int = TEXTS, draws: int = DRAWS) -> pd.DataFrame:
 
 def curvatures(model: Any, text: Tensor, interventions: Any, draws: int, seed: int) -> dict[str, Tensor]:
     """``[draw, head]`` by intervention: what each draw of labels estimates of the divergence, nats per prediction."""
-    reading = read_model(model, None)
+    reading = read_model(model)
     _, parts = differentiable_texts(model, text, None, next_token_loss)
     changes = in_layers(interventions, any_heads(reading, None, None))
     by_layer: dict[str, list[Tensor]] = {name: [] for name in interventions}

@@ -169,7 +169,7 @@ def fires_and_matters(model: Any, name: str, fired: list[int]) -> bool:
     with torch.no_grad():
         model(TOKENS)
     short = name.rsplit(".", 1)[-1]
-    editable = short != "hook_attn_scores" or read_model(model, 1).specs()[0].taps.scores is not None
+    editable = short != "hook_attn_scores" or read_model(model).specs(1)[0].taps.scores is not None
     return bool(fired) and short != "hook_q" and editable
 
 

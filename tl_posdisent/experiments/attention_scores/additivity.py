@@ -107,7 +107,7 @@ def additivity(
     check_flag("pool", pool)
     controls = check_subset("controls", controls, get_args(ScoreControl))
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     check_integer("sinks", sinks, 0, min(texts.lengths) - 2)

@@ -90,7 +90,7 @@ def head_labels(
     """
     seeds = check_seeds(seeds, 0)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     pairs = pairs_of(any_heads(reading, layers, heads))
     copied = repeated_tokens(reading.model, length, _REPEATS, check_seed(seed))
     read = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
@@ -152,7 +152,7 @@ def _labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFram
 
 def _measured(model: Any, texts: Texts, copied: Tensor, pairs: list[tuple[int, int]]) -> pd.DataFrame:
     """Compute the measures of one model, by layer and head."""
-    reading = read_model(model, sorted({layer for layer, _ in pairs}))
+    reading = read_model(model)
     chosen = any_heads(reading, None, pairs)
     sums: dict[tuple[str, int], Any] = defaultdict(float)
     local = min(_LOCAL_KEYS, min(texts.lengths) - 1)

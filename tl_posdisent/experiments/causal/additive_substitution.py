@@ -81,7 +81,7 @@ def additive_substitution(
     """
     chosen_controls = check_subset("controls", controls, _CONTROLS)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model = reading.model
     chosen = additive_heads(reading, axes, layers, heads, "additive_substitution")
     specs = [spec for spec, _ in chosen]

@@ -122,7 +122,7 @@ def head_effects(
         check_integer("exact", exact, 0, why="a quarter of the number of heads that are run, or 'all'")
     check_seed(seed)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     check_reach(reading, [spec.layer for spec, _ in chosen])
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)

@@ -102,7 +102,7 @@ def attention_ladder(
     if metric is not None:
         check_metric(metric)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     fitted = read_texts(reading.model, tokens)
     with naming(tokens="heldout"):
         texts = fitted if heldout is None else read_texts(reading.model, heldout)

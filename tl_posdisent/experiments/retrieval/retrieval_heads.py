@@ -120,7 +120,7 @@ def retrieval_heads(
     check_integer("draws", draws, 1)
     check_seed(seed)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, specs = reading.model, sorted(reading.specs(layers), key=lambda spec: spec.layer)
     if not all(spec.causal for spec in specs):
         raise ArgumentError("model", "must be causal, got one whose tokens see later ones")
