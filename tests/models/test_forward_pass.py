@@ -112,13 +112,16 @@ def test_a_block_leaves_nothing_whatever_ends_it(kind: str, name: str, shared_mo
     before, blocks = state(model), list(model.blocks)
 
     def fail(x: Tensor, hook: Any) -> None:
-        raise error
+        raise ValueError("in a hook")
 
-    for error in (ValueError("in a hook"), KeyboardInterrupt()):
-        for bare in (False, True):
-            with pytest.raises(type(error)), running(model, bare=bare) as p, p.skipping(blocks[1:], lambda: None):
-                p.run(TOKENS, [(hook_name(0, "hook_z"), fail)])
-            assert state(model) == before
+    for bare in (False, True):
+        with (
+            pytest.raises(ValueError, match="in a hook"),
+            running(model, bare=bare) as p,
+            p.skipping(blocks[1:], lambda: None),
+        ):
+            p.run(TOKENS, [(hook_name(0, "hook_z"), fail)])
+        assert state(model) == before
     model.eval()
 
 
