@@ -57,7 +57,8 @@ class ModelReading(HasTable):
         frequencies and phases, ``controlled_distance``, ``position_patching``, ``patch_vectors``; ``score_edits``:
         ``substitute_additive``, ``drop_component``, ``component_patching``; ``result_edits``: ``ablate_heads``,
         ``head_ablation``, ``head_patching``. ``why_not`` says why the others do not; it is empty if all act. A tool of
-        a group that does not act on a layer raises a ``ValueError`` there.
+        a group that does not act on a layer raises a ``ValueError`` there. One pass over a short text for each layer
+        shows whether edited results reach the output.
 
         Each tool also compares the scores with the reading whenever it runs, so a text can be refused for its padding.
         """
@@ -94,7 +95,12 @@ class ModelReading(HasTable):
         return tuple(layer for layer in range(self.n_layers) if layer not in attending)
 
     def specs(self, layers: Layers = None) -> list[AttentionSpec]:
-        """Return the specs of these layers in the order given (default all with attention).
+        """Return the specs of these layers in the order given.
+
+        Args:
+            layers: an integer, or integers, of which negative ones count from the end; ``"local"`` for the layers with
+                a sliding window, ``"global"`` for the others; None for all with attention. All functions that take
+                layers accept these forms.
 
         Raises:
             ValueError: layers out of range, repeated or without attention.
