@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
@@ -28,7 +29,6 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_seed, check_subset, listed
 
 SubstitutionControl = Literal["shuffled fit", "zero"]
@@ -96,7 +96,7 @@ def additive_substitution(
     everywhere = [*one_layer, *(_Replacement("fit", keep) for keep in subsets)]
     rows: list[tuple[Any, ...]] = []
     n_rows = len(one_layer) * sum(len(some) + 1 for _, some in chosen) + len(everywhere)
-    with running(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
+    with running(model), tqdm(total=n_rows, desc="runs", disable=not progress) as bar:
         runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
         unmodified = Unmodified.of(runs.clean, texts)
         clean_loss = unmodified.losses.mean().item()

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.metrics import Metric, metric_name, value_of
 from tl_posdisent.experiments.measuring.runs import Change, Failures, HooksOf, Runs, run_texts
@@ -17,7 +18,6 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import dtype_of
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.precision import apart
-from tl_posdisent.utils.progress import progress_bar
 
 Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
 """A layer, the heads that are changed together, and for each of these the heads whose rows they are (None: all)."""
@@ -80,7 +80,7 @@ def rows_by_head(
     under, target = (None, texts) if source is None else (source.under, source.target or texts)
     with (
         running(model),
-        progress_bar(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
+        tqdm(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
     ):
         runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under)
         ends = {"baseline": value_of(metric, runs.clean, target)}
