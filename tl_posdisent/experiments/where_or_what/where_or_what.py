@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, in_layers
 from tl_posdisent.experiments.causal.exact_effects import exact_effects
@@ -23,7 +24,6 @@ from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.progress import SLACK, progress_bar
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, is_integer, listed
 from tl_posdisent.utils.words import plural
 
@@ -170,8 +170,8 @@ def _estimated(
     """Estimate the divergence of each text under each replacement of each head, and count its predictions."""
     n_texts, names = len(texts.tokens), list(of_folds[0].replacements)
     divergences, n_predictions = [], []
-    total = n_texts * (2 + draws + len(names) / 2) + SLACK
-    with progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+    total = n_texts * (2 + draws + len(names) / 2) + 1e-6  # more than the rounding of fractions
+    with tqdm(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
         for fold, interventions in zip(of_folds, changes, strict=True):
             with torch.inference_mode(False):
                 parts = parts_of(fold.texts, next_token_loss)
@@ -196,7 +196,7 @@ def _with_runs(
     """Return the divergences with those of some heads measured, by one run of each replacement of each head alone."""
     divergences, names = estimated.clone(), list(of_folds[0].replacements)
     total = len(to_run) * len(names) * divergences.shape[1]
-    with progress_bar(total=total, desc="runs", disable=not progress or not to_run) as bar:
+    with tqdm(total=total, desc="runs", disable=not progress or not to_run) as bar:
         for fold, interventions in zip(of_folds, changes, strict=True):
             heads = [
                 replace(x, heads=(head,))
