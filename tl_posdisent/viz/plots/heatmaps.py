@@ -104,7 +104,10 @@ def plot_heads(
     error = f"{value}_se"
     if error in table and not table.duplicated(["layer", "head"]).any():
         errors = table.pivot(index="layer", columns="head", values=error)
-        heat.update(customdata=errors.to_numpy(dtype=float), hovertemplate=heat.hovertemplate + " ± %{customdata:.2g}")
+        heat.update(
+            customdata=errors.to_numpy(dtype=float),
+            hovertemplate=heat.hovertemplate + " ± %{customdata:.2g} (standard error)",
+        )
     figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by layer and head")
     return _as_map(figure, "head", "layer")
 
@@ -338,7 +341,7 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     verdicts = table["verdict"].where(between == "", table["verdict"] + " between " + between)
     columns = (table["layer"], table["head"], verdicts, table["gap"], table.get("error", missing))
     texts = [
-        f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g}'} nats per token"
+        f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g} (standard error)'} nats per token"
         for *_, verdict, gap, se in zip(*columns, strict=True)
     ]
     if rungs is None:
