@@ -133,10 +133,8 @@ def test_every_error_says_over_what(made: tuple[Any, Document]) -> None:
     """Each sentence, title and caption with a ± says that it is a standard error, and over what."""
     _, document = made
     visible = re.sub(r"<(script|style).*?</\1>", "", document.source, flags=re.DOTALL)
-    blocks = [
-        " ".join(re.sub(r"<[^>]+>", "", block).split()) for block in re.split(r"</(?:li|p|th|td|figcaption)>", visible)
-    ]
-    with_error = [block for block in blocks if "±" in block]
+    blocks = re.split(r"</(?:li|p|th|td|figcaption)>", visible)
+    with_error = [" ".join(re.sub(r"<[^>]+>", "", block).split()) for block in blocks if "±" in block]
     assert len(with_error) >= 3
     assert [block for block in with_error if not re.search("standard error over (texts|copies)", block)] == []
     hovers = re.findall(r'"[^"]*±[^"]*"', "".join(str(figure).replace("'", '"') for figure in document.figures))

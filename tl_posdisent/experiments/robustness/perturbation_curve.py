@@ -61,10 +61,11 @@ def perturbation_curve(
         progress: show a progress bar over the runs.
 
     Returns:
-        One row per kind and fraction: ``kind``, ``fraction``; the number of ``draws`` (seeds); ``moved`` and ``intact``, the share of all positions
-        that moved, and the share of positions with a next token that are intact; ``perplexity`` and ``accuracy`` of the
-        next token; ``added_loss`` (nats per token relative to the unmodified model) and ``kl`` (nats,
-        KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and ``downstream``, if given.
+        One row per kind and fraction: ``kind``, ``fraction``; the number of ``draws`` (seeds); ``moved`` and
+        ``intact``, the share of all positions that moved, and the share of positions with a next token that are intact;
+        ``perplexity`` and ``accuracy`` of the next token; ``added_loss`` (nats per token relative to the unmodified
+        model) and ``kl`` (nats, KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and
+        ``downstream``, if given.
         Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
 
     Raises:

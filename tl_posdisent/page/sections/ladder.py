@@ -19,7 +19,7 @@ from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings,
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Section
 from tl_posdisent.utils.words import plural
-from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
+from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
 
 _POSITIONS, _TOKENS = 128, 512
 """Positions of each text, and tokens altogether, that are read."""
@@ -66,7 +66,7 @@ def split_texts(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor] 
 def _show(subject: Subject, measurement: Measurement) -> Content:
     rungs, verdicts = measurement.trained, head_verdicts(measurement.trained)
     gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap")
-    gaps.update_traces(colorbar_title_text="divergence<br>(nats per token)")
+    gaps.update_traces(colorbar_title_text=bar_title("divergence (nats per token)"))
     caption = f"Gap: divergence of the predictions with uniform attention, ± a {_ERROR}"
     values = {
         "held_out": len((measurement.read or subject).tokens) > 1,
