@@ -24,7 +24,8 @@ _COLLISIONS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((pl
   const edge = plot.getBoundingClientRect(), bar = plot.querySelector(".colorbar");
   const all = [...bar.querySelectorAll("text")].map((x) => [x.textContent, x.getBoundingClientRect()]);
   const over = all.flatMap(([a, p], i) => all.slice(i + 1).filter(([b, q]) =>
-    p.left < q.right && q.left < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom).map(([b]) => `${a} over ${b}`));
+    p.left < q.right && q.left < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom
+  ).map(([b]) => `${a} over ${b}`));
   const cut = all.filter(([a, p]) => p.left < edge.left || p.right > edge.right || p.top < edge.top).map(([a]) => a);
   return [all.length, ...over, ...cut];
 })"""
