@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support import zoo
 from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
+from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 
@@ -214,6 +216,11 @@ def test_rows_are_means_over_seeds_with_their_error(shared_model: Any) -> None:
         runs = pd.concat([one[name] for one in single], axis=1)
         pd.testing.assert_series_equal(table[name], runs.mean(axis=1), check_names=False)
         pd.testing.assert_series_equal(table[f"{name}_se"], runs.std(axis=1) / 3**0.5, check_names=False)
+    assert (table["draws"] == 3).all()
+    both = CURVE(model, TEXT, seeds=2, **options)
+    for name in ("perplexity", "added_loss"):
+        runs = np.sort(np.stack([one[name] for one in single[:2]]), axis=0)
+        np.testing.assert_allclose(np.stack(lower_and_higher(both, name)), runs, atol=1e-12, rtol=1e-12)
     zero = table[table["fraction"] == 0]
     assert (zero[["moved", "added_loss", "kl", "perplexity_se"]] == 0).all(axis=None)
     assert (zero["intact"] == 1).all()
