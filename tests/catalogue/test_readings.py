@@ -22,7 +22,7 @@ OF_MODELS = {f.__name__: f for f in functions() if f.__module__.split(".")[1] no
 CLASSES = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
 LAYERS = {"bridge": [2, 0], "hooked": [1]}
 CASES = [
-    pytest.param(name, kind, LAYERS[kind], marks=[] if name in QUICK else pytest.mark.slow)
+    pytest.param(name, kind, LAYERS[kind], marks=[] if name in QUICK and kind == CLASSES[0] else pytest.mark.slow)
     for kind in CLASSES
     for name in (OF_MODELS if kind == CLASSES[0] else sorted(QUICK))
 ]
