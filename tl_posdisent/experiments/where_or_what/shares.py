@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import pandas as pd
 import torch
@@ -81,25 +82,18 @@ def verdicts(table: pd.DataFrame, n_predictions: Float64[Tensor, " text"], negli
     exactly a half is taken for more, and for less, in 5 % of the heads.
     """
     df = Blocks(torch.repeat_interleave(torch.arange(len(n_predictions)), n_predictions.long())).df
-    columns = ["contribution", "contribution_se", "where_unclipped", "where_se", "what_unclipped", "what_se"]
-    return [_verdict(*row, df, negligible) for row in table[columns].itertuples(index=False)]
+    return [_verdict(row, df, negligible) for row in table.to_dict("records")]
 
 
-def _verdict(
-    contribution: float,
-    contribution_se: float,
-    where: float,
-    where_se: float,
-    what: float,
-    what_se: float,
-    df: float,
-    negligible: float,
-) -> Verdict:
+def _verdict(head: Mapping[Any, Any], df: float, negligible: float) -> Verdict:
     # The confidence of a one-sided test is that of a two-sided one with twice the error rate.
     two_sided = 2 * CONFIDENCE - 1
-    below, confidence = surely_below(contribution, contribution_se, negligible, df)
+    below, confidence = surely_below(head["contribution"], head["contribution_se"], negligible, df)
     if below and confidence >= two_sided:
         return "not used"
-    if min(significance(abs(x - HALF), error, df) for x, error in ((where, where_se), (what, what_se))) < two_sided:
-        return "undecided"
-    return _VERDICTS[where > HALF, what > HALF]
+    suffices = [head[f"{name}_unclipped"] > HALF for name in ("where", "what")]
+    sure = [
+        significance(abs(head[f"{name}_unclipped"] - HALF), head[f"{name}_se"], df) >= two_sided
+        for name in ("where", "what")
+    ]
+    return _VERDICTS[suffices[0], suffices[1]] if all(sure) else "undecided"

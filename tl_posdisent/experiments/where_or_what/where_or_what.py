@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, in_layers
+from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
 from tl_posdisent.experiments.causal.exact_effects import exact_effects
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
@@ -112,7 +112,7 @@ def where_or_what(
     negligible = check_number("negligible", negligible, above=0)
     check_seed(seed)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads, "where_or_what")
     places = pairs_of(chosen)
     n_largest, asked = _heads_to_run(reading, places, exact)
@@ -120,7 +120,7 @@ def where_or_what(
     with running(model) as p, p.counting_tokens() as counts:
         with torch.inference_mode(False):  # tensors of inference mode cannot be in a graph
             texts, of_folds = folds(model, tokens, heldout, chosen)
-        changes = [in_layers(fold.replacements, chosen) for fold in of_folds]
+        changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
         estimated, n_predictions = _estimated(model, texts, of_folds, changes, draws, seed, progress=progress)
         by_size = (n_predictions @ estimated[0]).argsort(descending=True, stable=True)
         to_run = {*by_size[:n_largest].tolist(), *(places.index(place) for place in asked)}
