@@ -14,7 +14,7 @@ from support.tolerance import rounding
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance
-from tl_posdisent.hooks import fitted_attention
+from tl_posdisent.hooks import fitted_attention, substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
@@ -87,28 +87,34 @@ def divergence(v: Tensor, other: Tensor) -> Tensor:
 # --- the model --------------------------------------------------------------------------------------------------
 
 
-def interventions(model: Any, head: str) -> dict[str, list[Hooks]]:
-    """Return those of K_mean, K_D and K_C, where the smallest divergence counts."""
+def interventions(model: Any, head: str, reference: Tensor) -> dict[str, list[Hooks]]:
+    """Return those of K_mean, K_D and K_C, where the smallest divergence counts, and uniform attention."""
     chosen = [(0, by_hand.HEADS.index(head))]
     return {
-        "mean": [ablate_heads(model, chosen, mode="mean", reference=REFERENCE)],
-        "distance": [fitted_attention(model, REFERENCE, "distance+sink", heads=chosen)],
+        "mean": [ablate_heads(model, chosen, mode="mean", reference=reference)],
+        "distance": [fitted_attention(model, reference, "distance+sink", heads=chosen)],
         "content": [dummy_distance(model, d, heads=chosen) for d in (1, 5, 32)],
+        "uniform": [substitute_attention(model, "uniform", heads=chosen)],
     }
 
 
-def log_predictions(model: Any, hooks: Hooks | None = None) -> Tensor:
-    with torch.no_grad():
-        return model.run_with_hooks(TEXTS, fwd_hooks=hooks or []).double().log_softmax(-1)
-
-
-def exact_divergences(model: Any, head: str) -> dict[str, float]:
+def exact_divergences(model: Any, head: str, texts: Tensor = TEXTS, reference: Tensor = REFERENCE) -> dict[str, float]:
     """One head changed alone, one run for each intervention."""
-    untouched, found = log_predictions(model), {}
-    for name, tried in interventions(model, head).items():
-        changed = [log_predictions(model, hooks) for hooks in tried]
+
+    def log_predictions(hooks: Any) -> Tensor:
+        with torch.no_grad():
+            return model.run_with_hooks(texts, fwd_hooks=hooks).double().log_softmax(-1)
+
+    untouched, found = log_predictions([]), {}
+    for name, tried in interventions(model, head, reference).items():
+        changed = [log_predictions(hooks) for hooks in tried]
         found[name] = min(float((untouched.exp() * (untouched - x)).sum(-1).mean()) for x in changed)
     return found
+
+
+def recovered(exact: dict[str, float]) -> dict[str, float]:
+    """Compute the shares of K_mean that interventions leave; of "distance" it is where, and of "content" what."""
+    return {name: 1 - x / exact["mean"] for name, x in exact.items()}
 
 
 @IN_BOTH_CLASSES
@@ -147,6 +153,17 @@ def test_heads_fall_at_their_corners(wrapper: str) -> None:
     for head, corner in CORNERS.items():
         exact = exact_divergences(model, head)
         assert exact["mean"] > 0.2  # nats
-        shares = [1 - exact[name] / exact["mean"] for name in ("distance", "content")]
-        assert shares == pytest.approx(corner, abs=0.35 if head == "both" else 0.15)
-    assert exact_divergences(model, "not used") == dict.fromkeys(("mean", "distance", "content"), 0)
+        shares = recovered(exact)
+        assert (shares["distance"], shares["content"]) == pytest.approx(corner, abs=0.35 if head == "both" else 0.15)
+        assert shares["uniform"] == pytest.approx(float(head == "neither"), abs=0.15)
+    assert set(exact_divergences(model, "not used").values()) == {0}
+
+
+@IN_BOTH_CLASSES
+def test_where_distance_tells_content_either_replaces_the_pattern(wrapper: str) -> None:
+    """Both shares are 1 then, as for a head whose pattern does not matter: only uniform attention tells them apart."""
+    model, texts = wrapped(wrapper), [by_hand.draw_texts(16, seed=seed, in_turn=True) for seed in (2, 1)]
+    for head in ("what", "neither"):
+        shares = recovered(exact_divergences(model, head, *texts))
+        assert [shares["distance"], shares["content"]] == pytest.approx([1, 1], abs=1e-3)
+        assert shares["uniform"] == pytest.approx(float(head == "neither"), abs=0.15)

@@ -118,11 +118,17 @@ def attributes(tokens: Int[Tensor, "*batch"]) -> tuple[Int[Tensor, "*batch"], ..
     return 2 * topic - 1, rest // 4, 2 * (rest // 2 % 2) - 1, 2 * (rest % 2) - 1
 
 
-def draw_texts(n_texts: int, length: int = 64, seed: int = 0) -> Int[Tensor, "text pos"]:
-    """Draw texts; the labels of two kinds are +1 and those of two −1, so a mean over all kinds says nothing."""
+def draw_texts(n_texts: int, length: int = 64, seed: int = 0, *, in_turn: bool = False) -> Int[Tensor, "text pos"]:
+    """Draw texts; the labels of two kinds are +1 and those of two −1, so a mean over all kinds says nothing.
+
+    With ``in_turn`` the kinds follow each other, so that the tokens of the next kind are 1, 5, 9, … positions earlier:
+    where a token is then tells what it is, as in a sequence that is repeated.
+    """
     generator = torch.Generator().manual_seed(seed)
     topic = torch.randint(2, (n_texts, 1), generator=generator)
     kind = torch.randint(KINDS, (n_texts, length), generator=generator)
+    if in_turn:
+        kind = (-torch.arange(length) % KINDS).expand(n_texts, -1)
     labels = torch.rand(n_texts, KINDS, generator=generator).argsort(-1) % 2
     sign = torch.randint(2, (n_texts, length), generator=generator)
     return ((topic * KINDS + kind) * 2 + labels.gather(1, kind)) * 2 + sign
