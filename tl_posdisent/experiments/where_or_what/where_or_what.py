@@ -39,7 +39,7 @@ def where_or_what(
     *,
     layers: Layers = None,
     heads: Heads = None,
-    draws: int = 16,
+    draws: int = 4,
     exact: Exact = 12,
     negligible: float = NEGLIGIBLE,
     seed: int = 0,
@@ -176,7 +176,9 @@ def _estimated(
             with torch.inference_mode(False):
                 parts = parts_of(fold.texts, next_token_loss)
             fold_texts = len(fold.texts.tokens)
-            found = estimated_effects(model, interventions, parts, fold_texts, draws=draws, seed=seed, bar=bar)
+            found = estimated_effects(
+                model, interventions, parts, fold_texts, draws=draws, seed=seed, bar=bar, by_position=True
+            )
             divergences.append(torch.stack(found.curvature.chunk(len(names), 1)))
             n_predictions.append(found.n_predictions)
     order = torch.tensor([row for fold in of_folds for row in fold.rows]).argsort()
