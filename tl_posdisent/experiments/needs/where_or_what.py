@@ -16,8 +16,8 @@ from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention,
 from tl_posdisent.experiments.causal.exact_effects import exact_effects
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS, Fold, folds
-from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, Verdict, shares, verdicts
+from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold, folds
+from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, Verdict, shares, verdicts
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
