@@ -16,8 +16,8 @@ from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention,
 from tl_posdisent.experiments.causal.exact_effects import exact_effects
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS, Fold, folds
-from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, Verdict, shares, verdicts
+from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold, folds
+from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, Verdict, shares, verdicts
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
@@ -39,7 +39,7 @@ def where_or_what(
     *,
     layers: Layers = None,
     heads: Heads = None,
-    draws: int = 16,
+    draws: int = 4,
     exact: Exact = 12,
     negligible: float = NEGLIGIBLE,
     seed: int = 0,
@@ -176,7 +176,9 @@ def _estimated(
             with torch.inference_mode(False):
                 parts = parts_of(fold.texts, next_token_loss)
             fold_texts = len(fold.texts.tokens)
-            found = estimated_effects(model, interventions, parts, fold_texts, draws=draws, seed=seed, bar=bar)
+            found = estimated_effects(
+                model, interventions, parts, fold_texts, draws=draws, seed=seed, bar=bar, by_position=True
+            )
             divergences.append(torch.stack(found.curvature.chunk(len(names), 1)))
             n_predictions.append(found.n_predictions)
     order = torch.tensor([row for fold in of_folds for row in fold.rows]).argsort()
