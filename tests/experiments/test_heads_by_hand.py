@@ -168,6 +168,8 @@ def test_where_distance_tells_content_either_replaces_the_pattern(wrapper: str) 
         shares = recovered(exact_divergences(model, head, *texts))
         assert [shares["distance"], shares["content"]] == pytest.approx([1, 1], abs=1e-3)
         assert shares["uniform"] == pytest.approx(float(head == "neither"), abs=0.15)
+    by_head = dict(zip(by_hand.HEADS, verdicts(model, texts[1], texts[0]), strict=True))
+    assert (by_head["what"], by_head["neither"]) == ("either", "neither")
 
 
 # --- where_or_what ----------------------------------------------------------------------------------------------
