@@ -21,7 +21,7 @@ QUICK |= {"perturb", "phase_noise", "position_patching", "remap_distance"}
 OF_MODELS = {f.__name__: f for f in functions() if f.__module__.split(".")[1] not in ("models", "page")}
 CLASSES = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
 CASES = [
-    pytest.param(name, kind, marks=[] if name in QUICK else pytest.mark.slow)
+    pytest.param(name, kind, marks=[] if name in QUICK and kind == CLASSES[0] else pytest.mark.slow)
     for kind in CLASSES
     for name in (OF_MODELS if kind == CLASSES[0] else sorted(QUICK))
 ]

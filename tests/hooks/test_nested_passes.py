@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tl_posdisent import remap_distance, swap_positions
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
-MODELS = [*zoo.cases("llama-gqa"), ("bridge", "gptj")]
+MODELS = zoo.cases("llama-gqa", "gptj")
 OTHER = TOKENS.flip(1)
 AT = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_attn_scores", "hook_pattern", "hook_z")
 

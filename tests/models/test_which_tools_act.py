@@ -9,6 +9,7 @@ import torch
 import transformers
 from support import zoo
 from support.support_laws import ACTS, TOOLS, one_layer, try_laws
+from support.zoo_configs import MECHANISMS
 
 from tl_posdisent import ablate_heads, read_model
 
@@ -35,16 +36,8 @@ def test_every_tool_is_in_one_group() -> None:
     assert sorted(tool for tools in ACTS.values() for tool in tools) == sorted(TOOLS)
 
 
-MANY = ("llama-gqa", "gptj", "gemma2", "llama-yarn", "gpt_oss", "deepseek_v3", "smollm3", "gemma4-shared", "llama4")
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*MANY, "lfm2", "jamba"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*MECHANISMS))
 def test_which_tools_act(kind: str, name: str, shared_model: Any) -> None:
-    assert_the_table_is_right(shared_model(kind, name))
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "bloom", "opt", "mpt"))
-def test_which_tools_act_without_rotation(kind: str, name: str, shared_model: Any) -> None:
     assert_the_table_is_right(shared_model(kind, name))
 
 
