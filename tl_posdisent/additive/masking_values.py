@@ -10,7 +10,7 @@ from tl_posdisent.additive.cells import Cells, cell_distances
 from tl_posdisent.additive.score_checks import FAR
 from tl_posdisent.utils.errors import ArgumentError
 
-_APART = 100  # masked cells are this many times further from the other scores than these are from each other
+_MIN_GAP_RATIO = 100  # masked cells are this many times further from the other scores than these are from each other
 
 
 def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
@@ -57,17 +57,17 @@ def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
         return none
     far, near = inside & (scores < lowest / 20), inside & (scores >= lowest / 20)
     rest = scores[near]
-    apart = len(rest) >= 3 and bool(rest.min() - scores[far].max() > _APART * (rest.max() - rest.min()))
-    if apart and _beside(far, near):
+    apart = len(rest) >= 3 and bool(rest.min() - scores[far].max() > _MIN_GAP_RATIO * (rest.max() - rest.min()))
+    if apart and _share_a_row(far, near):
         return far
     same = inside & (scores <= lowest + 1e-6 * lowest.abs())
     often = same.sum() >= max(3, 0.05 * float(inside.sum()))
-    return same if bool(often) and _beside(same, inside & (scores > lowest / 2)) else none
+    return same if bool(often) and _share_a_row(same, inside & (scores > lowest / 2)) else none
 
 
-def _beside(some: Tensor, others: Tensor) -> bool:
+def _share_a_row(a: Tensor, b: Tensor) -> bool:
     """Say whether some row holds both: a row that is low as a whole shows a query component, not masking."""
-    return bool((some.any(-1) & others.any(-1)).any())
+    return bool((a.any(-1) & b.any(-1)).any())
 
 
 def _where(scores: Tensor, bad: Tensor, cells: Cells) -> str:

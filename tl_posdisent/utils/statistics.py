@@ -13,7 +13,9 @@ from jaxtyping import Float, Float64, Int
 from scipy import stats
 from torch import Tensor
 
-_LEAST = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
+_MIN_BLOCKS = (
+    10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Blocks:
         """
         total, parts, first = sum(lengths), list[Tensor](), 0
         for length in lengths:
-            pieces = min(length, -(-_LEAST * length // total)) if length else 1
+            pieces = min(length, -(-_MIN_BLOCKS * length // total)) if length else 1
             parts.append(first + torch.arange(length, device="cpu") * pieces // max(length, 1))
             first += pieces if length else 0
         return cls(torch.cat(parts))

@@ -25,7 +25,7 @@ _VERDICTS = {  # other rungs: their own name
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
 UNDECIDED = "undecided"
 NEGLIGIBLE: Final = 0.001  # nats per token
-_SCALED = 3.0  # how often the error of a mean below its threshold may be scaled up
+_MAX_ERROR_SCALE = 3.0  # how often the error of a mean below its threshold may be scaled up
 
 Correction = Literal["none", "fdr"]
 """Correction of a verdict's intervals for the number of heads: none, or by the false discovery rate."""
@@ -211,7 +211,7 @@ def _below(value: float, error: float, threshold: float, df: float) -> tuple[boo
     """
     if value <= 0:  # equal up to rounding
         return True, 1.0
-    scaled = error * min(_SCALED, max(1.0, threshold / value))
+    scaled = error * min(_MAX_ERROR_SCALE, max(1.0, threshold / value))
     return value <= threshold, significance(abs(value - threshold), scaled, df)
 
 
