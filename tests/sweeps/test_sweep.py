@@ -124,11 +124,9 @@ def interrupt() -> pd.DataFrame:
 
 def test_ctrl_c_stops_and_keeps_results(tmp_path: Path) -> None:
     jobs = {"a": partial(squares, 1), "b": interrupt, "c": partial(squares, 1)}
-    with pytest.raises(KeyboardInterrupt) as raised:
+    with pytest.raises(KeyboardInterrupt):
         sweep(jobs, tmp_path, progress=False)
     assert sorted(inodes(tmp_path)) == ["a.parquet"]
-    [note] = raised.value.__notes__
-    assert "are kept" in note
 
 
 def test_a_disk_that_is_full_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

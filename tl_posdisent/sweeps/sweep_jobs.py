@@ -10,14 +10,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+from tqdm.auto import tqdm
 
 from tl_posdisent.sweeps.jobs import Job, describe_jobs
 from tl_posdisent.sweeps.results import is_finished, join_results, run_job, write_result
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import check_writable
-from tl_posdisent.utils.progress import progress_bar
-
-_INTERRUPTED = "the results of jobs that have ended are kept; the same call of sweep runs only what is missing"
 
 Outcomes = Generator[tuple[str, pa.Table | Exception], None, None]
 """The name of each job that ends, and its table or the error that it raised."""
@@ -71,9 +69,8 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = _run_here(todo) if client is None else _run_on_cluster(todo, client)
     errors: dict[str, Exception] = {}
-    n_finished = len(jobs) - len(todo)
-    options: dict[str, Any] = {"desc": "jobs", "total": len(jobs), "initial": n_finished, "disable": not progress}
-    with progress_bar(interrupted=_INTERRUPTED, **options) as bar, contextlib.closing(outcomes):
+    bar = tqdm(desc="jobs", total=len(jobs), initial=len(jobs) - len(todo), disable=not progress)
+    with bar, contextlib.closing(outcomes):
         for name, outcome in outcomes:
             if isinstance(outcome, Exception):
                 errors[name] = outcome

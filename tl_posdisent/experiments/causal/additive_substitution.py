@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
@@ -28,7 +29,6 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_seed, check_subset, listed
 
 SubstitutionControl = Literal["shuffled fit", "zero"]
@@ -81,7 +81,7 @@ def additive_substitution(
     """
     chosen_controls = check_subset("controls", controls, _CONTROLS)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model = reading.model
     chosen = additive_heads(reading, axes, layers, heads, "additive_substitution")
     specs = [spec for spec, _ in chosen]
@@ -96,7 +96,7 @@ def additive_substitution(
     everywhere = [*one_layer, *(_Replacement("fit", keep) for keep in subsets)]
     rows: list[tuple[Any, ...]] = []
     n_runs = len(one_layer) * sum(len(of_layer) + 1 for _, of_layer in chosen) + len(everywhere)
-    with running(model), progress_bar(total=n_runs, desc="runs", disable=not progress) as bar:
+    with running(model), tqdm(total=n_runs, desc="runs", disable=not progress) as bar:
         runs, failures = Runs(model, texts, [spec.layer for spec in specs]), list[Failure]()
         unmodified = Unmodified.of(runs.clean, texts)
         clean_loss, shortcuts = unmodified.losses.mean().item(), runs.shortcuts

@@ -89,6 +89,7 @@ def estimated_effects(
     draws: int,
     seed: int,
     bar: Any,
+    by_position: bool = False,
 ) -> Estimates:
     """Estimate the effect of each intervention on each of its heads alone, for each text.
 
@@ -103,6 +104,9 @@ def estimated_effects(
         draws: number of draws of labels for each text; 0 for none.
         seed: seed of the labels.
         bar: a progress bar, which counts forward passes of a text.
+        by_position: whether curvature is the sum of that of the changes at each position, ``½ Σ_i δ_iᵀ F_ii δ_i``. It
+            leaves out what changes at two positions do together to one prediction, and has a fraction of the noise: a
+            square of each position's product, instead of one of their sum.
 
     Returns:
         Estimates ``[text, row]`` in the order of the batch, with a row for each intervention, layer and head.
@@ -115,13 +119,14 @@ def estimated_effects(
     n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
     for x in changes_of_results(model, interventions, parts, draws=draws, seed=seed, bar=bar):
         with own_sums():
-            products = torch.einsum("gtphd,tphd->gth", x.gradients, x.change)[:, :, list(x.intervention.heads)].cpu()
+            products = torch.einsum("gtphd,tphd->gtph", x.gradients, x.change)[..., list(x.intervention.heads)].cpu()
         first_row = rows.index((x.intervention.name, x.intervention.layer, x.intervention.heads[0]))
         of_heads = slice(first_row, first_row + len(x.intervention.heads))
         n_predictions[x.texts] = x.n_predictions
-        first[x.texts, of_heads] = products[0]
+        first[x.texts, of_heads] = products[0].sum(1)
         if draws:
-            curvature[x.texts, of_heads] = products[1:].square().mean(0) / 2 / x.n_predictions
+            parts_of_change = products[1:] if by_position else products[1:].sum(2, keepdim=True)
+            curvature[x.texts, of_heads] = parts_of_change.square().sum(2).mean(0) / 2 / x.n_predictions
     return Estimates(rows, first, curvature, n_predictions)
 
 

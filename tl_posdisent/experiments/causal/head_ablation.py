@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
@@ -19,7 +20,6 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import listed
 
 
@@ -79,7 +79,7 @@ def head_ablation(
         (16, True)
     """
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     averaged: Any = texts if reference is None and mode == "mean" else reference
@@ -89,7 +89,7 @@ def head_ablation(
         derangement(len(texts.one_group('mode="resample"')), seed)
     attending = [spec.layer for spec, _ in chosen]
     check_reach(model, attending)
-    with without_gradients(), running(model):
+    with torch.no_grad(), running(model):
         replacement = stand_in(model, attending, mode, averaged, seed)
     units = [layer_units(spec, heads_of_layer) for spec, heads_of_layer in chosen]
     hooks_in = partial(_ablations, ResultEdit("ablate_heads", replacement))

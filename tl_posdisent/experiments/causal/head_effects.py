@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
 from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
@@ -35,7 +36,6 @@ from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.progress import SLACK, progress_bar
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed
 from tl_posdisent.utils.words import plural
@@ -125,14 +125,14 @@ def head_effects(
         check_integer("exact", exact, 0, why="a quarter of the number of heads that are run, or 'all'")
     check_seed(seed)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     check_reach(reading, [spec.layer for spec, _ in chosen])
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
     changes, n_texts = separate_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
     with running(model) as p, p.counting_tokens() as counts:
-        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + SLACK
-        with progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + 1e-6  # more than the rounding of fractions
+        with tqdm(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
             estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
         n_predictions = estimates.n_predictions
         weights = n_predictions if is_loss(metric) else torch.ones_like(n_predictions)
@@ -143,7 +143,7 @@ def head_effects(
         table["estimate"], table["estimate_se"] = weighted_means(estimates.first + second_order, weights)
         sizes = dict(zip(estimates.rows, table["curvature" if draws else "first"].abs(), strict=True))
         to_run = _heads_to_run(changes, sizes, exact, together=bool(n_predictions.all()))
-        with progress_bar(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
+        with tqdm(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
             outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
     table = table.assign(**_exact_columns(estimates.rows, outcomes, weights, n_predictions))
     table.attrs["metric"] = metric_name(metric)

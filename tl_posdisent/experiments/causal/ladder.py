@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Unit
@@ -16,7 +17,6 @@ from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
@@ -102,7 +102,7 @@ def attention_ladder(
     if metric is not None:
         check_metric(metric)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     fitted = read_texts(reading.model, tokens)
     with naming(tokens="heldout"):
         texts = fitted if heldout is None else read_texts(reading.model, heldout)
@@ -112,7 +112,7 @@ def attention_ladder(
     if "shuffled" in chosen_controls:
         rungs_by_control["shuffled"] = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
     n_runs = _n_runs(heads_by_layer, unit, rungs_by_control)
-    with progress_bar(total=n_runs, desc="runs", disable=not progress) as bar:
+    with tqdm(total=n_runs, desc="runs", disable=not progress) as bar:
         ladder = LadderRuns(reading, fitted, texts, unit, metric, bar)
         rows, failures = ladder.rows(heads_by_layer, rungs_by_control)
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})

@@ -88,7 +88,7 @@ def head_patching(
     check_choice("activation", activation, get_args(Activation))
     check_metric(metric)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = _read_source_texts(model, texts, source, attention_mask)

@@ -10,6 +10,7 @@ from math import nan
 from typing import Any, NamedTuple
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.metrics import Metric, metric_name, value_of
 from tl_posdisent.experiments.measuring.runs import (
@@ -28,7 +29,6 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import dtype_of
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.precision import apart
-from tl_posdisent.utils.progress import progress_bar
 
 
 class LayerUnits(NamedTuple):
@@ -110,7 +110,7 @@ def rows_by_head(
     model, rows, failures = reading.model, list[tuple[Any, ...]](), list[Failure]()
     patched_hooks, target = (None, texts) if source is None else (source.patched_hooks, source.target or texts)
     n_runs = len(places) * sum(len(unit.changed) for unit in units)
-    with running(model), progress_bar(total=n_runs, desc="heads", disable=not progress) as bar:
+    with running(model), tqdm(total=n_runs, desc="heads", disable=not progress) as bar:
         runs = Runs(model, texts, [spec.layer for spec, _, _ in units], patched_hooks)
         baseline = value_of(metric, runs.clean, target)
         unpatched = {"baseline": baseline}

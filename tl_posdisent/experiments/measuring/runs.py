@@ -40,7 +40,6 @@ from tl_posdisent.models.running.partial_forward import (
 from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.precision import mismatch
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_PER_PASS = 2**27  # of the largest tensor of all texts of a pass
@@ -167,7 +166,7 @@ class _Group:
         if last is not None:
             return self._after_blocks(last)
         hooks = self.hooks + change.hooks(self.number, change.heads)  # a sum: lists of this package act together
-        with without_gradients(), applied(self.model, hooks):
+        with torch.no_grad(), applied(self.model, hooks):
             return output_of(self.model, self.tokens)
 
     def _after_blocks(self, last: Any) -> Any:
@@ -238,7 +237,7 @@ def _write_first(changed: Sequence[Tensor], z: Tensor) -> Tensor:
     return torch.cat([*(x.to(z) for x in changed), z[n_changed:]])
 
 
-@without_gradients()
+@torch.no_grad()
 def run_under(model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook]) -> Any:
     """Run the model under hooks, and return its output."""
     with running(model), applied(model, hooks):

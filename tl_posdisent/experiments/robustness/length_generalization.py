@@ -13,6 +13,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.experiments.robustness.attention_outputs import for_each_output, require_finite
@@ -27,8 +28,6 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
 
@@ -157,10 +156,10 @@ def length_generalization(
     read = torch.stack([text[: edges[-1]] for text in texts])
     values: list[Values] = []
     references: dict[int, ReferenceSample] = {}
-    with without_gradients(), longer_context(reading, max(edges[-1], end)):
+    with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
         checked_hooks = [] if hooks is None else check_hooks(model, hooks)
         for_each_output(model, read[:, :end], specs, partial(_fit_reference, references, by_layer, edges[0]))
-        with progress_bar(total=len(specs), desc="layers", disable=not progress) as bar:
+        with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
             observers: list[Hook] = []
             for spec, of_layer in chosen:
                 layer = _Layer(spec, of_layer, edges, references[spec.layer])

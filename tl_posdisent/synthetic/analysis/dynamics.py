@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.attention_scores.controlled_distance import disentanglement
 from tl_posdisent.synthetic.analysis.positional_gradients import positional_gradients
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import Task, long_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed, shown
 
 
@@ -71,13 +71,12 @@ def dynamics(
     check_seed(seed)
     tokens = long_texts(task, texts, seed) if tokens is None else tokens
     tables = []
-    with progress_bar(sorted(models), desc="steps", disable=not progress) as bar:
-        for step in bar:
-            table = disentanglement(models[step], tokens, progress=False)
-            gradients = positional_gradients(
-                models[step], task, batches=batches, batch_size=batch_size, seed=seed, progress=False
-            )
-            table = table.merge(gradients, on=["layer", "head"], validate="one_to_one")
-            table.insert(0, "step", step)
-            tables.append(table)
+    for step in tqdm(sorted(models), desc="steps", disable=not progress):
+        table = disentanglement(models[step], tokens, progress=False)
+        gradients = positional_gradients(
+            models[step], task, batches=batches, batch_size=batch_size, seed=seed, progress=False
+        )
+        table = table.merge(gradients, on=["layer", "head"], validate="one_to_one")
+        table.insert(0, "step", step)
+        tables.append(table)
     return pd.concat(tables, ignore_index=True)

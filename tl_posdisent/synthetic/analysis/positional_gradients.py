@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import diagonal_sums
 from tl_posdisent.hooks.applied import applied
@@ -21,7 +22,6 @@ from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import Samples, Task
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.statistics import jackknife_error
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 
@@ -94,8 +94,8 @@ def positional_gradients(
     check_integer("batches", batches, 2)
     check_integer("batch_size", batch_size, 1)
     drawn, device = _batches(task, batches, batch_size, check_seed(seed)), model.embed.W_E.device
-    with progress_bar(drawn, total=batches, desc="batches", disable=not progress) as bar:
-        g = torch.stack([_vectors(model, tokens.to(device), labels.to(device), part) for tokens, labels in bar])
+    bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
+    g = torch.stack([_vectors(model, tokens.to(device), labels.to(device), part) for tokens, labels in bar])
     columns = _norms(g)
     columns["ratio"] = columns["norm_of_mean"] / columns["mean_norm"]
     others = [_norms(torch.cat([g[:b], g[b + 1 :]])) for b in range(len(g))]

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import replace_heads, stand_in
 from tl_posdisent.models.reading.model_reading import read_attention
@@ -20,7 +21,6 @@ from tl_posdisent.synthetic.analysis.head_drops import reference_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.training.evaluation import check_samples, evaluate
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, check_number, head_label
 from tl_posdisent.utils.words import plural
@@ -116,7 +116,7 @@ def sufficient_heads(
     check_number("keep", keep, above=0, most=1)
     mean = _mean(model, tokens if by == "attention" else None)
     candidates = _candidates(model, by)
-    with progress_bar(desc="sets of heads", disable=not progress) as bar:
+    with tqdm(desc="sets of heads", disable=not progress) as bar:
         measure = cache(partial(_accuracy_and_loss, model, tokens, labels, mean, bar))  # each set once
         baseline, none = (measure(frozenset(heads))[0] for heads in (candidates, []))
         sufficient_accuracy = keep * baseline - 1e-9

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
 
 from tl_posdisent.models.running.forward_pass import with_gradients
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import IGNORED, Split, Task
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import no_autocast
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_float64
 
@@ -33,8 +33,6 @@ from .evaluation import answers, evaluate, lengths_of, padded_width
 from .settings import TrainConfig
 
 _COLUMNS = ["step", "samples", "lr", "loss", "accuracy", "grad_norm", "test_loss", "test_accuracy", "seconds"]
-
-_INTERRUPTED = "the model keeps the weights of its last step; train(…, folder=…) also saves those of each epoch"
 
 OnStep = Callable[[int, SyntheticModel], None]
 
@@ -230,8 +228,7 @@ def _run_steps(
     recent: list[dict[str, Tensor]] = []  # the numbers of the steps since the last row
     checkpoints: dict[int, Path] = {}
     start = time.perf_counter()
-    options: dict[str, Any] = {"desc": "training", "unit": "step", "disable": not progress}
-    with progress_bar(total=config.steps, interrupted=_INTERRUPTED, **options) as bar:
+    with tqdm(total=config.steps, desc="training", unit="step", disable=not progress) as bar:
         for step, samples in enumerate(_batches(config, lengths), start=1):
             recent.append(_train_step(model, optimizer, split, samples, lengths, config, step))
             tested = step == config.steps or bool(config.test_every and step % config.test_every == 0)
