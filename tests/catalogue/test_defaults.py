@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import on_devices, zoo
+from support.lanes import slow
 from support.on_devices import Place, a_model, with_model
 from support.results import assert_same
 from torch import Tensor
@@ -75,7 +76,7 @@ def test_public_functions(name: str, set_default: str) -> None:
         assert_same(outcome(name), right)
 
 
-@pytest.mark.parametrize("set_default", ["meta", "bfloat16"])
+@pytest.mark.parametrize("set_default", ["meta", *slow(["bfloat16"])])
 def test_controls_and_texts_as_strings(set_default: str) -> None:
     """What makes copies of a model, and what reads its tokenizer."""
     texts = ["We the people of the United States", "in order to form a more perfect union"]

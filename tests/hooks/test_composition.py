@@ -55,7 +55,8 @@ from tl_posdisent.hooks.hook_list import Hooks, joined
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 MODELS = zoo.cases("llama-gqa", "gptj")
 NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
-HEADS = [pytest.param(*case.values, heads, marks=case.marks) for case in MODELS for heads in (None, [1, 6])]
+HEADS = [pytest.param(*case.values, [1, 6], id=f"{case.id}-two", marks=case.marks) for case in MODELS]
+HEADS += [pytest.param(*case.values, None, id=f"{case.id}-all", marks=pytest.mark.slow) for case in MODELS[:1]]
 OTHERS = "other hooks act on its attention"
 POSITIONS = {"swap", "dummy", "remap"}
 ROTATING = {*POSITIONS, "lambda", "interpolate", "freeze", "drop", "noise", "vectors"}
