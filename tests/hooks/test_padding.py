@@ -65,7 +65,7 @@ def check(
     close(together[1].float(), long[0].float(), atol)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", *slow(["right"])])
 @pytest.mark.parametrize(("kind", "name"), WAYS)
 def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_reading: Any) -> None:
     model, every = shared_reading(kind, name), [{}, {"heads": [1, 6]}]

@@ -371,7 +371,7 @@ def test_what_has_no_answer_is_not_given_one(tmp_path: Path) -> None:
             if re.search(r"W_Q|\bq(_proj)?\b.*weight", name):
                 weights.zero_()
     names = ["additivity", "heads", "perturbation", "ablation"]
-    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "control": 1, "progress": False}
+    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "control": 0, "progress": False}
     document = Document(tp.report(model, TOKENS[:, :12], tmp_path / "report.html", **options))
     assert document.wrong == []
     assert document.rows("headline")[2]["this model"] == "undefined: no head’s scores vary"
