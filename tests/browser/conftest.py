@@ -138,6 +138,17 @@ class Opened:
             """,
         )
 
+    def shares_at_edges(self, element: Any, ground: str) -> list[float]:
+        """The shares of an element's leftmost and rightmost pixels that have this colour, such as ``rgb(0, 0, 0)``."""
+        return self._decoded(
+            element,
+            f"""
+            const seen = (x, y) => `rgb(${{[...all.slice(4 * (y * width + x), 4 * (y * width + x) + 3)].join(", ")}})`;
+            const rows = [...Array(height).keys()];
+            return [0, width - 1].map((x) => rows.filter((y) => seen(x, y) === "{ground}").length / height);
+            """,
+        )
+
     def _decoded(self, element: Any, read: str) -> Any:
         """What JavaScript reads from the pixels (``all``) of an element's screenshot."""
         picture = base64.b64encode(element.screenshot()).decode("ascii")

@@ -296,6 +296,24 @@ def test_on_a_phone(dark: bool, path: Path, opened: Open) -> None:
     page.screenshot(f"report_phone{'_dark' if dark else ''}")
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_box_that_scrolls_has_a_shadow_where_there_is_more(dark: bool, path: Path, opened: Open) -> None:
+    page = opened(path, width=390, dark=dark)
+    page.settle(CANVASES)
+    page.page.evaluate("() => document.querySelectorAll('.table .columns').forEach(x => x.click())")
+    ground = page.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    kinds = []
+    for box in page.page.locator(".table .scroll:visible").all():
+        for place in ("0", "(e.scrollWidth - e.clientWidth) / 2", "e.scrollWidth"):
+            box.evaluate(f"e => e.scrollTo({place}, 0)")
+            before, after = box.evaluate("e => [e.scrollLeft, e.scrollWidth - e.clientWidth - e.scrollLeft]")
+            shadows = tuple(share < 0.5 for share in page.shares_at_edges(box, ground))
+            assert shadows == (before >= 1, after >= 1), box.get_attribute("aria-label")
+            kinds.append(shadows)
+    assert set(kinds) == {(False, False), (False, True), (True, True), (True, False)}
+    page.screenshot(f"report_phone_scrolled{'_dark' if dark else ''}")
+
+
 def test_in_the_dark(path: Path, opened: Open) -> None:
     page = opened(path, dark=True)
     page.settle(CANVASES)

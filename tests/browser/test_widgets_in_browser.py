@@ -71,7 +71,10 @@ def test_scores(opened: Open, tmp_path: Path) -> None:
     assert page.pixel(0, 5.5 / 6, 5.5 / 6) == WHITE  # 0, the same token
     assert page.pixel(0, 5.5 / 6, 0.5 / 6) == GREY  # after the query
     first = page.picture(2)
-    assert page.tooltip(2, LOW)[-4:] == ["(5, 0)", "Src: <s>", "Dest: ·four ", "Val: -5"]
+    assert page.tooltip(2, LOW)[-4:] == ["(5, 0)", "key: <s>", "query: ·four ", "Val: -5"]
+    said = " ".join(map(str, page.page.evaluate("() => window.written"))).lower()
+    assert {"query", "key"} <= set(said.split())
+    assert not {"source", "destination", "src:", "dest:"} & set(said.split())
     page.page.get_by_text("H1", exact=True).first.click()
     page.page.mouse.move(0, 0)
     page.page.wait_for_function("() => [...document.querySelectorAll('h3')].some(x => x.textContent === 'H1 Zoomed')")
@@ -113,7 +116,7 @@ def test_patterns(opened: Open, tmp_path: Path) -> None:
     assert page.picture(0) != first
     value = pattern[1, 2, 2]  # the highest but that of the first row, which sees itself alone
     texts = page.tooltip(0, HIGH)
-    assert texts[-4:] == ["(0, 0)", "Src: <s>", "Dest: <s> ", "Val: 1"]
+    assert texts[-4:] == ["(0, 0)", "key: <s>", "query: <s> ", "Val: 1"]
     assert 0.5 < value < 1
     page.page.get_by_label("head").select_option("0")
     page.settle(2)

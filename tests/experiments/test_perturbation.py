@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support import zoo
 from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
+from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 
@@ -124,7 +126,7 @@ def test_index_gives_every_pair_of_tokens_the_score_that_order_gives_it(
     model = shared_model(kind, name)
     tokens = torch.randperm(zoo.VOCAB - 3, generator=torch.Generator().manual_seed(1))[None, :24] + 3  # all different
     order, index = (perturb(model, tokens, which, 0.7, seed=5, window=window) for which in KINDS[:2])
-    spec = read_model(model, [0]).specs()[0]
+    spec = read_model(model).specs()[0]
     there, here = (seen_at(model, p.tokens, p.hooks, spec.taps.scores)[0] for p in (order, index))
     place = torch.tensor([order.tokens[0].tolist().index(t) for t in tokens[0].tolist()])
     there = there[:, place][:, :, place]
@@ -149,7 +151,7 @@ def phase_errors(perturbed: Any, spec: Any) -> torch.Tensor:
 def test_feature_has_the_phase_errors_of_index_dealt_out_anew(kind: str, name: str, shared_model: Any) -> None:
     """At each frequency the same errors over the positions that moved; with index those of a token belong together."""
     model = shared_model(kind, name)
-    spec = read_model(model, [0]).specs()[0]
+    spec = read_model(model).specs()[0]
     frequencies = spec.rotary.frequencies
     index, feature = (perturb(model, TEXT, k, 0.8, seed=7, window=5) for k in KINDS[1:])
     told, dealt = (phase_errors(p, spec) for p in (index, feature))
@@ -213,6 +215,11 @@ def test_rows_are_means_over_seeds_with_their_error(shared_model: Any) -> None:
         runs = pd.concat([one[name] for one in single], axis=1)
         pd.testing.assert_series_equal(table[name], runs.mean(axis=1), check_names=False)
         pd.testing.assert_series_equal(table[f"{name}_se"], runs.std(axis=1) / 3**0.5, check_names=False)
+    assert (table["draws"] == 3).all()
+    both = CURVE(model, TEXT, seeds=2, **options)
+    for name in ("perplexity", "added_loss"):
+        runs = np.sort(np.stack([one[name] for one in single[:2]]), axis=0)
+        np.testing.assert_allclose(np.stack(lower_and_higher(both, name)), runs, atol=1e-12, rtol=1e-12)
     zero = table[table["fraction"] == 0]
     assert (zero[["moved", "added_loss", "kl", "perplexity_se"]] == 0).all(axis=None)
     assert (zero["intact"] == 1).all()
@@ -287,7 +294,6 @@ def test_logits_that_are_no_numbers_are_refused(shared_model: Any) -> None:
 
 def test_models_that_see_what_follows_are_refused(shared_model: Any) -> None:
     reading = read_model(shared_model("bridge", "llama-gqa"))
-    seeing = {spec.layer: replace(spec, causal=False) for spec in reading.attention}
-    reading = replace(reading, read=seeing)
+    reading = replace(reading, attention=tuple(replace(spec, causal=False) for spec in reading.attention))
     with pytest.raises(ValueError, match="model must be causal"):
         CURVE(reading, TEXT, ["order"])

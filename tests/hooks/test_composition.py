@@ -379,12 +379,12 @@ def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
 
     def stop(x: Tensor, hook: Any) -> None:
-        raise KeyboardInterrupt
+        raise RuntimeError("stopped")
 
     first, second = dummy_distance(model, 3), swap_positions(model, UNORDERED)
     expected = logits(model, second)
     for where in ("hook_q", "hook_rot_k", "hook_pattern"):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(RuntimeError, match="stopped"):
             model.run_with_hooks(TOKENS, fwd_hooks=[*first, (f"blocks.0.attn.{where}", stop)])
         assert torch.equal(logits(model, second), expected)
 

@@ -73,7 +73,7 @@ def test_a_layer_without_attention_is_named(shared_model: Any) -> None:
     model = shared_model("bridge", "lfm2")
     reading = read_model(model)
     for ask in (
-        lambda: read_model(model, 0),
+        lambda: read_model(model).specs(0),
         lambda: reading.specs([1, 0]),
         lambda: reading.heads(heads=[(0, 1)]),
         lambda: ablate_heads(model, [(0, 1), (1, 2)]),

@@ -68,9 +68,8 @@ def test_everything_is_restored(kind: str, name: str) -> None:
     assert buffers(model) == before
     with longer_context(model, 100), longer_context(model, 128):
         run(model, LONG)
-    for error in (KeyboardInterrupt, ValueError):
-        with pytest.raises(error, match="stop"), longer_context(model, 128):
-            raise error("stop")
+    with pytest.raises(ValueError, match="stop"), longer_context(model, 128):
+        raise ValueError("stop")
     assert buffers(model) == before
     assert state(model) == untouched
     assert torch.equal(run(model, LONG[:, :64]), plain)

@@ -48,7 +48,7 @@ TOOLS = {
     "head_effects": lambda m: head_effects(m, TOKENS, ablate_heads, progress=False),
     "to_frame": lambda m: read_model(m).to_frame(),
     "positional_subspace": lambda m: positional_subspace(m, TOKENS, 0),
-    "one layer": lambda m: read_model(m, 0),
+    "one layer": lambda m: read_model(m).specs(0),
 }
 
 

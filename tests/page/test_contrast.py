@@ -7,8 +7,7 @@ import pytest
 from support.contrast import ENOUGH, contrast
 
 from tl_posdisent.viz.palette import BLACK, DIVERGING, WHITE, on_scale, rgb
-from tl_posdisent.viz.widgets.offline import DARK_TOKEN, library
-from tl_posdisent.viz.widgets.offline import legible as legible_library
+from tl_posdisent.viz.widgets.offline import DARK_TOKEN, adapted, library
 
 
 def test_text_on_coloured_tokens() -> None:
@@ -20,7 +19,6 @@ def test_text_on_coloured_tokens() -> None:
         assert contrast(rgb(WHITE if brightness < DARK_TOKEN else BLACK), rgb(behind)) >= ENOUGH, behind
 
 
-def test_a_library_with_another_rule_for_text_is_refused() -> None:
-    changed = library().replace(f"<{DARK_TOKEN}?", "<.7?")
-    with pytest.raises(RuntimeError, match=r"circuitsvis must choose .* but [\d.]+ does not: install circuitsvis"):
-        legible_library(changed)
+def test_a_library_that_cannot_be_adapted_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"circuitsvis's library must contain .* but that of [\d.]+ does not: ins"):
+        adapted(library())  # whose rule for text is replaced

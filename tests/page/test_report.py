@@ -92,7 +92,10 @@ def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document]) -> Non
 
     curve = tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[5, 6], **quiet)
     assert [row["kind"] for row in document.rows("perturbation")] == curve["kind"].tolist()
-    titles = {"added loss": "added_loss", "standard error": "added_loss_se", "KL": "kl"}
+    draws = [tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[n], **quiet) for n in (5, 6)]
+    losses = np.stack([draw["added_loss"] for draw in draws])
+    curve = curve.assign(lower=losses.min(0), higher=losses.max(0))
+    titles = {"added loss": "added_loss", "lower of the draws": "lower", "higher of the draws": "higher", "KL": "kl"}
     agrees(document, "perturbation", titles, curve, 4)
     agrees(document, "perturbation", {"accuracy": "accuracy", "tokens moved": "moved"}, curve)
 
@@ -109,7 +112,7 @@ def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document]) -> Non
     found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
     doubts = (" between " + found["between"]).where(found["between"] != "", "")
     assert [whole_verdict(row) for row in document.rows("ladder")] == (found["verdict"] + doubts).tolist()
-    titles = {"gap (nats per token)": "gap", "± standard error": "error", "distance + sink": "distance+sink"}
+    titles = {"gap (nats per token)": "gap", "standard error of the gap": "error", "distance + sink": "distance+sink"}
     agrees(document, "ladder", titles | {rung: rung for rung in ("static", "additive")}, found)
 
     correlations = (
@@ -124,6 +127,29 @@ def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document]) -> Non
         assert as_number(mean) == pytest.approx(random.mean(), abs=6e-4)
         assert copies == "(2 random copies)"
     assert "0.959" in document.rows("headline")[0]["the papers"]
+
+
+def test_every_error_says_over_what(made: tuple[Any, Document]) -> None:
+    """Each sentence, title and caption with a ± says that it is a standard error, and over what."""
+    _, document = made
+    visible = re.sub(r"<(script|style).*?</\1>", "", document.source, flags=re.DOTALL)
+    blocks = re.split(r"</(?:li|p|th|td|figcaption)>", visible)
+    with_error = [" ".join(re.sub(r"<[^>]+>", "", block).split()) for block in blocks if "±" in block]
+    assert len(with_error) >= 3
+    assert [block for block in with_error if not re.search("standard error over (texts|copies)", block)] == []
+    hovers = re.findall(r'"[^"]*±[^"]*"', "".join(str(figure).replace("'", '"') for figure in document.figures))
+    assert hovers
+    assert [text for text in hovers if "standard error" not in text] == []
+
+
+def test_no_sentence_is_printed_twice(made: tuple[Any, Document]) -> None:
+    """But for what a section read, and the explanations of charts, which can stand alone."""
+    _, document = made
+    blocks = re.findall(r"<(p|li|dd|figcaption)\b[^>]*>(.*?)</\1>", document.source, flags=re.DOTALL)
+    texts = [" ".join(re.sub(r"<[^>]+>", "", block).split()) for _, block in blocks]
+    sentences = Counter(x for text in texts for x in re.findall(r"[^.;]{40,}[.;](?= |$)", text))
+    assert len(sentences) > 50
+    assert [x for x, count in sentences.items() if count > 1 and not x.startswith("Read: ")] == []
 
 
 def test_distance_profiles_are_those_of_pooled_fits(made: tuple[Any, Document]) -> None:
@@ -222,7 +248,8 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document
     hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
     for text, row, share in zip(hover, atlas, shares, strict=True):
         assert text.startswith(f"<b>{row['head']}</b> looks at: {row['looks at']}<br>what − where ")
-        assert f"{row['what − where']} ± {row['± standard error']}<br>distance alone {row['distance alone']}" in text
+        error = f"{row['standard error of what − where over texts']} (a standard error over texts)"
+        assert f"{row['what − where']} ± {error}<br>distance alone {row['distance alone']}" in text
         assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
         assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {whole_verdict(row)}<br>" in text
         assert f"profile: {row['profile']} over {row['range']}" in text

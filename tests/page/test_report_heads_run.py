@@ -52,9 +52,9 @@ def test_all_heads_are_run_or_forty_at_equal_steps() -> None:
         steps = np.diff([n_heads * layer + head for layer, head in run])
         assert set(steps) <= {int((n_layers * n_heads - 1) / 39), int((n_layers * n_heads - 1) / 39) + 1}
         assert heads_to_run.sample_size(large) == f"40 of {n_layers * n_heads} heads"
-        assert f"Measured for 40 of {n_layers * n_heads} heads, at equal steps: L0H0, " in heads_to_run.sample_note(
-            large
-        )
+        assert f"40 of {n_layers * n_heads} heads at equal steps" in heads_to_run.sample_note(large)
+        listed = heads_to_run.sample_list(large).split(": ")[1].split(". ")[0]
+        assert listed.split(", ") == [f"L{layer}H{head}" for layer, head in run]
 
 
 def test_heads_that_are_not_run_have_no_numbers(sampled: Document) -> None:
@@ -90,8 +90,10 @@ def test_numbers_of_the_heads_that_are_run_are_those_of_the_experiments(sampled:
 
 
 def test_the_page_says_which_heads_were_run(sampled: Document) -> None:
-    """In both sections, and in their sentences of the verdict."""
-    assert said(sampled).count(f"Measured for 4 of 40 heads, at equal steps: {', '.join(RUN)}. Select other") == 2
+    """Once in a list, and their number in both sections and in their sentences of the verdict."""
+    assert said(sampled).count(", ".join(RUN)) == 1
+    assert f"Heads of ablation and ladder4 of 40 heads at equal steps: {', '.join(RUN)}. Select other" in said(sampled)
+    assert said(sampled).count("Measured for 4 of 40 heads at equal steps, which are listed under “What was") == 2
     verdict = " ".join(sampled.source.split('<section id="verdict">')[1].split("</section>")[0].split())
     assert re.search(r"The predictions depend on (none|\d+) of 4 heads", verdict)
     largest = sampled.rows("ablation")[0]["head"]

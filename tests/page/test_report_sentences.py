@@ -140,8 +140,8 @@ def test_heads_are_counted_that_are_above_the_highest_random_head_of_their_layer
     rows = heads(r=r, share_distance=0.2, share_key=0.1, share_query=0.0)
     of_chance = pd.concat(chance).assign(share_distance=0.1, share_key=0.1)
     said = plain(verdict({"additivity": Measurement(rows, of_chance)}))
-    assert f"is {r:.2f} on average, that of random weights 0.21 ± 0.06 (1 text, 2 random copies; ± is" in said
-    assert "if there are several); above the highest random head" in said
+    assert f"is {r:.2f} on average, that of random weights 0.21 ± 0.06 (2 random copies; ± is" in said
+    assert "± is a standard error over copies); above the highest random head" in said
     assert "of their layer: 4 of 4 heads (" in said if r == 0.9 else "2 of 4 heads, all but L0H0, L0H1 (" in said
     few = heads(r=[0.1, 0.1, 0.1, 0.3], share_distance=0.2, share_key=0.1, share_query=0.0)
     assert "of their layer: 1 of 4 heads, L1H1 (" in plain(verdict({"additivity": Measurement(few, of_chance)}))
@@ -170,15 +170,28 @@ def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
     assert "Of 4 heads, the scores depend more on where a key is in 4 (additivity)." in said
     assert "above (what) 0 and every head of its layer in 2 random copies, by a 95 % interval over texts." in said
     assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
+    assert "± is a standard error over texts and copies)" in said
+    alike = [rows.assign(r=0.3 + 0.002 * n, seed=n) for n in range(2)]
+    said = plain(verdict({"additivity": Measurement(rows, pd.concat(alike))}))
+    assert "that of random weights 0.301 ± 0.001 (2 texts," in said  # not ± 0.00
     assert "Of 4 heads, the share of the distance alone is largest in" in said
 
 
 @pytest.mark.parametrize(
     ("foreign", "said"),
     [
-        (0.9, "−0.100 ± 0.004, so on average heads are less additive with their own keys"),
-        (0.81, "−0.010 ± 0.004, which these texts do not tell from 0"),  # 2.2 errors of 6 texts
-        (0.5, "+0.300 ± 0.004, so on average heads are more additive with their own keys"),
+        (
+            0.9,
+            "−0.100 ± 0.004, so on average heads are less additive with their own keys",
+        ),
+        (
+            0.81,
+            "−0.010 ± 0.004, which these texts do not tell from 0",
+        ),  # 2.2 errors of 6 texts
+        (
+            0.5,
+            "+0.300 ± 0.004, so on average heads are more additive with their own keys",
+        ),
     ],
 )
 def test_r_is_compared_with_that_of_scores_that_no_head_computes(foreign: float, said: str) -> None:
@@ -188,7 +201,7 @@ def test_r_is_compared_with_that_of_scores_that_no_head_computes(foreign: float,
         x["r, foreign keys"] = x["r"] + foreign - 0.8 + moved
     page = plain(verdict({"additivity": Measurement(pd.concat(texts))}))
     assert f"computes, have an r of {foreign:.2f}: own minus" in page
-    assert f"own minus other keys is {said}" in page
+    assert f"own minus other keys is {said.replace(',', ' (a standard error over texts),')}" in page
     one = plain(verdict({"additivity": Measurement(texts[0])}))  # without an error nothing is concluded
     assert re.search(r"own minus other keys is [+−]?0\.\d+ \(additivity\)", one)
 
@@ -244,14 +257,14 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     curve = pd.DataFrame({"kind": ["order", "index"], "fraction": 0.05, "moved": 0.04})
     curve = curve.assign(added_loss=[sign * 0.2, sign * 0.1], added_loss_se=[0.01, NAN])
     said = plain(verdict({"perturbation": Measurement(curve)}))
-    assert ("tokens of the text +0.200 ± 0.010" if sign > 0 else "tokens of the text −0.200 ± 0.010") in said
-    assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
+    draws = ("+0.190 and +0.210", "+0.100") if sign > 0 else ("−0.210 and −0.190", "−0.100")  # mean ∓ error; one draw
+    assert f"in 2 draws of the pairs: tokens of the text {draws[0]}; positions {draws[1]} (" in said
 
 
-def test_a_model_from_a_file_has_its_name(tmp_path: Path) -> None:
-    (tmp_path / "Some-1B.Q4_1.gguf").touch()
+def test_a_model_from_a_folder_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "Some-1B").mkdir()
     for backend in ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",):
         model: Any = load_demo_model(backend=backend)  # type: ignore[arg-type]
         subject = read_subject(model, demo_tokens(length=8), None, None, None)
-        model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path)
-        assert subject.name() == "Some-1B.Q4_1"
+        model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path / "Some-1B")
+        assert subject.name() == "Some-1B"

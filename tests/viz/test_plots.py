@@ -461,7 +461,7 @@ def test_verdicts_have_their_colours_and_are_counted() -> None:
         doubt = " between static and additive" if verdict == "undecided" else ""
         assert heat.customdata[i][j].startswith(f"{verdict}{doubt}<br>")
     assert "1 no effect, 1 distance, 2 static, 1 more than additive, 1 undecided" in figure.layout.title.text
-    assert "± 0.01 nats per token" in heat.customdata[0][0]
+    assert "± 0.01 (standard error) nats per token" in heat.customdata[0][0]
     read = pd.read_csv(io.StringIO(HEAD_VERDICTS.to_csv(index=False)))  # without "between", decided heads have NaN
     assert (plot_verdicts(read).data[0].customdata == heat.customdata).all()
     for unknown in (HEAD_VERDICTS.drop(columns="error"), HEAD_VERDICTS.assign(error=np.nan)):
@@ -509,6 +509,19 @@ def test_perturbation_bands_are_mean_and_standard_error() -> None:
     assert (index.name, list(index.y), len(index_band.x)) == ("index", [0.2], 0)  # a single seed has no error
     assert order_band.fillcolor == faint(order.line.color) != faint(index.line.color)
     assert order.marker.symbol != index.marker.symbol
+
+
+def test_of_two_draws_both_are_points() -> None:
+    """Which have the mean and the standard error of the table; of three, there is a band."""
+    draws = np.array([[0.0, 0.1, 0.5], [0.0, 0.3, NAN]])
+    runs = pd.DataFrame({"fraction": [0, 0.5, 1] * 2, "added_loss": draws.ravel()}).groupby("fraction")["added_loss"]
+    table = pd.DataFrame({"kind": "order", "draws": 2, "added_loss": runs.mean(), "added_loss_se": runs.sem()})
+    points, line = plot_perturbation(table.reset_index()).data
+    assert points.mode == "markers"
+    seen = sorted((x, round(y, 9)) for x, y in zip(points.x, points.y, strict=True) if np.isfinite(y))
+    assert seen == [(0, 0), (0, 0), (0.5, 0.1), (0.5, 0.3)]  # nothing at 1, where one draw alone has a number
+    assert list(line.y) == pytest.approx([0, 0.2, 0.5])
+    assert plot_perturbation(table.reset_index().assign(draws=3)).data[0].fill == "toself"
 
 
 def test_length_is_level_over_each_bucket() -> None:

@@ -175,7 +175,7 @@ def _document(
     parts = [
         verdict(verdict_sentences(measurements)),
         opening,
-        analysed(subject),
+        analysed(subject, [name for name, measurement in measured.items() if measurement.sample]),
         headline(subject, measurements.get(SHARES.name), measurements.get(ADDITIVITY.name)),
         *(content.html for content in contents),
         reproduce(subject, command, settings),

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, get_args
 
+import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
@@ -19,7 +22,6 @@ from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
@@ -59,10 +61,11 @@ def perturbation_curve(
         progress: show a progress bar over the runs.
 
     Returns:
-        One row per kind and fraction: ``kind``, ``fraction``; ``moved`` and ``intact``, the share of all positions
-        that moved, and the share of positions with a next token that are intact; ``perplexity`` and ``accuracy`` of the
-        next token; ``added_loss`` (nats per token relative to the unmodified model) and ``kl`` (nats,
-        KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and ``downstream``, if given.
+        One row per kind and fraction: ``kind``, ``fraction``; the number of ``draws`` (seeds); ``moved`` and
+        ``intact``, the share of all positions that moved, and the share of positions with a next token that are intact;
+        ``perplexity`` and ``accuracy`` of the next token; ``added_loss`` (nats per token relative to the unmodified
+        model) and ``kl`` (nats, KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and
+        ``downstream``, if given.
         Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
 
     Raises:
@@ -91,7 +94,7 @@ def perturbation_curve(
     options: dict[str, Any] = {"window": window} | ({"unit": unit} if unit else {})
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
-    with progress_bar(runs, desc="perturbations", disable=not progress) as bar:
+    with tqdm(runs, desc="perturbations", disable=not progress) as bar:
         for kind, fraction, seed in bar:
             chosen = options | {"kind": kind, "fraction": fraction, "seed": seed}
             perturbation = partial(_perturbed, reading, chosen)
@@ -116,9 +119,26 @@ def perturbation_curve(
             stacklevel=2,
         )
     table = mean[["moved", "intact"]].copy()
+    table.insert(0, "draws", len(seeds))
     for name in [*_MEASURES, *(["downstream"] if score else [])]:
         table[name], table[f"{name}_se"] = mean[name], error[name]
     return table.reset_index()
+
+
+def lower_and_higher(
+    table: pd.DataFrame, measure: str = "added_loss"
+) -> tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, " row"]]:
+    """Compute the lower and the higher of two draws in each row, from their mean and standard error.
+
+    The standard error of a mean of two numbers is half of their distance: an interval of one standard error is no more
+    than the two numbers themselves.
+
+    >>> table = pd.DataFrame({"added_loss": [3.0], "added_loss_se": [1.0]})
+    >>> [float(x) for (x,) in lower_and_higher(table)]
+    [2.0, 4.0]
+    """
+    mean, error = (table[name].to_numpy(dtype=float) for name in (measure, f"{measure}_se"))
+    return mean - error, mean + error
 
 
 def _perturbed(reading: Any, chosen: dict[str, Any], tokens: Any, attention_mask: Any = None, **more: Any) -> Perturbed:

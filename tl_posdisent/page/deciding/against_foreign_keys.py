@@ -21,7 +21,8 @@ def compare_with_foreign_keys(measurement: Measurement, column: str, name: str) 
         return []
     rows = trained.assign(difference=trained[column] - trained[FOREIGN_KEYS])
     mean, error = rows["difference"].mean(), error_over_draws(rows, "difference", ["batch"])
-    difference = f"{signed(mean)} ± {number(error, 3)}" if error else signed(mean)
+    over_texts = f" ± {number(error, 3)} (a standard error over texts)" if error else ""
+    difference = f"{signed(mean)}{over_texts}"
     sentence = Markup(
         "The queries of each head with the keys of another key head, scores that no head computes, have an <em>r</em> "
         "of {}: own minus other keys is {}{} {}."

@@ -28,14 +28,19 @@ def compare_with_random(measurement: Measurement, column: str, model: str, name:
     trained, random = measurement.trained, measurement.random
     if random is None or trained[column].isna().all():
         return []
-    sentence = Markup(
-        "<em>r</em> of {} is {} on average, that of random weights {} ({}, {}; ± is a standard error over texts and "
-        "copies, if there are several); {} {}."
-    )
-    texts, copies = plural(count_texts(trained), "text"), count_copies(random)
+    sentence = Markup("<em>r</em> of {} is {} on average, that of random weights {} ({}); {} {}.")
     means = _mean_with_error(trained, column), _mean_with_error(random, column)
     above = above_random(trained, random, column)
-    return [sentence.format(model, *means, texts, copies, above, link_section(name, measurement))]
+    return [sentence.format(model, *means, _draws(trained, random), above, link_section(name, measurement))]
+
+
+def _draws(trained: pd.DataFrame, random: pd.DataFrame) -> str:
+    """Count texts, if each has numbers of its own, and copies; and state over which of them ± is a standard error."""
+    counts = {"texts": count_texts(trained) if "batch" in trained else 0, "copies": random["seed"].nunique()}
+    draws = [plural(counts["texts"], "text")] if counts["texts"] else []
+    several = [name for name, count in counts.items() if count > 1]
+    error = f"; ± is a standard error over {' and '.join(several)}" if several else ""
+    return ", ".join([*draws, count_copies(random)]) + error
 
 
 def count_texts(table: pd.DataFrame) -> int:
@@ -50,5 +55,6 @@ def count_copies(random: pd.DataFrame) -> str:
 
 def _mean_with_error(table: pd.DataFrame, column: str) -> str:
     """Format the mean over heads, texts and copies, ± its standard error if there are several texts or copies."""
-    mean, error = number(by_head(table)[column].mean(), 2), error_over_draws(table, column, ["batch", "seed"])
-    return f"{mean} ± {number(error, 2)}" if error else mean
+    mean, error = by_head(table)[column].mean(), error_over_draws(table, column, ["batch", "seed"])
+    digits = 3 if 0 < error < 0.01 else 2  # an error of 0.00 would say nothing
+    return number(mean, digits) + (f" ± {number(error, digits)}" if error else "")

@@ -33,7 +33,7 @@ _TITLES = {
     "r_held_out": "held-out r",
     "looks": "looks at",
     "between": "undecided between",
-    ERROR: "± standard error",
+    ERROR: f"standard error of {DIFFERENCE} over texts",
 }
 
 
@@ -89,7 +89,7 @@ def _cells(heads: pd.DataFrame) -> pd.DataFrame:
 
 def _hover_text(head: Mapping[Any, Any]) -> str:
     """Make the hover text of a head in the map from its row."""
-    error = f" ± {number(head[ERROR])}" if np.isfinite(head.get(ERROR, np.nan)) else ""
+    error = f" ± {number(head[ERROR])} (a standard error over texts)" if np.isfinite(head.get(ERROR, np.nan)) else ""
     shares = f"distance alone {number(head['share_distance'])}, key alone {number(head['share_key'])}"
     lines = [
         f"<b>{head_label(int(head['layer']), int(head['head']))}</b> looks at: {head['looks']}",

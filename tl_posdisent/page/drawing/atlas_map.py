@@ -14,7 +14,7 @@ from tl_posdisent.page.drawing.maps import UNKNOWN, grey_cells, name_layers
 from tl_posdisent.page.drawing.markup import remove_cell_text
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import GREY
-from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
+from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
 from tl_posdisent.viz.plots.tables import whole
 
 _COLOURS = {
@@ -97,7 +97,7 @@ def _choice(title: str, heat: go.Heatmap, values: list[Any]) -> dict[str, Any]:
 
 
 def _with_title(drawn: go.Figure, title: str) -> go.Figure:
-    return drawn.update_traces(colorbar_title_text=title.replace(" (", "<br>("))
+    return drawn.update_traces(colorbar_title_text=bar_title(title))
 
 
 def _numbers(values: pd.Series) -> list[float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import torch
@@ -12,13 +13,14 @@ from markupsafe import Markup
 from tl_posdisent.models.loading.random_init import described_copies
 from tl_posdisent.page.deciding.words import numbers
 from tl_posdisent.page.drawing.markup import render
+from tl_posdisent.page.measuring.heads_to_run import sample_list
 from tl_posdisent.page.measuring.measurement import Settings
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.utils.words import plural
 
 
-def analysed(subject: Subject) -> Markup:
-    """Render the description of the model and of the text."""
+def analysed(subject: Subject, sampled: Sequence[str] = ()) -> Markup:
+    """Render the description of the model and of the text, and the heads that the ``sampled`` sections ran."""
     model, spec, words = subject.model, subject.specs[0], subject.words
     rotary = [spec.layer for spec in subject.specs if spec.rotary is not None]
     nameless = words == [str(i) for i in subject.first[0].tolist()]  # a model without a tokenizer
@@ -32,6 +34,7 @@ def analysed(subject: Subject) -> Markup:
         "Heads": f"{len(subject.pairs)}, of {spec.n_heads} a layer, {spec.d_head} coordinates, "
         f"{plural(spec.n_kv_heads, 'key head')}",
         "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
+        **({f"Heads of {' and '.join(sampled)}": sample_list(subject)} if sampled else {}),
         **windows(subject),
         "Text": f"{subject.sizes()}{cut}",
         "It begins": (" " if nameless else "").join(words[:60]) + (" …" if len(words) > 60 else ""),

@@ -33,9 +33,12 @@ def sample_size(subject: Subject) -> str | None:
 
 
 def sample_note(subject: Subject) -> str | None:
-    """State which heads are run, if not all are."""
+    """State how many heads are run, and where they are listed, if not all are."""
     size = sample_size(subject)
-    if size is None:
-        return None
+    return size and f"Measured for {size} at equal steps, which are listed under “What was analysed”."
+
+
+def sample_list(subject: Subject) -> str:
+    """List the heads that are run."""
     labels = ", ".join(head_label(*pair) for pair in heads_to_run(subject))
-    return f"Measured for {size}, at equal steps: {labels}. Select other heads with heads=."
+    return f"{sample_size(subject)} at equal steps: {labels}. Select other heads with heads=."

@@ -15,7 +15,7 @@ from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Section
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
-from tl_posdisent.viz.plots.heatmaps import plot_heads
+from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads
 
 _POSITIONS, _TOKENS = 96, 384
 """Positions of each text, and tokens altogether, that are read."""
@@ -40,7 +40,7 @@ def _show(subject: Subject, measurement: Measurement) -> Content:
     caption = f"Largest added loss; the loss of the whole model is {ablated['baseline'].iloc[0]:.4f}"
     largest = effects.sort_values("effect", ascending=False, kind="stable").head(_LISTED)
     drawn = plot_heads(ablated, "effect", signed=True)
-    drawn.update_traces(colorbar_title_text="added loss<br>(nats per token)")
+    drawn.update_traces(colorbar_title_text=bar_title("added loss (nats per token)"))
     values = {
         "map": head_map(drawn, "Added loss without the head", subject),
         "largest": table("ablation", caption, largest, titles, 4),

@@ -19,12 +19,13 @@ from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings,
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Section
 from tl_posdisent.utils.words import plural
-from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_verdicts
+from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
 
 _POSITIONS, _TOKENS = 128, 512
 """Positions of each text, and tokens altogether, that are read."""
 MEASURED_RUNGS: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive")
 """The rungs that are measured."""
+_ERROR = "standard error over texts (or parts of long texts)"
 _IDLE = ("not used", "no effect")
 """Verdicts of heads without a measurable effect."""
 _KINDS = ("first token", "distance", "static", "additive", "more than additive", "undecided")
@@ -65,12 +66,13 @@ def split_texts(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor] 
 def _show(subject: Subject, measurement: Measurement) -> Content:
     rungs, verdicts = measurement.trained, head_verdicts(measurement.trained)
     gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap")
-    gaps.update_traces(colorbar_title_text="divergence<br>(nats per token)")
+    gaps.update_traces(colorbar_title_text=bar_title("divergence (nats per token)"))
+    caption = f"Gap: divergence of the predictions with uniform attention, ± a {_ERROR}"
     values = {
         "held_out": len((measurement.read or subject).tokens) > 1,
         "negligible": NEGLIGIBLE,
         "verdicts": head_map(plot_verdicts(verdicts, rungs=rungs), "Verdict by head", subject),
-        "gaps": head_map(gaps, "Gap: divergence of the predictions with uniform attention", subject),
+        "gaps": head_map(gaps, caption, subject),
         "table": _table(subject, rungs, verdicts),
     }
     return Content(render("sections/ladder", **values))
@@ -87,9 +89,9 @@ def _table(subject: Subject, rungs: pd.DataFrame, verdicts: pd.DataFrame) -> Mar
     rows = shown.replace({"between": {"": MISSING}}).merge(recovered, on=HEAD, how="left")
     last = ["first_token", "error", "between"]
     rows = rows[[*HEAD, "verdict", "gap", *(rung for rung in MEASURED_RUNGS if rung not in last), *last]]
-    titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
+    titles = {"gap": "gap (nats per token)", "error": "standard error of the gap", "distance+sink": "distance + sink"}
     titles |= {"first_token": "first token", "between": "undecided between"}
-    caption = "Heads with a possible effect: the gap, and the share of it that each pattern recovers"
+    caption = f"Heads with a possible effect: the gap with its {_ERROR}, and the share that each pattern recovers"
     return table("ladder", caption, with_attention(rows, subject.attention), titles)
 
 

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_flag, check_integer, head_label
 from tl_posdisent.utils.words import plural
@@ -218,7 +219,9 @@ def _marks(wavelengths: Any, distances: Any, values: Any, logarithmic: bool) -> 
 
 
 def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title: str | None = None) -> go.Figure:
-    """Plot the effect of a perturbation against the fraction moved, with bands of one standard error.
+    """Plot the effect of a perturbation against the fraction moved, with bands of one standard error over draws.
+
+    Of two draws, which make no interval, both are drawn as points.
 
     Args:
         table: table of ``perturbation_curve``.
@@ -231,29 +234,35 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
         >>> from tl_posdisent.viz import plot_perturbation
-        >>> table = perturbation_curve(load_demo_model(), demo_tokens(length=96), ["index"], [0, 0.5], progress=False)
+        >>> model, tokens = load_demo_model(), demo_tokens(length=96)
+        >>> table = perturbation_curve(model, tokens, ["index"], [0, 0.5], seeds=3, progress=False)
         >>> band, line = plot_perturbation(table).data
         >>> line.name, list(line.y) == table["added_loss"].tolist()
         ('index', True)
     """
     table = check_table(table, ["kind"], ["fraction", measure, f"{measure}_se"], "perturbation_curve")
-    figure = go.Figure()
+    figure, two = go.Figure(), "draws" in table and bool((table["draws"] == 2).all())
     for number, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         rows, colour = rows.dropna(subset=measure).sort_values("fraction"), HUES[number % len(HUES)]
         x, y, error = (rows[name].to_numpy(dtype=float) for name in ("fraction", measure, f"{measure}_se"))
-        known = ~np.isnan(error)
-        figure.add_scatter(
-            x=np.concatenate([x[known], x[known][::-1]]),
-            y=np.concatenate([(y + error)[known], (y - error)[known][::-1]]),
-            fill="toself",
-            fillcolor=faint(colour),
-            line={"width": 0},
-            mode="lines",
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=str(kind),
-        )
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
+        if two:
+            draws = np.concatenate(lower_and_higher(rows, measure))
+            marker = {"symbol": f"{symbol}-open", "size": 6, "color": colour}
+            spread = go.Scatter(x=np.tile(x, 2), y=draws, mode="markers", marker=marker)
+            spread.update(hovertemplate="one of two draws, %{x:.0%} moved: %{y:.4g}<extra></extra>")
+        else:
+            known = ~np.isnan(error)
+            spread = go.Scatter(
+                x=np.concatenate([x[known], x[known][::-1]]),
+                y=np.concatenate([(y + error)[known], (y - error)[known][::-1]]),
+                fill="toself",
+                fillcolor=faint(colour),
+                line={"width": 0},
+                mode="lines",
+                hoverinfo="skip",
+            )
+        figure.add_trace(spread.update(showlegend=False, legendgroup=str(kind)))
         figure.add_scatter(
             x=x, y=y, name=str(kind), mode="lines+markers", line={"color": colour}, marker={"symbol": symbol, "size": 8}
         )

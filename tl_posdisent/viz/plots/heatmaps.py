@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ WRITTEN = 160
 """Largest number of cells in which numbers are shown."""
 _NAMED = 48  # largest number of heads with a tick label each, which are 10 pixels apart
 _ROWS = 24  # largest number of heads with a row of positions each
+_LINE = 20  # largest number of characters of a line above a colour bar
 _SPAN = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
 
 
@@ -104,7 +106,10 @@ def plot_heads(
     error = f"{value}_se"
     if error in table and not table.duplicated(["layer", "head"]).any():
         errors = table.pivot(index="layer", columns="head", values=error)
-        heat.update(customdata=errors.to_numpy(dtype=float), hovertemplate=heat.hovertemplate + " ± %{customdata:.2g}")
+        heat.update(
+            customdata=errors.to_numpy(dtype=float),
+            hovertemplate=heat.hovertemplate + " ± %{customdata:.2g} (standard error)",
+        )
     figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by layer and head")
     return _as_map(figure, "head", "layer")
 
@@ -338,7 +343,7 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     verdicts = table["verdict"].where(between == "", table["verdict"] + " between " + between)
     columns = (table["layer"], table["head"], verdicts, table["gap"], table.get("error", missing))
     texts = [
-        f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g}'} nats per token"
+        f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g} (standard error)'} nats per token"
         for *_, verdict, gap, se in zip(*columns, strict=True)
     ]
     if rungs is None:
@@ -406,13 +411,20 @@ def _heat_map(
         zmin=low,
         zmax=high,
         colorscale=diverging(low, high) if signed else SEQUENTIAL,
-        colorbar={
-            "title": {"text": title.replace(" (", "<br>("), "side": "right"},  # else it is cut off
-            **_ticks_of_clipped(z, low, high),
-        },
+        colorbar={"title": {"text": bar_title(title), "side": "top"}, **_ticks_of_clipped(z, low, high)},
         texttemplate=f"%{{z:.{max(2, 1 - math.floor(math.log10(high)))}f}}" if z.size <= room and high > 0 else None,
         name="",
     )
+
+
+def bar_title(title: str) -> str:
+    """Break the title of a colour bar into short lines. It stands above the bar: beside it, it would cover the ticks.
+
+    >>> bar_title("what − where over random (share of variance)")
+    'what − where over<br>random<br>(share of variance)'
+    """
+    lines = (textwrap.wrap(part, _LINE, break_long_words=False) for part in title.replace(" (", "\n(").split("\n"))
+    return "<br>".join(line for part in lines for line in part)
 
 
 def _ticks_of_clipped(z: Any, low: float, high: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 
-_SHARE = "share of the variance of the scores"
+_SHARE = "share of variance"
 _TITLES = {
     "accuracy": "accuracy (share)",
     "added_loss": "added loss (nats per token)",

@@ -100,28 +100,37 @@ class Widget(RenderedHTML):  # type: ignore[misc]
 
 
 _GLOBAL = "window.tlPosdisentCircuitsVis"
-_RULE = 'brightness()<.6?"white":"black"'
 DARK_TOKEN = 0.445
 """Brightness (0.299 r + 0.587 g + 0.114 b) below which text on a token is white: with circuitsvis's 0.6 the contrast is
 as low as 3.2, with this one at least 4.5 on every mixture of the diverging colours."""
+_REPLACED = {
+    'brightness()<.6?"white":"black"': f'brightness()<{DARK_TOKEN}?"white":"black"',
+    '"Destination Token"': '"query"',
+    '"Source Token"': '"key"',
+    "`Dest: $": "`query: $",
+    "`Src: $": "`key: $",
+}
+"""What circuitsvis's library says, and what it says here: the colour of text, titles of axes, and tooltips."""
 
 
 @functools.cache
 def library() -> str:
     """Return JavaScript that defines circuitsvis under one global name, unless it is already defined."""
     source = (resources.files("circuitsvis") / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
-    source = legible(source.split("//# sourceMappingURL=")[0]).replace("</script", r"<\/script")
+    source = adapted(source.split("//# sourceMappingURL=")[0]).replace("</script", r"<\/script")
     return f"{_GLOBAL} = {_GLOBAL} || (() => {{\n{source}\nreturn CircuitsVis;\n}})();"
 
 
-def legible(source: str) -> str:
-    """Replace the brightness of tokens below which circuitsvis's library writes in white, by ``DARK_TOKEN``."""
-    if _RULE not in source:
-        raise RuntimeError(
-            f"circuitsvis must choose the colour of text by {_RULE!r}, as version 1.43.3 does, but "
-            f"{version('circuitsvis')} does not: install circuitsvis 1.43.3"
-        )
-    return source.replace(_RULE, _RULE.replace(".6", str(DARK_TOKEN)))
+def adapted(source: str) -> str:
+    """Make circuitsvis's library write legibly on dark tokens, and say query and key, as all of this package does."""
+    for before, after in _REPLACED.items():
+        if before not in source:
+            raise RuntimeError(
+                f"circuitsvis's library must contain {before!r}, as that of version 1.43.3 does, but that of "
+                f"{version('circuitsvis')} does not: install circuitsvis 1.43.3"
+            )
+        source = source.replace(before, after)
+    return source
 
 
 def policy(scripts: Iterable[str]) -> str:

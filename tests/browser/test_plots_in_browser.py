@@ -1,0 +1,68 @@
+"""Colour bars of heat maps: their titles cover no label of a tick, and nothing is cut off, at several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+import tl_posdisent as tp
+from tl_posdisent.viz import plot_score_sources, plot_subspaces, plot_verdicts
+
+pytestmark = pytest.mark.slow
+
+SIZES = [(380, 320), (500, 300), (700, 450), (1000, 800)]
+HEADS = pd.DataFrame([(layer, head) for layer in range(4) for head in range(8)], columns=["layer", "head"])
+
+# By figure: labels of its colour bar that lie over each other (they may touch), and those that its edge cuts off.
+_COLLISIONS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((plot) => {
+  const edge = plot.getBoundingClientRect(), bar = plot.querySelector(".colorbar");
+  const all = [...bar.querySelectorAll("text")].map((x) => [x.textContent, x.getBoundingClientRect()]);
+  const over = all.flatMap(([a, p], i) => all.slice(i + 1).filter(([b, q]) =>
+    p.left < q.right && q.left < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom
+  ).map(([b]) => `${a} over ${b}`));
+  const cut = all.filter(([a, p]) => p.left < edge.left || p.right > edge.right || p.top < edge.top).map(([a]) => a);
+  return [all.length, ...over, ...cut];
+})"""
+
+
+def figures() -> dict[str, go.Figure]:
+    """Signed and unsigned colours, short and long titles, ends that stand for values beyond them, and verdicts."""
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=64)
+    sources = tp.score_sources(model, tokens, 3, 1, query=40, keys=[39, 38, 37, 36])
+    share = HEADS.assign(share_distance=np.linspace(0, 0.53, len(HEADS)))
+    effect = HEADS.assign(baseline=3.0, effect=np.linspace(-0.03, 0.05, len(HEADS)))
+    effect.attrs["metric"] = "loss"
+    verdicts = HEADS.assign(verdict=["static", "distance", "more than additive", "no effect"] * 8, gap=0.1)
+    return {
+        "sources": plot_score_sources(sources, top=8),
+        "a share": tp.plot_heads(share, "share_distance"),
+        "a change": tp.plot_heads(effect, "effect"),
+        "a change, cut": tp.plot_heads(effect, "effect", limits=(-0.001, 0.002)),
+        "r": tp.plot_heads(HEADS.assign(r=0.9), "r"),
+        "subspaces": plot_subspaces(tp.subspace_patterns(model, tokens, progress=False)),
+        "verdicts": plot_verdicts(verdicts),
+    }
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_title_of_a_colour_bar_covers_no_tick(
+    width: int, height: int, opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    drawn = figures()
+    html = "".join(
+        figure.update_layout(width=width, height=height).to_html(full_html=False, include_plotlyjs=number == 0)
+        for number, figure in enumerate(drawn.values())
+    )
+    (tmp_path / "plots.html").write_text(f'<!doctype html><meta charset="utf-8">{html}', encoding="utf-8")
+    page = opened(tmp_path / "plots.html", width=1100)
+    page.page.wait_for_function(f"() => document.querySelectorAll('.colorbar text').length >= {2 * len(drawn)}")
+    for name, (n_labels, *wrong) in zip(drawn, page.page.evaluate(_COLLISIONS), strict=True):
+        assert n_labels >= 3, name
+        assert wrong == [], name
+    page.page.screenshot(path=tmp_path / "plots.png", full_page=True)
