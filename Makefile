@@ -19,7 +19,7 @@ tests = OMP_NUM_THREADS=$(THREADS) $(1)/bin/python -m pytest -n $(WORKERS) --dis
 # $(call marked,mark): the files that have a mark.
 marked = $$(grep -rl 'mark\.$(1)' tests)
 
-.PHONY: help demo smollm2 findings test test-slow test-tl4 test-all test-release lint types docs bench gpu-check clean
+.PHONY: help demo smollm2 findings test test-slow test-tl4 test-all lint types docs bench gpu-check clean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,17 +42,12 @@ test: .venv/dev.stamp ## tests without the mark slow, and the examples in docstr
 	$(call tests,.venv,"not slow")
 
 test-slow: .venv/dev.stamp ## tests with the mark slow
-	$(call tests,.venv,"slow and not release")
+	$(call tests,.venv,slow)
 
 test-tl4: .venv-tl4/dev.stamp ## tests with the mark tl4, with TransformerLens 4
 	$(call tests,.venv-tl4,"tl4 and not slow") $(call marked,tl4) tl_posdisent
 
-test-release: .venv/dev.stamp .venv-tl4/dev.stamp ## tests with the mark release, and those of experiments with TransformerLens 4
-	$(call tests,.venv,release)
-	$(call tests,.venv-tl4,"not slow and not tl4") tests/experiments
-	$(call tests,.venv-tl4,"tl4 and release") tests/docs/test_docs.py
-
-test-all: test test-slow test-tl4 test-release ## all of these
+test-all: test test-slow test-tl4 ## all of these
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting
 	.venv/bin/python -m ruff check .

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support.zoo_configs import ARCHITECTURES, MECHANISMS
 from torch.utils import backend_registration
 
 if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
@@ -43,8 +42,6 @@ LONGEST = "docs/test_examples.py"  # minutes in one kernel: begun last, it would
 PACKAGE = Path(__file__).parents[1] / "tl_posdisent"
 WITH_MODELS = ("models", "hooks", "experiments")  # examples in their docstrings run with TransformerLens 4 too
 
-OWN_ROTATION = "gptj"  # whose bridge discards edited scores: the HookedTransformer alone takes every edit
-
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := os.environ.get("POSDISENT_MARGINS"):
@@ -54,26 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what a folder or a parameter decides; all other marks are in the files.
-
-    A law that is tried on llama-gqa is slow on other architectures, and left for a release on those that add no
-    mechanism; a law that is tried on a bridge is slow on a HookedTransformer, and left for a release on both another
-    class and another architecture: they take minutes and seldom show more.
-    """
-    words = [set(_words_of(item)) for item in items]
-    on_bridge = {_law(item) for item, x in zip(items, words, strict=True) if "bridge" in x}
-    on_llama = {_law(item) for item, x in zip(items, words, strict=True) if "llama-gqa" in x}
-    bridges = {(_law(item), name) for item, x in zip(items, words, strict=True) if "bridge" in x for name in x}
-    for item, x in zip(items, words, strict=True):
-        names = x & set(ARCHITECTURES)
-        again = "hooked" in x and _law(item) in on_bridge
-        elsewhere = bool(names) and "llama-gqa" not in names and _law(item) in on_llama
-        further = bool(names) and not names & set(MECHANISMS) and item.get_closest_marker("slow") is None
-        corner = again and elsewhere and any((_law(item), name) in bridges for name in names - {OWN_ROTATION})
-        if further or corner:
-            item.add_marker(pytest.mark.release)
-        if again or elsewhere or further:
-            item.add_marker(pytest.mark.slow)
+    """Mark examples in docstrings by their folder, as they cannot themselves; all other marks are in the files."""
+    for item in items:
         if isinstance(item, pytest.DoctestItem) and item.path.relative_to(PACKAGE).parts[0] in WITH_MODELS:
             item.add_marker(pytest.mark.tl4)
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))  # the longest begin first
@@ -84,14 +63,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
-
-
-def _words_of(item: pytest.Item) -> list[str]:
-    return [x for x in item.callspec.params.values() if isinstance(x, str)] if hasattr(item, "callspec") else []
-
-
-def _law(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,15 @@ import torch
 from shared.speeches import three_parts
 from shared.two_measurements import LENGTH, TEXTS, compared, costs, means
 from torch import Tensor
+from tqdm.auto import tqdm
 
 import tl_posdisent as tp
-from tl_posdisent.experiments.causal.estimated_effects import changes_of_results, in_layers
+from tl_posdisent.experiments.causal.estimated_effects import changes_of_results, separate_layers
 from tl_posdisent.experiments.causal.text_parts import differentiable_texts
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
 from tl_posdisent.hooks.hook_list import any_heads
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.utils.progress import progress_bar
 
 DRAWS = 48
 
@@ -55,12 +55,12 @@ def table(model: Any, of: int = TEXTS, draws: int = DRAWS) -> pd.DataFrame:
 
 def curvatures(model: Any, text: Tensor, interventions: Any, draws: int, seed: int) -> dict[str, Tensor]:
     """``[draw, head]`` by intervention: what each draw of labels estimates of the divergence, nats per prediction."""
-    reading = read_model(model, None)
+    reading = read_model(model)
     _, parts = differentiable_texts(model, text, None, next_token_loss)
-    changes = in_layers(interventions, any_heads(reading, None, None))
+    changes = separate_layers(interventions, any_heads(reading, None, None))
     by_layer: dict[str, list[Tensor]] = {name: [] for name in interventions}
-    with running(reading.model), progress_bar(desc="passes", disable=True) as bar:
+    with running(reading.model), tqdm(desc="passes", disable=True) as bar:
         for x in changes_of_results(reading.model, changes, parts, draws=draws, seed=seed, bar=bar):
             products = torch.einsum("gtphd,tphd->gth", x.gradients[1:], x.change)[:, 0]
-            by_layer[x.where.name].append(products.square() / 2 / x.n_predictions)
+            by_layer[x.intervention.name].append(products.square() / 2 / x.n_predictions)
     return {name: torch.cat(layers, 1) for name, layers in by_layer.items()}

@@ -17,7 +17,6 @@ from tl_posdisent.rope import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-MASKING = [-torch.inf, -1e4, -5e4, -65504.0, -1e6, -1e9, -1e10, -1e20]
 LENGTH = 12
 
 
@@ -30,53 +29,25 @@ def masked(scores: Tensor, cells: Tensor, value: float, how: str) -> Tensor:
     """Masked as models do: in place of the scores, or by addition."""
     if how == "replaced":
         return scores.masked_fill(~cells, value)
-    return scores + torch.zeros(cells.shape).masked_fill(~cells, value).to(scores.dtype)
+    return scores + torch.zeros(cells.shape, dtype=scores.dtype).masked_fill(~cells, value)
 
 
-@pytest.mark.parametrize("how", ["replaced", "added"])
-@pytest.mark.parametrize("n", range(len(MASKING)))
-def test_masking_values_are_refused_and_the_argument_is_named(n: int, how: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", [fit_additive, fit_attention, toeplitz_share])
+def test_masked_cells_inside_the_mask_are_refused(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    """As models mask: with -inf, or with the lowest number of a dtype, in place of the scores or added to them."""
     causal, window = allowed(LENGTH, LENGTH), allowed(LENGTH, LENGTH, window=5)
-    no_key = causal & (torch.arange(LENGTH) != 1)
-    dtypes = DTYPES[1:] if -torch.inf < MASKING[n] < -65504 else DTYPES
-    for at, (cells, options, advice) in enumerate(
-        (
-            (causal, {"mask": "full"}, r"pass mask=\"causal\""),
-            (window, {"mask": "full"}, r"pass mask=\"causal\", window=5"),
-            (window, {}, "pass window=5"),
-            (no_key, {}, "pass the mask that the model used"),
-        )
-    ):
-        scores = masked(scores_of(dtypes[(n + at) % len(dtypes)]), cells, MASKING[n], how)
-        for function in (fit_additive, toeplitz_share):
-            with pytest.raises(ValueError, match=r"inside the mask, got -.* at index .* more such cells; " + advice):
-                function(scores, **options)
-        fit_additive(scores, mask=cells)  # what was advised
-
-
-@pytest.mark.parametrize("value", [-1e4, -1e9])
-def test_one_head_masked_and_two_tokens(value: float) -> None:
-    scores = scores_of()
-    scores[1, 2] = masked(scores[1, 2], allowed(LENGTH, LENGTH), value, "replaced")
-    with pytest.raises(ValueError, match=r"at index \(1, 2, 0, 1\) .* and 65 more such cells; pass mask=\"causal\" "):
-        fit_additive(scores, mask="full")
-    two = torch.tensor([[1.0, value], [2.0, -0.5]])
-    with pytest.raises(ValueError, match=r'and 0 more such cells; pass mask="causal"'):
-        fit_additive(two, mask="full")
-
-
-def test_one_number_three_times_beside_very_different_scores() -> None:
-    """Scores of a sharp head are far from each other too: three tokens, and three cells of the future."""
-    scores = torch.tensor([[-900.0, 0, 0], [1100.0, 30.0, 0], [-20.0, 700.0, 5.0]]).masked_fill(~allowed(3, 3), -65504)
-    with pytest.raises(ValueError, match=r'and 2 more such cells; pass mask="causal"'):
-        fit_additive(scores, mask="full")
-
-
-def test_a_boolean_mask_is_taken_as_it_is() -> None:
-    scores = masked(scores_of(torch.float64), allowed(LENGTH, LENGTH), -1e4, "replaced")
-    everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    assert bool((fit_additive(scores, mask=everything).r > 0.5).all())
-    assert not toeplitz_share(scores, mask=everything).isnan().any()
+    lowest = torch.finfo(dtype).min
+    for value in (-torch.inf, lowest, *([lowest / 2] if dtype != torch.float16 else [])):
+        for cells, options in ((causal, {"mask": "full"}), (window, {})):
+            for how in ("replaced", "added"):
+                scores = masked(scores_of(dtype), cells, value, how)
+                n = int((~cells & allowed(LENGTH, LENGTH, **options)).sum()) * 6 - 1
+                with pytest.raises(
+                    ValueError, match=rf"inside the mask, got -.* at index .* and {n} more such cells; "
+                ):
+                    function(scores, **options)
+                function(scores, mask=cells)  # what was advised
 
 
 @pytest.mark.parametrize("size", [0.01, 100.0, 1e4])
@@ -163,5 +134,5 @@ def test_vectors_are_refused_and_scores_of_few_queries_are_not(fit: Callable[...
     fit(torch.randn(2, 3, 9, 9))
     causal = fit_additive(z, check=False).to_frame()
     fit(z.masked_fill(~allowed(4, 8), -torch.inf))
-    for value in (-torch.inf, -1e9, torch.finfo(torch.float32).min, 0.0):  # the last queries of cached generation
+    for value in (-torch.inf, torch.finfo(torch.float32).min, 0.0):  # the last queries of cached generation
         assert fit_additive(z.masked_fill(~allowed(4, 8), value)).to_frame().equals(causal)

@@ -61,12 +61,14 @@ def expected(name: str) -> Any:
 
 
 def _case(name: str, set_default: str) -> Any:
-    """Functions of a model take long; a dtype in which the weights lose most stands for the others until a release."""
-    marks = [pytest.mark.slow, *[pytest.mark.release] * (set_default in ("float64", "float16"))]
-    return pytest.param(name, set_default, marks=marks if with_model(name) else [], id=f"{name}-{set_default}")
+    return pytest.param(name, set_default, marks=[pytest.mark.slow] * with_model(name), id=f"{name}-{set_default}")
 
 
-@pytest.mark.parametrize(("name", "set_default"), [_case(name, x) for name in NAMES for x in DEFAULTS])
+# Functions of a model take long; the dtype in which the weights lose most stands for the others.
+CASES = [_case(name, x) for name in NAMES for x in DEFAULTS if not with_model(name) or x in ("bfloat16", "meta")]
+
+
+@pytest.mark.parametrize(("name", "set_default"), CASES)
 def test_public_functions(name: str, set_default: str) -> None:
     right = expected(name)
     with default(set_default):

@@ -29,9 +29,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
 OF_A_LAYER = {"patch_vectors", "show_interventions"}  # heads of the one layer that they take
 QUICK = {"additivity", "capture", "dummy_distance", "ablate_heads", "head_ablation"}
 CASES = [
-    pytest.param(
-        f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}", marks=[pytest.mark.slow, pytest.mark.release] * later
-    )
+    pytest.param(f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}", marks=[pytest.mark.slow] * later)
     for parameter, lists in {"layers": [[0], [0, 1]], "heads": [[0, 3], [(1, 3), (0, 0)]]}.items()
     for f in functions(parameter)
     if f.__name__ != "report"  # which calls what is tried here, for minutes

@@ -28,7 +28,6 @@ from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.page.sections.all_sections import SECTIONS as BY_NAME
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-BACKENDS = ["bridge", pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
 SHORT = "fit --length 16 --layers 0 --texts 1 --control 0 --no-progress"
 
 
@@ -263,7 +262,7 @@ def test_text_from_stdin_is_that_of_a_file(tmp_path: Path) -> None:
         assert refused.stdout == ""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_a_directory_as_save_pretrained_writes_it(
     backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +281,7 @@ def test_a_directory_as_save_pretrained_writes_it(
     assert "by layer and head: my [bold] model, 1 × 32 tokens" in result.stdout
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 @pytest.mark.parametrize(("dtype", "close"), [("float64", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)])
 def test_other_weights(dtype: str, close: float, backend: str, model: Any, tmp_path: Path) -> None:
     out = tmp_path / "table.csv"

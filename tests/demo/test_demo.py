@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from support import zoo
 from support.tolerance import of_float32
 from train_demo_model import HELD_OUT, order_report, perplexity, read_documents, text_windows
 
 from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokenizer, demo_tokens, load_demo_model
 from tl_posdisent.models.loading.convert import hf_logits
-from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = pytest.mark.tl4
 
-needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
-BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 DATA = Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / HELD_OUT).is_file(), reason=f"POSDISENT_DATA has no {HELD_OUT}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 @pytest.mark.parametrize("trained", [True, False])
 def test_backends_compute_what_hugging_face_computes(backend: Any, trained: bool) -> None:
     tokens = demo_tokens(length=512)
@@ -37,7 +35,7 @@ def test_backends_compute_what_hugging_face_computes(backend: Any, trained: bool
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_text_goes_in_through_the_model(backend: Any) -> None:
     """Both backends tokenise offline and put the beginning-of-text token first, once."""
     model = load_demo_model(backend=backend)
@@ -53,7 +51,7 @@ def test_text_goes_in_through_the_model(backend: Any) -> None:
     assert model.to_string(tokens[0, 1:]) == text
 
 
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("backend", ["auto", *zoo.KINDS])
 @pytest.mark.parametrize("trained", [True, False])
 def test_global_randomness_is_untouched(backend: Any, trained: bool) -> None:
     before = torch.get_rng_state()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.pages import ROOT
 from support.public import public_names
-from support.zoo_configs import MECHANISMS
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
@@ -24,17 +23,9 @@ pytestmark = pytest.mark.tl4
 WRITTEN = support_table.from_markdown(support_table.written())
 
 
-TWIN = {"H3": "B3", "B3": "B4", "B4": "B3"}
-"""The class of the same kind with another TransformerLens, or the bridge with the same one."""
-
-
 def _row(name: str, code: str) -> Any:
-    """A row that is like its twin is left for a release, unless it stands for a mechanism; of the others, those of
-    TransformerLens 4 are tried by ``make test-tl4``, and those of TransformerLens 3 are slow."""
-    alike = WRITTEN.get((name, code)) == WRITTEN.get((name, TWIN[code]), {})
-    later = name not in MECHANISMS and alike
-    marks = [pytest.mark.slow] if later or code != "B4" else []
-    return pytest.param((name, code), marks=[*marks, *[pytest.mark.release] * later], id=f"{name}-{code}")
+    """Rows of TransformerLens 3 are slow; those of TransformerLens 4 are tried by ``make test-tl4``."""
+    return pytest.param((name, code), marks=[] if code == "B4" else pytest.mark.slow, id=f"{name}-{code}")
 
 
 @pytest.mark.parametrize("row", [_row(*case) for case in support_table.cases()])

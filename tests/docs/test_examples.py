@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 BRIDGE = re.compile(r'(model = load_\w+\((?:folder, |"smollm2", )?backend=)"bridge"')
-LONG = ("03_positional_deposit", "06_smollm2", "07_indirect_object", "08_head_effects")  # the longest: before a release
 IN_BOTH = ("01_fit_additive", "04_your_own_model")  # other tests try every tool on both classes
 
 
@@ -98,10 +97,7 @@ def printed(cell: Any) -> str:
     return "\n".join(x for x, out in zip(shown, cell.outputs, strict=True) if out.get("name") != "stderr")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.release] if path.stem in LONG else [], id=path.stem) for path in NOTEBOOKS],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
     fresh = run(read(path))
     for cell, shown in zip(fresh.cells, nbformat.read(path, as_version=4).cells, strict=True):
@@ -109,7 +105,6 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
             assert_prints(printed(cell), printed(shown))
 
 
-@pytest.mark.release
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem in IN_BOTH], ids=lambda path: path.stem)
 def test_notebook_runs_with_a_hooked_transformer(path: Path, run: Any) -> None:

@@ -17,17 +17,14 @@ from tl_posdisent.cli import app
 pytestmark = pytest.mark.tl4
 
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"), "python")]
-SLOW = {page.name: [pytest.mark.slow] for page in WITH_PYTHON if page.name != "README.md"}
-# What these find of all heads, or of a language model, takes about a minute: before a release.
-SLOW |= {
-    name: [pytest.mark.slow, pytest.mark.release]
-    for name in ("attention_ladder.md", "head_effects.md", "length_generalization.md", "smollm2.md")
-}
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=SLOW.get(page.name, []), id=page.name) for page in WITH_PYTHON],
+    [
+        pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.slow, id=page.name)
+        for page in WITH_PYTHON
+    ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_python_runs_as_printed(page: Path) -> None:

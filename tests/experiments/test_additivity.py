@@ -56,9 +56,7 @@ def by_least_squares(scores: Tensor, cells: Tensor) -> dict[str, float]:
 # --- the numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), zoo.cases("llama-gqa", "gpt2", "bloom", "mpt", "gemma2", "gpt_oss", "deepseek_v3", "codegen")
-)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "bloom", "gemma2", "gpt_oss", "deepseek_v3"))
 def test_every_number_by_least_squares(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table, scores = table_of(model), cached_scores(model)
@@ -130,10 +128,9 @@ def test_texts_that_are_the_same_are_noticed() -> None:
     assert len(table) == 3 * len(single)
 
 
-@pytest.mark.parametrize("name", ["opt", "gptj", "gpt_neo"])
-def test_models_that_show_only_their_pattern(name: str, shared_model: Any) -> None:
+def test_models_that_show_only_their_pattern(shared_model: Any) -> None:
     """A bridge recomputes their scores, of which the pattern is the softmax."""
-    model = shared_model("bridge", name)
+    model = shared_model("bridge", "gptj")
     hook = "blocks.1.attn.hook_pattern"
     with torch.no_grad():
         pattern = model.run_with_cache(TOKENS, names_filter=hook)[1][hook]

@@ -83,7 +83,7 @@ VARIANTS: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "llama-mqa", "gemma2"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_of_chosen_heads_with_options(variant: str, kind: str, name: str, shared_model: Any) -> None:
     model, measure = shared_model(kind, name), VARIANTS[variant]

@@ -22,7 +22,7 @@ from tl_posdisent import (
 from tl_posdisent.rope import COMPONENTS
 
 Model = Callable[[str, str], Any]
-CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
+CASES = zoo.cases("llama-gqa", "gptj", "olmo2", "gemma2")
 TOKENS = zoo.random_tokens(length=10, batch=2)
 ROTARY_TOOLS = [
     controlled_distance,
@@ -70,7 +70,7 @@ def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: 
         tool(shared_model(kind, name), TOKENS, progress=False)
 
 
-@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+@pytest.mark.parametrize("kind", zoo.KINDS)
 def test_scores_of_distance_and_key_alone_are_additive(kind: str) -> None:
     """NeoX turns a part of each head. With one query for all, and keys that are alike in what turns, scores are
     ``f(distance) + c(key)`` exactly."""

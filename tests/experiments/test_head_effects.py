@@ -25,7 +25,6 @@ from tl_posdisent.utils.errors import ArgumentError
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 CLOSE = rounding(log(61), 2)  # of the difference of two losses of logits in float32
-MECHANISMS = zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "opt")
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 
 
@@ -71,7 +70,7 @@ def some_interventions(model: Any, heads: Any = None, layers: Any = None) -> dic
     return {name: make() for name, make in found.items() if name != "distance" or rotary}
 
 
-@pytest.mark.parametrize(("kind", "name"), MECHANISMS)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss"))
 def test_exact_effects_are_those_of_a_loop(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table = effects(model, some_interventions(model), exact="all").set_index(["intervention", "layer", "head"])

@@ -15,8 +15,7 @@ from torch import Tensor
 from tl_posdisent import head_effects, remap_distance
 from tl_posdisent.demo.demo_model import demo_text
 
-# A minute and more: before a release. Always, test_head_effects.py has small models.
-pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.usefixtures("unchecked")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 LARGEST = [(16, 0), (1, 2), (11, 1), (19, 3)]
 """The heads of the largest divergences, by runs of all 270 heads."""
 

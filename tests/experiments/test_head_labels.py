@@ -32,9 +32,7 @@ def labels(model: Any, tokens: Tensor | None = TOKENS, **more: Any) -> pd.DataFr
     return head_labels(model, tokens, **(OPTIONS | more))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "gptj"), ("bridge", "gpt2"), ("bridge", "gpt_oss")]
-)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gpt2", "gpt_oss"))
 def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table = labels(model)

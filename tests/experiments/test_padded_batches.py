@@ -25,10 +25,7 @@ pytestmark = pytest.mark.tl4
 LENGTHS = [9, 14, 9, 11]
 WIDTH = max(LENGTHS)
 TEXTS = [zoo.random_tokens(n, batch=1, seed=i) for i, n in enumerate(LENGTHS)]
-MODELS = [
-    pytest.param(*case.values, marks=pytest.mark.slow if case.values[0] == "hooked" else [])
-    for case in zoo.cases("llama-gqa")
-]
+MODELS = zoo.cases("llama-gqa")
 SIDES = ["left", "right"]
 Call = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from tl_posdisent.rope import positional_symbolic_qk, preference_flips_qk, subsp
 
 Model = Callable[[str, str], Any]
 TOKENS = zoo.random_tokens(length=12, batch=2)
-CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
+CASES = zoo.cases("llama-gqa", "gptj", "olmo2", "gemma2")
 FLIPS: dict[str, Any] = {"near": [0, 1, 2], "far": [5, 9]}
 Q_ROWS = {0: [0, 4, 7, 11], 4: [0, 2, 5, 7]}  # four of the queries that are left by the sinks, evenly spaced
 

@@ -15,8 +15,7 @@ from tl_posdisent.experiments.measuring.result_gradients import drawn_labels, pr
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 DRAWS = 5
-LINEAR = zoo.cases("llama-gqa", "gptj", "opt", "gpt2", "bloom", "gemma3")
-CAPPED = zoo.cases("gemma2")
+LINEAR = ("llama-gqa", "gptj", "gpt2", "bloom")
 
 
 def loss(outputs: list[Tensor]) -> Tensor:
@@ -65,7 +64,7 @@ def n_of_unembedding(model: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return counted
 
 
-@pytest.mark.parametrize(("kind", "name"), [*LINEAR, *CAPPED])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*LINEAR, "gemma2"))
 def test_gradients_are_those_of_a_backward_pass_for_each_draw(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     (found,) = result_gradients(model, [TOKENS], [0, 1], loss, [draws()])
@@ -78,14 +77,14 @@ def test_gradients_are_those_of_a_backward_pass_for_each_draw(kind: str, name: s
             )
 
 
-@pytest.mark.parametrize(("kind", "name"), LINEAR)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*LINEAR))
 def test_the_vocabulary_is_summed_twice_and_not_once_for_each_draw(
     kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert n_of_unembedding(shared_model(kind, name), monkeypatch) == 2
 
 
-@pytest.mark.parametrize(("kind", "name"), CAPPED)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gemma2"))
 def test_a_soft_cap_is_differentiated_in_each_draw(
     kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

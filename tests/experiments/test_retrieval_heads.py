@@ -19,7 +19,7 @@ from tl_posdisent.experiments import Needles, RetrievalHeads, needle_texts
 from tl_posdisent.utils.errors import ArgumentError
 
 NEEDLES, OTHERS = (needles_of(zoo.random_tokens(length=14, batch=3, seed=seed)) for seed in (4, 5))
-FAMILIES = [*zoo.cases("llama-gqa"), ("bridge", "gpt2"), ("bridge", "gemma2"), ("bridge", "deepseek_v3")]
+FAMILIES = zoo.cases("llama-gqa", "gpt2", "gemma2", "deepseek_v3")
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 

@@ -77,7 +77,8 @@ def changes_of(named: Sequence[tuple[str, Any]]) -> list[Change]:
 
 
 def outputs(model: Any, changes: Sequence[Change]) -> list[Any]:
-    return [run()[0] for run in Runs(model, read_texts(model, TOKENS), [LAYER]).each(LAYER, changes)]
+    runs = Runs(model, read_texts(model, TOKENS), [LAYER])
+    return [run()[0] for run, _ in runs.changed(LAYER, changes, runs.shortcuts)]
 
 
 def check_outputs(model: Any, changes: Sequence[Change], found: Sequence[Tensor]) -> None:
@@ -116,7 +117,11 @@ def test_each_name_is_compared_once_and_all_share_a_batch(kind: str, name: str, 
     last = model.blocks[-1].mlp.register_forward_hook(lambda part, inputs, x: sizes.append(len(x)))
     with running(model):
         runs = Runs(model, read_texts(model, TOKENS), [LAYER])
-        once, again = ([run()[0] for run in runs.each(LAYER, changes)] for _ in range(2))
+        once, again, shortcuts = [], [], runs.shortcuts
+        for outputs in (once, again):
+            for run, known in runs.changed(LAYER, changes, shortcuts):
+                outputs.append(run()[0])
+                shortcuts = known
     last.remove()
     # The clean run; all changes and an unmodified text, and a full pass for each name; and all changes once more.
     batch = 2 * len(changes) + 1
@@ -131,10 +136,14 @@ def test_after_a_difference_all_passes_are_full(kind: str, name: str, shared_mod
     with running(model):
         runs = Runs(model, read_texts(model, TOKENS), [LAYER])
         changes = changes_of([("b", beyond_z)])
-        check_outputs(model, changes, [run()[0] for run in runs.each(LAYER, changes)])
+        outputs, shortcuts = [], runs.shortcuts
+        for run, known in runs.changed(LAYER, changes, shortcuts):
+            outputs.append(run()[0])
+            shortcuts = known
+        check_outputs(model, changes, outputs)
         last = model.blocks[-1].mlp.register_forward_hook(lambda part, inputs, x: sizes.append(len(x)))
         changes = changes_of([("a", honest)])
-        outputs = [run()[0] for run in runs.each(LAYER, changes)]
+        outputs = [run()[0] for run, _ in runs.changed(LAYER, changes, shortcuts)]
         last.remove()
     assert sizes == [2] * len(changes)
     check_outputs(model, changes, outputs)
@@ -145,8 +154,8 @@ def test_a_change_that_fails_fails_alone(kind: str, name: str, shared_model: Any
     model = shared_model(kind, name)
     changes = changes_of([("a", of_z), ("b", failing), ("c", honest)])
     with running(model):
-        runs = [*Runs(model, read_texts(model, TOKENS), [LAYER]).each(LAYER, changes)]
-        for change, run in zip(changes, runs, strict=True):
+        runs = Runs(model, read_texts(model, TOKENS), [LAYER])
+        for change, (run, _) in zip(changes, [*runs.changed(LAYER, changes, runs.shortcuts)], strict=True):
             if change.hooks is failing:
                 with pytest.raises(ValueError, match="no result"):
                     run()
@@ -169,12 +178,13 @@ def test_a_name_is_compared_in_one_layer_where_layers_share_the_stream_alone(
     outputs: dict[int, list[int]] = {}
     with running(model):
         runs = Runs(model, read_texts(model, TOKENS), [0, 1])
+        shortcuts = runs.shortcuts
         for layer in (0, 1):
             outputs[layer] = []
             count = model.blocks[-1].mlp.register_forward_hook(
                 lambda part, inputs, x, sizes=outputs[layer]: sizes.append(len(x))
             )
-            [run] = runs.each(layer, [Change("halved", tuple(HEADS), halved(layer))])
+            [(run, shortcuts)] = runs.changed(layer, [Change("halved", tuple(HEADS), halved(layer))], shortcuts)
             found = run()[0]
             count.remove()
             with torch.no_grad(), applied(model, halved(layer)(0, HEADS)):

@@ -74,15 +74,13 @@ MASKS = {
 }
 SOME_MASKS = ["a token not to itself", "the first keys hidden", "50 % at random, 0", "prefix", "text by text"]
 
-# Of the classes of models: positions in tables, in no hook, in vectors; windows, sinks, soft caps, QK-norms, latents.
-ON_BRIDGES = ["llama-gqa", "neox", "codegen", "phi", "qwen3", "gemma2", "gpt_oss", "olmo2-gqa", "deepseek_v3"]
+# Positions in tables, in no hook, in vectors; windows, sinks, soft caps, QK-norms, latents.
 on_bridges = pytest.mark.parametrize(
     ("name", "mask"),
     [
-        (name, mask)
-        for name in ON_BRIDGES
-        if name in zoo.BRIDGE_NAMES
-        for mask in (MASKS if name == "llama-gqa" else SOME_MASKS)
+        pytest.param(*case.values, mask, marks=case.marks)
+        for case in zoo.names("llama-gqa", "gemma2", "gpt_oss", "olmo2", "deepseek_v3")
+        for mask in (MASKS if case.id == "llama-gqa" else SOME_MASKS)
     ],
 )
 
@@ -128,11 +126,8 @@ def test_unchanged_positions_change_nothing(name: str, mask: str, shared_reading
         torch.testing.assert_close(got, plain, rtol=0, atol=rounding(plain), msg=lambda text, of=tool: f"{of}: {text}")
 
 
-SHOW_NO_SCORES = ["gptj", "gemma4", "gemma4-shared", "llama4", "olmo-hybrid", "afmoe", "laguna", "nanochat"]
-
-
 @pytest.mark.parametrize("mask", ["a token not to itself", "prefix", "50 % at random, 0"])
-@pytest.mark.parametrize("name", [x for x in SHOW_NO_SCORES if x in (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)])
+@pytest.mark.parametrize("name", zoo.names("gptj", "gemma4"))
 def test_models_that_show_no_scores_are_right_or_refuse(name: str, mask: str, shared_reading: Any) -> None:
     reading = shared_reading("bridge", name)
     options = {"attention_mask": of_pairs(MASKS[mask])}
@@ -318,7 +313,7 @@ HIDDEN = [x for x in MASKS if x.startswith(("the first keys hidden", "blocks"))]
 @pytest.mark.parametrize("tool", BY_POSITION)
 @pytest.mark.parametrize("where", [{}, {"heads": [1, 6]}], ids=["all", "some"])
 @pytest.mark.parametrize("mask", HIDDEN)
-@pytest.mark.parametrize("name", ["llama-gqa", "codegen", "deepseek_v3"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "codegen", "deepseek_v3"))
 def test_what_could_be_padding_is_refused(name: str, mask: str, where: Any, tool: str, shared_reading: Any) -> None:
     reading = shared_reading("bridge", name)
     message = r"attention_mask hides the first \d keys of row 0 from all later tokens in layer 0, and \w+ depends on"
@@ -373,7 +368,7 @@ def at_positions(reading: Any, positions: Tensor) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "olmo2"))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_texts_with_keys_that_are_knocked_out(kind: str, name: str, side: str, shared_reading: Any) -> None:
     """Each text is as it is alone, where its own keys are knocked out in the same places."""

@@ -53,12 +53,9 @@ from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.hooks.hook_list import Hooks, joined
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
-# Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
-LATER = [pytest.mark.slow, pytest.mark.release]
-MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=LATER) for name in ("gptj", "neox"))]
+MODELS = zoo.cases("llama-gqa", "gptj")
 NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
-HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
-HEADS += [pytest.param("bridge", "gptj", None, marks=LATER), pytest.param("bridge", "neox", [1, 6], marks=LATER)]
+HEADS = [pytest.param(*case.values, heads, marks=case.marks) for case in MODELS for heads in (None, [1, 6])]
 OTHERS = "other hooks act on its attention"
 POSITIONS = {"swap", "dummy", "remap"}
 ROTATING = {*POSITIONS, "lambda", "interpolate", "freeze", "drop", "noise", "vectors"}
@@ -348,7 +345,7 @@ def test_hooks_of_another_model_are_refused(kind: str, name: str, run: Any, shar
         logits(model, hooks)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "neox", "gptj", "deepseek_v3"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gemma2", "gptj", "deepseek_v3"))
 @pytest.mark.parametrize("at", ["q", "k", "v"])
 def test_own_hooks_on_vectors_act_with_interventions_or_are_noticed(name: str, at: str, shared_model: Any) -> None:
     """In one list, in either order, the edits start from the patched vectors; installed later, they raise."""
@@ -379,12 +376,12 @@ def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
 
     def stop(x: Tensor, hook: Any) -> None:
-        raise KeyboardInterrupt
+        raise RuntimeError("stopped")
 
     first, second = dummy_distance(model, 3), swap_positions(model, UNORDERED)
     expected = logits(model, second)
     for where in ("hook_q", "hook_rot_k", "hook_pattern"):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(RuntimeError, match="stopped"):
             model.run_with_hooks(TOKENS, fwd_hooks=[*first, (f"blocks.0.attn.{where}", stop)])
         assert torch.equal(logits(model, second), expected)
 

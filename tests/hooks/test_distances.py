@@ -109,7 +109,7 @@ def test_any_matrix_of_distances(kind: str, name: str, shared_model: Any) -> Non
         close(got, expected, layers=1)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])  # others cannot run beyond their context
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gemma2"))  # others cannot run beyond their context
 def test_a_function_that_bends_beyond_the_context(name: str, shared_model: Any) -> None:
     """It is straight as far as the model's context goes (128 tokens), and the text is longer."""
     model, tokens, real = shared_model("bridge", name), zoo.random_tokens(140), torch.arange(140)

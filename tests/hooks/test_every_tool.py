@@ -84,17 +84,16 @@ def test_half_precision_is_as_near_as_its_rounding(tool: str, dtype: torch.dtype
 
 
 @EVERY_TOOL
-@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt("stop")], ids=repr)
-def test_after_an_error_the_model_is_as_before(tool: str, error: BaseException, shared_model: Any) -> None:
+def test_after_an_error_the_model_is_as_before(tool: str, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     plain, before = logits(model, []), state(model)
 
     def stop(x: Tensor, hook: Any) -> None:
-        raise error
+        raise ValueError("stop")
 
     hooks = TOOLS[tool](model, layers=[0], heads=[1])
     for where in ("blocks.0.attn.hook_pattern", "blocks.1.attn.hook_z"):
-        with pytest.raises(type(error), match="stop"):
+        with pytest.raises(ValueError, match="stop"):
             logits(model, [*hooks, (where, stop)])
         assert state(model) == before
         assert torch.equal(logits(model, []), plain)

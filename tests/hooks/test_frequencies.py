@@ -25,7 +25,7 @@ def cut(model: Any, layer: int = 0) -> float:
     return math.sqrt(frequencies[0] * frequencies[1]) if len(frequencies) > 1 else frequencies[0] / 2
 
 
-@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "llama-yarn"), ("bridge", "neox")])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "llama-yarn"))
 def test_the_whole_band_changes_nothing(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     plain = logits(model, [])
@@ -81,9 +81,7 @@ def test_a_band_without_frequencies_is_not_removed(shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("kind", "name"), [*zoo.cases("llama-gqa", "gptj"), *(("bridge", x) for x in ("llama-yarn", "gpt_oss"))]
-)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "llama-yarn", "gpt_oss"))
 def test_a_limit_at_a_frequency_keeps_it_in_16_bits(
     kind: str, name: str, dtype: torch.dtype, shared_model: Any
 ) -> None:
@@ -110,10 +108,10 @@ def test_float16_keeps_slow_frequencies_coarsely() -> None:
     assert not within_band(rotary, 0.0, 0.0).any()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("bridge", "smollm3"), ("bridge", "gemma3")])
-def test_layers_of_other_kinds(kind: str, name: str, shared_model: Any) -> None:
+@pytest.mark.parametrize("name", zoo.names("smollm3", "gemma3"))
+def test_layers_of_other_kinds(name: str, shared_model: Any) -> None:
     """Layers that do not rotate are passed over; a band may hold all of one layer and nothing of another."""
-    model = shared_model(kind, name)
+    model = shared_model("bridge", name)
     hooks = limit_frequencies(model, high=cut(model), mode="freeze")
     layers = {x.spec.layer for x in hooks.interventions}
     assert layers == ({0} if name == "smollm3" else {0, 1})  # Gemma's third layer is slower

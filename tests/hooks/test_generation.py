@@ -29,7 +29,6 @@ FITTED: dict[str, Callable[..., list[Hook]]] = {
     "two axes": partial(substitute_additive, axes="two"),
 }
 OF_ATTENTION = {tool: make for tool, make in {**TOOLS, **FITTED}.items() if tool != "ablation"}
-MODELS = [*zoo.cases("llama-gqa", "gptj"), ("bridge", "neox"), ("bridge", "codegen"), ("bridge", "gemma4")]
 OPTIONS = {"do_sample": False, "verbose": False, "stop_at_eos": False, "max_new_tokens": 5}
 
 
@@ -50,10 +49,9 @@ def test_generate_without_a_cache_is_a_loop_over_whole_texts(kind: str, name: st
             assert torch.equal(model.generate(prompt, use_past_kv_cache=False, **OPTIONS), expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox"])
-def test_padded_prompts(name: str, shared_reading: Any) -> None:
+def test_padded_prompts(shared_reading: Any) -> None:
     """A batch that is padded on the left generates what each of its texts does alone."""
-    reading = shared_reading("bridge", name)
+    reading = shared_reading("bridge", "llama-gqa")
     model, mask = reading.model, torch.ones_like(TEXTS[:, :START])
     mask[0, :3] = 0
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": False, "pad_token_id": 0}
@@ -69,7 +67,7 @@ def test_padded_prompts(name: str, shared_reading: Any) -> None:
             torch.testing.assert_close(got[:1][finite], alone[finite], rtol=0, atol=2e-3, msg=tool)
 
 
-@pytest.mark.parametrize(("kind", "name"), MODELS)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gemma4"))
 def test_a_cache_is_refused_at_the_first_step(kind: str, name: str, shared_reading: Any) -> None:
     reading, prompt = shared_reading(kind, name), TEXTS[:, :START]
     for make in OF_ATTENTION.values():
@@ -87,10 +85,9 @@ def test_results_are_edited_with_a_cache_as_without(kind: str, name: str, shared
 
 
 @pytest.mark.parametrize("fault", [cache_faults.lost, cache_faults.renamed])
-@pytest.mark.parametrize("name", ["llama-gqa", "phi3"])
-def test_attention_that_loses_its_cache_is_refused_by_the_position(name: str, fault: Any, shared_reading: Any) -> None:
+def test_attention_that_loses_its_cache_is_refused_by_the_position(fault: Any, shared_reading: Any) -> None:
     """It sees a text of one token, whose position says that it continues another."""
-    reading = shared_reading("bridge", name)
+    reading = shared_reading("bridge", "llama-gqa")
     model = reading.model
     handles = [fault(block.attn.original_component) for block in model.blocks]
     try:

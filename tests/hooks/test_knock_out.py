@@ -24,7 +24,7 @@ def masked(model: Any, hidden: Tensor) -> Tensor:
         return model(TOKENS, attention_mask=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gpt2"))
 def test_a_knock_out_is_a_mask(name: str, shared_model: Any) -> None:
     model = shared_model("bridge", name)
     cells = torch.rand(2, L, L, generator=torch.Generator().manual_seed(0)) < 0.4

@@ -21,11 +21,9 @@ from tl_posdisent.hooks.hook_list import joined
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 # Grouped keys, partial and interleaved rotation, soft caps with windows, sinks, latent attention, no scores.
-NAMES = ("llama-gqa", "neox-half", "gemma2", "gpt_oss", "deepseek_v3", "gptj", "nanochat")
-BRIDGES = [("bridge", name) for name in NAMES if name in (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)]
-MODELS = [*BRIDGES, *(("hooked", name) for name in ("llama-gqa", "gptj") if name in zoo.HOOKED_NAMES)]
+MODELS = zoo.cases("llama-gqa", "gemma2", "gpt_oss", "deepseek_v3", "gptj")
 LEAST = -1e3  # no score of these models is as low
-TRIPLES = 34  # of each model: 306
+TRIPLES = 34  # of each model
 
 
 def every_call(model: Any) -> list[Call]:
@@ -142,7 +140,7 @@ def test_random_triples(kind: str, name: str, shared_model: Any) -> None:
     assert all(any(reason in error for reason in REASONS) for error in refused), refused
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox-half"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
 def test_in_bfloat16_within_the_rounding_of_the_models_own_scores(name: str) -> None:
     model, draw = zoo.as_bridge(zoo.hf_model(name).to(torch.bfloat16)), random.Random(0)
     layer, refused = read_layer(model), list[str]()

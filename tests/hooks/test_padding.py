@@ -124,7 +124,7 @@ def test_a_model_that_counts_padding_as_positions(side: str, shared_reading: Any
                 raise AssertionError(f"{tool} {where}: {error}") from error
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "codegen"))
 @pytest.mark.parametrize("tool", ABSOLUTE)
 def test_a_mask_of_pairs_of_tokens(name: str, tool: str, shared_reading: Any) -> None:
     """With such a mask TransformerLens leaves positions to the model, which counts padding, and packed texts on.
@@ -160,7 +160,7 @@ def of_pairs(seen: Tensor) -> Tensor:
 PACKED = {"position_ids": (torch.arange(L) % (L // 2)).expand(2, -1)}
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox", "codegen", "falcon"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "codegen"))
 def test_texts_packed_by_their_positions_alone(name: str, shared_reading: Any) -> None:
     """transformers hides them from each other in a pass without a mask and a cache; in others the hooks say so."""
     reading = shared_reading("bridge", name)
@@ -177,10 +177,6 @@ def test_texts_packed_by_their_positions_alone(name: str, shared_reading: Any) -
                 for more in ({}, {"use_cache": True}, {"attention_mask": torch.ones_like(TEXTS)}):
                     with pytest.raises(ValueError, match=message):
                         model(TEXTS, **PACKED, **more)
-                if name == "falcon":  # which hides them from each other in no pass
-                    with pytest.raises(ValueError, match=message):
-                        model(TEXTS, **PACKED, use_cache=False)
-                    continue
                 if name == "codegen" and tool in (*ABSOLUTE, *BY_POSITION):  # whose positions no hook shows
                     with pytest.raises(ValueError, match="hides the first 6 keys of row 0 from all later tokens"):
                         model(TEXTS, **PACKED, use_cache=False)
@@ -202,7 +198,7 @@ def test_other_positions_that_repeat_are_not_packed_texts(shared_reading: Any) -
         close(reading.model(tokens, attention_mask=mask, position_ids=derived)[1], expected[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gptj"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
 def test_no_text_gets_what_another_has_at_its_padding(name: str, shared_model: Any) -> None:
     """``"resample"`` runs on texts of equal length alone."""
     model = shared_model("bridge", name)

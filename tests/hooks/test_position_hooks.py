@@ -50,7 +50,7 @@ def test_nothing_is_held_after_the_run(kind: str, name: str, intervention: Any, 
     assert [ref for ref in seen if ref() is not None] == []
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "codegen"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 def test_a_pass_without_a_cache_leaves_nothing_in_memory(kind: str, name: str, shared_model: Any) -> None:
     """While the hooks stay on the model; what a pass leaves without them is the model's own."""
     model, tokens = shared_model(kind, name), zoo.random_tokens(100)

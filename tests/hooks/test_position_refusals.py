@@ -76,10 +76,9 @@ def test_another_number_of_texts_is_refused(kind: str, name: str, shared_model: 
     refused(model, remap_distance(model, hole), "distances must be finite inside the mask")
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox", "falcon", "qwen3"])
-def test_position_ids_of_the_users_own(name: str, shared_model: Any) -> None:
+def test_position_ids_of_the_users_own(shared_model: Any) -> None:
     """Distances from a position intervention are these whatever the model's own are."""
-    model = shared_model("bridge", name)
+    model = shared_model("bridge", "llama-gqa")
     own = {"position_ids": UNORDERED, "attention_mask": torch.ones(2, L, dtype=torch.int64)}
     for heads in (None, [1]):
         hooks = dummy_distance(model, 3, heads=heads)
@@ -104,10 +103,9 @@ def test_pairs_of_tokens_are_no_positions(shared_model: Any) -> None:
         close(logits(model, swap_positions(model, same)), logits(model, swap_positions(model, exchanged)))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "phi3"])
-def test_positions_beyond_those_that_are_recognised(name: str) -> None:
+def test_positions_beyond_those_that_are_recognised() -> None:
     """The limit is said, and it is the true one; a longer text has a farther one."""
-    model = zoo.bridge(name, max_position_embeddings=16_384)
+    model = zoo.bridge("llama-gqa", max_position_embeddings=16_384)
     hooks = swap_positions(model, lambda p: 2 * p)
     for length, limit in ((12, 4096), (3000, 6000)):
         tokens = zoo.random_tokens(length, 1)

@@ -13,7 +13,6 @@ from support.intervention_cases import (
     BROKEN,
     FAR,
     REAL,
-    ROTARY,
     TOKENS,
     UNORDERED,
     L,
@@ -25,6 +24,7 @@ from support.intervention_cases import (
     logits,
     mixed_of,
 )
+from support.zoo_configs import MECHANISMS
 
 from tl_posdisent import read_model, remap_distance, swap_positions
 from tl_posdisent.hooks.edits.running_positions import positions_from_vectors, rounding
@@ -32,8 +32,10 @@ from tl_posdisent.rope.rotary import rotate
 
 pytestmark = pytest.mark.tl4
 
+ROTARY = [name for name in MECHANISMS if zoo.ARCHITECTURES[name].rotary and not zoo.ARCHITECTURES[name].hybrid]
 
-@pytest.mark.parametrize(("kind", "name"), ROTARY)
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*ROTARY))
 def test_positions_are_the_position_ids_of_hugging_face(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     plain, expected = logits(model, []), zoo.hf_logits(name, TOKENS, position_ids=UNORDERED)
@@ -45,7 +47,7 @@ def test_positions_are_the_position_ids_of_hugging_face(kind: str, name: str, sh
     close(logits(model, remap_distance(model, distances(UNORDERED)[:, None])), expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "neox", "gptj"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
 @pytest.mark.parametrize("start", [0, 6000, 16_000])
 def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> None:
     """The tables of a HookedTransformer are the less exact the further, yet every position differs from the next."""
@@ -74,7 +76,7 @@ def test_far_positions(kind: str, name: str, shared_model: Any) -> None:
 
     Where a HookedTransformer computes its own tables the frequencies differ in the last bit from Hugging Face's."""
     model = shared_model(kind, name)
-    reach = FAR % 128 if name in ("gptj", "codegen") else FAR  # which keep a table for their context
+    reach = FAR % 128 if name == "gptj" else FAR  # which keeps a table for its context
     expected = zoo.hf_logits(name, TOKENS, position_ids=reach)
     assert (expected - logits(model, [])).abs().max() > 0.5
     got = logits(model, swap_positions(model, reach))

@@ -18,10 +18,7 @@ from tl_posdisent.hooks.score_components import ScorePart, keep_parts, split_sco
 
 PARTS = get_args(ScorePart)
 # Scores edited; z recomputed; no rotation: learned, ALiBi; soft cap and window; multi-head latent attention.
-ALL_KINDS = [
-    *zoo.cases("llama-gqa"),
-    *(("bridge", name) for name in ("gpt2", "gptj", "bloom", "gemma2", "opt", "deepseek_v3")),
-]
+ALL_KINDS = zoo.cases("llama-gqa", "gpt2", "gptj", "bloom", "gemma2", "deepseek_v3")
 each_kind = pytest.mark.parametrize(("kind", "name"), ALL_KINDS)
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 

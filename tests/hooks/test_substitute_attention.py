@@ -24,7 +24,7 @@ from tl_posdisent.hooks.fitted_attention import fit_layers
 from tl_posdisent.hooks.hook_list import any_heads
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
-MODELS = [*zoo.cases("llama-gqa"), *(("bridge", name) for name in ("gptj", "gemma2", "gpt_oss", "gpt2"))]
+MODELS = zoo.cases("llama-gqa", "gptj", "gemma2", "gpt_oss", "gpt2")
 
 
 def attended(
@@ -117,7 +117,7 @@ def test_a_rung_with_more_freedom_is_nearer(shared_model: Any) -> None:
 # --- fits made before -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa", "gemma2"), ("bridge", "gptj"), ("bridge", "gpt2")])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2", "gptj", "gpt2"))
 def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     other = zoo.random_tokens(L + 3)

@@ -17,7 +17,7 @@ from tl_posdisent.models import Captured
 pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens()
-SOME = ("llama-gqa", "neox", "gptj", "gemma2")
+SOME = ("llama-gqa", "gptj", "gemma2")
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
@@ -33,19 +33,15 @@ class Left(Exception):
     pass
 
 
-def by_error(model: Any, error: BaseException | None = None) -> None:
-    error = error or Left("in the middle")
+def by_error(model: Any) -> None:
+    error = Left("in the middle")
 
     def leave(layer: Captured) -> None:
         raise error
 
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(Left) as caught:
         capture(model, TOKENS, leave)
     assert caught.value is error
-
-
-def by_interrupt(model: Any) -> None:
-    by_error(model, KeyboardInterrupt())
 
 
 def by_error_in_the_model(model: Any) -> None:
@@ -56,7 +52,7 @@ def by_error_in_the_model(model: Any) -> None:
         capture(model, TOKENS)
 
 
-@pytest.mark.parametrize("leave", [by_error, by_interrupt, by_error_in_the_model])
+@pytest.mark.parametrize("leave", [by_error, by_error_in_the_model])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 def test_leaving_leaves_nothing(kind: str, name: str, leave: Callable[[Any], None], shared_model: Any) -> None:
     model = shared_model(kind, name)  # which checks that no hook stays
@@ -101,7 +97,7 @@ INNER: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("at", ["blocks.0.hook_resid_pre", "blocks.0.attn.hook_k", "blocks.1.attn.hook_q"])
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_a_hook_that_runs_the_model_is_not_listened_to(
     kind: str, name: str, at: str, inner: str, shared_model: Any
 ) -> None:
@@ -136,7 +132,7 @@ def test_modes_of_the_caller(mode: Any, shared_model: Any) -> None:
         assert model(TOKENS).requires_grad
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME, "gemma3"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
 def test_no_more_than_one_layer_is_held(kind: str, name: str, shared_model: Any) -> None:
     """Neither what is handed out nor what the model made it of; a layer that is dropped is gone when the next comes."""
     model = shared_model(kind, name)

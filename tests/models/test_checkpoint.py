@@ -18,13 +18,10 @@ from torch import Tensor
 from tl_posdisent import load_model
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
-from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 TOKENS = zoo.random_tokens()
-needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
-BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 INDEX = "model.safetensors.index.json"
 
 
@@ -54,7 +51,7 @@ def loaded(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("size", ["1GB", "40KB"])
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", *zoo.ARCHITECTURES))
 def test_what_save_pretrained_writes_is_whole(name: str, size: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, name, max_shard_size=size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (size == "40KB")
@@ -71,7 +68,7 @@ def damaged(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]
             yield name, rest | {name.replace(".weight", ".base_layer.weight"): x}
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox", "qwen2", "gemma3", "deepseek_v3", "qwen3-next"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gpt2", "deepseek_v3"))
 def test_no_tensor_is_filled_in(name: str, tmp_path: Path) -> None:
     """The error names it, or is that of transformers for experts that it cannot merge."""
     folder = saved(tmp_path, name)
@@ -85,7 +82,7 @@ def test_no_tensor_is_filled_in(name: str, tmp_path: Path) -> None:
         assert module in str(caught.value) or merged
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_no_backend_runs_with_tensors_missing_or_of_another_shape(backend: Any, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     whole = load_file(saved(tmp_path) / "model.safetensors")

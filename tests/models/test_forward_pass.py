@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens()
 OTHER = TOKENS.flip(1)
-SOME = zoo.cases("llama-gqa", "neox", "gptj")
+SOME = zoo.cases("llama-gqa", "gptj")
 
 
 def zero(x: Tensor, hook: Any) -> Tensor:
@@ -113,26 +112,17 @@ def test_a_block_leaves_nothing_whatever_ends_it(kind: str, name: str, shared_mo
     before, blocks = state(model), list(model.blocks)
 
     def fail(x: Tensor, hook: Any) -> None:
-        raise error
+        raise ValueError("in a hook")
 
-    for error in (ValueError("in a hook"), KeyboardInterrupt()):
-        for bare in (False, True):
-            with pytest.raises(type(error)), running(model, bare=bare) as p, p.skipping(blocks[1:], lambda: None):
-                p.run(TOKENS, [(hook_name(0, "hook_z"), fail)])
-            assert state(model) == before
+    for bare in (False, True):
+        with (
+            pytest.raises(ValueError, match="in a hook"),
+            running(model, bare=bare) as p,
+            p.skipping(blocks[1:], lambda: None),
+        ):
+            p.run(TOKENS, [(hook_name(0, "hook_z"), fail)])
+        assert state(model) == before
     model.eval()
-
-
-@pytest.mark.parametrize(("kind", "name"), SOME)
-def test_a_copy_that_is_made_in_a_block_has_its_own_weights(kind: str, name: str) -> None:
-    model = zoo.load(kind, name)
-    with running(model) as p, p.skipping(model.blocks[:1], lambda: None):
-        twin = copy.deepcopy(model)
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-    other = zoo.load(kind, name)
-    assert torch.equal(logits(twin), logits(other))
-    assert not torch.equal(logits(twin), logits(model))
 
 
 @pytest.mark.parametrize(("kind", "name"), SOME)

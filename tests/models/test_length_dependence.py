@@ -87,13 +87,6 @@ def test_the_reading_knows_up_to_which_length_it_holds(kind: str) -> None:
     assert any(spec.limits.scaled for spec in specs) == (kind == "temperature of rotated")
 
 
-@pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
-def test_others_hold_at_any_length(name: str, shared_model: Any) -> None:
-    """So do static scalings of frequencies: linear, llama3, YaRN."""
-    ends = {16, 15} if name == "llama4" else {None}  # chunks of 16, and a temperature from the sixteenth token on
-    assert {spec.limits.holds_to for spec in read_model(shared_model("bridge", name)).specs()} == ends
-
-
 def test_limits_of_configurations() -> None:
     def limit(layer: int = 0, **config: Any) -> int | None:
         found = length_limit(SimpleNamespace(original_model=SimpleNamespace(config=SimpleNamespace(**config))), layer)

@@ -31,8 +31,6 @@ from tl_posdisent.models.loading.load import bridge_from_hf, check_backend, has_
 
 pytestmark = pytest.mark.tl4
 
-needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
-BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 CONVERT = {"hooked": hooked_from_hf, "bridge": bridge_from_hf}
 
 
@@ -108,7 +106,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 @pytest.mark.parametrize("name", [*LLAMAS, *OTHERS])
 def test_the_same_on_tokens_that_the_self_check_has_not_seen(name: str, backend: str) -> None:
     hf_model = OTHERS[name]() if name in OTHERS else llama(**LLAMAS[name])
@@ -119,7 +117,7 @@ def test_the_same_on_tokens_that_the_self_check_has_not_seen(name: str, backend:
     assert relative_error(got, expected) < 1e-4
 
 
-@needs_hooked
+@zoo.needs_hooked
 def test_scalings_that_the_converter_ignores_are_refused() -> None:
     """Also one that changes beyond the tokens on which the two are compared."""
     with pytest.raises(ValueError, match="does not compute what the original does"):
@@ -128,7 +126,7 @@ def test_scalings_that_the_converter_ignores_are_refused() -> None:
         hooked_from_hf(llama(**rope("dynamic", factor=4.0)))
 
 
-@needs_hooked
+@zoo.needs_hooked
 def test_a_wrong_slow_frequency_is_refused_even_where_logits_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With these weights positions hardly reach the logits, so only the rotary tables can tell."""
     hf_model = llama(initializer_range=1e-3, **LLAMAS["llama3"])
@@ -138,7 +136,7 @@ def test_a_wrong_slow_frequency_is_refused_even_where_logits_hide_it(monkeypatch
         hooked_from_hf(hf_model)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize("backend", [*zoo.KINDS, "auto"])
 @pytest.mark.parametrize(
     ("dtype", "advice"), [(torch.float16, "load it in bfloat16 or float32$"), (torch.float32, "its weights may not be")]
 )
@@ -156,7 +154,7 @@ def test_logits_that_are_not_finite_in_the_original_are_its_own(
         load_model(tmp_path, dtype=torch.bfloat16, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_an_unknown_architecture_is_refused_with_its_name(backend: str) -> None:
     class Unheard(LlamaForCausalLM):
         pass
@@ -165,7 +163,7 @@ def test_an_unknown_architecture_is_refused_with_its_name(backend: str) -> None:
         CONVERT[backend](Unheard(llama().config))
 
 
-@needs_hooked
+@zoo.needs_hooked
 def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerLens would by itself trust the code of this model."""
     asked: list[dict[str, Any]] = []
@@ -181,7 +179,7 @@ def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) ->
     assert [options["trust_remote_code"] for options in asked] == [False]
 
 
-@needs_hooked
+@zoo.needs_hooked
 def test_conversion_leaves_the_original_and_the_warning_filters_alone() -> None:
     hf_model = llama().train()
     before = {name: value.clone() for name, value in hf_model.state_dict().items()}
@@ -197,7 +195,7 @@ def test_conversion_leaves_the_original_and_the_warning_filters_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in hf_model.state_dict().items())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 def test_directory_gives_the_logits_of_hugging_face(tmp_path: Path, backend: Any, with_tokenizer: bool) -> None:
     hf_model = llama(head_dim=16)
@@ -215,7 +213,7 @@ def test_directory_gives_the_logits_of_hugging_face(tmp_path: Path, backend: Any
         assert ids[0] == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_a_text_of_a_tokenizer_without_bos_begins_with_eos(tmp_path: Path, backend: Any) -> None:
     """So TransformerLens encodes it, and what is given as text is measured with that token."""
     words = Tokenizer(WordLevel({"we": 3, "the": 4, "people": 5, "?": 6, "<eos>": 7}, unk_token="?"))
@@ -296,7 +294,7 @@ def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
     assert live.most < 40e6 < 4 * got.numel() * 8
 
 
-@needs_hooked
+@zoo.needs_hooked
 @pytest.mark.parametrize("window", [60, 1500])
 def test_windows_of_any_size_are_converted_or_refused(window: int) -> None:
     """Qwen 2's are not converted, Mistral's are; a text shorter than the window does not show it."""
@@ -313,7 +311,7 @@ def test_windows_of_any_size_are_converted_or_refused(window: int) -> None:
         assert relative_error(hooked_from_hf(mistral)(tokens), hf_logits(mistral, tokens)) < 1e-4
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_models_without_logits_or_with_an_encoder_are_refused(backend: str) -> None:
     with pytest.raises(ValueError, match="hf_model must return logits, got LlamaModel, which has no language-mod"):
         CONVERT[backend](llama().model)
@@ -322,7 +320,7 @@ def test_models_without_logits_or_with_an_encoder_are_refused(backend: str) -> N
         CONVERT[backend](transformers.T5ForConditionalGeneration(config))
 
 
-@needs_hooked
+@zoo.needs_hooked
 def test_a_refusal_of_one_backend_names_the_other(tmp_path: Path) -> None:
     zoo.hf_model("gemma2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r'Gemma2ForCausalLM .*; use backend="bridge"$') as caught:
@@ -330,7 +328,7 @@ def test_a_refusal_of_one_backend_names_the_other(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_an_original_that_fails_by_itself_is_refused_as_such(backend: str) -> None:
     """As kernels of quantised weights do for some sizes."""
     hf_model = llama()

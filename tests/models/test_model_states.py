@@ -40,7 +40,7 @@ TOKENS = zoo.random_tokens()
 # --- other states ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "opt"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "opt"))
 def test_fused_attention_works_or_says_what_to_do(name: str) -> None:
     model = zoo.bridge(name, "sdpa")
     for spec in read_model(model).specs():
@@ -57,7 +57,7 @@ def test_fused_attention_works_or_says_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("processed", [False, True])
-@pytest.mark.parametrize("name", ["llama-gqa", "gptj"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
 def test_compatibility_mode(name: str, processed: bool) -> None:
     """Aliases of hooks must not let a function act twice."""
     model = zoo.bridge(name)
@@ -213,7 +213,7 @@ def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+@pytest.mark.parametrize("name", zoo.names("llama", "gpt2", "falcon"))
 def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""
     deep = zoo.bridge(name, num_hidden_layers=5)
@@ -231,7 +231,7 @@ def _kept(model: Any) -> list[Tensor]:
     return [x for part in modules(model) for x in vars(part).values() if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gptj", "gpt2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj", "gpt2", "gpt_oss", "deepseek_v3"))
 def test_keys_and_values_are_kept_on_request_alone(
     name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,9 +287,9 @@ def _exchange(model: Any, how: str, base: float) -> None:
                 getattr(attn, name).data.copy_(table)
 
 
-@pytest.mark.skipif(zoo.TL_MAJOR >= 4, reason="HookedTransformer was removed in TransformerLens 4")
+@zoo.needs_hooked
 @pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
-@pytest.mark.parametrize("name", ["llama-gqa", "gptj"])
+@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
 def test_changed_rotary_tables_are_read_anew(name: str, how: str) -> None:
     """Hooks that are made then are those of a new model with these tables; older readings are refused until undone."""
     model, fresh = zoo.load("hooked", name), zoo.load("hooked", name)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import converted
-from tl_posdisent.models.loading.load import has_hooked, load_model
+from tl_posdisent.models.loading.load import load_model
 from tl_posdisent.models.loading.packaged import PACKAGED, SAMPLE, PackagedModel, packaged_pieces
 from tl_posdisent.models.loading.random_init import random_control
 
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.tl4
 
 pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
 files = pytest.importorskip("support.gguf_files")
-needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
-BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 PIECES = [(f"pieces-part{n}", f"pieces_part{n}/data/part{n}") for n in range(3)]
 SCALE = 1 / 24
 
@@ -101,7 +99,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
     return Installed(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", zoo.KINDS)
 def test_a_model_is_converted_once(backend: Any, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its tokenizer and the published scale of its initial weights, and no network; then gguf is not needed."""
 

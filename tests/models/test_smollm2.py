@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import zoo
 from support.edited_scores import Call, Layer, edited_results
 from support.intervention_cases import hooks_of
 from support.packaged_models import packaged_model
@@ -26,7 +27,6 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.hook_list import joined
-from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 TEXT = (
@@ -156,7 +156,7 @@ def test_controlled_distance_by_brute_force(model: Any, tokens: Tensor) -> None:
     assert table["r_three_axis"].tolist() == pytest.approx(sum(shares).sqrt().tolist(), abs=1e-7)
 
 
-@pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+@zoo.needs_hooked
 def test_both_classes_agree_under_hooks(model: Any, tokens: Tensor) -> None:
     other = load_model("smollm2", backend="hooked")
     ablated = partial(ablate_heads, heads=["L16H0", "L18H6"])

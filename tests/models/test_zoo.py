@@ -28,7 +28,7 @@ def effect(name: str, **changes: Any) -> float:
     return ((changed - original).std() / original.std()).item()
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases())
+@pytest.mark.parametrize(("kind", "name"), zoo.every_case())
 def test_logits_are_those_of_hugging_face(kind: str, name: str, shared_model: Any) -> None:
     with torch.no_grad():
         got = shared_model(kind, name)(TOKENS, return_type="logits")

@@ -261,10 +261,10 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     assert f"in 2 draws of the pairs: tokens of the text {draws[0]}; positions {draws[1]} (" in said
 
 
-def test_a_model_from_a_file_has_its_name(tmp_path: Path) -> None:
-    (tmp_path / "Some-1B.Q4_1.gguf").touch()
+def test_a_model_from_a_folder_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "Some-1B").mkdir()
     for backend in ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",):
         model: Any = load_demo_model(backend=backend)  # type: ignore[arg-type]
         subject = read_subject(model, demo_tokens(length=8), None, None, None)
-        model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path)
-        assert subject.name() == "Some-1B.Q4_1"
+        model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path / "Some-1B")
+        assert subject.name() == "Some-1B"

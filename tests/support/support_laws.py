@@ -40,7 +40,6 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, Recorded, running
 from tl_posdisent.models.running.model_parts import device_of, hook_name
 from tl_posdisent.models.running.texts import ordinary_ids, special_id
-from tl_posdisent.utils.restoring import without_gradients
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative error that rounding explains, by the dtype of the model. Rotation tables are float32 at best."""
@@ -82,7 +81,7 @@ def tolerance_of(model: Any) -> float:
 
 def one_layer(reading: ModelReading, layer: int) -> ModelReading:
     """The reading of a model in which only this layer has attention that tools may use."""
-    return replace(reading, without_attention=tuple(n for n in range(reading.n_layers) if n != layer))
+    return replace(reading, attention=tuple(spec for spec in reading.attention if spec.layer == layer))
 
 
 def _laws(tool: str, trial: Trial) -> Iterator[tuple[str, Iterator[Law]]]:
@@ -137,7 +136,7 @@ class Trial:
         """Compute the logits on the text under hooks, all of which must fire."""
         model = self.reading.model
         options = {} if self.mask is None else {"attention_mask": self.mask}
-        with without_gradients(), running(model), applied(model, hooks):
+        with torch.no_grad(), running(model), applied(model, hooks):
             logits: Tensor = model(self.tokens, **options)
         return logits
 

@@ -140,11 +140,41 @@ def load(kind: str, name: str) -> TransformerBridge | HookedTransformer:
     return {"bridge": bridge, "hooked": hooked}[kind](name)
 
 
-def cases(*names: str) -> list[Any]:
-    """Every (kind, name) there is, or those of some names: what `parametrize(("kind", "name"), …)` takes."""
-    pairs = [("bridge", name) for name in BRIDGE_NAMES] + [("hooked", name) for name in HOOKED_NAMES]
-    pairs += [("bridge", name) for name in HYBRID_NAMES if name in names]
-    unknown = set(names) - set(ARCHITECTURES)
+needs_hooked = pytest.mark.skipif(TL_MAJOR >= 4, reason="HookedTransformer was removed in TransformerLens 4")
+KINDS = ["bridge", pytest.param("hooked", marks=[pytest.mark.slow, needs_hooked])]
+"""TransformerLens's classes, for ``parametrize("kind", ...)``: the bridge is fast."""
+
+
+SCORES_IN_HOOKED = ("gptj",)
+"""Architectures whose bridge discards edited scores, so that edits of scores act in a `HookedTransformer` alone."""
+
+
+def cases(*architectures: str) -> list[Any]:
+    """The models on which a law is tried, for ``parametrize(("kind", "name"), ...)``: the lanes are marked here.
+
+    ``architectures`` add a mechanism to the law (`MECHANISMS`). Each is tried on a bridge; the first, and those of
+    `SCORES_IN_HOOKED`, also as a `HookedTransformer`. The first on a bridge is fast, all others are slow.
+    """
+    unknown = set(architectures) - set(ARCHITECTURES)
     if unknown:
         raise ValueError(f"no such architecture: {sorted(unknown)}")
-    return [pytest.param(*pair, id="-".join(pair)) for pair in pairs if not names or pair[1] in names]
+    first, in_order = architectures[0], list(dict.fromkeys(architectures))
+    in_hooked = {first, *SCORES_IN_HOOKED} & set(HOOKED_NAMES)
+    pairs = [("bridge", name) for name in in_order if name in (*BRIDGE_NAMES, *HYBRID_NAMES)]
+    return _all_but_slow(("bridge", first), [*pairs, *(("hooked", name) for name in in_order if name in in_hooked)])
+
+
+def every_case() -> list[Any]:
+    """All architectures in both classes, for laws to which each adds something: that it is read as it is."""
+    pairs = [("bridge", name) for name in BRIDGE_NAMES] + [("hooked", name) for name in HOOKED_NAMES]
+    return _all_but_slow(("bridge", "llama-gqa"), pairs)
+
+
+def names(*architectures: str) -> list[Any]:
+    """The bridges of `cases`, for ``parametrize("name", ...)`` in tests that build one class: the first is fast."""
+    on_bridge = [case for case in cases(*architectures) if case.values[0] == "bridge"]
+    return [pytest.param(case.values[1], marks=case.marks, id=case.values[1]) for case in on_bridge]
+
+
+def _all_but_slow(fast: tuple[str, str], pairs: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*pair, marks=[] if pair == fast else pytest.mark.slow, id="-".join(pair)) for pair in pairs]

@@ -238,5 +238,10 @@ MECHANISMS = {
     "lfm2": "layers without attention",
     "gemma4": "scores and values that have no hook of TransformerLens, layers of two shapes",
 }
-"""The architectures on which `make test` and `make test-slow` try every law, and those of `support_laws.py` with every
-version of TransformerLens; on all of them every law is tried by `make test-release`."""
+"""Architectures, and the mechanism of attention that each adds.
+
+A law is tried on the architectures that add a mechanism to it: `zoo.cases` marks the first one as fast and the others
+as slow. All architectures, in both classes, are tried with the laws of `support_laws.py`, which make the table of
+support (`tests/docs/test_docs.py`), and with those to which each adds something: how it is read (`zoo.every_case`), and
+which of its weights make queries and keys.
+"""

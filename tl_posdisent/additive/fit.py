@@ -48,7 +48,7 @@ def fit_additive(
             result then has an axis of layers before the heads, and its tables a column ``layer``.
         mask: ``"causal"`` (key not after query), ``"full"`` (bidirectional), or a boolean tensor that is True where a
             cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes, those of layers
-            included).
+            included). All cells that the model masks must be outside: a value such as -1e9 would be fitted.
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
         sinks: leave this many first keys (attention sinks) out of the fit; their importance is 0.
         pool: fit one distance profile to all entries of the first axis (texts), each with its own query and key part.
@@ -62,9 +62,8 @@ def fit_additive(
 
     Raises:
         ValueError: scores that are not floating point matrices; a mask of the wrong dtype or size, or without any cell;
-            a cell inside the mask that is NaN, infinite or a masking value such as -1e9 (the message says where, and
-            which mask to pass; a boolean mask is not checked for masking values); an attention pattern, or vectors,
-            unless ``check=False``.
+            a cell inside the mask that is NaN, infinite or the lowest number of a dtype (the message says where); an
+            attention pattern, or vectors, unless ``check=False``.
 
     Example:
         >>> import torch
@@ -96,7 +95,7 @@ def fit_additive(
         )
         if mask == "causal":
             refuse_vectors(scores, "; check=False fits them unmasked")
-    read = read_marginals(scores, cells, suspicious=isinstance(mask, str))
+    read = read_marginals(scores, cells)
     return replace(fit_marginals(read, cells, pool=pool), layers=layers)
 
 

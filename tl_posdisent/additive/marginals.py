@@ -9,7 +9,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells
-from tl_posdisent.additive.masking_values import refuse_masking_values, refuse_non_finite
+from tl_posdisent.additive.score_checks import refuse_non_finite
 
 _ROWS, _CELLS = 64, 2**18  # most rows and cells that are read and converted at a time, to stay in the CPU's cache
 _CELLS_OF_ACCELERATOR = 2**24  # most cells at a time elsewhere: 128 MiB in float64
@@ -37,14 +37,11 @@ class Marginals:
         return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
 
 
-def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, *, suspicious: bool = False) -> Marginals:
+def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells) -> Marginals:
     """Sum every score matrix over ``cells`` along each axis, in float64.
 
-    Args:
-        suspicious: also look for masking values such as -1e9; False if the user has passed a boolean mask.
-
     Raises:
-        ValueError: a cell inside the mask is NaN, infinite or a masking value; the message says where the first one is.
+        ValueError: a cell inside the mask is not finite; the message says where the first one is.
     """
     batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
     flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
@@ -52,7 +49,7 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, *, s
         which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
     n = flat.shape[0]
     sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
-    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
+    pivot, squares = (flat.new_zeros(n, dtype=torch.float64) for _ in range(2))
 
     on_cpu = scores.device.type == "cpu"
     at_once = _CELLS if on_cpu else _CELLS_OF_ACCELERATOR
@@ -75,13 +72,10 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, *, s
                 hidden = slice(int(touched[0]), int(touched[-1]) + 1)
                 block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
             cells.add_sums(sums[some], block, lines, columns)
-            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
             squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
-    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), "scores")
-    if suspicious:
-        refuse_masking_values(scores, cells, lowest, "scores")
+    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot))
     return Marginals(pivot, sums, squares)
 
 
@@ -96,4 +90,4 @@ def _typical(
         if bool(count.all()):
             break
     mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
-    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
+    return torch.where(mean.abs() < 1e30, mean, 0.0)  # what is not finite is reported later

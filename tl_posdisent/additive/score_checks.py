@@ -1,4 +1,4 @@
-"""Validate attention scores (shape, dtype, neither a pattern nor vectors), and queries and keys."""
+"""Validate attention scores (shape, dtype, finite cells, neither a pattern nor vectors), and queries and keys."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import re
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.cells import Cells
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_devices, check_flag, check_floating
 
-# Models mask with -inf, the lowest number of a dtype, or a round number, of which -1e4 is the closest to 0 in use. Real
-# scores are in the hundreds at most; -1000 would take attention far sharper than in any trained model.
-FAR = 1000.0
 _KEYS_OF_PATTERN = 6  # with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
 
 
@@ -84,6 +82,34 @@ def _refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mas
         )
 
 
+def refuse_non_finite(scores: Tensor, cells: Cells, squares: Float64[Tensor, "*matrix"]) -> None:
+    """Raise if a cell inside the mask is NaN, infinite or as large as the lowest number of a dtype, a usual mask value.
+
+    Args:
+        squares: sums of squares, or larger numbers, of each matrix: the cells are only read if one of them is large.
+    """
+    if bool((squares < 0.99 * _limit(scores) ** 2).all()):
+        return
+    bad = ~_is_finite(scores) & cells.to_mask()
+    if bool(bad.any()):
+        first = tuple(bad.nonzero()[0].tolist())
+        raise ArgumentError(
+            "scores",
+            f"must be finite inside the mask, got {scores[first].item():g} at index {first} (query {first[-2]}, key "
+            f"{first[-1]}) and {int(bad.sum()) - 1} more such cells; pass the mask that the model used: "
+            'mask="causal", window=, or a boolean tensor',
+        )
+
+
+def _is_finite(scores: Tensor) -> Bool[Tensor, "*cells"]:
+    return (scores > -_limit(scores)) & (scores < _limit(scores))
+
+
+def _limit(scores: Tensor) -> float:
+    """Return a number that no score reaches; the lowest numbers of all dtypes, half of them too, are beyond it."""
+    return -torch.finfo(torch.float16).min if scores.dtype == torch.float16 else 1e30
+
+
 def check_finite_tensor(name: str, x: Any) -> None:
     """Raise unless ``x`` is a finite floating point tensor."""
     check_floating(name, x)
@@ -151,7 +177,7 @@ def refuse_vectors(scores: Float[Tensor, "*batch query key"], advice: str = "") 
         return
     later = torch.ones(n_query, n_key, dtype=torch.bool, device=scores.device).triu(n_key - n_query + 1)
     future = scores[..., later]
-    if bool((future.isfinite() & (future > -FAR)).all() & (future != 0).any()):
+    if bool(_is_finite(future).all() & (future != 0).any()):
         raise ArgumentError(
             "scores",
             "must have shape (..., query, key) with the queries at the last keys, and keys after a query masked, got "

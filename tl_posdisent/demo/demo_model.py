@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import usual_defaults
+from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_flag, check_integer, check_seed
 
 BOS = "<|endoftext|>"

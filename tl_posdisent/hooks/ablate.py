@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,12 +15,13 @@ from tl_posdisent.hooks.edits.running_mask import running_mask
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
-from tl_posdisent.models.reading.model_reading import Layers, read_model
+from tl_posdisent.models.reading.model_reading import Layers, model_of, read_model
+from tl_posdisent.models.reading.result_edits import why_no_result_edits
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.results import at_results
-from tl_posdisent.models.running.texts import Texts, Tokens, check_tokens, probe_tokens, read_texts, refuse_padding
+from tl_posdisent.models.running.texts import Texts, Tokens, check_tokens, read_texts, refuse_padding
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seed
 
@@ -186,44 +186,6 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
     """Raise if an edit of z in one of the layers has no effect on the output, or if its z has no axis of heads."""
-    reading = read_model(model, layers)
-    if missing := [layer for layer in layers if layer not in reading.no_results]:
-        reading.no_results.update(_without_results(reading.model, missing))
-    for layer in layers:
-        if problem := reading.no_results[layer]:
+    for layer, problem in why_no_result_edits(model_of(model), layers).items():
+        if problem:
             raise ValueError(f"layer {layer}: {problem}")
-
-
-def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
-    """Say for each layer why its heads cannot be ablated ("" if they can), after perturbing z in one copy per layer."""
-    seen: dict[int, tuple[int, ...]] = {}
-    tokens = probe_tokens(model)[:1].expand(len(layers) + 2, -1)  # the first and the last copy are unmodified
-    generator = torch.Generator().manual_seed(3)
-
-    def disturb(copy: int, layer: int, z: Tensor, hook: Any) -> Tensor:
-        seen[layer] = tuple(z.shape)
-        z = z.clone()
-        noise = torch.randn(z[copy].shape, dtype=torch.float32, generator=generator, device="cpu").to(z)
-        z[copy] += noise * (10 * z.detach().double().square().mean().sqrt().clamp_min(1e-3)).to(z)
-        return z
-
-    names = [hook_name(layer, "hook_z") for layer in layers]
-    with running(model, bare=True) as p:
-        copies = enumerate(zip(names, layers, strict=True), 1)
-        edits = [(name, partial(disturb, copy, layer)) for copy, (name, layer) in copies if name in p.points]
-        output = p.run(tokens, edits)
-    # Not relative to the logits: in 16 bits a late layer may change them by less than the tolerance for rounding.
-    changes = (output - output[-1]).masked_fill(output == output[-1], 0).abs().flatten(1).amax(-1)  # also of infinities
-    found = dict.fromkeys(layers, "")
-    for layer, change in zip(layers, changes[1:-1].tolist(), strict=True):
-        n_heads, shape = model.cfg.n_heads, seen.get(layer, ())
-        if layer not in seen:
-            found[layer] = "hook_z does not fire, so no head can be ablated"
-        elif change <= 4 * float(changes[0]):  # as much as copies differ that are the same
-            found[layer] = "another z at hook_z does not change the output, so no head can be ablated"
-        elif shape[:2] != tokens.shape or prod(shape[2:]) % n_heads:
-            layout = ", ".join(("batch", "pos", *map(str, shape[2:])) if shape[:2] == tokens.shape else map(str, shape))
-            found[layer] = (
-                f"hook_z must carry (batch, pos, {n_heads} heads, d_head) for heads to be ablated, got ({layout})"
-            )
-    return found

@@ -76,7 +76,7 @@ def fitted_attention(
     """
     check_choice("by", by, get_args(FittedRung))
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
     stored = fit_layers(reading.model, [group.tokens for group in texts.groups], chosen, by, in_turn=False)
     return stored_hooks(chosen, stored, f"fitted_attention({by})")

@@ -185,7 +185,7 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     of these layers.
     """
     layers, heads = listed("layers", layers), listed("heads", heads)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     chosen = reading.heads(layers, heads)
     single = isinstance(heads, str) or (isinstance(heads, (list, tuple)) and not all(map(is_integer, heads)))
     named = list(chosen) if single or layers is not None else None

@@ -143,7 +143,7 @@ def capture(
     if function is not None and not callable(function):
         raise ArgumentError("function", f"must be callable with a Captured, got {shown(function)}")
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("capture")
     specs, found = reading.specs(layers), list[Any]()
     wanted = [_vectors(spec, scores) for spec in specs]

@@ -49,7 +49,7 @@ def toeplitz_share(
     scores = check_scores(scores).detach()
     check_pool(pool, "scores", scores, 2)
     cells = make_cells(scores.shape, mask, window, device=scores.device)
-    return _between_distances(read_marginals(scores, cells, suspicious=isinstance(mask, str)), cells, pool=pool)
+    return _between_distances(read_marginals(scores, cells), cells, pool=pool)
 
 
 def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tl_posdisent.utils.restoring import without_gradients
-
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -26,7 +24,7 @@ def no_autocast() -> Iterator[None]:
 @contextlib.contextmanager
 def own_sums() -> Iterator[None]:
     """Disable gradients and autocast. Use it as a context, or as a decorator of functions that do not run a model."""
-    with without_gradients(), no_autocast():
+    with torch.no_grad(), no_autocast():
         yield
 
 

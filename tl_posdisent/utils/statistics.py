@@ -14,6 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 _LEAST = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
+_MOST_SCALED = 3.0  # how often the error of a mean below its threshold may be scaled up
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,19 @@ def significance(size: float, error: float, df: float) -> float:
     if error == 0:
         return float(size > 0)
     return float(1 - 2 * stats.t.sf(size / error, df))
+
+
+def surely_below(value: float, error: float, threshold: float, df: float) -> tuple[bool, float]:
+    """Whether a divergence, or a ratio of two, is at most a threshold, and the confidence with which it is so or not.
+
+    Blocks' divergences are skewed: without a rare large one both the mean and its error are too small. The error of a
+    mean below the threshold is therefore scaled by ``threshold / value``, as if it were a constant part of the mean,
+    but at most tripled: means are not that much too small, and below rounding an error is no part of its mean.
+    """
+    if value <= 0:  # equal up to rounding
+        return True, 1.0
+    scaled = error * min(_MOST_SCALED, max(1.0, threshold / value))
+    return value <= threshold, significance(abs(value - threshold), scaled, df)
 
 
 def confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:

@@ -10,6 +10,7 @@ from .plots.heatmaps import plot_heads as plot_heads
 from .plots.heatmaps import plot_score_sources as plot_score_sources
 from .plots.heatmaps import plot_subspaces as plot_subspaces
 from .plots.heatmaps import plot_verdicts as plot_verdicts
+from .plots.plane import plot_where_or_what as plot_where_or_what
 from .widgets.offline import Widget as Widget
 from .widgets.score_matrices import show_interventions as show_interventions
 from .widgets.score_matrices import show_parts as show_parts

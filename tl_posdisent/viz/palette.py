@@ -47,6 +47,16 @@ VERDICTS = {
 }
 """The colour of each verdict of ``head_verdicts``; undecided ones, and those of other incomplete ladders, are grey."""
 
+NEEDS = {
+    "where": BLUE,
+    "what": ORANGE,
+    "both": PINK,
+    "neither": GREEN,
+    "undecided": GREY,
+    "not used": "#dcdcdc",
+}
+"""The colour of each verdict of ``where_or_what``."""
+
 
 def component_colour(name: str) -> str:
     """Return the colour of a component; ``share_key`` and ``distance × key`` name one as well."""

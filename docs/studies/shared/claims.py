@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Status = Literal["Reproduced", "Partly reproduced", "Not reproduced", "Not tested", "New"]
+Status = Literal["Reproduced", "Partly reproduced", "Not reproduced", "New"]
 
 
 class Claim(NamedTuple):

@@ -119,7 +119,7 @@ def fit_attention(
     else:
         if mask == "causal":
             refuse_vectors(x)
-        refuse_unusable(x, arranged, systems, pool=pool, suspicious=isinstance(mask, str))
+        refuse_unusable(x, arranged, systems)
         blocks = pattern_of_scores(systems, arranged)
     data = _Data.read(blocks, arranged.shape[:2], systems, pseudo_count)
     if features is not None:

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.systems import Systems, to_batch
-from tl_posdisent.additive.masking_values import refuse_masking_values, refuse_non_finite
-from tl_posdisent.additive.score_checks import refuse_patterns
+from tl_posdisent.additive.attention.systems import Systems
+from tl_posdisent.additive.score_checks import refuse_non_finite, refuse_patterns
 from tl_posdisent.utils.errors import ArgumentError
 
 _BLOCK = 2**20  # number of cells that are read at a time
@@ -75,16 +74,11 @@ def pattern_of_pattern(systems: Systems, pattern: Tensor) -> PatternBlocks:
     return blocks
 
 
-def refuse_unusable(scores: Tensor, arranged: Tensor, systems: Systems, *, pool: bool, suspicious: bool) -> None:
-    """Raise if scores are an attention pattern, are not finite or, if ``suspicious``, hold masking values."""
+def refuse_unusable(scores: Tensor, arranged: Tensor, systems: Systems) -> None:
+    """Raise if scores are an attention pattern, or not finite inside the mask."""
     refuse_patterns(scores, "pass it as pattern=")
-    lowest = torch.zeros(arranged.shape[:2], dtype=torch.float64, device=scores.device)
-    highest = lowest.clone()
-    for chosen, rows, columns, inside in _blocks(systems, *lowest.shape):
+    largest = torch.zeros(arranged.shape[:2], dtype=torch.float64, device=scores.device)
+    for chosen, rows, columns, inside in _blocks(systems, *largest.shape):
         x = arranged[chosen][..., rows, columns].masked_fill(~inside, 0.0)
-        lowest[chosen] = lowest[chosen].minimum(x.amin((-2, -1)))
-        highest[chosen] = highest[chosen].maximum(x.amax((-2, -1)))
-    refuse_non_finite(scores, systems.cells, lowest.square().maximum(highest.square()), "scores")
-    if suspicious:
-        by_matrix = to_batch(lowest, scores.shape[:-2], pool=pool).flatten()
-        refuse_masking_values(scores, systems.cells, by_matrix, "scores")
+        largest[chosen] = largest[chosen].maximum(x.abs().amax((-2, -1)))
+    refuse_non_finite(scores, systems.cells, largest.square())

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.experiments.attention_scores.score_controls import ScoreControl, for_each_control
@@ -28,7 +29,6 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns, number_heads
 from tl_posdisent.utils.validation import check_flag, check_integer, check_subset, listed
 from tl_posdisent.utils.words import plural
@@ -107,7 +107,7 @@ def additivity(
     check_flag("pool", pool)
     controls = check_subset("controls", controls, get_args(ScoreControl))
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
@@ -118,7 +118,7 @@ def additivity(
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
     total = (1 + len(controls)) * len(chosen) * len(texts.groups)
-    with progress_bar(total=total, desc="layers", disable=not progress) as bar:
+    with tqdm(total=total, desc="layers", disable=not progress) as bar:
         sums = [_group_sums(model, texts, group, chosen, mask, sinks, controls, bar) for group in texts.groups]
         tables = {name: _table([parts[name] for parts in sums], chosen, pool) for name in ("own", *controls)}
     _warn_of_exact_fits(tables["own"], texts)

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.hooks.applied import applied
@@ -20,7 +21,6 @@ from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
 
 
 def attention_by_distance(
@@ -71,7 +71,7 @@ def attention_by_distance(
     for spec, _ in chosen:
         check_shown(spec, [hook for hooks in named.values() for hook in hooks])
     tables = []
-    with progress_bar(total=1 + len(named), desc="passes", disable=not progress) as bar:
+    with tqdm(total=1 + len(named), desc="passes", disable=not progress) as bar:
         for name, hooks in {UNMODIFIED: [], **named}.items():
             tables.append(mean_attention(reading, texts, chosen, hooks, whole=bool(hooks)).assign(intervention=name))
             bar.update()

@@ -66,7 +66,7 @@ def controlled_distance(
         True
     """
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     texts, tool = read_texts(reading.model, tokens, attention_mask), "controlled_distance"
     chosen = any_heads(reading, layers, heads, tool)
     distances = range(texts.longest) if distances is None else distances
@@ -117,7 +117,7 @@ def disentanglement(
         (['layer', 'head', 'r', 'r_three_axis', 'r_two_axis'], 40)
     """
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
     table = additivity(reading, texts, heads=pairs_of(chosen), pool=True, progress=progress)[["layer", "head", "r"]]
     by_distances: dict[tuple[int, ...], Chosen] = {}  # that their masks allow

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, pairs_of
 from tl_posdisent.models.capture import of_heads
@@ -21,7 +22,6 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_integer, check_seed, check_seeds, listed
 
 _LENGTH = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
@@ -90,7 +90,7 @@ def head_labels(
     """
     seeds = check_seeds(seeds, 0)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     pairs = pairs_of(any_heads(reading, layers, heads))
     copied = repeated_tokens(reading.model, length, _REPEATS, check_seed(seed))
     read = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
@@ -98,7 +98,7 @@ def head_labels(
     scales = [initial_scale(reading.model, std)] if seeds else []
     copies = random_control(reading.model, seeds, std=scales) if seeds else ()
     models = (m for group in ([reading], copies) for m in group)
-    with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
+    with tqdm(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
         trained, *random = [_measured(m, texts, copied, pairs) for m in bar]
     chance: Any = sum(random) / len(random) if random else None
     table = _labelled(trained, chance)
@@ -152,7 +152,7 @@ def _labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFram
 
 def _measured(model: Any, texts: Texts, copied: Tensor, pairs: list[tuple[int, int]]) -> pd.DataFrame:
     """Compute the measures of one model, by layer and head."""
-    reading = read_model(model, sorted({layer for layer, _ in pairs}))
+    reading = read_model(model)
     chosen = any_heads(reading, None, pairs)
     sums: dict[tuple[str, int], Any] = defaultdict(float)
     local = min(_LOCAL_KEYS, min(texts.lengths) - 1)

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import pandas as pd
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.hook_list import Chosen
 from tl_posdisent.models.capture import Captured, for_each_layer, some_heads
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Texts
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import number_heads
 from tl_posdisent.utils.validation import check_integer
 
@@ -42,7 +42,7 @@ def measure_layers(
     check_integer("sinks", sinks, 0, min(texts.lengths) - leave)
     measured: dict[int, list[Measured]] = {}
     tables = []
-    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
 
         def add(layer: Captured) -> None:
             parts, numbers = measured.setdefault(layer.layer, []), heads[layer.layer]

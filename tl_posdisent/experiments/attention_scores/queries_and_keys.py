@@ -69,7 +69,7 @@ def positional_symbolic(
     """
     check_flag("by_subspace", by_subspace)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
 
     def measure(q: Tensor, k: Tensor, rotary: Rotary) -> pd.DataFrame:
@@ -125,7 +125,7 @@ def preference_flips(
     if queries is not None:
         check_integer("queries", queries, 1)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
     near_at = real_numbers("near", near, torch.device("cpu"))
     if far is None:
@@ -201,7 +201,7 @@ def subspace_patterns(
         True
     """
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
     tool = "subspace_patterns"
     chosen = any_heads(reading, layers, heads, tool)

@@ -13,11 +13,12 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.experiments.measuring.runs import Change, Failures, Runs, run_texts
-from tl_posdisent.experiments.measuring.token_losses import Unmodified
+from tl_posdisent.experiments.measuring.runs import Change, Failure, Run, Runs, attempt, note_failures, run_texts
+from tl_posdisent.experiments.measuring.token_losses import ByToken, Unmodified
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.score_edits import View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, joined, replace_scores
@@ -28,7 +29,6 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_seed, check_subset, listed
 
 SubstitutionControl = Literal["shuffled fit", "zero"]
@@ -81,7 +81,7 @@ def additive_substitution(
     """
     chosen_controls = check_subset("controls", controls, _CONTROLS)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model = reading.model
     chosen = additive_heads(reading, axes, layers, heads, "additive_substitution")
     specs = [spec for spec, _ in chosen]
@@ -95,37 +95,55 @@ def additive_substitution(
     subsets = [keep for n in range(len(PARTS) + 1) for keep in combinations(PARTS, n) if keep != ADDITIVE]
     everywhere = [*one_layer, *(_Replacement("fit", keep) for keep in subsets)]
     rows: list[tuple[Any, ...]] = []
-    n_rows = len(one_layer) * sum(len(some) + 1 for _, some in chosen) + len(everywhere)
-    with running(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
-        runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
+    n_runs = len(one_layer) * sum(len(of_layer) + 1 for _, of_layer in chosen) + len(everywhere)
+    with running(model), tqdm(total=n_runs, desc="runs", disable=not progress) as bar:
+        runs, failures = Runs(model, texts, [spec.layer for spec in specs]), list[Failure]()
         unmodified = Unmodified.of(runs.clean, texts)
-        clean_loss = unmodified.losses.mean().item()
-
-        def measure(run: Callable[[], list[Any]], put: _Replacement, layer: int | None, head: int | None) -> None:
-            measured = failures.attempt(lambda: unmodified.compare(run()), layer, head)
-            loss, kl = (nan, nan) if measured is None else (by_token.mean().item() for by_token in measured)
-            scope = "all" if layer is None else "layer" if head is None else "head"
-            rows.append((scope, layer, head, put.put_in, put.keep, loss, loss - clean_loss, kl))
+        clean_loss, shortcuts = unmodified.losses.mean().item(), runs.shortcuts
+        for spec, of_layer in chosen:
+            units = [*((head,) for head in of_layer), tuple(of_layer)]
+            changes = [
+                Change(replacement.put_in, unit, partial(replacement.hooks, spec, axes, stored))
+                for replacement in one_layer
+                for unit in units
+            ]
+            layer_runs = runs.changed(spec.layer, changes, shortcuts)
+            rows_of_layer = product(one_layer, [*of_layer, None])
+            for (replacement, head), (run, known) in zip(rows_of_layer, layer_runs, strict=True):
+                measured = attempt(partial(_compare, unmodified, run), spec.layer, head)
+                rows.append(_row(replacement, spec.layer, head, measured, clean_loss))
+                failures += [measured] if isinstance(measured, Failure) else []
+                shortcuts = known  # for the next layer
+                bar.update()
+        for replacement in everywhere:
+            hooks = [
+                joined(replacement.hooks(spec, axes, stored, group, of_layer) for spec, of_layer in chosen)
+                for group in range(len(texts.groups))
+            ]
+            measured = attempt(partial(_compare, unmodified, partial(run_texts, model, texts, hooks)), None, None)
+            rows.append(_row(replacement, None, None, measured, clean_loss))
+            failures += [measured] if isinstance(measured, Failure) else []
             bar.update()
-
-        def hooks_in(spec: AttentionSpec, put: _Replacement, group: int, heads: Sequence[int]) -> Hooks:
-            return put.hooks(spec, heads, axes, stored[group])
-
-        for spec, some in chosen:
-            units = [*((head,) for head in some), tuple(some)]
-            hooks_of = [(put, partial(hooks_in, spec, put)) for put in one_layer]
-            each = runs.each(spec.layer, [Change(put.put_in, unit, hooks) for put, hooks in hooks_of for unit in units])
-            for (put, head), run in zip(product(one_layer, [*some, None]), each, strict=True):
-                measure(run, put, spec.layer, head)
-        for put in everywhere:
-            under = [joined(hooks_in(spec, put, n, some) for spec, some in chosen) for n in range(len(stored))]
-            measure(partial(run_texts, model, texts, under), put, None, None)
     table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
     order = {name: n for n, name in enumerate(("head", "layer", "all"))}
     table = table.astype({"layer": "Int64", "head": "Int64"}).sort_values(
         ["scope", "layer", "head"], key=lambda x: x.map(order) if x.name == "scope" else x, kind="stable"
     )
-    return reading.note(failures.note(table.reset_index(drop=True)))
+    return reading.note(note_failures(table.reset_index(drop=True), failures, n_runs))
+
+
+def _compare(unmodified: Unmodified, run: Run) -> ByToken:
+    """Make a run, and compare it with the unmodified one."""
+    return unmodified.compare(run())
+
+
+def _row(
+    replacement: _Replacement, layer: int | None, head: int | None, measured: ByToken | Failure, clean_loss: float
+) -> tuple[Any, ...]:
+    """Return a row of the table; its numbers are NaN after a failure."""
+    loss, kl = (nan, nan) if isinstance(measured, Failure) else (by_token.mean().item() for by_token in measured)
+    scope = "all" if layer is None else "layer" if head is None else "head"
+    return scope, layer, head, replacement.put_in, replacement.keep, loss, loss - clean_loss, kl
 
 
 Fits = dict[int, Captured | AdditiveFit]
@@ -144,39 +162,54 @@ class _Replacement:
         """The kept components in words."""
         return "" if self.put_in == "zero" else "+".join(self.kept) or "mean"
 
-    def hooks(self, spec: AttentionSpec, heads: Sequence[int], axes: Axes, shuffled: Fits) -> Hooks:
-        """Return hooks that replace heads of a layer; ``shuffled`` are the fits of shuffled texts of this length."""
+    def hooks(
+        self, spec: AttentionSpec, axes: Axes, shuffled: Sequence[Fits], group: int, heads: Sequence[int]
+    ) -> Hooks:
+        """Return hooks that replace heads of a layer in a group of texts; ``shuffled`` are fits for each group."""
         if self.put_in == "zero":
-            return replace_heads(spec, heads, lambda _, heads, z: torch.zeros_like(z))
+            return replace_heads(spec, heads, _zeros)
         if self.put_in == "shuffled fit":
-            return _stored_fit(spec, heads, shuffled[spec.layer])
+            return _stored_fit(spec, heads, shuffled[group][spec.layer])
         return keep_parts_hooks(spec, heads, self.kept, axes)
+
+
+def _zeros(layer: Any, heads: Sequence[int], z: Tensor) -> Tensor:
+    return torch.zeros_like(z)
 
 
 def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> Hooks:
     """Return hooks that replace scores by the fit of another run's scores."""
     if isinstance(stored, AdditiveFit):
         fields = {name: x for name, x in vars(stored).items() if isinstance(x, Tensor) and name != "distances"}
-        some: Any = {name: x[:, list(heads)] for name, x in fields.items()}
-        return replace_scores(spec, heads, lambda view: replace(stored, **some).fitted(), "additive_substitution")
-    q, k = stored.q, spec.per_query_head(stored.k)  # ``stored.spec`` has the rotation of that text
+        of_heads: Any = {name: x[:, list(heads)] for name, x in fields.items()}
+        fitted: Callable[[View], Tensor] = partial(_three_axis_scores, replace(stored, **of_heads))
+    else:
+        fitted = partial(_two_axis_scores, stored, stored.q, spec.per_query_head(stored.k))
+    return replace_scores(spec, heads, fitted, "additive_substitution")
 
-    def fit(view: View) -> Tensor:
-        some = list(view.heads)
-        return keep_two_axis(stored.spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE)
 
-    return replace_scores(spec, heads, fit, "additive_substitution")
+def _three_axis_scores(fit: AdditiveFit, view: View) -> Tensor:
+    """Return the fitted scores of the heads of this fit."""
+    return fit.fitted()
+
+
+def _two_axis_scores(stored: Captured, q: Tensor, k: Tensor, view: View) -> Tensor:
+    """Return the fitted scores of a view's heads, with the rotation of the text that was captured."""
+    heads = list(view.heads)
+    return keep_two_axis(stored.spec, q[:, :, heads], k[:, :, heads], view.inside, ADDITIVE)
 
 
 def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], axes: Axes) -> Fits:
     """Fit each layer's scores in one forward pass, and keep O(length) numbers per head."""
-    stored: Fits = {}
-
-    def fit(spec: AttentionSpec, scores: Tensor) -> None:
-        stored[spec.layer] = fit_additive(scores, mask=spec.mask(tokens.shape[1], scores.device))
-
     if axes == "two":
-        for_each_layer(model, tokens, specs, lambda layer: stored.update({layer.layer: layer}), scores=False)
-    else:
-        for_each_scores(model, tokens, specs, fit)
-    return stored
+        captured: list[Captured] = []
+        for_each_layer(model, tokens, specs, captured.append, scores=False)
+        return {layer.layer: layer for layer in captured}
+    fits: Fits = {}
+    for_each_scores(model, tokens, specs, partial(_fit_layer, fits))
+    return fits
+
+
+def _fit_layer(fits: Fits, spec: AttentionSpec, scores: Tensor) -> None:
+    """Add the fit of a layer's scores to ``fits``."""
+    fits[spec.layer] = fit_additive(scores, mask=spec.mask(scores.shape[-1], scores.device))

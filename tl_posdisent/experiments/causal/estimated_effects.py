@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.text_parts import Part
@@ -32,14 +32,14 @@ class LayerIntervention:
     heads: tuple[int, ...]
     hooks: Hooks
 
-    def of(self, heads: Sequence[int]) -> Hooks:
-        """Return the hooks of some of the heads."""
-        here = [x for x in self.hooks.interventions if x.spec.layer == self.layer]
-        kept = [replace(x, heads=tuple(head for head in x.heads if head in heads)) for x in here]
-        return Hooks(x for x in kept if x.heads)
+    def hooks_on(self, heads: Sequence[int]) -> Hooks:
+        """Return the hooks in this layer, for these of its heads alone."""
+        in_layer = [x for x in self.hooks.interventions if x.spec.layer == self.layer]
+        restricted = [replace(x, heads=tuple(head for head in x.heads if head in heads)) for x in in_layer]
+        return Hooks(x for x in restricted if x.heads)
 
 
-def in_layers(interventions: Mapping[str, Sequence[Hook]], chosen: Chosen) -> list[LayerIntervention]:
+def separate_layers(interventions: Mapping[str, Sequence[Hook]], chosen: Chosen) -> list[LayerIntervention]:
     """Separate interventions by layer, for the chosen heads.
 
     Raises:
@@ -54,10 +54,12 @@ def in_layers(interventions: Mapping[str, Sequence[Hook]], chosen: Chosen) -> li
                 f'"resample", for {name!r}: intervention_losses runs the model under any hooks',
             )
         changed = {(x.spec.layer, head) for x in hooks.interventions for head in x.heads}
-        heads = {spec.layer: tuple(head for head in some if (spec.layer, head) in changed) for spec, some in chosen}
-        if not any(heads.values()):
+        changed_heads = {
+            spec.layer: tuple(head for head in heads if (spec.layer, head) in changed) for spec, heads in chosen
+        }
+        if not any(changed_heads.values()):
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
-        by_layer += [LayerIntervention(name, layer, acting, hooks) for layer, acting in heads.items() if acting]
+        by_layer += [LayerIntervention(name, layer, heads, hooks) for layer, heads in changed_heads.items() if heads]
     return by_layer
 
 
@@ -87,20 +89,44 @@ def estimated_effects(
     draws: int,
     seed: int,
     bar: Any,
+    by_position: bool = False,
 ) -> Estimates:
-    """Estimate the effects of interventions on texts, part by part; for arguments and errors see the function below."""
+    """Estimate the effect of each intervention on each of its heads alone, for each text.
+
+    With ``g`` the gradient of the metric with respect to a head's z, ``δ`` the change of this z under the intervention
+    and ``s`` the gradient of the surprise at one draw of labels, ``first`` is ``g · δ`` and ``curvature`` the mean over
+    draws of ``(s · δ)² / 2``, divided by the number of predictions.
+
+    Args:
+        interventions: what is changed in each layer; each head has a row.
+        parts: the texts, each part with its own metric.
+        n_texts: number of texts of all parts together.
+        draws: number of draws of labels for each text; 0 for none.
+        seed: seed of the labels.
+        bar: a progress bar, which counts forward passes of a text.
+        by_position: whether curvature is the sum of that of the changes at each position, ``½ Σ_i δ_iᵀ F_ii δ_i``. It
+            leaves out what changes at two positions do together to one prediction, and has a fraction of the noise: a
+            square of each position's product, instead of one of their sum.
+
+    Returns:
+        Estimates ``[text, row]`` in the order of the batch, with a row for each intervention, layer and head.
+
+    Raises:
+        ValueError: what ``changes_of_results`` refuses.
+    """
     rows = [(x.name, x.layer, head) for x in interventions for head in x.heads]
     first, curvature = torch.full((2, n_texts, len(rows)), torch.nan, dtype=torch.float64, device="cpu")
     n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
     for x in changes_of_results(model, interventions, parts, draws=draws, seed=seed, bar=bar):
         with own_sums():
-            products = torch.einsum("gtphd,tphd->gth", x.gradients, x.change)[:, :, list(x.where.heads)].cpu()
-        start = rows.index((x.where.name, x.where.layer, x.where.heads[0]))
-        of_place = slice(start, start + len(x.where.heads))
+            products = torch.einsum("gtphd,tphd->gtph", x.gradients, x.change)[..., list(x.intervention.heads)].cpu()
+        first_row = rows.index((x.intervention.name, x.intervention.layer, x.intervention.heads[0]))
+        of_heads = slice(first_row, first_row + len(x.intervention.heads))
         n_predictions[x.texts] = x.n_predictions
-        first[x.texts, of_place] = products[0]
+        first[x.texts, of_heads] = products[0].sum(1)
         if draws:
-            curvature[x.texts, of_place] = products[1:].square().mean(0) / 2 / x.n_predictions
+            parts_of_change = products[1:] if by_position else products[1:].sum(2, keepdim=True)
+            curvature[x.texts, of_heads] = parts_of_change.square().sum(2).mean(0) / 2 / x.n_predictions
     return Estimates(rows, first, curvature, n_predictions)
 
 
@@ -108,14 +134,14 @@ class ChangedResults(NamedTuple):
     """The change of a layer's z under an intervention, and gradients with respect to z.
 
     Attributes:
-        where: the intervention and layer.
+        intervention: the intervention in this layer.
         texts: places of the texts in the batch; they have one length.
         gradients: of the metric of each text, then of the surprise at each draw of labels.
         change: the change of z, given what the layer receives in the unmodified run.
         n_predictions: number of predictions of each of these texts.
     """
 
-    where: LayerIntervention
+    intervention: LayerIntervention
     texts: Int[Tensor, " text"]
     gradients: Float64[Tensor, "gradient text pos head size"]
     change: Float64[Tensor, "text pos head size"]
@@ -138,22 +164,23 @@ def changes_of_results(
     layers, n_names = sorted({x.layer for x in interventions}), len({x.name for x in interventions})
     separate: dict[int, bool] = {}
     for part in parts:
-        runs = _differentiated(model, part, layers, draws, seed)
+        runs = _differentiate(model, part, layers, draws, seed)
         bar.update((2 + draws) * len(part.places))
         for group, run in zip(part.texts.groups, runs, strict=True):
             texts = part.places[group.rows.cpu()]
             for layer in layers:
                 if layer not in separate:
                     separate[layer] = _is_separate(model, group.tokens, layer, run)
-                of_metric = len(part.places) * run.metric[layer].double()  # the metric is averaged over texts
-                gradients = torch.stack([of_metric, *(of_draw[layer].double() for of_draw in run.surprise)])
-                for where in (x for x in interventions if x.layer == layer):
-                    change = _changed(model, group.tokens, where, run, separate[layer]).double() - run.z[layer].double()
-                    yield ChangedResults(where, texts, gradients, change, run.n_predictions)
+                metric_gradient = len(part.places) * run.metric[layer].double()  # the metric is averaged over texts
+                gradients = torch.stack([metric_gradient, *(by_layer[layer].double() for by_layer in run.surprise)])
+                for intervention in (x for x in interventions if x.layer == layer):
+                    z = _changed_z(model, group.tokens, intervention, run, separate[layer])
+                    change = z.double() - run.z[layer].double()
+                    yield ChangedResults(intervention, texts, gradients, change, run.n_predictions)
             bar.update(n_names * len(texts) / 2)
 
 
-def _differentiated(model: Any, part: Part, layers: Sequence[int], draws: int, seed: int) -> list[ResultGradients]:
+def _differentiate(model: Any, part: Part, layers: Sequence[int], draws: int, seed: int) -> list[ResultGradients]:
     """Run and differentiate a part, with labels that depend only on the seed and a text's place in the batch."""
     uniforms = []
     for group in part.texts.groups:
@@ -161,10 +188,10 @@ def _differentiated(model: Any, part: Part, layers: Sequence[int], draws: int, s
         drawn = [generator.random((draws, group.tokens.shape[1])) for generator in generators]
         uniforms.append(torch.as_tensor(np.stack(drawn, 1), device="cpu"))
     groups = [group.tokens for group in part.texts.groups]
-    return result_gradients(model, groups, layers, partial(_value, part), uniforms)
+    return result_gradients(model, groups, layers, partial(_mean_metric, part), uniforms)
 
 
-def _value(part: Part, outputs: list[Any]) -> Tensor:
+def _mean_metric(part: Part, outputs: list[Any]) -> Tensor:
     """Compute a metric, averaged over texts, with its graph."""
     value = values_of(part.metric, outputs, part.texts)
     as_numbers(value, len(part.texts.tokens))  # raises for what is not a number or one per text
@@ -181,12 +208,14 @@ def _is_separate(model: Any, tokens: Int[Tensor, "text pos"], layer: int, run: R
     return again is not None and again.shape == run.z[layer].shape and mismatch(again, run.z[layer]) <= 1
 
 
-def _changed(model: Any, tokens: Tensor, where: LayerIntervention, run: ResultGradients, separate: bool) -> Tensor:
+def _changed_z(
+    model: Any, tokens: Int[Tensor, "text pos"], intervention: LayerIntervention, run: ResultGradients, separate: bool
+) -> Float[Tensor, "text pos head size"]:
     """Compute a layer's z under an intervention, given what the layer receives in the unmodified run."""
-    before, hooks = run.before.get(where.layer), where.of(where.heads)
+    layer, hooks = intervention.layer, intervention.hooks_on(intervention.heads)
     try:
-        z = changed_results(model, tokens, where.layer, before, hooks, skip=separate)
+        z = changed_results(model, tokens, layer, run.before.get(layer), hooks, skip=separate)
     except ValueError as error:
-        raise ArgumentError("interventions", f"must act on each text alone; {where.name!r}: {error}") from error
+        raise ArgumentError("interventions", f"must act on each text alone; {intervention.name!r}: {error}") from error
     assert z is not None
     return z

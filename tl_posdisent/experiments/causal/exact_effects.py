@@ -47,49 +47,54 @@ def exact_effects(
     Raises:
         ValueError: outputs under an intervention that cannot be measured.
     """
-    outcomes = [Outcome(x, _nothing(n_texts), _nothing(n_texts)) for x in interventions]
+    outcomes = [Outcome(x, _nan_by_text(n_texts), _nan_by_text(n_texts)) for x in interventions]
     layers = sorted({x.layer for x in interventions})
     for part in parts if layers else []:
         texts = part.texts
         runs = Runs(model, texts, layers)
         baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
         clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
+        shortcuts = runs.shortcuts
         for layer in layers:
             in_layer = [x for x in outcomes if x.changed.layer == layer]
-            changes = [Change(x.changed.name, x.changed.heads, partial(_hooks_of, x.changed)) for x in in_layer]
-            for x, run in zip(in_layer, runs.each(layer, changes), strict=True):
+            changes = [Change(x.changed.name, x.changed.heads, partial(_hooks_on, x.changed)) for x in in_layer]
+            layer_runs = runs.changed(layer, changes, shortcuts)
+            for outcome, (run, known) in zip(in_layer, layer_runs, strict=True):
                 try:
-                    values, x.divergences[part.places] = _measured(run(), clean, part)
+                    values, divergences_by_text = _values_and_divergences(run(), clean, part)
                 except ArgumentError as error:
-                    where = f"{x.changed.name!r} in layer {layer}"
-                    problem = f"must leave outputs that can be measured; {where}: {error}"
+                    place = f"{outcome.changed.name!r} in layer {layer}"
+                    problem = f"must leave outputs that can be measured; {place}: {error}"
                     raise ArgumentError("interventions", problem) from error
-                x.effects[part.places] = values - baseline
+                outcome.effects[part.places] = values - baseline
+                outcome.divergences[part.places] = divergences_by_text
+                shortcuts = known  # for the next layer
                 bar.update(len(part.places))
     return outcomes
 
 
-def _nothing(n_texts: int) -> Float64[Tensor, " text"]:
+def _nan_by_text(n_texts: int) -> Float64[Tensor, " text"]:
     return torch.full((n_texts,), torch.nan, dtype=torch.float64, device="cpu")
 
 
-def _hooks_of(changed: LayerIntervention, group: int, heads: Sequence[int]) -> Hooks:
-    return changed.of(heads)
+def _hooks_on(changed: LayerIntervention, group: int, heads: Sequence[int]) -> Hooks:
+    """Return the hooks of an intervention for these heads, the same for each group of texts."""
+    return changed.hooks_on(heads)
 
 
-def _measured(
+def _values_and_divergences(
     outputs: Sequence[Any], clean: Sequence[Tensor | None], part: Part
 ) -> tuple[Float64[Tensor, "*text"], Float64[Tensor, " text"]]:
     """Compute a run's metric, and each text's mean divergence from the clean predictions, in the order of the texts."""
     texts = part.texts
     if is_loss(part.metric):  # its texts have one length: log-probabilities serve both
-        ([group], [output], [before]) = texts.groups, outputs, clean
-        assert before is not None  # without log-probabilities, the unmodified run has no such loss
-        losses, kl = losses_and_divergences(output, group.tokens, before)
+        ([group], [output], [clean_log_p]) = texts.groups, outputs, clean
+        assert clean_log_p is not None  # without log-probabilities, the unmodified run has no such loss
+        losses, kl = losses_and_divergences(output, group.tokens, clean_log_p)
         return as_numbers(losses.double().mean(1), len(texts.tokens)), kl.double().mean(1).cpu()
-    by_text = _nothing(len(part.places))
-    for group, p, output in zip(texts.groups, clean, outputs, strict=True):
-        q = predictions(output, group.tokens)
-        if p is not None and q is not None:
-            by_text[group.rows.cpu()] = divergences(p, q).double().mean(1).cpu()
+    by_text = _nan_by_text(len(part.places))
+    for group, clean_log_p, output in zip(texts.groups, clean, outputs, strict=True):
+        log_p = predictions(output, group.tokens)
+        if clean_log_p is not None and log_p is not None:
+            by_text[group.rows.cpu()] = divergences(clean_log_p, log_p).double().mean(1).cpu()
     return as_numbers(values_of(part.metric, outputs, texts), len(texts.tokens)), by_text

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.measuring.rows_by_head import rows_by_head, units_of
-from tl_posdisent.experiments.measuring.runs import HooksOf
+from tl_posdisent.experiments.measuring.rows_by_head import layer_units, rows_by_head
+from tl_posdisent.experiments.measuring.runs import GroupHooks
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
-from tl_posdisent.hooks.hook_list import Heads, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import listed
 
 
@@ -77,7 +79,7 @@ def head_ablation(
         (16, True)
     """
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     averaged: Any = texts if reference is None and mode == "mean" else reference
@@ -87,12 +89,17 @@ def head_ablation(
         derangement(len(texts.one_group('mode="resample"')), seed)
     attending = [spec.layer for spec, _ in chosen]
     check_reach(model, attending)
-    with without_gradients(), running(model):
-        other = stand_in(model, attending, mode, averaged, seed)
-    units = [units_of(spec, some) for spec, some in chosen]
-    edit = ResultEdit("ablate_heads", other)
-
-    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
-        return [lambda group, heads: hooks_for([(spec, heads)], edit)]
-
+    with torch.no_grad(), running(model):
+        replacement = stand_in(model, attending, mode, averaged, seed)
+    units = [layer_units(spec, heads_of_layer) for spec, heads_of_layer in chosen]
+    hooks_in = partial(_ablations, ResultEdit("ablate_heads", replacement))
     return rows_by_head(reading, texts, units, hooks_in, metric, progress=progress)
+
+
+def _ablations(edit: ResultEdit, spec: AttentionSpec) -> list[GroupHooks]:
+    """Return, for all positions together, what makes the hooks that ablate heads of a layer."""
+    return [partial(_ablation_hooks, edit, spec)]
+
+
+def _ablation_hooks(edit: ResultEdit, spec: AttentionSpec, group: int, heads: Sequence[int]) -> Hooks:
+    return hooks_for([(spec, heads)], edit)

@@ -19,11 +19,14 @@ from decimal import ROUND_CEILING, Context
 from math import nan
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, in_layers
+from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
 from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, differentiable_texts, parts_of
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
@@ -33,13 +36,13 @@ from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.progress import SLACK, progress_bar
 from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed
 from tl_posdisent.utils.words import plural
 
-Place = tuple[str, int, int]
-_PLACE = ["intervention", "layer", "head"]
+InterventionHead = tuple[str, int, int]
+"""The name of an intervention, a layer and a head: what a row is about."""
+_ROW_KEYS = ["intervention", "layer", "head"]
 
 
 def head_effects(
@@ -125,27 +128,27 @@ def head_effects(
         check_integer("exact", exact, 0, why="a quarter of the number of heads that are run, or 'all'")
     check_seed(seed)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     check_reach(reading, [spec.layer for spec, _ in chosen])
     texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
-    changes, n_texts = in_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
+    changes, n_texts = separate_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
     with running(model) as p, p.counting_tokens() as counts:
-        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + SLACK
-        with progress_bar(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + 1e-6  # more than the rounding of fractions
+        with tqdm(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
             estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
         n_predictions = estimates.n_predictions
         weights = n_predictions if is_loss(metric) else torch.ones_like(n_predictions)
         second_order = estimates.curvature if is_loss(metric) and draws else 0
-        table = pd.DataFrame(estimates.rows, columns=_PLACE).astype({"head": "Int64"})
+        table = pd.DataFrame(estimates.rows, columns=_ROW_KEYS).astype({"head": "Int64"})
         table["first"], table["first_se"] = weighted_means(estimates.first, weights)
         table["curvature"], table["curvature_se"] = weighted_means(estimates.curvature, n_predictions)
         table["estimate"], table["estimate_se"] = weighted_means(estimates.first + second_order, weights)
         sizes = dict(zip(estimates.rows, table["curvature" if draws else "first"].abs(), strict=True))
         to_run = _heads_to_run(changes, sizes, exact, together=bool(n_predictions.all()))
-        with progress_bar(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
+        with tqdm(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
             outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
-    _fill(table, estimates.rows, outcomes, weights, n_predictions)
+    table = table.assign(**_exact_columns(estimates.rows, outcomes, weights, n_predictions))
     if n_texts < 2:
         table = table.drop(columns=[f"{name}_se" for name in ("first", "curvature", "estimate", "exact", "kl")])
     table.attrs["metric"] = metric_name(metric)
@@ -158,13 +161,17 @@ def head_effects(
 
 
 def _heads_to_run(
-    changes: Sequence[LayerIntervention], sizes: Mapping[Place, float], exact: int | Literal["all"], *, together: bool
+    changes: Sequence[LayerIntervention],
+    sizes: Mapping[InterventionHead, float],
+    exact: int | Literal["all"],
+    *,
+    together: bool,
 ) -> list[LayerIntervention]:
     """Choose for each intervention the heads of largest estimates, one by one, and each layer's others ``together``."""
     to_run: list[LayerIntervention] = []
     for name in dict.fromkeys(x.name for x in changes):
         layers = [x for x in changes if x.name == name]
-        by_size = sorted(((name, x.layer, head) for x in layers for head in x.heads), key=lambda place: -sizes[place])
+        by_size = sorted(((name, x.layer, head) for x in layers for head in x.heads), key=lambda row: -sizes[row])
         largest = by_size if exact == "all" else by_size[: 4 * exact]
         for x in layers if exact else []:
             others = tuple(head for head in x.heads if (name, x.layer, head) not in largest)
@@ -173,16 +180,20 @@ def _heads_to_run(
     return to_run
 
 
-def _fill(
-    table: pd.DataFrame, places: Sequence[Place], outcomes: Sequence[Outcome], weights: Tensor, n_predictions: Tensor
-) -> None:
-    """Write the outcomes of heads that were run alone, averaged over texts; the other rows are NaN."""
-    alone = {(x.changed.name, x.changed.layer, *x.changed.heads): x for x in outcomes}
-    nothing = torch.full_like(weights, nan)
-    effects = [alone[place].effects if place in alone else nothing for place in places]
-    divergences = [alone[place].divergences if place in alone else nothing for place in places]
-    table["exact"], table["exact_se"] = weighted_means(torch.stack(effects, 1), weights)
-    table["kl"], table["kl_se"] = weighted_means(torch.stack(divergences, 1), n_predictions)
+def _exact_columns(
+    rows: Sequence[InterventionHead],
+    outcomes: Sequence[Outcome],
+    weights: Float64[Tensor, " text"],
+    n_predictions: Float64[Tensor, " text"],
+) -> dict[str, Float64[np.ndarray, " row"]]:
+    """Average the outcomes of heads that were run alone over texts; NaN in the other rows."""
+    run_alone = {(x.changed.name, x.changed.layer, *x.changed.heads): x for x in outcomes}
+    not_run = torch.full_like(weights, nan)
+    effects = [run_alone[row].effects if row in run_alone else not_run for row in rows]
+    divergences = [run_alone[row].divergences if row in run_alone else not_run for row in rows]
+    exact, exact_se = weighted_means(torch.stack(effects, 1), weights)
+    kl, kl_se = weighted_means(torch.stack(divergences, 1), n_predictions)
+    return {"exact": exact, "exact_se": exact_se, "kl": kl, "kl_se": kl_se}
 
 
 def _summary(rows: pd.DataFrame, outcomes: Sequence[Outcome], n_predictions: Tensor) -> dict[str, Any]:

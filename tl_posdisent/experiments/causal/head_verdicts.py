@@ -11,7 +11,7 @@ import pandas as pd
 from tl_posdisent.additive.attention.rungs import RUNGS
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import apart
-from tl_posdisent.utils.statistics import confidence_of_selected, significance
+from tl_posdisent.utils.statistics import confidence_of_selected, significance, surely_below
 from tl_posdisent.utils.validation import check_choice, check_number
 
 from .ladder_runs import MEAN
@@ -25,7 +25,6 @@ _VERDICTS = {  # other rungs: their own name
 _BASELINES = (MEAN, "uniform")  # these suffice if they cost nothing; other rungs if they recover a share
 UNDECIDED = "undecided"
 NEGLIGIBLE: Final = 0.001  # nats per token
-_SCALED = 3.0  # how often the error of a mean below its threshold may be scaled up
 
 Correction = Literal["none", "fdr"]
 """Correction of a verdict's intervals for the number of heads: none, or by the false discovery rate."""
@@ -193,7 +192,7 @@ def _suffices(by_rung: _Rungs, measure: Measure, share: float, negligible: float
         row = by_rung[rung]
         if measure == "kl":
             threshold, value = (negligible, row["gap"]) if rung in _BASELINES else (1 - share, 1 - row["recovered"])
-            fits, sure = _below(value, row["error" if rung in _BASELINES else "se"], threshold, row["df"])
+            fits, sure = surely_below(value, row["error" if rung in _BASELINES else "se"], threshold, row["df"])
         elif rung in _BASELINES:  # costs no more than chance
             fits, sure = _by_chance(by_rung, rung, measure, negligible) > 1 - confidence, 1.0
         else:
@@ -204,19 +203,6 @@ def _suffices(by_rung: _Rungs, measure: Measure, share: float, negligible: float
         if fits and sure >= confidence:
             does.append(rung)
     return next(iter(may), "untouched"), next(iter(does), "untouched")
-
-
-def _below(value: float, error: float, threshold: float, df: float) -> tuple[bool, float]:
-    """Whether a divergence, or a ratio of two, is at most a threshold, and the confidence with which it is so or not.
-
-    Blocks' divergences are skewed: without a rare large one both the mean and its error are too small. The error of a
-    mean below the threshold is therefore scaled by ``threshold / value``, as if it were a constant part of the mean,
-    but at most tripled: means are not that much too small, and below rounding an error is no part of its mean.
-    """
-    if value <= 0:  # equal up to rounding
-        return True, 1.0
-    scaled = error * min(_SCALED, max(1.0, threshold / value))
-    return value <= threshold, significance(abs(value - threshold), scaled, df)
 
 
 def _name(by_rung: _Rungs, simplest: str, at_most: str) -> tuple[str, str]:
@@ -241,7 +227,7 @@ def _by_chance(by_rung: _Rungs, rung: str, measure: Measure, negligible: float) 
     """
     row, untouched = by_rung[rung], by_rung["untouched"]
     if measure == "kl":
-        below, sure = _below(row["gap"], row["error"], negligible, row["df"])
+        below, sure = surely_below(row["gap"], row["error"], negligible, row["df"])
         return inf if below else 1 - sure
     effect = row["gap"] if measure == "loss" else abs(row["gap"])
     if not (effect > 0 and apart(row["value"], untouched["value"])):

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import Unmodified, all_tokens, correct
@@ -15,7 +16,6 @@ from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
 
 _COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
 
@@ -63,7 +63,7 @@ def intervention_losses(
     texts = read_texts(reading.model, tokens, attention_mask)
     named = named_hooks(reading.model, interventions)
     rows = []
-    with running(reading.model), progress_bar(total=1 + len(named), desc="runs", disable=not progress) as bar:
+    with running(reading.model), tqdm(total=1 + len(named), desc="runs", disable=not progress) as bar:
         unmodified = Unmodified.of(run_texts(reading.model, texts), texts)
         accuracy, blocks = _correct(unmodified.log_p, texts).mean().item(), unmodified.blocks
         rows.append((UNMODIFIED, unmodified.losses.mean().item(), 0.0, 0.0, 0.0, 0.0, accuracy))

@@ -7,16 +7,16 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung
 from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Unit
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric
-from tl_posdisent.experiments.measuring.runs import Failures
+from tl_posdisent.experiments.measuring.runs import note_failures
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
@@ -103,7 +103,7 @@ def attention_ladder(
     if metric is not None:
         check_metric(metric)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     fitted = read_texts(reading.model, tokens)
     with naming(tokens="heldout"):
         texts = fitted if heldout is None else read_texts(reading.model, heldout)
@@ -112,16 +112,16 @@ def attention_ladder(
     rungs_by_control = {"none": rung_list}
     if "shuffled" in chosen_controls:
         rungs_by_control["shuffled"] = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
-    failures, n_runs = Failures(), _n_runs(heads_by_layer, unit, rungs_by_control)
-    with progress_bar(total=n_runs, desc="runs", disable=not progress) as bar:
-        ladder = LadderRuns(reading, fitted, texts, unit, metric, failures, bar)
-        rows = ladder.rows(heads_by_layer, rungs_by_control)
+    n_runs = _n_runs(heads_by_layer, unit, rungs_by_control)
+    with tqdm(total=n_runs, desc="runs", disable=not progress) as bar:
+        ladder = LadderRuns(reading, fitted, texts, unit, metric, bar)
+        rows, failures = ladder.rows(heads_by_layer, rungs_by_control)
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     single = _OVER_TEXTS if len(texts.tokens) < 2 else []
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS + single)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     _warn_of_no_effect(table, texts)
-    return reading.note(failures.note(table))
+    return reading.note(note_failures(table, failures, n_runs))
 
 
 def _n_runs(heads_by_layer: Chosen, unit: Unit, rungs_by_control: dict[str, list[AnyRung]]) -> int:

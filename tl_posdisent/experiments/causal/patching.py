@@ -11,8 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.measuring.rows_by_head import PatchRuns, rows_by_head, units_of
-from tl_posdisent.experiments.measuring.runs import HooksOf
+from tl_posdisent.experiments.measuring.rows_by_head import LayerUnits, PatchRuns, layer_units, rows_by_head
+from tl_posdisent.experiments.measuring.runs import GroupHooks
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, score_hooks, vector_hooks
@@ -88,7 +88,7 @@ def head_patching(
     check_choice("activation", activation, get_args(Activation))
     check_metric(metric)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = read_source(model, texts, source, attention_mask)
@@ -96,7 +96,7 @@ def head_patching(
     together = [] if activation == "pattern" else [spec for spec, _ in chosen]  # patterns are large: layer by layer
     of_layers = [_held(model, group.tokens, together, activation) for group in other.groups]
 
-    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+    def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
         held = of_layers if together else [_held(model, group.tokens, [spec], activation) for group in other.groups]
 
         def at(place: int | None, group: int, some: Sequence[int]) -> list[Hook]:
@@ -104,7 +104,7 @@ def head_patching(
 
         return [partial(at, place) for place in places]
 
-    units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
+    units = [layer_units(spec, of_layer, by_key=activation in ("k", "v")) for spec, of_layer in chosen]
     return rows_by_head(
         reading,
         texts,
@@ -256,19 +256,18 @@ def position_patching(
     hooks = {"clean": [Hooks([]) for _ in places], "corrupted": [swap_positions(reading, place) for place in places]}
     source, patched = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
     seen_at = places if source == "corrupted" else [None] * len(places)
-    units = [
-        (spec, [some], [[None]]) if what == "layer" else units_of(spec, some, by_key=what == "key" and keys == "group")
-        for spec, some in chosen
-    ]
-
+    if what == "layer":
+        units = [LayerUnits(spec, [of_layer], [[None]]) for spec, of_layer in chosen]
+    else:
+        units = [layer_units(spec, of_layer, by_key=what == "key" and keys == "group") for spec, of_layer in chosen]
     held = _listened(model, texts, hooks[source], seen_at, [spec for spec, _ in chosen], listen_vectors)
 
-    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+    def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
         at = [x[spec.layer] for x in held]
         sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in at]
         return [lambda group, some: vector_hooks(spec, some, *sides[group], keys)]
 
-    end = PatchRuns(texts, "positions", hooks[source], under=hooks[patched])
+    end = PatchRuns(texts, "positions", hooks[source], patched_hooks=hooks[patched])
     table = rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
@@ -362,11 +361,11 @@ def component_patching(
     positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
     hooks = [Hooks([]) if place is None else swap_positions(reading, place) for place in positions]
 
-    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+    def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
         held = _listened(model, other, hooks, positions, [spec], listen_scores)  # one layer at a time: scores are large
         return [lambda group, some: score_hooks(spec, some, held[group][spec.layer]["scores"], components)]
 
-    units = [units_of(spec, some) for spec, some in chosen]
+    units = [layer_units(spec, of_layer) for spec, of_layer in chosen]
     end = PatchRuns(other, "source_positions" if source is None else "source", hooks)
     return rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
 

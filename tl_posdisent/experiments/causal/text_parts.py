@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.metrics import LogitDifference, Metric, is_separable
-from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 
 RUN_TOKENS = 512
 """Texts of which several have no more tokens than this are run together."""
@@ -61,5 +61,4 @@ def parts_of(texts: Texts, metric: Metric, *, tokens: int = 1) -> list[Part]:
 def _equally_long(texts: Texts, rows: Sequence[int]) -> Texts:
     """Return some texts of one length without padding."""
     ids = torch.stack([texts.tokens[row][texts.real[row]] for row in rows])
-    numbers = torch.arange(len(rows), device=ids.device)
-    return Texts(ids, torch.ones_like(ids, dtype=torch.bool), [TextGroup(numbers, ids, torch.zeros_like(numbers))])
+    return Texts.of(ids, torch.ones_like(ids, dtype=torch.bool))

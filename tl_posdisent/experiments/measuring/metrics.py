@@ -72,28 +72,32 @@ class LogitDifference:
         self._check(logits)
         n = logits.shape[1]
         values = []
-        for own, row in zip(logits, rows.tolist(), strict=True):
-            at = _of_row(self.position, row)
-            if not -n <= at < n:
-                raise ArgumentError("position", f"must lie within each text, got {at} in a text of {n} tokens")
-            there = own[at].to(torch.promote_types(logits.dtype, torch.float32))
-            right = _mean_logit("answers", there, _of_row(self.answers, row))
-            wrong = there.mean() if self.wrong is None else _mean_logit("wrong", there, _of_row(self.wrong, row))
+        for text_logits, row in zip(logits, rows.tolist(), strict=True):
+            position = _row(self.position, row)
+            if not -n <= position < n:
+                raise ArgumentError("position", f"must lie within each text, got {position} in a text of {n} tokens")
+            answer_logits = text_logits[position].to(torch.promote_types(logits.dtype, torch.float32))
+            right = _mean_logit("answers", answer_logits, _row(self.answers, row))
+            if self.wrong is None:
+                wrong = answer_logits.mean()
+            else:
+                wrong = _mean_logit("wrong", answer_logits, _row(self.wrong, row))
             values.append(right - wrong)
         return torch.stack(values)
 
     def of_rows(self, rows: Sequence[int]) -> LogitDifference:
         """Return the metric of some texts of the batch alone."""
-        own = [tuple(_of_row(x, row) for row in rows) for x in (self.answers, self.wrong or (), self.position) if x]
-        return LogitDifference(own[0], None if self.wrong is None else own[1], own[-1])
+        answers, position = (tuple(_row(x, row) for row in rows) for x in (self.answers, self.position))
+        wrong = None if self.wrong is None else tuple(_row(self.wrong, row) for row in rows)
+        return LogitDifference(answers, wrong, position)
 
     def check_batch(self, batch: int) -> None:
         """Raise if the answers are for another number of texts."""
         named = {"answers": self.answers, "wrong": self.wrong, "position": self.position}
-        for name, given in named.items():
-            if given is not None and len(given) not in (1, batch):
+        for name, rows in named.items():
+            if rows is not None and len(rows) not in (1, batch):
                 raise ArgumentError(
-                    name, f"must be one for each text or one for all, got {len(given)} for {batch} texts"
+                    name, f"must be one for each text or one for all, got {len(rows)} for {batch} texts"
                 )
 
 
@@ -133,25 +137,25 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
     return LogitDifference(_id_rows("answers", answers), wrong_rows, tuple(int(x) for x in places))
 
 
-def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
+def _id_rows(name: str, ids: Any) -> tuple[tuple[int, ...], ...]:
     """Convert token ids to one row per text, or one row for all."""
-    rows = [_elements(x) for x in _elements(given)]
+    rows = [_elements(x) for x in _elements(ids)]
     if not rows or not all(row and all(is_integer(x) and x >= 0 for x in row) for row in rows):
         raise ArgumentError(
             name,
-            f"must be token ids: an integer, one per text, or several per text, got {shown(given)}; for words, use "
+            f"must be token ids: an integer, one per text, or several per text, got {shown(ids)}; for words, use "
             "model.to_single_token",
         )
     return tuple(tuple(int(x) for x in row) for row in rows)
 
 
-def _elements(given: Any) -> list[Any]:
+def _elements(value: Any) -> list[Any]:
     """List the elements of a sequence, a tensor or an array; anything else is one element."""
-    given = given.tolist() if hasattr(given, "tolist") else given
-    return list(given) if isinstance(given, (list, tuple, range)) else [given]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, (list, tuple, range)) else [value]
 
 
-def _of_row(rows: Sequence[Any], row: int) -> Any:
+def _row(rows: Sequence[Any], row: int) -> Any:
     return rows[0] if len(rows) == 1 else rows[row]
 
 
@@ -227,12 +231,12 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     """
     parts = list(zip(outputs, texts.groups, strict=True))
     if is_loss(metric):
-        return torch.cat([next_token_loss(some, group.tokens) for some, group in parts])
+        return torch.cat([next_token_loss(logits, group.tokens) for logits, group in parts])
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))
-        return torch.cat([metric.of_texts(some, group.rows) for some, group in parts])
+        return torch.cat([metric.of_texts(logits, group.rows) for logits, group in parts])
     whole = len(outputs) == 1 and bool(texts.real.all())
-    if not (whole or all(isinstance(some, Tensor) for some in outputs)):
+    if not (whole or all(isinstance(output, Tensor) for output in outputs)):
         raise ArgumentError(
             "attention_mask",
             f"needs a model that returns logits, got {type(outputs[0]).__name__}: call the tool separately for "

@@ -53,9 +53,9 @@ def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, T
     """
     check_logits(logits, tokens)
     n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
-    for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
-        log_p = as_log_probabilities(logits[:, some])
-        yield some, log_p, _token_losses(log_p, tokens[:, some.start : some.stop + 1])
+    for block in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
+        log_p = as_log_probabilities(logits[:, block])
+        yield block, log_p, _token_losses(log_p, tokens[:, block.start : block.stop + 1])
 
 
 class ByToken(NamedTuple):
@@ -94,8 +94,8 @@ class Unmodified:
     def compare(self, outputs: Sequence[Any]) -> ByToken:
         """Compute the losses and divergences of another run from its outputs."""
         groups = zip(outputs, self.texts.groups, self.log_p, strict=True)
-        found = [losses_and_divergences(output, group.tokens, before) for output, group, before in groups]
-        return ByToken(all_tokens([x for x, _ in found]), all_tokens([x for _, x in found]))
+        by_group = [losses_and_divergences(output, group.tokens, clean) for output, group, clean in groups]
+        return ByToken(all_tokens([losses for losses, _ in by_group]), all_tokens([kl for _, kl in by_group]))
 
 
 def losses_and_divergences(
@@ -103,8 +103,8 @@ def losses_and_divergences(
 ) -> tuple[Float[Tensor, "batch predicted"], Float[Tensor, "batch predicted"]]:
     """Compute losses and divergences of texts of equal length, by text, given the clean log-probabilities."""
     parts = [
-        (losses, divergences(clean[:, some][:, : losses.shape[1]], log_p[:, : losses.shape[1]]))
-        for some, log_p, losses in in_blocks(logits, tokens)
+        (losses, divergences(clean[:, block][:, : losses.shape[1]], log_p[:, : losses.shape[1]]))
+        for block, log_p, losses in in_blocks(logits, tokens)
     ]
     losses, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     return losses, kl

@@ -154,7 +154,7 @@ def content_position_terms(
         >>> bool(terms.to_frame().groupby("head")["share"].sum().round(6).eq(1).all())
         True
     """
-    reading = read_model(model, [layer])
+    reading = read_model(model)
     model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
     texts = read_texts(model, tokens, attention_mask)
@@ -314,7 +314,7 @@ def positional_subspace(
         >>> principal_angles(first.basis, last.basis).shape
         torch.Size([2])
     """
-    reading = read_model(model, [layer])
+    reading = read_model(model)
     model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
     texts = read_texts(model, tokens, attention_mask)

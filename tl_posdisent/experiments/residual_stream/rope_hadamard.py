@@ -131,7 +131,7 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
         >>> bool((total - form.scores()).abs().max() < 1e-10)
         True
     """
-    reading = read_model(model, [layer])
+    reading = read_model(model)
     (spec,) = reading.rotary([layer], "rope_hadamard")
     scale = spec.require_scale()
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("rope_hadamard")

@@ -29,7 +29,6 @@ from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.lazy_names import public_name
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import (
     Numbers,
@@ -221,7 +220,7 @@ class ScoreSources(HasTable):
         return f"{position} {self.words[position]!r}"
 
 
-@without_gradients()
+@torch.no_grad()
 def score_sources(
     model: Any,
     tokens: Tokens,
@@ -280,7 +279,7 @@ def score_sources(
         >>> found.to_frame("source", top=1)[["key", "source", "term", "removed"]].shape
         (2, 4)
     """
-    reading = read_model(model, [layer])
+    reading = read_model(model)
     model, (spec,) = reading.model, reading.specs([layer])
     scale = spec.require_scale()
     texts = read_texts(model, tokens, attention_mask)

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.result_gradients import result_gradients
 from tl_posdisent.experiments.measuring.runs import run_under
@@ -23,7 +24,6 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, listed, shown
 
 Score = Literal["copying", "attention"]
@@ -120,14 +120,14 @@ def retrieval_heads(
     check_integer("draws", draws, 1)
     check_seed(seed)
     layers = listed("layers", layers)
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, specs = reading.model, sorted(reading.specs(layers), key=lambda spec: spec.layer)
     if not all(spec.causal for spec in specs):
         raise ArgumentError("model", "must be causal, got one whose tokens see later ones")
     check_integer("count", count, 1, sum(spec.n_heads // 2 for spec in specs))
     needles, heldout = _checked(model, "needles", needles), _checked(model, "heldout", heldout)
     check_reach(reading, [spec.layer for spec in specs])
-    with progress_bar(total=4 + draws, desc="scores and sets", disable=not progress) as bar:
+    with tqdm(total=4 + draws, desc="scores and sets", disable=not progress) as bar:
         heads = _scores(model, needles, specs, bar)
         heads = heads.sort_values(by, ascending=False, kind="stable", ignore_index=True)
         top, generator = _top(heads, count), np.random.default_rng(seed)

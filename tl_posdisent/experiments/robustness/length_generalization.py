@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.experiments.robustness.attention_outputs import for_each_output, require_finite
@@ -25,8 +26,6 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
 
@@ -160,10 +159,10 @@ def length_generalization(
         some = of_heads(z[:, edges[0] :], by_layer[layer], 2)
         references[layer] = fit_reference(rearrange(some, "batch pos head d -> head (batch pos) d"))
 
-    with without_gradients(), longer_context(reading, max(edges[-1], end)):
+    with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
         given = [] if hooks is None else check_hooks(model, hooks)
         for_each_output(model, read[:, :end], specs, keep)
-        with progress_bar(total=len(specs), desc="layers", disable=not progress) as bar:
+        with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [
                 hook
                 for spec, some in chosen

@@ -18,7 +18,6 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_integer
 
 
@@ -74,7 +73,7 @@ def output_projection(
     end = check_integer("in_range", length if in_range is None else in_range, start + 3, length)
     texts = batch.unpadded()
     read = torch.stack([text[:length] for text in texts])
-    with without_gradients(), longer_context(reading, length):
+    with torch.no_grad(), longer_context(reading, length):
         reference = _outputs(model, read[:, :end], specs, [])
         outputs = _outputs(model, read, specs, [] if hooks is None else check_hooks(model, hooks))
     tables, explained = [], {}

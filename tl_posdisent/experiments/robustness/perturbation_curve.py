@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
@@ -21,7 +22,6 @@ from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
@@ -95,7 +95,7 @@ def perturbation_curve(
     options: dict[str, Any] = {"window": window} | ({"unit": unit} if unit else {})
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
-    with progress_bar(runs, desc="perturbations", disable=not progress) as bar:
+    with tqdm(runs, desc="perturbations", disable=not progress) as bar:
         for kind, fraction, seed in bar:
             chosen = options | {"kind": kind, "fraction": fraction, "seed": seed}
             perturbation = partial(_perturbed, reading, chosen)

@@ -6,7 +6,6 @@ It keeps what a layer shows until the hook at which the layer is edited (``layer
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class HookFunction:
         }
         # A hook point may serve several layers, which share keys. The first of a pass serves none: there, another model
         # is noticed, which may lack all others.
-        self.places: WeakKeyDictionary[Any, list[tuple[int, str]]] = WeakKeyDictionary({first: [] for first in firsts})
+        self.places: dict[Any, list[tuple[int, str]]] = {first: [] for first in firsts}
         for layer, edits in self.layers.items():
             for point, name in edits.spec.points.items():
                 if name in edits.names:
@@ -60,7 +59,6 @@ class HookFunction:
 
     def accepts(self, name: str) -> bool:
         """Say whether the hook of this name is needed; TransformerLens asks when it installs the function."""
-        self._seen.clear()  # a pass that was interrupted would keep a layer's queries and keys
         return name in self.names
 
     def __call__(self, x: Tensor, hook: Any) -> Tensor | None:
@@ -130,5 +128,5 @@ class HookFunction:
             )
         raise ValueError(
             f"hooks of {' + '.join(self.tools)} do not see layer {edits.spec.layer} from its beginning, or see it "
-            "twice: apply them once, run the model outside of its own hooks, and give each thread a model of its own"
+            "twice: apply them once, and run the model outside of its own hooks"
         )

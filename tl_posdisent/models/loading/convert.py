@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from tl_posdisent.models.running.forward_pass import alter_arguments, removing
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_float64, first_line
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "bat
         yield
 
 
-@without_gradients()
+@torch.no_grad()
 def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
     """Compute the logits of the original; raise ValueError if it fails by itself, as kernels for other devices do."""
     try:
@@ -231,7 +230,7 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
         # Not load_and_process_state_dict: even with all processing off, it traverses the model once per weight.
         model.load_state_dict(model.fill_missing_keys(state), strict=False)
         model.eval()
-        with without_gradients():
+        with torch.no_grad():
             got = model(tokens)
     except Exception as error:  # the converter fails in many ways on a model that it was not written for
         why = first_line(error)

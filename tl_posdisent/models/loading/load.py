@@ -29,7 +29,7 @@ from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
-from tl_posdisent.utils.restoring import usual_defaults, without_gradients
+from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_choice, first_line, printable, shown
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
                 hf_model, architecture=name, hf_config=hf_model.config, tokenizer=tokenizer
             )
             bridge.eval()
-            with without_gradients():
+            with torch.no_grad():
                 got = bridge(tokens) if check else None
         except Exception as error:
             why = first_line(error)

@@ -12,7 +12,6 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import modules, n_layers
 from tl_posdisent.models.running.texts import probe_tokens
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 
 _NAMES = {"q": "queries", "k": "keys"}
 _MATRICES = {"W_Q", "W_K"}
@@ -70,7 +69,7 @@ def _check_zeros(model: Any, sides: dict[str, torch.nn.Module], weights: str) ->
         for what, part in sides.items():
             if part in inputs:
                 zeros = {name: torch.zeros_like(x) for name, x in part.named_parameters()}
-                with without_gradients():
+                with torch.no_grad():
                     unchanged = bool(torch.func.functional_call(part, zeros, (inputs[part],)).any())
             else:
                 unchanged = _NAMES["q"] in what  # keys may be those of an earlier layer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,7 +17,7 @@ from tl_posdisent.models.loading.projections import check_parameters, projection
 from tl_posdisent.models.reading.stored_tables import table_slots
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import restoring, usual_defaults, without_gradients
+from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
@@ -29,7 +28,6 @@ Scale: TypeAlias = float | Literal["config"]
 
 USUAL_STD = 0.02  # the default of transformers' configurations
 _SCALES = ("initializer_range", "init_std")  # its name in configurations; OPT uses the second
-_DRAWING = threading.Lock()  # all threads share torch's random state and default dtype
 _OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks", "ctx")
 
 
@@ -204,7 +202,7 @@ def _drawn(model: Any, std: float, seed: int) -> Any:
     return fresh
 
 
-@without_gradients()
+@torch.no_grad()
 def _draw(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
     last = name.rsplit(".", 1)[-1]
     if last.lstrip("_").startswith("b_") or last in ("b", "bias"):  # grouped keys have `_b_K`
@@ -221,13 +219,11 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
         for name in _SCALES:
             if hasattr(part, name):
                 setattr(part, name, std)
-    with _DRAWING:
-        state = torch.random.get_rng_state()
-        with restoring(lambda: torch.random.set_rng_state(state)), usual_defaults():  # weights are drawn in float32
-            torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
-            fresh = type(model.original_model)(config)
-            fresh = fresh.to(device_of(model), dtype_of(model.original_model))
-            bridge = _bridged(fresh, model)
+    with torch.random.fork_rng(devices=[]), usual_defaults():  # weights are drawn in float32
+        torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
+        fresh = type(model.original_model)(config)
+        fresh = fresh.to(device_of(model), dtype_of(model.original_model))
+        bridge = _bridged(fresh, model)
     for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: longer tables
         if hasattr(block, "attn"):
             for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
@@ -246,7 +242,7 @@ def _bridged(fresh: Any, model: Any) -> Any:
     return wrapped(fresh, tokenizer, check=False)
 
 
-@without_gradients()
+@torch.no_grad()
 def _shuffled(model: Any, seed: int) -> Any:
     fresh, generator = _copied(model), torch.Generator().manual_seed(seed)
     for parameter in fresh.parameters():

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, short_name
@@ -135,11 +136,15 @@ def _query_or_key(model: Any, layer: int, which: str, seen: Mapping[str, Tensor]
     own = getattr(attn, f"{which}_norm", None)
     norm: Any = None
     if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
-        if own.w.numel() == attn.cfg.d_head:
-            norm = partial(attn._apply_qk_norm, norm_module=own)
-        else:  # OLMo 2 normalises all heads together
-            norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
+        each_head = own.w.numel() == attn.cfg.d_head  # OLMo 2 normalises all heads together
+        norm = partial(_normalised, own, (0, 2) if each_head else (2, 3))
     return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
+
+
+def _normalised(norm: Any, joined: tuple[int, int], x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
+    """Apply a HookedTransformer's norm to vectors, with the axes joined that the model joins for it."""
+    normed: Tensor = norm(x.flatten(*joined))
+    return normed.view_as(x)
 
 
 def _values(layer: int, seen: Seen) -> Iterator[Tap]:

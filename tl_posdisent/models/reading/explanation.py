@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool
@@ -57,7 +56,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
             v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
         ),
         limits=Limits(masked_below=seen.lowest, shows_mask=seen.shows_mask),
-        points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
+        points={p.points[name]: name for name in names if name in p.points},
     )
     if visible is None:
         return spec.with_limits(problem=_no_pattern(model.blocks[layer].attn))
@@ -267,9 +266,7 @@ def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
     """Return the spec with the hooks of keys and values in the layer to which they belong."""
     k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap.name))) for tap in (spec.taps.k, spec.taps.v))
     names = [FIRST_HOOK, *(tap.name for tap in (k, v) if tap)]
-    points = WeakKeyDictionary({p.points[name]: name for name in names if name in p.points})
-    for point, name in spec.points.items():
-        points.setdefault(point, name)
+    points = {p.points[name]: name for name in names if name in p.points} | dict(spec.points)
     return replace(spec.with_taps(k=k, v=v, keys_of=lender), points=points)
 
 

@@ -1,16 +1,17 @@
-"""Read a model's attention once, keep the result with the model, and detect changes of the model."""
+"""Read a model's attention once, as a value; remember it for each model, and detect changes of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import pandas as pd
 
 from tl_posdisent.models.reading.probe import probe
+from tl_posdisent.models.reading.result_edits import why_no_result_edits
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import architecture, device_of, model_state, n_layers
 from tl_posdisent.utils.errors import ArgumentError
@@ -27,34 +28,24 @@ with a sliding window, ``"global"`` for the others with attention.
 class ModelReading(HasTable):
     """What the attention layers of one model do; every function that takes a model accepts a reading instead.
 
-    Layers are read when they are first needed. "All layers" means all layers of the model, whichever have been read.
-
     Attributes:
         model: the model that was read.
         n_layers: number of layers of the model.
-        without_attention: layers without attention (in models that mix attention with other layers). Tables over
-            layers name them in ``table.attrs["layers_without_attention"]``.
+        attention: an ``AttentionSpec`` for each layer with attention.
+        state: the model's settings and parts on which the reading depends. In a copy of the reading it is not that of
+            the copied model, so that one must be read again.
     """
 
     model: Any
     n_layers: int
-    without_attention: tuple[int, ...]
-    read: dict[int, AttentionSpec] = field(repr=False)
-    no_results: dict[int, str] = field(repr=False)  # by layer, why its heads cannot be ablated; "" if they can
-    state: dict[str, Any] = field(repr=False, compare=False)  # addresses and counts, valid in this process only
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReading:
-        """Return itself: a reading belongs to one model."""
-        return self
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError("a ModelReading cannot be pickled: pickle the model, and read it again (read_model)")
+    attention: tuple[AttentionSpec, ...] = field(repr=False)
+    state: dict[str, Any] = field(repr=False)
 
     def __repr__(self) -> str:
-        return f"ModelReading({len(self.read)} of {self.n_layers} layers of {architecture(self.model)})"
+        return f"ModelReading({len(self.attention)} of {self.n_layers} layers of {architecture(self.model)})"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row per layer with attention, which is read if it has not been: what it does, and which tools act.
+        """Return one row per layer with attention: what it does, and which tools act.
 
         Columns: ``layer``; ``attention`` (``"local"`` with a sliding window, else ``"global"``) and ``window``, the
         number of keys that a query sees; ``causal``; ``n_heads``, ``n_kv_heads``, ``d_head``; ``rotated``, the number
@@ -66,13 +57,14 @@ class ModelReading(HasTable):
         frequencies and phases, ``controlled_distance``, ``position_patching``, ``patch_vectors``; ``score_edits``:
         ``substitute_additive``, ``drop_component``, ``component_patching``; ``result_edits``: ``ablate_heads``,
         ``head_ablation``, ``head_patching``. ``why_not`` says why the others do not; it is empty if all act. A tool of
-        a group that does not act on a layer raises a ``ValueError`` there.
+        a group that does not act on a layer raises a ``ValueError`` there. One pass over a short text for each layer
+        shows whether edited results reach the output.
 
         Each tool also compares the scores with the reading whenever it runs, so a text can be refused for its padding.
         """
-        rows = []
+        rows, no_results = [], why_no_result_edits(self.model, [spec.layer for spec in self.attention])
         for spec in self.attention:
-            rotary, obstacles = spec.rotary, _obstacles(spec, self.no_results.get(spec.layer, ""))
+            rotary, obstacles = spec.rotary, _obstacles(spec, no_results[spec.layer])
             rows.append(
                 {
                     "layer": spec.layer,
@@ -94,22 +86,31 @@ class ModelReading(HasTable):
         return self.note(table)
 
     @property
-    def attention(self) -> tuple[AttentionSpec, ...]:
-        """An ``AttentionSpec`` for each layer with attention."""
-        return tuple(self.specs())
+    def without_attention(self) -> tuple[int, ...]:
+        """Layers without attention (in models that mix attention with other layers).
+
+        Tables over layers name them in ``table.attrs["layers_without_attention"]``.
+        """
+        attending = {spec.layer for spec in self.attention}
+        return tuple(layer for layer in range(self.n_layers) if layer not in attending)
 
     def specs(self, layers: Layers = None) -> list[AttentionSpec]:
-        """Return the specs of these layers in the order given (default all with attention); raise as ``read_model``."""
-        attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
-        picked = attending if layers is None else check_indices("layers", self._numbers(layers), self.n_layers)
+        """Return the specs of these layers in the order given.
+
+        Args:
+            layers: an integer, or integers, of which negative ones count from the end; ``"local"`` for the layers with
+                a sliding window, ``"global"`` for the others; None for all with attention. All functions that take
+                layers accept these forms.
+
+        Raises:
+            ValueError: layers out of range, repeated or without attention.
+        """
+        if layers is None:
+            return list(self.attention)
+        picked = check_indices("layers", self._numbers(layers), self.n_layers)
         self._refuse_without_attention(picked)
-        missing = [layer for layer in picked if layer not in self.read or not self.read[layer].limits.certain]
-        if missing:
-            _check_unchanged(self)
-            for spec in probe(self.model, missing):
-                if str(self.read.get(spec.layer)) != str(spec):  # hooks compose only if they share specs
-                    self.read[spec.layer] = spec
-        return [self.read[layer] for layer in picked]
+        spec_of = {spec.layer: spec for spec in self.attention}
+        return [spec_of[layer] for layer in picked]
 
     def rotary(self, layers: Layers, tool: str) -> list[AttentionSpec]:
         """Return the specs of these layers, by default all with RoPE; raise if ``tool`` cannot change a rotation."""
@@ -126,7 +127,7 @@ class ModelReading(HasTable):
         ``heads`` is None for all heads of these layers; an integer or a list of integers for the same heads in each; or
         labels such as ``"L16H0"`` or pairs ``(layer, head)``. Negative indices count from the end.
         """
-        attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
+        attending = [spec.layer for spec in self.attention]
         chosen = check_heads(self._numbers(layers), heads, self.n_layers, self.model.cfg.n_heads, default=attending)
         self._refuse_without_attention(list(chosen))
         for spec in self.specs(list(chosen)):
@@ -174,7 +175,7 @@ def _obstacles(spec: AttentionSpec, no_results: str) -> dict[str, str]:
         "capture": problem,
         "rotation": spec.limits.no_rotation or problem or no_rotation,
         "score_edits": spec.why_no_score_edits,
-        "result_edits": no_results or ("" if spec.taps.z else "hook_z does not fire"),
+        "result_edits": no_results,
     }
 
 
@@ -185,12 +186,12 @@ def _why_not(obstacles: dict[str, str]) -> str:
     return "; ".join(f"{names}: {reason}" for names, reason in zip(groups, reasons, strict=True))
 
 
-_READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec], dict[int, str]]] = WeakKeyDictionary()
-"""State and findings for each model that was read, dropped with the model: specs never refer to the model itself."""
+_READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], tuple[AttentionSpec, ...]]] = WeakKeyDictionary()
+"""The last state and specs of each model, so that a model is read once; without it all results would be the same."""
 
 
-def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> ModelReading:
-    """Read the attention of a model; the reading is kept with the model until the model changes.
+def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
+    """Read the attention of a model's layers; later calls return the same specs until the model changes.
 
     There is no list of architectures. The model runs three or four times on about ten tokens; the rotation, scale,
     mask, grouping and working hooks reported are those that reproduce its own scores, or its pattern where it shows no
@@ -199,10 +200,7 @@ def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> Mod
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
             ``ModelReading``, which is returned after a check that it still describes its model.
-        layers: layers to read now: None for all with attention, an integer, or integers, of which negative ones count
-            from the end; ``"local"`` for those with a sliding window, ``"global"`` for the others. All functions
-            accept layers in these forms. Layers that are left out are read when they are needed.
-        fresh: read the model again even if a reading is kept. A change of modules, rotary tables, dtype, device,
+        fresh: read the model again even if it was read before. A change of modules, rotary tables, dtype, device,
             settings, attention implementation, grouping of keys or permanent hooks is detected without it. Changed
             weights need no new reading, since a reading describes what the architecture does; use ``fresh`` for changes
             that none of these shows, such as a replaced function of a module.
@@ -212,9 +210,8 @@ def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> Mod
         its ``AttentionSpec`` give the reason.
 
     Raises:
-        ValueError: layers out of range, repeated, without attention, or with scores that are NaN or infinite; a model
-            without TransformerLens's attention hooks, or a compiled one; a ``ModelReading`` whose model has changed
-            since in one of these.
+        ValueError: a model without TransformerLens's attention hooks, a compiled one, or one with scores that are NaN
+            or infinite; a ``ModelReading`` whose model has changed since in one of these.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
@@ -231,26 +228,32 @@ def read_model(model: Any, layers: Layers = None, *, fresh: bool = False) -> Mod
         ['']
     """
     check_flag("fresh", fresh)
-    if isinstance(model, ModelReading) and not fresh:
-        _check_unchanged(model)
-        reading = model
-    else:
-        model = model.model if isinstance(model, ModelReading) else model
-        n = n_layers(model)
-        without = tuple(layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is None)
-        if len(without) == n:
-            raise ArgumentError(
-                "model",
-                f"must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
-                f"whose {n} blocks has them",
-            )
-        check_float64("model", device_of(model))
-        state, kept = model_state(model), _READINGS.get(model)
-        if fresh or kept is None or kept[0] != state:
-            kept = _READINGS[model] = state, {}, {}
-        reading = ModelReading(model, n, without, kept[1], kept[2], state)
-    reading.specs(layers)
-    return reading
+    if isinstance(model, ModelReading):
+        if not fresh:
+            _check_unchanged(model)
+        if not fresh and _is_certain(model.attention):
+            return model
+        model = model.model
+    n = n_layers(model)
+    attending = [layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is not None]
+    if not attending:
+        raise ArgumentError(
+            "model",
+            f"must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose {n} "
+            "blocks has them",
+        )
+    check_float64("model", device_of(model))
+    state = model_state(model)
+    state_before, attention = _READINGS.get(model, ({}, ()))
+    if fresh or state != state_before or not _is_certain(attention):
+        known = {} if fresh or state != state_before else {str(spec): spec for spec in attention}
+        attention = tuple(known.get(str(spec), spec) for spec in probe(model, attending))  # hooks compose if they share
+        _READINGS[model] = state, attention
+    return ModelReading(model, n, attention, state)
+
+
+def _is_certain(attention: Iterable[AttentionSpec]) -> bool:
+    return all(spec.limits.certain for spec in attention)
 
 
 def model_of(model: Any) -> Any:
@@ -287,4 +290,4 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
         >>> read_attention(load_demo_model(), 0).rotary.dim
         16
     """
-    return read_model(model, [layer]).specs([layer])[0]
+    return read_model(model).specs([layer])[0]

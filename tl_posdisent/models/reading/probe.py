@@ -28,13 +28,12 @@ from tl_posdisent.models.running.forward_pass import Hook, Pass, running
 from tl_posdisent.models.running.model_parts import architecture, hook_name, n_layers
 from tl_posdisent.models.running.texts import check_tokens, probe_tokens
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """Measure an ``AttentionSpec`` for each of these layers by running the model."""
     tokens = check_tokens(model, probe_tokens(model))
-    with running(model, bare=True) as p, without_gradients():
+    with running(model, bare=True) as p, torch.no_grad():
         # HookedTransformer, and a bridge in compatibility mode, replace NaN in the pattern by 0.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
         with _running_each_block_once(p):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -65,10 +65,6 @@ class Tap:
     norm: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     latent: LatentLayout | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without the norm, which belongs to the model."""
-        return vars(self) | {"norm": None if self.norm is None else _lost_norm}
-
     @property
     def shared(self) -> str | None:
         """The hook of a slice that all heads share, if there is one."""
@@ -108,9 +104,3 @@ def layouts(tensors: Mapping[str, Tensor], *names: str) -> list[Layout]:
     if any(name not in tensors for name in names):
         return []
     return ["flat"] if tensors[names[0]].ndim == 3 else ["pos head", "head pos"]
-
-
-def _lost_norm(x: Tensor) -> NoReturn:
-    raise ValueError(
-        "the QK-norm of a pickled reading is not known, it is the model's: read the model again (read_model)"
-    )

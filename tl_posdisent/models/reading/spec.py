@@ -87,7 +87,8 @@ class AttentionSpec(Geometry):
         architecture: the model's architecture, for messages.
         taps: its hooks.
         limits: what cannot be read or edited.
-        points: the model's hook points, held weakly, with the names in ``taps``, and the first hook of a pass.
+        points: the model's hook points that fire in the layer, in their order, with the names in ``taps``, and the
+            first hook of a pass. They tell hooks that were made for this model from those of another.
     """
 
     layer: int
@@ -95,16 +96,6 @@ class AttentionSpec(Geometry):
     taps: Taps = Taps()
     limits: Limits = Limits()
     points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionSpec:
-        """Return a shallow copy: hook points and norms remain those of the model."""
-        fresh = replace(self)
-        memo[id(self)] = fresh
-        return fresh
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without the hook points, which belong to a model in this process."""
-        return vars(self) | {"points": {}}
 
     @property
     def puts_in_result(self) -> bool:

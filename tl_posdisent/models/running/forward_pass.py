@@ -2,24 +2,20 @@
 
 This is the only file that registers hooks or replaces a module's ``forward``. ``with running(model) as p`` puts the
 model into evaluation mode, and ``p.run(tokens, hooks, stop=layer)`` is one forward pass. Everything is undone at the
-end of the block, however it ends: with an exception, Ctrl-C, or a loop that is left early.
+end of the block, however it ends: with an exception, or a loop that is left early.
 
 A user's hook may run the model within a pass. That inner pass belongs to the user: hooks, stops and skipped modules of
 this file act only on the outermost pass of a block.
-
-Only one thread may use a model at a time. If another thread runs it meanwhile, an error is raised.
 """
 
 from __future__ import annotations
 
 import contextlib
-import types
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tl_posdisent.models.running.model_parts import architecture, dtype_of, modules
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import restoring, without_gradients
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """An entry of ``model.hooks(fwd_hooks=[...])``: a name or a filter of names, and a function of ``(tensor, hook)``."""
@@ -52,20 +47,12 @@ def running(model: Any, *, bare: bool = False) -> Iterator[Pass]:
     Args:
         model: the model to run.
         bare: disable the user's hooks, except permanent ones, and also restore buffers and numbers of modules.
-
-    Raises:
-        ValueError: another thread is in such a block of this model.
     """
-    # A generator function rather than an object with __enter__ and __exit__: Ctrl-C at the start of __exit__ would
-    # leave the model changed, whereas a dropped generator still runs its cleanup.
-    forward, p = vars(model).get("forward"), Pass(model)
-    outer = forward.owner if isinstance(forward, _Forward) else None
-    if outer is not None:
-        outer.check_thread()
-    nothing = contextlib.nullcontext()
+    p, nothing = Pass(model), contextlib.nullcontext()
+    nested = isinstance(vars(model).get("forward"), _Forward)
     with (
         restored(model) if bare else nothing,
-        _evaluating(model) if outer is None else nothing,
+        nothing if nested else _evaluating(model),
         p.counting(),
         _bare(p) if bare else nothing,
     ):
@@ -78,7 +65,6 @@ class Pass:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.depth = 0  # number of nested passes of the model that are running
-        self._thread = get_ident()
 
     # --- one pass
 
@@ -104,7 +90,7 @@ class Pass:
         Raises:
             ArgumentError: the model fails on a text beyond its context.
         """
-        recording = with_gradients(self.model) if gradients else without_gradients()
+        recording = with_gradients(self.model) if gradients else torch.no_grad()
         with recording, removing() as handles, contextlib.suppress(Ended):
             self._add(hooks, handles)
             if stop is not None:
@@ -139,7 +125,6 @@ class Pass:
 
     def _call(self, function: Callable[..., Any], point: Any, inputs: Any, x: Any) -> Any:
         """Call a TransformerLens hook from a torch hook."""
-        self.check_thread()
         if self.depth != 1:
             return None
         conversion = getattr(point, "hook_conversion", None)  # a bridge's, to the layout of TransformerLens
@@ -221,7 +206,7 @@ class Pass:
         def skip(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return output() if self.depth == 1 else own(*args, **kwargs)
 
-        with _replacing({module: _Forward(self, module, module.forward, skip) for module in skipped}):
+        with _replacing({module: _Forward(module.forward, skip) for module in skipped}):
             yield
 
     @contextlib.contextmanager
@@ -229,23 +214,14 @@ class Pass:
         """Count running passes, including those of ``run_with_hooks``, which calls ``forward`` directly."""
 
         def count(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.check_thread()
             self.depth += 1
             try:
                 return own(*args, **kwargs)
             finally:
                 self.depth -= 1
 
-        with _replacing({self.model: _Forward(self, self.model, self.model.forward, count)}):
+        with _replacing({self.model: _Forward(self.model.forward, count)}):
             yield
-
-    def check_thread(self, *_: Any) -> None:
-        """Refuse threads other than that of this block."""
-        if get_ident() != self._thread:
-            raise ArgumentError(
-                "model",
-                "must be used by one thread at a time, but two threads run it: give each thread a model of its own",
-            )
 
 
 class Recorded(dict[str, Tensor]):
@@ -287,8 +263,6 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
 class _Forward:
     """A replacement for a module's ``forward``: ``call`` receives the module's ``own`` forward and the arguments."""
 
-    owner: Pass
-    module: Any
     own: Callable[..., Any]
     call: Callable[..., Any]
 
@@ -300,26 +274,19 @@ class _Forward:
         """For ``inspect.signature``."""
         return self.own
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copy of the module the ``forward`` of its class: this one would run the original."""
-        copied = memo.get(id(self.module))
-        return self if copied is None else types.MethodType(type(copied).forward, copied)
-
 
 @contextlib.contextmanager
 def _replacing(forwards: dict[Any, _Forward]) -> Iterator[None]:
     before = {module: vars(module).get("forward") for module in forwards}
-
-    def restore() -> None:
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward  # bypasses __setattr__, which a bridge forwards
+        yield
+    finally:
         for module, own in before.items():
             vars(module).pop("forward", None)
             if own is not None:
                 vars(module)["forward"] = own
-
-    with restoring(restore):
-        for module, forward in forwards.items():
-            vars(module)["forward"] = forward  # bypasses __setattr__, which a bridge forwards
-        yield
 
 
 # --- hooks of torch and of TransformerLens
@@ -329,42 +296,26 @@ def _replacing(forwards: dict[Any, _Forward]) -> Iterator[None]:
 def removing() -> Iterator[list[RemovableHandle]]:
     """Yield a list for handles of torch hooks, which are removed at the end of the block."""
     handles: list[RemovableHandle] = []
-
-    def remove() -> None:
+    try:
+        yield handles
+    finally:
         for handle in handles:
             handle.remove()
-
-    with restoring(remove):
-        yield handles
 
 
 @contextlib.contextmanager
 def installed(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """Add hooks as ``model.hooks`` does, but at given hook points: a bridge searches all its points for each name."""
     added: list[tuple[Any, Any]] = []
-
-    def remove() -> None:
+    try:
+        for point, function in placed:
+            point.add_hook(function)
+            added.append((point, point.fwd_hooks[-1]))
+        yield
+    finally:
         for point, handle in added:
             handle.hook.remove()
             point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
-
-    with restoring(remove):
-        for point, function in placed:
-            _install(point, function, added)
-        yield
-
-
-def _install(point: Any, function: Callable[..., Any], added: list[tuple[Any, Any]]) -> None:
-    """Add a hook and record it, or do neither if interrupted by Ctrl-C."""
-    ids, handles = set(point._forward_hooks), list(point.fwd_hooks)
-    try:
-        point.add_hook(function)
-        added.append((point, point.fwd_hooks[-1]))
-    except BaseException:
-        for new in set(point._forward_hooks) - ids:
-            del point._forward_hooks[new]
-        point.fwd_hooks = handles
-        raise
 
 
 def alter_arguments(
@@ -385,14 +336,14 @@ def _evaluating(model: Any) -> Iterator[None]:
     """Switch off dropout, and keep neither attention patterns nor keys and values."""
     parts = modules(model)
     training = [part for part in parts if part.training]
-
-    def train(mode: bool) -> None:
-        for part in training:
-            part.training = mode
-
-    with _without_kept_patterns(parts), _without_cache(model), restoring(lambda: train(True)):
-        train(False)
-        yield
+    with _without_kept_patterns(parts), _without_cache(model):
+        try:
+            for part in training:
+                part.training = False
+            yield
+        finally:
+            for part in training:
+                part.training = True
 
 
 @contextlib.contextmanager
@@ -428,9 +379,11 @@ def _without_cache(model: Any) -> Iterator[None]:
     if olmo or not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
         yield
         return
-    with restoring(lambda: setattr(config, "use_cache", True)):
-        config.use_cache = False
+    config.use_cache = False
+    try:
         yield
+    finally:
+        config.use_cache = True
 
 
 @contextlib.contextmanager
@@ -438,19 +391,16 @@ def _bare(p: Pass) -> Iterator[None]:
     """Disable the user's hooks, except permanent ones, and suppress warnings about edits without effect."""
     points = list({id(point): point for point in p.points.values()}.values())
     before = [(point, point._forward_hooks) for point in points]
-
-    def restore() -> None:
-        for point, hooks in before:
-            point._forward_hooks = hooks
-
-    with restoring(restore), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*edit is discarded.*")
-        for point, hooks in before:
-            permanent = {handle.hook.id for handle in point.fwd_hooks if handle.is_permanent}
-            # The first refuses a pass of another thread that began earlier and would continue without its hooks.
-            first: list[tuple[int, Any]] = [(-1, p.check_thread)]
-            point._forward_hooks = OrderedDict([*first, *((key, hooks[key]) for key in hooks if key in permanent)])
-        yield
+        try:
+            for point, hooks in before:
+                permanent = {handle.hook.id for handle in point.fwd_hooks if handle.is_permanent}
+                point._forward_hooks = OrderedDict((key, hook) for key, hook in hooks.items() if key in permanent)
+            yield
+        finally:
+            for point, hooks in before:
+                point._forward_hooks = hooks
 
 
 @contextlib.contextmanager
@@ -469,9 +419,10 @@ def restored(model: Any) -> Iterator[None]:
         saved.append((part, dict(part._buffers), numbers))
         found = [x for x in part._buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
         vectors |= {id(x): (x, x.clone()) for x in found if id(x) not in vectors}
-
-    def restore() -> None:
-        with without_gradients():
+    try:
+        yield
+    finally:
+        with torch.no_grad():
             for vector, values in vectors.values():
                 if not torch.equal(vector, values):
                     vector.copy_(values)
@@ -480,9 +431,6 @@ def restored(model: Any) -> Iterator[None]:
             now = vars(part)
             kept = [name for name in numbers if isinstance(now.get(name), plain)]
             now.update({name: numbers[name] for name in kept})
-
-    with restoring(restore):
-        yield
 
 
 @contextlib.contextmanager

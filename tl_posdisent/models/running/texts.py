@@ -54,6 +54,21 @@ class Texts:
     real: Bool[Tensor, "batch pos"]
     groups: list[TextGroup]
 
+    @classmethod
+    def of(cls, tokens: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> Texts:
+        """Group the texts of a batch by length, without their padding."""
+        lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
+        groups = []
+        for length in dict.fromkeys(lengths.tolist()):
+            texts = (lengths == length).nonzero()[:, 0]
+            columns = starts[texts, None] + torch.arange(length, device=tokens.device)
+            groups.append(TextGroup(texts, tokens[texts[:, None], columns], starts[texts]))
+        return cls(tokens, real, groups)
+
+    def take(self, rows: Sequence[int]) -> Texts:
+        """Return some of the texts, in this order."""
+        return Texts.of(self.tokens[rows], self.real[rows])
+
     @property
     def lengths(self) -> list[int]:
         return [int(n) for n in self.real.sum(1)]
@@ -171,13 +186,7 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
                 "get_attention_mask looks on the tokenizer's side unless padding_side= names another",
                 stacklevel=3,
             )
-    lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
-    groups = []
-    for length in dict.fromkeys(lengths.tolist()):
-        texts = (lengths == length).nonzero()[:, 0]
-        columns = starts[texts, None] + torch.arange(length, device=ids.device)
-        groups.append(TextGroup(texts, ids[texts[:, None], columns], starts[texts]))
-    return Texts(ids, real, groups)
+    return Texts.of(ids, real)
 
 
 def _ids_and_mask(tokens: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:

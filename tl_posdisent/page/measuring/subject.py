@@ -103,9 +103,7 @@ class Subject:
         tokenizer = getattr(self.model, "tokenizer", None)
         for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
             if isinstance(name, str) and name not in _NAMELESS:
-                files = [*Path(name).glob("*.gguf")] if Path(name).is_dir() else []
-                whole = files[0].stem if len(files) == 1 else Path(name).resolve().name
-                return whole if Path(name).is_dir() and whole else name
+                return (Path(name).resolve().name or name) if Path(name).is_dir() else name
         return self.specs[0].architecture
 
 

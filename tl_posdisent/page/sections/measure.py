@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from tqdm.auto import tqdm
+
 from tl_posdisent.page.measuring.measurement import FAILURES, Measurement, Settings
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.names import SectionName
 from tl_posdisent.page.sections.section import Section
-from tl_posdisent.utils.progress import progress_bar
 
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
@@ -19,7 +20,7 @@ def measure_sections(
 ) -> dict[SectionName, Measurement]:
     """Measure the sections; raise ``ValueError`` if none of them can be measured."""
     measurements: dict[SectionName, Measurement] = {}
-    with progress_bar(total=len(sections), desc="report", bar_format=_BAR, disable=not settings.progress) as bar:
+    with tqdm(total=len(sections), desc="report", bar_format=_BAR, disable=not settings.progress) as bar:
         for section in sections:
             bar.set_postfix_str(section.name)
             measurements[section.name] = _measure_or_refuse(section, subject, settings)

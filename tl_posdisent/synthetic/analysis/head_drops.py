@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -18,7 +19,6 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import IGNORED
 from tl_posdisent.synthetic.training.evaluation import answers, check_samples
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 
 
 def head_drops(
@@ -79,7 +79,7 @@ def head_drops(
         return (logits.argmax(-1) == wanted)[wanted != IGNORED].double().mean()
 
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
-    with without_gradients():
+    with torch.no_grad():
         table = head_ablation(model, tokens, accuracy, progress=progress, **options)
     loss = np.full(len(table), np.nan)
     loss[table["value"].notna()] = losses[1:]

@@ -11,8 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_posdisent.utils.restoring import without_gradients
-
 from .config import SyntheticConfig
 
 
@@ -37,7 +35,7 @@ class Encoding(nn.Module):
         """Return the bias that is added to the scores of every layer, if any."""
         return None
 
-    @without_gradients()
+    @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Draw learned and random parameters."""
 
@@ -96,7 +94,7 @@ class Learned(Encoding):
     def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
         return self.W_pos[:length]
 
-    @without_gradients()
+    @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         self.W_pos.copy_(torch.randn(self.W_pos.shape, dtype=torch.float32, generator=generator, device="cpu"))
 
@@ -142,7 +140,7 @@ class T5Bias(Encoding):
         bucket = t5_bucket(distance, c.t5_buckets, c.t5_max_distance, causal=c.causal)
         return toeplitz(self.table[:, bucket])
 
-    @without_gradients()
+    @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         self.table.copy_(0.02 * torch.randn(self.table.shape, dtype=torch.float32, generator=generator, device="cpu"))
 

@@ -13,7 +13,6 @@ from transformer_lens.config import TransformerLensConfig
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_seed
 
 from .attention import Attention, LatentAttention, causal_cells, hooked
@@ -165,7 +164,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         self._initialise(torch.Generator().manual_seed(seed))
         self.setup()
 
-    @without_gradients()
+    @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
         """Draw the weights as ``SyntheticConfig.initialisation`` says; vectors of tokens and positions are N(0, 1)."""
         as_torch, named = self.config.initialisation == "torch", dict(self.named_parameters())

@@ -13,11 +13,10 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import IGNORED
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_float64, check_integer, check_values, described
 
 
-@without_gradients()
+@torch.no_grad()
 def evaluate(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],

@@ -246,7 +246,7 @@ def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Opti
     old, new = (torch.where(inside, choice.of(x.detach().cpu()), 0.0) for x in (before, after))
     for name, x in (("before", old), ("after", new)):
         if bool((x <= masked_below(x.dtype)).any()) or not bool(x.isfinite().all()):
-            raise ArgumentError(name, "must be finite inside the mask, got NaN, infinite or masking values")
+            raise ArgumentError(name, "must be finite inside the mask, got NaN, infinite or masked scores")
     shown = {"before": old, "after": new, "after − before": new - old}
     note = "Rows are queries, columns keys."
     return matrices_beside(

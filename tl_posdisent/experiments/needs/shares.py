@@ -1,0 +1,99 @@
+"""What share of a head's contribution survives a replacement, with errors over texts, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from tl_posdisent.utils.statistics import Blocks, significance, surely_below, weighted_means
+
+Verdict = Literal["where", "what", "both", "neither", "not used", "undecided"]
+NEGLIGIBLE: Final = 0.0005  # nats per predicted token
+HALF: Final = 0.5
+"""The share of the contribution that has to survive."""
+CONFIDENCE: Final = 0.95
+"""With which a share has to be on one side of ``HALF``, by a one-sided t-test over texts."""
+_VERDICTS: dict[tuple[bool, bool], Verdict] = {  # whether distances alone and content alone suffice
+    (True, False): "where",
+    (False, True): "what",
+    (False, False): "both",
+    (True, True): "neither",
+}
+
+
+def shares(
+    contribution: Float64[Tensor, "text head"],
+    distance: Float64[Tensor, "text head"],
+    content: Float64[Tensor, "constant text head"],
+    n_predictions: Float64[Tensor, " text"],
+    constants: tuple[int, ...],
+) -> pd.DataFrame:
+    """Compute the shares of each head's contribution that survive.
+
+    With K the mean divergence over the predicted tokens of all texts: ``where = 1 - K_distance / K_contribution`` and
+    ``what = 1 - K_content / K_contribution``. The constant of K_content is that of the smallest divergence in the
+    *other* texts, for each text: chosen in the same text, the smallest of several would be too small by chance.
+
+    Args:
+        contribution: divergences under the mean output, nats per predicted token of each text.
+        distance: under attention by the distance alone.
+        content: with every key at one distance, for each of ``constants``.
+
+    Returns:
+        One row per head: ``where``, ``what`` (from 0 to 1), ``where_unclipped``, ``what_unclipped``, ``contribution``,
+        each with its standard error over texts ``…_se``, and ``distance``, the constant of the smallest divergence.
+    """
+    weights = (n_predictions / n_predictions.sum())[:, None]
+    sums = (weights * content).sum(1)
+    of_others = (sums[:, None] - weights * content).argmin(0)
+    chosen = content.gather(0, of_others[None])[0]
+    table = pd.DataFrame()
+    for name, divergences in (("where", distance), ("what", chosen)):
+        share, error = _surviving(divergences, contribution, weights)
+        table[name], table[f"{name}_se"] = share.clamp(0, 1).numpy(), error.numpy()
+        table[f"{name}_unclipped"] = share.numpy()
+    table["contribution"], table["contribution_se"] = weighted_means(contribution, n_predictions)
+    table["distance"] = [constants[n] for n in sums.argmin(0).tolist()]
+    return table
+
+
+def _surviving(
+    divergences: Float64[Tensor, "text head"],
+    contribution: Float64[Tensor, "text head"],
+    weights: Float64[Tensor, "text one"],
+) -> tuple[Float64[Tensor, " head"], Float64[Tensor, " head"]]:
+    """Compute 1 minus a ratio of weighted sums, and its standard error over texts (see ``Blocks.ratio``)."""
+    whole = (weights * contribution).sum(0)
+    ratio = (weights * divergences).sum(0) / whole
+    rest = weights * (divergences - ratio * contribution)
+    return 1 - ratio, (rest.square() / (1 - weights)).sum(0).sqrt() / whole
+
+
+def verdicts(table: pd.DataFrame, n_predictions: Float64[Tensor, " text"], negligible: float) -> list[Verdict]:
+    """Decide each row of ``shares``: whether more than half of the contribution survives, in each of two ways.
+
+    A head is *not used* if its contribution is below ``negligible`` with 95 % confidence. Otherwise each of the two
+    shares has to be above or below ``HALF`` with this confidence; if one is not, the head is *undecided*. A share of
+    exactly a half is taken for more, and for less, in 5 % of the heads.
+    """
+    df = Blocks(torch.repeat_interleave(torch.arange(len(n_predictions)), n_predictions.long())).df
+    return [_verdict(row, df, negligible) for row in table.to_dict("records")]
+
+
+def _verdict(head: Mapping[Any, Any], df: float, negligible: float) -> Verdict:
+    # The confidence of a one-sided test is that of a two-sided one with twice the error rate.
+    two_sided = 2 * CONFIDENCE - 1
+    below, confidence = surely_below(head["contribution"], head["contribution_se"], negligible, df)
+    if below and confidence >= two_sided:
+        return "not used"
+    suffices = [head[f"{name}_unclipped"] > HALF for name in ("where", "what")]
+    sure = [
+        significance(abs(head[f"{name}_unclipped"] - HALF), head[f"{name}_se"], df) >= two_sided
+        for name in ("where", "what")
+    ]
+    return _VERDICTS[suffices[0], suffices[1]] if all(sure) else "undecided"

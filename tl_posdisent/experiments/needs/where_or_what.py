@@ -1,0 +1,214 @@
+"""Where or what: which part of its attention a head's contribution to the predictions needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
+from tl_posdisent.experiments.causal.exact_effects import exact_effects
+from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
+from tl_posdisent.experiments.measuring.metrics import next_token_loss
+from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold, folds
+from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, Verdict, shares, verdicts
+from tl_posdisent.hooks.ablate import check_reach
+from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Texts, Tokens
+from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, is_integer, listed
+from tl_posdisent.utils.words import plural
+
+Exact = int | Literal["all"] | Sequence[tuple[int, int] | str]
+"""How many heads of the largest contribution are run, or which."""
+Place = tuple[int, int]
+
+
+def where_or_what(
+    model: Any,
+    tokens: Tokens,
+    heldout: Tokens | None = None,
+    *,
+    layers: Layers = None,
+    heads: Heads = None,
+    draws: int = 4,
+    exact: Exact = 12,
+    negligible: float = NEGLIGIBLE,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Decide by intervention whether a head needs *where* keys are or *what* they are, for all heads at once.
+
+    A head contributes what changes in the predictions if its output is replaced by its mean: the divergence
+    ``K_mean = KL(unmodified ‖ replaced)``. Two other replacements keep a part of its attention:
+
+    * *distances alone*: the best attention that depends on the distance and the first token only (``fitted_attention``,
+      ``"distance+sink"``); the share of the contribution that survives is ``where = 1 - K_distance / K_mean``;
+    * *content alone*: every key at one distance, the best of 1, 5 and 32 (``dummy_distance``);
+      ``what = 1 - K_content / K_mean``.
+
+    ============== ============= ============ ===============================================================
+    verdict        ``where``     ``what``     meaning
+    ============== ============= ============ ===============================================================
+    *where*        above ½       below ½      distances alone suffice
+    *what*         below ½       above ½      content alone suffices
+    *both*         below ½       below ½      position and content are needed together
+    *neither*      above ½       above ½      the pattern does not matter: either suffices
+    *not used*     –             –            the contribution is surely below ``negligible``
+    *undecided*    –             –            a 95 % t-interval over texts includes ½
+    ============== ============= ============ ===============================================================
+
+    Random weights are at *neither*: training moves heads away from it. A share is negative where the replacement does
+    more harm than the head contributes: a head that idles at the first token is harmed by a pattern without its query.
+
+    Mean outputs and distance profiles are fitted to other texts than those that are measured: fitted to the same text,
+    a profile would contain the pattern of that text. Divergences are estimated for all heads by curvature, as in
+    ``head_effects``; for the heads of largest contribution, and others on request, they are measured by runs.
+
+    Args:
+        model, layers, heads, progress: as in ``head_ablation``; the model must return logits, and its layers must have
+            RoPE.
+        tokens: texts, as in ``head_ablation``, or with their mask as a tokenizer returns them. Each half is measured
+            with what was fitted to the other half.
+        heldout: texts to measure, no longer than those of ``tokens``, which are then all used to fit.
+        draws: as in ``head_effects``, at least 1.
+        exact: how many heads of the largest contribution are run, or ``"all"``, or which: labels or pairs.
+        negligible: the contribution in nats per predicted token below which a head is not used.
+        seed: as in ``head_effects``.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``; ``where``, ``what``, from 0 to 1; ``where_unclipped``,
+        ``what_unclipped``, which may be negative; ``contribution``, K_mean in nats per predicted token; standard errors
+        over texts ``where_se``, ``what_se`` (of the unclipped values) and ``contribution_se``; ``distance``, the
+        constant distance at which most survives; ``exact``, whether the head was run; ``verdict``.
+
+        The constant behind ``what`` is chosen for each text in the other texts, so that the best of several does not
+        look better than it is. ``attrs["statement"]`` counts the verdicts in a sentence. ``attrs["passes"]`` is the
+        cost in forward passes of all measured texts; a backward pass counts as two.
+
+    Raises:
+        ValueError: fewer than two texts; measured texts that are longer than fitted ones; layers without RoPE, or whose
+            scores cannot be changed; what ``head_effects`` refuses.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, where_or_what
+        >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(8, 64)
+        >>> table = where_or_what(model, tokens, exact=4, progress=False)
+        >>> table.attrs["statement"].split(":")[0]
+        'What the predictions need'
+        >>> columns = ["layer", "head", "where", "what", "verdict"]
+        >>> table.nlargest(3, "contribution")[columns].round(1).shape
+        (3, 5)
+    """
+    check_integer("draws", draws, 1)
+    negligible = check_number("negligible", negligible, above=0)
+    check_seed(seed)
+    layers = listed("layers", layers)
+    reading = read_model(model)
+    model, chosen = reading.model, any_heads(reading, layers, heads, "where_or_what")
+    places = pairs_of(chosen)
+    n_largest, asked = _heads_to_run(reading, places, exact)
+    check_reach(reading, [spec.layer for spec, _ in chosen])
+    with running(model) as p, p.counting_tokens() as counts:
+        with torch.inference_mode(False):  # tensors of inference mode cannot be in a graph
+            texts, of_folds = folds(model, tokens, heldout, chosen)
+        changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
+        estimated, n_predictions = _estimated(model, texts, of_folds, changes, draws, seed, progress=progress)
+        by_size = (n_predictions @ estimated[0]).argsort(descending=True, stable=True)
+        to_run = {*by_size[:n_largest].tolist(), *(places.index(place) for place in asked)}
+        divergences = _with_runs(model, of_folds, changes, estimated, places, to_run, progress=progress)
+    table = pd.DataFrame(places, columns=["layer", "head"])
+    table = table.join(shares(divergences[0], divergences[1], divergences[2:], n_predictions, CONSTANTS))
+    table["exact"] = [n in to_run for n in range(len(places))]
+    table["verdict"] = verdicts(table, n_predictions, negligible)
+    table.attrs["statement"] = statement(table)
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * (1 + draws)
+    return reading.note(table)
+
+
+def statement(table: pd.DataFrame) -> str:
+    """Count the verdicts of a table of ``where_or_what`` in a sentence."""
+    count = {verdict: int((table["verdict"] == verdict).sum()) for verdict in get_args(Verdict)}
+    return (
+        f"What the predictions need: where keys are in {count['where']} of {plural(len(table), 'head')}, what they are "
+        f"in {count['what']}, both together in {count['both']}; in {count['neither']} the pattern does not matter, "
+        f"{count['not used']} contribute nothing measurable, and {count['undecided']} are undecided."
+    )
+
+
+def _heads_to_run(reading: ModelReading, places: Sequence[Place], exact: Exact) -> tuple[int, Sequence[Place]]:
+    """Return how many heads of the largest contribution are to be run, and which other ones."""
+    if isinstance(exact, str) and exact == "all":
+        return len(places), []
+    if is_integer(exact):
+        return check_integer("exact", exact, 0), []
+    with naming(heads="exact"):
+        asked = pairs_of(any_heads(reading, None, exact))
+    if missing := [head_label(*place) for place in asked if place not in places]:
+        raise ArgumentError("exact", f"must lie within the chosen heads, got {missing[0]}")
+    return 0, asked
+
+
+def _estimated(
+    model: Any,
+    texts: Texts,
+    of_folds: Sequence[Fold],
+    changes: Sequence[Sequence[LayerIntervention]],
+    draws: int,
+    seed: int,
+    *,
+    progress: bool,
+) -> tuple[Float64[Tensor, "replacement text head"], Float64[Tensor, " text"]]:
+    """Estimate the divergence of each text under each replacement of each head, and count its predictions."""
+    n_texts, names = len(texts.tokens), list(of_folds[0].replacements)
+    divergences, n_predictions = [], []
+    total = n_texts * (2 + draws + len(names) / 2) + 1e-6  # more than the rounding of fractions
+    with tqdm(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
+        for fold, interventions in zip(of_folds, changes, strict=True):
+            with torch.inference_mode(False):
+                parts = parts_of(fold.texts, next_token_loss)
+            fold_texts = len(fold.texts.tokens)
+            found = estimated_effects(
+                model, interventions, parts, fold_texts, draws=draws, seed=seed, bar=bar, by_position=True
+            )
+            divergences.append(torch.stack(found.curvature.chunk(len(names), 1)))
+            n_predictions.append(found.n_predictions)
+    order = torch.tensor([row for fold in of_folds for row in fold.rows]).argsort()
+    return torch.cat(divergences, 1)[:, order], torch.cat(n_predictions)[order]
+
+
+def _with_runs(
+    model: Any,
+    of_folds: Sequence[Fold],
+    changes: Sequence[Sequence[LayerIntervention]],
+    estimated: Float64[Tensor, "replacement text head"],
+    places: Sequence[Place],
+    to_run: set[int],
+    *,
+    progress: bool,
+) -> Float64[Tensor, "replacement text head"]:
+    """Return the divergences with those of some heads measured, by one run of each replacement of each head alone."""
+    divergences, names = estimated.clone(), list(of_folds[0].replacements)
+    total = len(to_run) * len(names) * divergences.shape[1]
+    with tqdm(total=total, desc="runs", disable=not progress or not to_run) as bar:
+        for fold, interventions in zip(of_folds, changes, strict=True):
+            heads = [
+                replace(x, heads=(head,))
+                for x in interventions
+                for head in x.heads
+                if places.index((x.layer, head)) in to_run
+            ]
+            parts = parts_of(fold.texts, next_token_loss, tokens=RUN_TOKENS)
+            for outcome in exact_effects(model, heads, parts, len(fold.texts.tokens), bar):
+                ((head,), layer) = outcome.changed.heads, outcome.changed.layer
+                row = names.index(outcome.changed.name)
+                divergences[row, fold.rows, places.index((layer, head))] = outcome.divergences
+    return divergences
