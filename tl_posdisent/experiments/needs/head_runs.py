@@ -62,13 +62,14 @@ class HeadRuns:
         """Return what it costs to put every key at each of ``DISTANCES``."""
         kl, losses = _means(self.divergences), _means(self.losses)
         contribution = kl[self.names.index(MEAN)]
-        columns = []
+        costs = []
         for distance in DISTANCES:
             n = self.names.index(content_alone(distance))
             measured = torch.stack([kl[n], losses[n], kl[n] - contribution], 1)
             means, errors = weighted_means(measured, self.n_predictions)
-            columns.append(Cost(float(distance), *(x for pair in zip(means.tolist(), errors.tolist()) for x in pair)))
-        return tuple(columns)
+            (own, loss, excess), (own_se, loss_se, excess_se) = means.tolist(), errors.tolist()
+            costs.append(Cost(float(distance), own, own_se, loss, loss_se, excess, excess_se))
+        return tuple(costs)
 
     def largest(self) -> tuple[int, int]:
         """Find the text and the position where the head contributes most, but for first positions, with one key."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any, Final, Literal
 
-from tl_posdisent.experiments.needs.shares import HALF
 from tl_posdisent.utils.validation import head_label
 
 Row = Mapping[Any, Any]
@@ -21,6 +20,7 @@ _VERDICTS: Final = {
     "what": "what",
     "both": "both, where and what are needed together",
     "neither": "neither, the pattern does not matter",
+    "undecided": "undecided, whether more than half survives",
 }
 _NEEDS: Final = {
     "where": "the predictions need where keys are",
@@ -163,14 +163,7 @@ def _answer(row: Row) -> str:
         return f"{contribution}, which is negligible: not used."
     where, what = (_kept(row[f"{name}_unclipped"], row[f"{name}_se"]) for name in ("where", "what"))
     shares = f"distances alone keep {where} of it, content alone {what}"
-    return f"{contribution}; {shares}: {_VERDICTS.get(row['verdict']) or _undecided(row)}."
-
-
-def _undecided(row: Row) -> str:
-    """Name the share that is nearest to a half in its standard errors."""
-    names = {"where": "distances alone", "what": "content alone"}
-    nearest = min(names, key=lambda name: abs(row[f"{name}_unclipped"] - HALF) / max(row[f"{name}_se"], 1e-300))
-    return f"undecided, {names[nearest]} may keep more or less than half"
+    return f"{contribution}; {shares}: {_VERDICTS[row['verdict']]}."
 
 
 def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
