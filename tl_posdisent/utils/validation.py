@@ -16,6 +16,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.utils.words import did_you_mean
 
 Numbers = Sequence[int | float] | Tensor  # also a range
 _Choice = TypeVar("_Choice", bound=str)
@@ -131,15 +132,27 @@ def check_number(
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise unless ``value`` is one of the choices.
 
-    >>> check_choice("mode", "drop it", ("drop", "freeze"))
+    >>> check_choice("mode", "omit", ("drop", "freeze"))
     Traceback (most recent call last):
-    tl_posdisent.utils.errors.ArgumentError: mode must be 'drop' or 'freeze', got 'drop it'
+    tl_posdisent.utils.errors.ArgumentError: mode must be 'drop' or 'freeze', got 'omit'
+
+    The nearest choice comes before the list of all:
+
+    >>> check_choice("mode", "frezee", ("drop", "freeze"))
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: mode cannot be 'frezee': did you mean 'freeze'? It must be 'drop' ...
     """
     choices = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         words = [repr(choice) for choice in choices]
         listed = " or ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + " or " + words[-1]
-        raise ArgumentError(name, f"must be {listed}, got {shown(value)}")
+        raise ArgumentError(name, _unknown(value, choices, f"be {listed}", shown(value)))
+
+
+def _unknown(value: Any, choices: Sequence[Any], needed: str, given: str) -> str:
+    """Say what is needed: after the choice that is nearest to an unknown value, or before what was given."""
+    near = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
+    return f"cannot be {value!r}{near} It must {needed}" if near else f"must {needed}, got {given}"
 
 
 def check_subset(name: str, chosen: Any, choices: Iterable[_Choice]) -> list[_Choice]:
@@ -148,7 +161,9 @@ def check_subset(name: str, chosen: Any, choices: Iterable[_Choice]) -> list[_Ch
     picked = list[Any]([chosen] if isinstance(chosen, str) else chosen) if isinstance(chosen, Iterable) else None
     known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
     if not known or isinstance(chosen, Mapping) or len(set(picked or ())) < len(picked or ()):
-        raise ArgumentError(name, f"must be some of {', '.join(choices)}, each once, got {shown(chosen)}")
+        unknown = next((x for x in picked or () if isinstance(x, str) and x not in choices), None)
+        needed = f"be some of {', '.join(choices)}, each once"
+        raise ArgumentError(name, _unknown(unknown, choices, needed, shown(chosen)))
     return picked or []
 
 

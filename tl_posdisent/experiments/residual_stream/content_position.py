@@ -61,8 +61,7 @@ class ContentPosition(HasTable):
 
     def term(self, name: str) -> Float64[Tensor, "batch head query key"]:
         """Return one of ``TERMS`` at every cell, in the shape of the scores; 0 outside the mask."""
-        if name not in TERMS:
-            raise ArgumentError("name", f"must be one of {', '.join(TERMS)}, got {name!r}")
+        check_choice("name", name, TERMS)
         if name == TERMS[-1]:
             return torch.where(self._mask, self.attention_bias.expand(self.query.shape[1], -1, -1, -1), 0.0)
         query, key = (SOURCES.index(source) for source in name.split(":"))

@@ -157,7 +157,9 @@ def _scores(model: Any, needles: Needles, specs: Sequence[AttentionSpec], bar: A
     table = pd.DataFrame(names, columns=["layer", "head"])
     for name, score, n_tokens in (("copying", _copying, _TOKENS_WITH_GRADIENTS), ("attention", _attention, _TOKENS)):
         values = torch.cat([score(model, part, specs) for part in needles.split(n_tokens)])
-        table[name], table[f"{name}_se"] = values.mean(0).numpy(), _error(values).numpy()
+        table[name] = values.mean(0).numpy()
+        if len(values) > 1:
+            table[f"{name}_se"] = _error(values).numpy()
         bar.update()
     return table
 
@@ -235,7 +237,8 @@ def _knockout(needles: Needles, differences: Mapping[str, Float64[Tensor, "draw 
             row |= {"se": _error(units.mean(0)).item(), "right": (texts > 0).double().mean().item()}
             row |= {"sd": _deviation(units.mean(1)).item(), "p": p if whole and name == "top" else nan}
             rows.append(row)
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return table.drop(columns="se") if table["se"].isna().all() else table
 
 
 def _pair_means(values: Float64[Tensor, "*row text"]) -> Float64[Tensor, "*row pair"]:

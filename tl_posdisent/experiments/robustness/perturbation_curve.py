@@ -66,7 +66,8 @@ def perturbation_curve(
         ``perplexity`` and ``accuracy`` of the next token; ``added_loss`` (nats per token relative to the unmodified
         model) and ``kl`` (nats, KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and
         ``downstream``, if given.
-        Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
+        Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (no such columns for
+        a single seed).
 
     Raises:
         ValueError: invalid arguments; a model that is not causal; numbers that are not finite.
@@ -121,7 +122,9 @@ def perturbation_curve(
     table = mean[["moved", "intact"]].copy()
     table.insert(0, "draws", len(seeds))
     for name in [*_MEASURES, *(["downstream"] if score else [])]:
-        table[name], table[f"{name}_se"] = mean[name], error[name]
+        table[name] = mean[name]
+        if len(seeds) > 1:
+            table[f"{name}_se"] = error[name]
     return table.reset_index()
 
 

@@ -229,7 +229,7 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
         title: title of the figure; default names the measure.
 
     Raises:
-        ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
+        ValueError: a table without ``kind``, ``fraction`` and the measure, or without rows.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
@@ -240,7 +240,8 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
         >>> line.name, list(line.y) == table["added_loss"].tolist()
         ('index', True)
     """
-    table = check_table(table, ["kind"], ["fraction", measure, f"{measure}_se"], "perturbation_curve")
+    table = check_table(table, ["kind"], ["fraction", measure], "perturbation_curve")
+    table = table.assign(**{f"{measure}_se": table.get(f"{measure}_se", np.nan)})  # no error of a single draw
     figure, two = go.Figure(), "draws" in table and bool((table["draws"] == 2).all())
     for number, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         rows, colour = rows.dropna(subset=measure).sort_values("fraction"), HUES[number % len(HUES)]
