@@ -121,8 +121,6 @@ ELSEWHERE = {
     **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
     ("plot_heads", "random"): "",
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
-    **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
-    **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
     ("head_labels", "seeds"): "seeds or none",
@@ -130,7 +128,6 @@ ELSEWHERE = {
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
     ("score_sources", "keys"): "places",
-    ("score_sources", "text"): "number of a text",
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("knock_out", "keys"): "slots",
@@ -183,6 +180,8 @@ RESULTS = {
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used
 
+# By name and annotation, where the name alone says another kind.
+BY_ANNOTATION = {("text", int): "number of a text", ("tokens", Sequence[str]): "words"}
 BY_NAME = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
 
 
@@ -216,7 +215,8 @@ def kind_of(of: str, function: Function, argument: str) -> str | None:
     """The kind of an argument: of this function, of its name, of its annotation."""
     if (of, argument) in ELSEWHERE:
         return ELSEWHERE[of, argument]
-    return BY_NAME.get(argument) or kind_of_type(hints(function).get(argument))
+    hint = hints(function).get(argument)
+    return BY_ANNOTATION.get((argument, hint)) or BY_NAME.get(argument) or kind_of_type(hint)
 
 
 def parameters(function: Function) -> list[str]:
