@@ -149,7 +149,7 @@ OF_A_RESULT = {
         "plot_perturbation",
         "plot_shares",
     ),
-    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
+    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_where_or_what"),
     *("dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
@@ -173,7 +173,15 @@ WITHOUT_KIND = words_of(
 )
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
-    *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
+    *(
+        "AdditiveFit",
+        "AttentionFit",
+        "AttentionSpec",
+        "Captured",
+        "ContentPosition",
+        "DepositReport",
+        "HeadDescription",
+    ),
     *("LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
     *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),

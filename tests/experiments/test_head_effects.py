@@ -423,7 +423,10 @@ def test_nothing_is_run_or_drawn_that_was_not_asked_for(shared_model: Any) -> No
     model = shared_model("bridge", "llama-gqa")
     zero = ablate_heads(model, None)
     table = effects(model, zero, draws=0, exact=0, tokens=TOKENS[:1])
-    assert table[["curvature", "exact", "kl", "first_se"]].isna().all(axis=None)
+    assert table[["curvature", "exact", "kl"]].isna().all(axis=None)
+    assert not any(name.endswith("_se") for name in table)  # of one text
+    several = effects(model, zero, draws=0, exact=0)
+    assert set(several) - set(table) == {f"{name}_se" for name in ("first", "curvature", "estimate", "exact", "kl")}
     assert table["estimate"].equals(table["first"])
     (runs,) = table.attrs["runs"].values()
     assert (runs["run"], runs["largest"], runs["statement"]) == (0, "", "0 of 16 heads were run")
