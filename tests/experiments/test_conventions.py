@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import by_cost
 from support.public import public_names
 
 import tl_posdisent as tp
@@ -54,7 +55,7 @@ def experiments(*parameters: str) -> Any:
         and set(parameters) <= set(inspect.signature(function).parameters)
     ]
     assert found
-    return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
+    return pytest.mark.parametrize("function", by_cost(found))
 
 
 def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -> Any:

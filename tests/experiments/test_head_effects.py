@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.small_models import small_model
 from support.tolerance import rounding
 from support.untouched import state
@@ -243,7 +244,7 @@ def test_texts_add_up(kind: str, name: str, shared_model: Any) -> None:
 
 
 @FEW
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", *slow(["right"])])
 def test_padding_changes_nothing(kind: str, name: str, side: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     zero = {"zero": ablate_heads(model, None), "uniform": substitute_attention(model, "uniform")}

@@ -21,7 +21,7 @@ from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
 LadderControl = Literal["shuffled"]
-_ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
+_END_RUNGS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
 _COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
 _OF_PREDICTIONS = ["recovered_kl", "se_kl", "error_kl"]  # not in the table of a metric, whose blocks are texts
@@ -97,7 +97,7 @@ def attention_ladder(
         ([0.0, 1.0], True)
     """
     check_choice("unit", unit, get_args(Unit))
-    chosen_rungs = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
+    chosen_rungs = [*check_subset("rungs", rungs, RUNGS), *_END_RUNGS]
     rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in chosen_rungs)]
     chosen_controls = check_subset("controls", controls, get_args(LadderControl))
     if metric is not None:

@@ -29,7 +29,7 @@ from tl_posdisent.utils.validation import check_choice, check_integer, check_see
 Score = Literal["copying", "attention"]
 Head = tuple[int, int]
 _TOKENS, _TOKENS_WITH_GRADIENTS = 1024, 256  # of short texts that share a pass
-_SIGNS = 9999  # random signs of the permutation test
+_N_RANDOM_SIGNS = 9999  # random signs of the permutation test
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -260,6 +260,6 @@ def _error(values: Float64[Tensor, " *_shape"]) -> Tensor:
 def _level(drops: Float64[Tensor, " pair"], seed: int) -> float:
     """Compute the share of random signs under which the mean is as large, the actual ones among them."""
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (_SIGNS, len(drops)), generator=generator, device="cpu").double() * 2 - 1
+    signs = torch.randint(2, (_N_RANDOM_SIGNS, len(drops)), generator=generator, device="cpu").double() * 2 - 1
     as_large = (signs * drops).mean(1) >= drops.mean() - 1e-12
-    return (1 + int(as_large.sum())) / (1 + _SIGNS)
+    return (1 + int(as_large.sum())) / (1 + _N_RANDOM_SIGNS)

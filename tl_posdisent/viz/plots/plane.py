@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -15,7 +18,7 @@ _CORNERS = {
     (0.02, 0.02, "left", "bottom"): "both together",
     (0.98, 0.02, "right", "bottom"): "where",
     (0.02, 0.98, "left", "top"): "what",
-    (0.98, 0.98, "right", "top"): "neither: the pattern does not matter",
+    (0.98, 0.98, "right", "top"): "either, or the pattern does not matter",
 }
 
 
@@ -93,7 +96,7 @@ def _markers(heads: pd.DataFrame, verdict: str) -> go.Scatter:
     )
 
 
-def _hover(head: dict[str, object]) -> str:
+def _hover(head: Mapping[Any, Any]) -> str:
     """Describe a head: verdict, shares without clipping and contribution, with errors if the table has them."""
     parts = [str(head["verdict"])]
     for name in ("where", "what"):
