@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": ([NAN, "1", True, 1j, 10**400], "noise"),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
+    "one head": ([3, "L9H0", "head", (0, 9), [(0, 1)], (0, 1, 2), None], ""),
     "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1], 10**400], "layers heads"),
     "tokens": (
@@ -125,6 +126,9 @@ ELSEWHERE = {
     **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
+    ("describe_head", "head"): "one head",
+    ("describe_head", "key"): "places",
+    ("describe_head", "seeds"): "seeds or none",
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",
     ("MultipleChoice", "choices"): "",
@@ -177,7 +181,7 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
+    *("HeadDescription", "LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
     *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }

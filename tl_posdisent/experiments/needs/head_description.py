@@ -81,7 +81,7 @@ class HeadDescription(HasTable):
     def _needs_rows(self) -> Iterator[_Row]:
         row = self._row
         yield "needs", "contribution", row["contribution"], row["contribution_se"]
-        for name in ("where", "what"):
+        for name in ("where", "what", "uniform"):
             yield "needs", name, row[f"{name}_unclipped"], row[f"{name}_se"]
         for cost in self.costs:
             yield "needs", f"kl at distance {cost.distance:g}", cost.kl, cost.kl_se

@@ -103,10 +103,13 @@ class HeadExample:
         effect = self.effect
         if effect is None:
             return f"What it writes is unknown: {self.without_effect}."
-        named = {effect.likely_token: "the most likely", effect.raised_token: "raised most"}
-        if effect.next_token is not None:
-            named = {effect.next_token: "the next token"} | {x: y for x, y in named.items() if x != effect.next_token}
-        parts = [f"{self.effect_words[x]!r} ({role}) {_signed(effect.logits[x].item())}" for x, role in named.items()]
+        roles = {"the next token": effect.next_token, "the most likely": effect.likely_token}
+        roles["raised most"] = effect.raised_token
+        parts = [
+            f"{word!r} ({' and '.join(role for role, x in roles.items() if x == token)}) "
+            f"{_signed(float(effect.logits[token]))}"
+            for token, word in self.effect_words.items()
+        ]
         return f"It writes directly to logits, relative to their mean: {', '.join(parts)}."
 
     def _key(self, key: int) -> str:

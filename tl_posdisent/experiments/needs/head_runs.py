@@ -15,7 +15,7 @@ from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
 from tl_posdisent.experiments.measuring.runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, losses_and_divergences
-from tl_posdisent.experiments.needs.replacements import CONSTANTS, DISTANCE, MEAN, Fold, content_alone
+from tl_posdisent.experiments.needs.replacements import CONSTANTS, DISTANCE, MEAN, UNIFORM, Fold, content_alone
 from tl_posdisent.experiments.needs.sentences import Cost
 from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, shares, verdicts
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
@@ -48,10 +48,9 @@ class HeadRuns:
     def needs(self, layer: int, head: int) -> pd.DataFrame:
         """Return the head's row of the table of ``where_or_what``."""
         means = _means(self.divergences)
-        mean, distance, *constants = (
-            means[self.names.index(name)][:, None] for name in (MEAN, DISTANCE, *map(content_alone, CONSTANTS))
-        )
-        row = shares(mean, distance, torch.stack(constants), self.n_predictions, CONSTANTS)
+        names = (MEAN, DISTANCE, UNIFORM, *map(content_alone, CONSTANTS))
+        contribution, distance, uniform, *content = (means[self.names.index(name)][:, None] for name in names)
+        row = shares(contribution, distance, uniform, torch.stack(content), self.n_predictions, CONSTANTS)
         row["exact"] = True
         row["verdict"] = verdicts(row, self.n_predictions, NEGLIGIBLE)
         row.insert(0, "layer", layer)

@@ -19,6 +19,7 @@ _VERDICTS: Final = {
     "where": "where",
     "what": "what",
     "both": "both, where and what are needed together",
+    "either": "either, where or what suffices",
     "neither": "neither, the pattern does not matter",
     "undecided": "undecided, whether more than half survives",
 }
@@ -26,6 +27,7 @@ _NEEDS: Final = {
     "where": "the predictions need where keys are",
     "what": "the predictions need what keys are",
     "both": "the predictions need where and what together",
+    "either": "either where or what suffices for the predictions",
     "neither": "the predictions need neither: the pattern does not matter",
     "not used": "the predictions do not use the head",
 }
@@ -213,11 +215,12 @@ def _key_minus_distance(shares: Row) -> float:
 
 def _kept(share: float, error: float) -> str:
     """Format a share of the contribution, which is none where it is surely not above 0."""
-    return "none" if share + error < 0 else f"{_percent(share)} ± {_percent(error)} %"
+    digits = 1 if error < 0.01 else 0
+    return "none" if share + error < 0 else f"{_percent(share, digits)} ± {_percent(error, digits)} %"
 
 
-def _percent(share: float) -> str:
-    return f"{round(100 * share) + 0:d}".replace("-", "−")
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{round(100 * share, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 def _nats(value: float) -> str:
