@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,10 @@ def additivity(model: Any) -> pd.DataFrame:
     return tp.additivity(model, TOKENS, progress=False)
 
 
-@pytest.fixture(scope="module")
-def copies() -> list[pd.DataFrame]:
-    """Tables of eight random copies of the demo model."""
-    return [additivity(copy).assign(seed=n) for n, copy in enumerate(tp.random_control(tp.load_demo_model(), range(8)))]
+@functools.cache
+def copy_of(seed: int) -> pd.DataFrame:
+    """The table of a random copy of the demo model."""
+    return additivity(next(tp.random_control(tp.load_demo_model(), [seed]))).assign(seed=seed)
 
 
 def replaced(scores: torch.Tensor, hook: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -40,12 +41,12 @@ def replaced(scores: torch.Tensor, hook: Any, tokens: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
-def test_heads_of_the_distance_are_where_and_heads_of_the_key_are_what(n: int, copies: list[pd.DataFrame]) -> None:
+def test_heads_of_the_distance_are_where_and_heads_of_the_key_are_what(n: int) -> None:
     model = tp.load_demo_model()
     hook = ("blocks.2.attn.hook_attn_scores", partial(replaced, tokens=TOKENS))
     with model.hooks(fwd_hooks=[hook]):
         trained = additivity(model)
-    looks = looks_at(trained, pd.concat(copies[:n]) if n else None).set_index(["layer", "head"])
+    looks = looks_at(trained, pd.concat(map(copy_of, range(n))) if n else None).set_index(["layer", "head"])
     assert looks.loc[(2, 1), "looks"] == "where"
     assert looks.loc[(2, 2), "looks"] == "what"
     assert looks.loc[(2, 1), DIFFERENCE] < -0.7
@@ -54,10 +55,11 @@ def test_heads_of_the_distance_are_where_and_heads_of_the_key_are_what(n: int, c
     assert len(looks) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "rate"), [(1, 0.05), (3, 0.02)])
-def test_random_weights_are_hardly_ever_decided(n: int, rate: float, copies: list[pd.DataFrame]) -> None:
+def test_random_weights_are_hardly_ever_decided(n: int, rate: float) -> None:
     """Each of eight random copies, compared with others; by the interval alone, a quarter were decided."""
-    decided, by_sign = [], []
+    copies, decided, by_sign = [copy_of(seed) for seed in range(8)], [], []
     for k, copy in enumerate(copies):
         others = pd.concat([copies[(k + 1 + m) % len(copies)] for m in range(n)])
         decided += looks_at(copy.drop(columns="seed"), others)["looks"].isin(["where", "what"]).tolist()

@@ -19,7 +19,6 @@ from tl_posdisent.hooks.edits.layer import (
 )
 from tl_posdisent.hooks.edits.layer_edits import LayerEdits, layer_edits
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import FIRST_HOOK
 
 
@@ -28,10 +27,8 @@ class HookFunction:
 
     def __init__(self, interventions: tuple[Intervention, ...]) -> None:
         self.interventions = interventions
-        specs: dict[int, AttentionSpec] = {}
-        same = True
-        for each in interventions:
-            same = same and specs.setdefault(each.spec.layer, each.spec) is each.spec
+        specs = {x.spec.layer: x.spec for x in interventions}
+        same = all(x.spec == specs[x.spec.layer] and x.spec.points == specs[x.spec.layer].points for x in interventions)
         firsts = {point for spec in specs.values() for point, name in spec.points.items() if name == FIRST_HOOK}
         if not same or len(firsts) > 1:
             raise ValueError(
@@ -39,7 +36,7 @@ class HookFunction:
                 "the model was changed: make them again, for one model"
             )
         self.layers = {
-            layer: layer_edits(spec, [x for x in interventions if x.spec is spec])
+            layer: layer_edits(spec, [x for x in interventions if x.spec.layer == layer])
             for layer, spec in sorted(specs.items())
         }
         # A hook point may serve several layers, which share keys. The first of a pass serves none: there, another model
