@@ -16,7 +16,7 @@ def table(model: Any, texts: int = 4, length: int = 96, seeds: int = 2) -> pd.Da
     """One row for the trained model and for each copy with random weights, with shuffled ones and with random queries
     and keys: quantiles of both shares over the heads that contribute 0.0005 nats or more, and the number of heads with
     each verdict."""
-    tokens = parts(model, "speeches", texts, length) if model.tokenizer else demo_texts(texts, length)
+    tokens = parts(model, "speeches", texts, length) if model.cfg.d_vocab > 10_000 else demo_texts(texts, length)
     rows = [{"weights": "trained"} | measured(model, tokens)]
     copies = {f"random, {std:.4f}": {"std": std} for std in (0.02, 1 / 24, 0.1)}
     copies |= {"shuffled": {"weights": "shuffled"}, "random queries and keys": {"weights": "random_qk"}}

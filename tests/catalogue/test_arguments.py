@@ -122,8 +122,6 @@ ELSEWHERE = {
     **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
     ("plot_heads", "random"): "",
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
-    **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
-    **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
     ("describe_head", "head"): "one head",
@@ -134,7 +132,6 @@ ELSEWHERE = {
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
     ("score_sources", "keys"): "places",
-    ("score_sources", "text"): "number of a text",
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("knock_out", "keys"): "slots",
@@ -156,7 +153,7 @@ OF_A_RESULT = {
         "plot_perturbation",
         "plot_shares",
     ),
-    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
+    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_where_or_what"),
     *("dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
@@ -187,6 +184,8 @@ RESULTS = {
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used
 
+# By name and annotation, where the name alone says another kind.
+BY_ANNOTATION = {("text", int): "number of a text", ("tokens", Sequence[str]): "words"}
 BY_NAME = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
 
 
@@ -220,7 +219,8 @@ def kind_of(of: str, function: Function, argument: str) -> str | None:
     """The kind of an argument: of this function, of its name, of its annotation."""
     if (of, argument) in ELSEWHERE:
         return ELSEWHERE[of, argument]
-    return BY_NAME.get(argument) or kind_of_type(hints(function).get(argument))
+    hint = hints(function).get(argument)
+    return BY_ANNOTATION.get((argument, hint)) or BY_NAME.get(argument) or kind_of_type(hint)
 
 
 def parameters(function: Function) -> list[str]:

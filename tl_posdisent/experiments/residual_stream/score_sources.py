@@ -359,7 +359,7 @@ def _parts(
     readouts = list(zip(frozen, (rows[:1], rows[1:]), (slice(1), slice(1, None)), strict=True))
     for name, x in stream_sources(model, ids, lambda x: x[0, rows], spec.layer, "score_sources"):
         names.append(name)
-        scaled = [(readout, x[part] * readout.stream_scale[0, at]) for readout, at, part in readouts]
+        scaled = [(readout, x[part] * readout.stream_scale[0, positions]) for readout, positions, part in readouts]
         parts.append([source_part(readout, name, vectors[:, None])[:, 0] for readout, vectors in scaled])
         added |= {name: x} if name in removed else {}
     if unknown := [name for name in removed if name not in added]:
@@ -368,7 +368,7 @@ def _parts(
             f"must be sources of the stream before layer {spec.layer}, such as {names[0]!r} or {names[-1]!r}, "
             f"got {shown(unknown[0])}",
         )
-    parts.append([readout.constant(readout.norm_scale[0, at])[:, 0] for readout, at, _ in readouts])
+    parts.append([readout.constant(readout.norm_scale[0, positions])[:, 0] for readout, positions, _ in readouts])
     query, keys = (torch.stack(side) for side in zip(*parts, strict=True))
     return [*names, BIAS], query[:, 0], keys, added
 

@@ -37,7 +37,7 @@ WRITTEN = 160
 """Largest number of cells in which numbers are shown."""
 _MAX_TICK_LABELS = 48  # largest number of heads with a tick label each, which are 10 pixels apart
 _MAX_POSITION_ROWS = 24  # largest number of heads with a row of positions each
-_MAX_TITLE_LINE = 20  # largest number of characters of a line above a colour bar
+_MAX_TITLE_LINE = 16  # largest number of characters of a line above a colour bar
 _MIN_COLOUR_RANGE = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
 
 
@@ -423,7 +423,7 @@ def bar_title(title: str) -> str:
     """Break the title of a colour bar into short lines. It stands above the bar: beside it, it would cover the ticks.
 
     >>> bar_title("what − where over random (share of variance)")
-    'what − where over<br>random<br>(share of variance)'
+    'what − where<br>over random<br>(share of<br>variance)'
     """
     lines = (
         textwrap.wrap(part, _MAX_TITLE_LINE, break_long_words=False) for part in title.replace(" (", "\n(").split("\n")
