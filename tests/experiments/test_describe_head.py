@@ -296,7 +296,7 @@ def test_the_profile_is_the_mean_over_pairs_without_the_first_key(found: HeadDes
         ),
         ({"heldout": TEXTS[:1]}, "heldout must be at least two texts"),
         ({"head": 0}, r'head must be a label such as "L8H1" or a pair \(layer, head\), got 0'),
-        ({"head": "L0H9"}, "head"),
+        ({"head": "L0H9"}, "head must be L0H0 to L0H4, as labels or as pairs"),
         ({"head": [(0, 1), (0, 2)]}, "head must be a label"),
         ({"key": 3}, r"key must be None without query=\(text, position\), got 3"),
         ({"query": 7}, r"query must be a pair \(text, position\), got 7"),

@@ -18,8 +18,8 @@ from tl_posdisent.hooks.hook_list import Chosen, any_heads
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_seed, check_seeds, shown
+from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.validation import check_seed, check_seeds, is_integer, shown
 
 Head = str | tuple[int, int]
 """A label such as ``"L8H1"``, or a pair (layer, head)."""
@@ -49,7 +49,8 @@ def describe_head(
       parts of their scores: ``g(q, k)``, averaged over distances, and ``f(q, d)``, of the mean key. Then the largest
       sources of the difference (``score_sources``), and what the head adds directly to the logits.
 
-    The cost is about ten forward passes of the texts for *needs*, and a few for the others (``passes``).
+    The cost in forward passes of the texts is 12 for *needs*, and for the others a few and a fixed number of tokens
+    (``passes`` is the sum).
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; the layer must have RoPE,
@@ -76,8 +77,8 @@ def describe_head(
         >>> found = describe_head(model, tokens, "L3H4", progress=False)
         >>> print(found.answer)
         L3H4 contributes ... nats per predicted token; distances alone keep ...
-        >>> found.to_frame().columns.tolist(), found.passes < 20
-        (['part', 'quantity', 'value', 'se'], True)
+        >>> found.to_frame().columns.tolist()
+        ['part', 'quantity', 'value', 'se']
     """
     numbers, seed = check_seeds(seeds, 0), check_seed(seed)
     if key is not None and query is None:
@@ -102,9 +103,8 @@ def describe_head(
 
 def _one_head(reading: ModelReading, head: Any) -> Chosen:
     """Choose one head by its label or pair, or raise."""
-    pair = (
-        isinstance(head, (tuple, list)) and len(head) == 2 and not any(isinstance(x, (tuple, list, str)) for x in head)
-    )
+    pair = isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head))
     if not pair and not isinstance(head, str):
         raise ArgumentError("head", f'must be a label such as "L8H1" or a pair (layer, head), got {shown(head)}')
-    return any_heads(reading, None, [tuple(head) if pair else head], "describe_head")
+    with naming(heads="head"):
+        return any_heads(reading, None, [head], "describe_head")

@@ -98,4 +98,4 @@ def _frozen_norm(
             f"the direct effect needs a final norm that is linear once its scale is frozen, but that of "
             f"{architecture(model)} is not"
         )
-    return norm.scales(u, v)[0, position] * norm.linear(added[:, None])[0, 0]
+    return norm.scales(u, v)[0, position] * norm.linear(added.to(u.device)[:, None])[0, 0]
