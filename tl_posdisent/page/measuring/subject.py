@@ -107,17 +107,15 @@ class Subject:
         return self.specs[0].architecture
 
 
-def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
+def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None) -> Subject:
     """Check the arguments of a report and read the model."""
     reading, heads = read_model(model), listed("heads", heads)
     chosen = reading.heads(layers, heads)
     specs = reading.specs(list(chosen))
     model = reading.model
     try:
-        texts = read_texts(model, text, attention_mask)
+        texts = read_texts(model, text)
     except ValueError as error:
-        if isinstance(error, ArgumentError) and error.argument == "attention_mask":
-            raise
         raise ArgumentError("text", f"cannot be used: {error}") from error
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
     order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]

@@ -16,7 +16,7 @@ from tl_posdisent.page.drawing.markup import figure, render
 from tl_posdisent.page.measuring.distances import shown_distances
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings
 from tl_posdisent.page.measuring.subject import TOKENS, Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.tables import number_heads
 from tl_posdisent.viz.plots.curves import plot_distance
 
@@ -24,7 +24,7 @@ _LAYERS = 12
 """Maximum number of layers whose profiles are drawn."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Fit each head's distance component to all texts, as long as the shortest of them.
 
     The table has the columns ``layer``, ``head``, ``distance``, ``value`` and ``cells``. Layers that are not drawn have

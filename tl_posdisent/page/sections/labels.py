@@ -11,14 +11,14 @@ from tl_posdisent.page.drawing.maps import with_attention
 from tl_posdisent.page.drawing.markup import render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings, failures_note
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.words import plural
 
 _POSITIONS, _TOKENS = 512, 1024
 """Positions of each text, and tokens altogether, that are read."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Label heads, with the mean over random copies beside each measure; ``head_labels`` makes these copies itself."""
     part = subject.cut(_POSITIONS, _TOKENS)
     table = head_labels(

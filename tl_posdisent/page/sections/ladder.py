@@ -17,7 +17,7 @@ from tl_posdisent.page.drawing.markup import render, table
 from tl_posdisent.page.measuring.heads_to_run import heads_to_run, sample_note, sample_size
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings, failures_note, join_notes
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
 
@@ -32,7 +32,7 @@ _KINDS = ("first token", "distance", "static", "additive", "more than additive",
 """Verdicts of the other heads."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Measure the ladder of each head that is run. A head with a failed run has no verdict and therefore no rows."""
     part = subject.cut(_POSITIONS, _TOKENS)
     texts, heldout = split_texts(part)

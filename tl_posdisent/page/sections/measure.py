@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.page.measuring.measurement import FAILURES, Measurement, Settings
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.names import SectionName
-from tl_posdisent.page.sections.section import Section
+from tl_posdisent.page.sections.section import Measured, Section
 
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
@@ -23,7 +23,7 @@ def measure_sections(
     with tqdm(total=len(sections), desc="report", bar_format=_BAR, disable=not settings.progress) as bar:
         for section in sections:
             bar.set_postfix_str(section.name)
-            measurements[section.name] = _measure_or_refuse(section, subject, settings)
+            measurements[section.name] = _measure_or_refuse(section, subject, settings, measurements)
             bar.update()
     if all(measurement.refused for measurement in measurements.values()):
         reason = measurements[sections[0].name].refused
@@ -31,10 +31,10 @@ def measure_sections(
     return measurements
 
 
-def _measure_or_refuse(section: Section, subject: Subject, settings: Settings) -> Measurement:
+def _measure_or_refuse(section: Section, subject: Subject, settings: Settings, measured: Measured) -> Measurement:
     """Measure a section, or return why it failed: an unsuitable input (``ValueError``) or a failed computation."""
     try:
-        return section.measure(subject, settings)
+        return section.measure(subject, settings, measured)
     except ValueError as error:
         return Measurement(refused=str(error))
     except FAILURES as error:

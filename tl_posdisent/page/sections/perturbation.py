@@ -15,7 +15,7 @@ from tl_posdisent.page.deciding.words import signed
 from tl_posdisent.page.drawing.markup import figure, render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings, failures_note, join_notes
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.viz.plots.curves import plot_perturbation
 
 _POSITIONS, _TOKENS = 512, 512
@@ -28,7 +28,7 @@ _KINDS = {"order": "order of the text", "index": "positions that RoPE receives",
 _EXCHANGED = {"order": "tokens of the text", "index": "positions", "feature": "phases of RoPE"}
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Perturb order, positions and phases; of a model without RoPE, the order of the text only."""
     part = subject.cut(_POSITIONS, _TOKENS)
     try:

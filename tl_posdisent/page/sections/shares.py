@@ -11,7 +11,7 @@ from tl_posdisent.page.drawing.markup import figure, render, table
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings
 from tl_posdisent.page.measuring.random_copies import measure_with_baseline
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.viz.plots.bars import plot_shares
 
@@ -20,7 +20,7 @@ _BARS = 96
 _CORRELATIONS = ["r_two_axis", "r_three_axis"]
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     return measure_with_baseline(controlled_distance, subject, settings)
 
 
