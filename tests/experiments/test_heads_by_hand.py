@@ -14,6 +14,7 @@ from support.tolerance import rounding
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance
+from tl_posdisent.experiments import where_or_what
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 REFERENCE, TEXTS = by_hand.draw_texts(16, seed=1), by_hand.draw_texts(16, seed=2)
 CORNERS = {"where": (1, 0), "what": (0, 1), "neither": (1, 1), "both": (0, 0)}
-IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", ["bridge", "hooked"])
+IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", ["bridge", pytest.param("hooked", marks=pytest.mark.slow)])
 
 
 def wrapped(wrapper: str) -> Any:
@@ -99,11 +100,11 @@ def interventions(model: Any, head: str, reference: Tensor) -> dict[str, list[Ho
 
 
 def exact_divergences(model: Any, head: str, texts: Tensor = TEXTS, reference: Tensor = REFERENCE) -> dict[str, float]:
-    """One head changed alone, one run for each intervention."""
+    """Measure one head changed alone, one run for each intervention, at each token that another follows."""
 
     def log_predictions(hooks: Any) -> Tensor:
         with torch.no_grad():
-            return model.run_with_hooks(texts, fwd_hooks=hooks).double().log_softmax(-1)
+            return model.run_with_hooks(texts, fwd_hooks=hooks)[:, :-1].double().log_softmax(-1)
 
     untouched, found = log_predictions([]), {}
     for name, tried in interventions(model, head, reference).items():
@@ -140,7 +141,7 @@ def test_divergences_are_those_of_what_heads_read(wrapper: str) -> None:
         for name, of_tokens in expected.items():
             off = 0 if head in ("neither", "not used") else 2 * leak(head)  # error of v
             steepest = 2 + 2  # slopes of the divergence in its two arguments, at most
-            assert exact[name] == pytest.approx(float(of_tokens.mean()), abs=steepest * off + rounding(1.0))
+            assert exact[name] == pytest.approx(float(of_tokens[:, :-1].mean()), abs=steepest * off + rounding(1.0))
 
 
 @IN_BOTH_CLASSES
@@ -167,3 +168,41 @@ def test_where_distance_tells_content_either_replaces_the_pattern(wrapper: str) 
         shares = recovered(exact_divergences(model, head, *texts))
         assert [shares["distance"], shares["content"]] == pytest.approx([1, 1], abs=1e-3)
         assert shares["uniform"] == pytest.approx(float(head == "neither"), abs=0.15)
+    by_head = dict(zip(by_hand.HEADS, verdicts(model, texts[1], texts[0]), strict=True))
+    assert (by_head["what"], by_head["neither"]) == ("either", "neither")
+
+
+# --- where_or_what ----------------------------------------------------------------------------------------------
+
+
+def verdicts(model: Any, *tokens: Any, **options: Any) -> list[str]:
+    return where_or_what(model, *tokens, progress=False, **options)["verdict"].tolist()
+
+
+@IN_BOTH_CLASSES
+def test_verdicts_are_the_corners(wrapper: str) -> None:
+    model = wrapped(wrapper)
+    for seed in range(5):
+        assert verdicts(model, TEXTS, exact=0, seed=seed) == list(by_hand.HEADS)
+    assert verdicts(model, REFERENCE, TEXTS, exact="all") == list(by_hand.HEADS)
+
+
+@pytest.mark.parametrize(("side", "exact"), [("left", 0), ("right", "all")])
+@IN_BOTH_CLASSES
+def test_verdicts_in_a_padded_batch(wrapper: str, side: str, exact: Any) -> None:
+    lengths = 33 + 8 * (torch.arange(len(TEXTS)) // 2 % 4)
+    there = torch.arange(TEXTS.shape[1]) < lengths[:, None]
+    batch = {"input_ids": TEXTS, "attention_mask": (there.flip(1) if side == "left" else there).long()}
+    assert verdicts(wrapped(wrapper), batch, exact=exact) == list(by_hand.HEADS)
+
+
+@IN_BOTH_CLASSES
+def test_shares_are_those_of_single_runs(wrapper: str) -> None:
+    model = wrapped(wrapper)
+    table = where_or_what(model, REFERENCE, TEXTS, exact="all", progress=False)
+    for head, row in zip(by_hand.HEADS[:-1], table.itertuples(), strict=False):
+        exact = exact_divergences(model, head)
+        shares, error = recovered(exact), rounding(3.0)
+        assert row.contribution == pytest.approx(exact["mean"], abs=error)
+        measured = row.where_unclipped, row.what_unclipped
+        assert measured == pytest.approx((shares["distance"], shares["content"]), abs=2 * error / exact["mean"])

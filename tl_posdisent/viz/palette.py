@@ -51,7 +51,8 @@ NEEDS = {
     "where": BLUE,
     "what": ORANGE,
     "both": PINK,
-    "neither": GREEN,
+    "either": GREEN,
+    "neither": SKY,
     "undecided": GREY,
     "not used": "#dcdcdc",
 }

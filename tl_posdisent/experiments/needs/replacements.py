@@ -1,4 +1,4 @@
-"""What replaces a head: its mean output, attention by the distance alone, and every key at one distance."""
+"""What replaces a head: its mean output, or attention by the distance alone, by content alone, or uniform."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
 from tl_posdisent.hooks.positions import dummy_distance
+from tl_posdisent.hooks.substitute import substitute_attention
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.words import plural
 
-MEAN, DISTANCE = "mean output", "distance alone"
+MEAN, DISTANCE, UNIFORM = "mean output", "distance alone", "uniform"
 CONSTANTS: Final = (1, 5, 32)
 """Distances at which content alone is tried, in positions: near, further, far. The best of these is within .03 of the
 best of eight from 0 to 64 in half of the heads of SmolLM2 and of the demo model."""
@@ -26,7 +27,7 @@ class Fold:
 
     Attributes:
         rows: of the texts in the batch of all measured texts.
-        replacements: hooks by name: ``MEAN``, ``DISTANCE``, and for each of ``CONSTANTS`` its number.
+        replacements: hooks by name: ``MEAN``, ``DISTANCE``, ``UNIFORM``, ``content_alone`` of each of ``CONSTANTS``.
     """
 
     texts: Texts
@@ -73,6 +74,7 @@ def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]
     return {
         MEAN: ablate_heads(model, heads, mode="mean", reference=fitted),
         DISTANCE: fitted_attention(model, fitted, "distance+sink", heads=heads),
+        UNIFORM: substitute_attention(model, "uniform", heads=heads),
         **{content_alone(distance): dummy_distance(model, distance, heads=heads) for distance in CONSTANTS},
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.utils.statistics import Blocks, significance, surely_below, weighted_means
 
-Verdict = Literal["where", "what", "both", "neither", "not used", "undecided"]
+Verdict = Literal["where", "what", "both", "either", "neither", "not used", "undecided"]
 NEGLIGIBLE: Final = 0.0005  # nats per predicted token
 HALF: Final = 0.5
 """The share of the contribution that has to survive."""
@@ -22,30 +22,32 @@ _VERDICTS: dict[tuple[bool, bool], Verdict] = {  # whether distances alone and c
     (True, False): "where",
     (False, True): "what",
     (False, False): "both",
-    (True, True): "neither",
 }
 
 
 def shares(
     contribution: Float64[Tensor, "text head"],
     distance: Float64[Tensor, "text head"],
+    uniform: Float64[Tensor, "text head"],
     content: Float64[Tensor, "constant text head"],
     n_predictions: Float64[Tensor, " text"],
     constants: tuple[int, ...],
 ) -> pd.DataFrame:
     """Compute the shares of each head's contribution that survive.
 
-    With K the mean divergence over the predicted tokens of all texts: ``where = 1 - K_distance / K_contribution`` and
-    ``what = 1 - K_content / K_contribution``. The constant of K_content is that of the smallest divergence in the
-    *other* texts, for each text: chosen in the same text, the smallest of several would be too small by chance.
+    With K the mean divergence over the predicted tokens of all texts: ``where = 1 - K_distance / K_contribution``,
+    ``what = 1 - K_content / K_contribution``, and the same for ``uniform``. The constant of K_content is that of the
+    smallest divergence in the *other* texts, for each text: chosen in the same text, the smallest of several would be
+    too small by chance.
 
     Args:
         contribution: divergences under the mean output, nats per predicted token of each text.
         distance: under attention by the distance alone.
+        uniform: under uniform attention.
         content: with every key at one distance, for each of ``constants``.
 
     Returns:
-        One row per head: ``where``, ``what`` (from 0 to 1), ``where_unclipped``, ``what_unclipped``, ``contribution``,
+        One row per head: ``where``, ``what``, ``uniform`` (from 0 to 1), the same ``…_unclipped``, ``contribution``,
         each with its standard error over texts ``…_se``, and ``distance``, the constant of the smallest divergence.
     """
     weights = (n_predictions / n_predictions.sum())[:, None]
@@ -53,7 +55,7 @@ def shares(
     of_others = (sums[:, None] - weights * content).argmin(0)
     chosen = content.gather(0, of_others[None])[0]
     table = pd.DataFrame()
-    for name, divergences in (("where", distance), ("what", chosen)):
+    for name, divergences in (("where", distance), ("what", chosen), ("uniform", uniform)):
         share, error = _surviving(divergences, contribution, weights)
         table[name], table[f"{name}_se"] = share.clamp(0, 1).numpy(), error.numpy()
         table[f"{name}_unclipped"] = share.numpy()
@@ -78,8 +80,9 @@ def verdicts(table: pd.DataFrame, n_predictions: Float64[Tensor, " text"], negli
     """Decide each row of ``shares``: whether more than half of the contribution survives, in each of two ways.
 
     A head is *not used* if its contribution is below ``negligible`` with 95 % confidence. Otherwise each of the two
-    shares has to be above or below ``HALF`` with this confidence; if one is not, the head is *undecided*. A share of
-    exactly a half is taken for more, and for less, in 5 % of the heads.
+    shares has to be above or below ``HALF`` with this confidence; if one is not, the head is *undecided*. Where both
+    are above, the share under uniform attention says whether the pattern matters at all. A share of exactly a half is
+    taken for more, and for less, in 5 % of the heads.
     """
     df = Blocks(torch.repeat_interleave(torch.arange(len(n_predictions)), n_predictions.long())).df
     return [_verdict(row, df, negligible) for row in table.to_dict("records")]
@@ -91,9 +94,12 @@ def _verdict(head: Mapping[Any, Any], df: float, negligible: float) -> Verdict:
     below, confidence = surely_below(head["contribution"], head["contribution_se"], negligible, df)
     if below and confidence >= two_sided:
         return "not used"
-    suffices = [head[f"{name}_unclipped"] > HALF for name in ("where", "what")]
-    sure = [
-        significance(abs(head[f"{name}_unclipped"] - HALF), head[f"{name}_se"], df) >= two_sided
-        for name in ("where", "what")
-    ]
-    return _VERDICTS[suffices[0], suffices[1]] if all(sure) else "undecided"
+    above, sure = {}, {}
+    for name in ("where", "what", "uniform"):
+        beyond = head[f"{name}_unclipped"] - HALF
+        above[name], sure[name] = beyond > 0, significance(abs(beyond), head[f"{name}_se"], df) >= two_sided
+    if not (sure["where"] and sure["what"]):
+        return "undecided"
+    if not (above["where"] and above["what"]):
+        return _VERDICTS[above["where"], above["what"]]
+    return ("neither" if above["uniform"] else "either") if sure["uniform"] else "undecided"

@@ -61,13 +61,17 @@ def where_or_what(
     *where*        above ½       below ½      distances alone suffice
     *what*         below ½       above ½      content alone suffices
     *both*         below ½       below ½      position and content are needed together
-    *neither*      above ½       above ½      the pattern does not matter: either suffices
+    *either*       above ½       above ½      either suffices, and uniform attention does not
+    *neither*      above ½       above ½      uniform attention suffices: the pattern does not matter
     *not used*     –             –            the contribution is surely below ``negligible``
-    *undecided*    –             –            a 95 % t-interval over texts includes ½
+    *undecided*    –             –            one of these shares is not surely above or below ½
     ============== ============= ============ ===============================================================
 
-    Random weights are at *neither*: training moves heads away from it. A share is negative where the replacement does
-    more harm than the head contributes: a head that idles at the first token is harmed by a pattern without its query.
+    A share is surely above or below ½ with a confidence of 95 %, by a one-sided t-test over texts. Random weights are
+    at *neither*: training moves heads away from it. A share is negative where the replacement does more harm than the
+    head contributes: a head that idles at the first token is harmed by a pattern without its query. In texts of fewer
+    than about 32 tokens, few keys can be wrong, and shares are high; in texts that repeat at one distance, distance and
+    content say the same.
 
     Mean outputs and distance profiles are fitted to other texts than those that are measured: fitted to the same text,
     a profile would contain the pattern of that text. Divergences are estimated for all heads by curvature, as in
@@ -85,10 +89,11 @@ def where_or_what(
         seed: as in ``head_effects``.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``where``, ``what``, from 0 to 1; ``where_unclipped``,
-        ``what_unclipped``, which may be negative; ``contribution``, K_mean in nats per predicted token; standard errors
-        over texts ``where_se``, ``what_se`` (of the unclipped values) and ``contribution_se``; ``distance``, the
-        constant distance at which most survives; ``exact``, whether the head was run; ``verdict``.
+        One row per layer and head: ``layer``, ``head``; ``where``, ``what``, and ``uniform``, the share under uniform
+        attention, from 0 to 1; the same ``…_unclipped``, which may be negative; ``contribution``, K_mean in nats per
+        predicted token; standard errors over texts ``where_se``, ``what_se``, ``uniform_se`` (of the unclipped
+        values) and ``contribution_se``; ``distance``, the constant distance at which most survives; ``exact``, whether
+        the head was run; ``verdict``.
 
         The constant behind ``what`` is chosen for each text in the other texts, so that the best of several does not
         look better than it is. ``attrs["statement"]`` counts the verdicts in a sentence. ``attrs["passes"]`` is the
@@ -126,7 +131,8 @@ def where_or_what(
         to_run = {*by_size[:n_largest].tolist(), *(places.index(place) for place in asked)}
         divergences = _with_runs(model, of_folds, changes, estimated, places, to_run, progress=progress)
     table = pd.DataFrame(places, columns=["layer", "head"])
-    table = table.join(shares(divergences[0], divergences[1], divergences[2:], n_predictions, CONSTANTS))
+    contribution, distance, uniform, *content = divergences
+    table = table.join(shares(contribution, distance, uniform, torch.stack(content), n_predictions, CONSTANTS))
     table["exact"] = [n in to_run for n in range(len(places))]
     table["verdict"] = verdicts(table, n_predictions, negligible)
     table.attrs["statement"] = statement(table)
@@ -139,7 +145,8 @@ def statement(table: pd.DataFrame) -> str:
     count = {verdict: int((table["verdict"] == verdict).sum()) for verdict in get_args(Verdict)}
     return (
         f"What the predictions need: where keys are in {count['where']} of {plural(len(table), 'head')}, what they are "
-        f"in {count['what']}, both together in {count['both']}; in {count['neither']} the pattern does not matter, "
+        f"in {count['what']}, both together in {count['both']}, either of them in {count['either']}; in "
+        f"{count['neither']} the pattern does not matter, "
         f"{count['not used']} contribute nothing measurable, and {count['undecided']} are undecided."
     )
 

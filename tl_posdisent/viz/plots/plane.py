@@ -18,7 +18,7 @@ _CORNERS = {
     (0.02, 0.02, "left", "bottom"): "both together",
     (0.98, 0.02, "right", "bottom"): "where",
     (0.02, 0.98, "left", "top"): "what",
-    (0.98, 0.98, "right", "top"): "neither: the pattern does not matter",
+    (0.98, 0.98, "right", "top"): "either, or the pattern does not matter",
 }
 
 
