@@ -189,9 +189,9 @@ def _document(
 
 
 def _atlas(subject: Subject, measurements: Mapping[SectionName, Measurement]) -> Markup:
-    """Render the atlas of all heads; empty if nothing was asked for that has a number for each."""
+    """Render the atlas; empty without a section that has numbers of all heads."""
     tables = {name: one.trained for name, one in measurements.items() if one.refused is None}
-    if NEEDS.name not in measurements and ADDITIVITY.name not in tables:
+    if NEEDS.name not in tables and ADDITIVITY.name not in tables:
         return Markup()
     joined = atlas_table(
         subject.pairs,

@@ -1,4 +1,4 @@
-"""The description of each head, as in the command ``head``: what it needs, what its scores look like, and why these may differ."""
+"""The description of each head: what it needs, what its scores look like, and why these may differ."""
 
 from __future__ import annotations
 

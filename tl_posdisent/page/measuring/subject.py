@@ -81,6 +81,16 @@ class Subject:
         return [(layer, head) for layer, heads in self.heads.items() for head in heads]
 
     @property
+    def n_run(self) -> float:
+        """Number of tokens that a pass of all texts up to the last of the layers runs, in tokens of a whole pass."""
+        return sum(self.lengths) * self.depth
+
+    @property
+    def depth(self) -> float:
+        """Share of the model's layers up to the last of those that are measured."""
+        return (self.layers[-1] + 1) / len(self.model.blocks)
+
+    @property
     def attention(self) -> dict[int, str]:
         """``global``, or ``local`` and its window, of each layer; empty for a model without sliding windows."""
         if all(spec.window is None for spec in self.specs):

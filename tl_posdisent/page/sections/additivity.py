@@ -68,6 +68,10 @@ def _main_correlation(table: pd.DataFrame) -> str:
     return HELD_OUT if HELD_OUT in table else "r"
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    return (1 + settings.copies) * subject.n_run
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     random = None if measurement.random is None else by_head(measurement.random)
     values = {
@@ -169,4 +173,4 @@ def _most_positional(heads: pd.DataFrame) -> Markup:
     return sentence.format(plural(len(heads), "head"), Markup(", ").join(names))
 
 
-ADDITIVITY = Section("additivity", "What the scores look like", _measure, _show, _sentences)
+ADDITIVITY = Section("additivity", "What the scores look like", _measure, _passes, _show, _sentences)

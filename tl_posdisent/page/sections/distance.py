@@ -54,6 +54,10 @@ def drawn_layers(specs: Sequence[AttentionSpec]) -> list[int]:
     return [specs[place].layer for place in places]
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    return subject.cut(min(subject.lengths), TOKENS).n_run
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     layers = drawn_layers(subject.specs)
     figures = [
@@ -64,4 +68,4 @@ def _show(subject: Subject, measurement: Measurement) -> Content:
     return Content(render("sections/distance", figures=figures, drawn=len(layers), layers=len(subject.layers)))
 
 
-DISTANCE = Section("distance", "Distance profiles", _measure, _show)
+DISTANCE = Section("distance", "Distance profiles", _measure, _passes, _show)

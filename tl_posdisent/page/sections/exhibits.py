@@ -67,6 +67,10 @@ def _extreme_heads(additivity: pd.DataFrame) -> tuple[tuple[int, int], tuple[int
     return most, least
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    return subject.lengths[0]
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     """Render the widgets with their explanations."""
     exhibits: Exhibits = measurement.trained
@@ -114,4 +118,4 @@ def _key_widget(subject: Subject, exhibits: Exhibits) -> Widget:
     return show_key_importance(fits, subject.words, heads=heads, positions=positions)
 
 
-EXHIBITS = Section("heads", "The most and the least additive head", _measure, _show)
+EXHIBITS = Section("heads", "The most and the least additive head", _measure, _passes, _show)

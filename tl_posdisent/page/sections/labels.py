@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from tl_posdisent.experiments.attention_scores.head_labels import head_labels
+from tl_posdisent.experiments.attention_scores.head_labels import RANDOM_LENGTH, REPEATS, head_labels
 from tl_posdisent.page.deciding.links import link_section
 from tl_posdisent.page.deciding.words import NO_LABEL, counted, label_words
 from tl_posdisent.page.drawing.maps import with_attention
@@ -35,6 +35,11 @@ def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     return Measurement(table, note=failures_note(table), read=part)
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    part, repeated = subject.cut(_POSITIONS, _TOKENS), REPEATS * (1 + 2 * RANDOM_LENGTH)
+    return (1 + settings.copies) * (part.n_run + repeated * subject.depth)
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     """List the heads, those with a label first."""
     labels = label_words(measurement.trained).fillna({"label": NO_LABEL})
@@ -56,4 +61,4 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return [sentence.format(labels.notna().sum(), heads, kinds, link_section(LABELS.name, measurement))]
 
 
-LABELS = Section("labels", "Head labels", _measure, _show, _sentences)
+LABELS = Section("labels", "Head labels", _measure, _passes, _show, _sentences)

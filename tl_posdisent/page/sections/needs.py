@@ -20,7 +20,7 @@ from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.viz.palette import GREY
 from tl_posdisent.viz.plots.plane import plot_where_or_what
 
-_POSITIONS, _TOKENS = 128, 768
+_POSITIONS, _TOKENS = 96, 576
 """Positions of each text, and tokens altogether, that are read."""
 _DRAWS, _EXACT = 4, 4
 """Draws of labels of the estimates; heads of the largest contribution that are run."""
@@ -57,7 +57,11 @@ def _measure_needs(subject: Subject, settings: Settings, *, exact: int) -> pd.Da
 
 
 def _passes(subject: Subject, settings: Settings) -> float:
-    return 0.0
+    """Count two fits, the changes under each replacement, gradients of the metric and of draws, and runs of heads."""
+    n_replacements = 2 + len(CONSTANTS)
+    estimates = 3 + n_replacements + 2 * (1 + _DRAWS)
+    runs = min(_EXACT, len(subject.pairs)) * n_replacements
+    return (estimates * (1 + min(1, settings.copies)) + runs) * sum(_usable(subject).lengths)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:

@@ -50,6 +50,11 @@ def _perturb(subject: Subject, settings: Settings, kinds: Sequence[Kind]) -> pd.
     )
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    perturbed = len(get_args(Kind)) * (len(FRACTIONS) - 1) * PERTURBATIONS
+    return (1 + perturbed) * sum(subject.cut(_POSITIONS, _TOKENS).lengths)
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     curve = measurement.trained
     drawn = plot_perturbation(curve.assign(kind=curve["kind"].map(_KINDS)))
@@ -80,4 +85,4 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return [sentence.format(PERTURBATIONS, "; ".join(changes), link_section(PERTURBATION.name, measurement))]
 
 
-PERTURBATION = Section("perturbation", "Robustness to perturbed word order and positions", _measure, _show, _sentences)
+PERTURBATION = Section("perturbation", "Robustness to perturbed word order and positions", _measure, _passes, _show, _sentences)

@@ -24,6 +24,10 @@ def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     return measure_with_baseline(controlled_distance, subject, settings)
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    return (1 + settings.copies) * subject.n_run
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     heads, random = measurement.trained, measurement.random
     components = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
@@ -45,4 +49,4 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return compare_with_random(measurement, "r_two_axis", "the two-axis model", SHARES.name)
 
 
-SHARES = Section("shares", "Variance decomposition of the scores", _measure, _show, _sentences)
+SHARES = Section("shares", "Variance decomposition of the scores", _measure, _passes, _show, _sentences)

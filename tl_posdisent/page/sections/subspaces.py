@@ -25,6 +25,10 @@ def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     return measure_with_baseline(subspace_patterns, subject, settings)
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    return (1 + settings.copies) * subject.n_run
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     """Average over the layers of each rotary base: only they have the same wavelengths."""
     groups = layers_by_frequencies(subject)
@@ -92,4 +96,4 @@ def _foldable_table(name: str, means: pd.DataFrame, layers: str) -> Markup:
     return part("folded", f"The {len(means)} subspaces{f' of {layers}' if layers else ''}", content)
 
 
-SUBSPACES = Section("subspaces", "Rotary subspaces", _measure, _show)
+SUBSPACES = Section("subspaces", "Rotary subspaces", _measure, _passes, _show)
