@@ -9,7 +9,7 @@ from tl_posdisent.page.deciding.links import link_section
 from tl_posdisent.page.deciding.words import number
 from tl_posdisent.page.drawing.maps import head_map, with_attention
 from tl_posdisent.page.drawing.markup import render, table
-from tl_posdisent.page.measuring.heads_to_run import heads_to_run, runs_of_heads, sample_note, sample_size
+from tl_posdisent.page.measuring.heads_to_run import heads_to_run, sample_note, sample_size
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings, failures_note, join_notes
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Measured, Section
@@ -35,7 +35,7 @@ def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
 
 def _passes(subject: Subject, settings: Settings) -> float:
     part = subject.cut(_POSITIONS, _TOKENS)
-    return (1 + runs_of_heads(part)) * sum(part.lengths)
+    return (1 + len(heads_to_run(part))) * sum(part.lengths)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:

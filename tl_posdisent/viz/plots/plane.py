@@ -104,4 +104,4 @@ def _hover(head: Mapping[Any, Any]) -> str:
         parts.append(f"{name} {head.get(f'{name}_unclipped', head[name]):.2f}{error}")
     error = f" ± {head['contribution_se']:.2g}" if "contribution_se" in head else ""
     parts.append(f"contribution {head['contribution']:.2g}{error} nats per token")
-    return ", ".join(parts)
+    return ", ".join(parts) + (" (± standard error over texts)" if "where_se" in head else "")
