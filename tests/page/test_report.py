@@ -254,7 +254,9 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     assert needs["exact"].sum() == 4
     points = [trace for trace in document.drawn("share that survives") if trace["name"] in set(needs["verdict"])]
     drawn = {
-        label: (x, y) for trace in points for (label, _), x, y in zip(trace["customdata"], trace["x"], trace["y"], strict=True)
+        label: (x, y)
+        for trace in points
+        for (label, _), x, y in zip(trace["customdata"], trace["x"], trace["y"], strict=True)
     }
     for row, label in zip(needs.itertuples(), labels(needs), strict=True):
         assert drawn[label] == pytest.approx((row.where, row.what))
@@ -265,7 +267,9 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     marked = {trace["name"]: set(zip(trace["y"], trace["x"], strict=True)) for trace in marks}
     for verdict in ("undecided", "not used"):
         expected = needs[needs["verdict"] == verdict]
-        assert marked.pop(verdict, set()) == set(zip(expected["layer"].map(str), expected["head"].map(str), strict=True))
+        assert marked.pop(verdict, set()) == set(
+            zip(expected["layer"].map(str), expected["head"].map(str), strict=True)
+        )
     assert marked == {}
     assert "undecided" in set(needs["verdict"])
 
@@ -323,7 +327,9 @@ def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document
         assert row["added loss"] == drops[head]["added loss"]
         ladder = whole_verdict(row | {"verdict": row["ladder"]})
         assert ladder in ((whole_verdict(climbed[head]),) if head in climbed else ("no effect", "not used"))
-        assert text.startswith(f"<b>{head}</b> verdict: {row['verdict']}<br>where {row['where']} ± {row['error of where']}")
+        assert text.startswith(
+            f"<b>{head}</b> verdict: {row['verdict']}<br>where {row['where']} ± {row['error of where']}"
+        )
         assert f"what {row['what']} ± {row['error of what']} (± standard error over texts)<br>contribution" in text
         assert f"contribution {row['contribution']} nats per token<br>" in text
         assert f"distance alone {row['distance alone']}, key alone {row['key alone']}<br>" in text
@@ -438,13 +444,13 @@ def test_the_same_again_byte_for_byte_and_in_silence(tmp_path: Path, capsys: pyt
         "control": 1,
     }
     names = ["additivity", "heads", "perturbation"]
-    pages = [tp.report(model, TOKENS, tmp_path / f"{n}.html", sections=names, **options) for n in range(2)]
+    pages = [tp.report(model, TOKENS, tmp_path / n / "r.html", sections=names, **options) for n in "ab"]
     assert pages[0].read_bytes() == pages[1].read_bytes()
     document = Document(pages[0])
     assert [row["head"] for row in document.rows("heads-r")] == ["L3H2", "L3H5"]
     assert [row["this model"] for row in document.rows("headline")].count("not requested") == 2
     assert not {"shares", "distance", "ablation"} & {a.get("id") for _, a in document.attributes}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.html", "1.html"]
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "r.html", "b", "r.html"]
     assert capsys.readouterr().err == ""
 
 

@@ -60,7 +60,9 @@ def atlas_page(subject: Subject, measurement: Measurement) -> str:
     index = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]).repeat(256)
     rows = pd.DataFrame(index=index).reset_index().assign(distance=[*range(256)] * len(pairs), attention=0.5, cells=1)
     attention = pd.concat([rows.assign(intervention=name) for name in ("unmodified", "every distance 5")])
-    sentences = {pair: ["A head is described in some eighty characters of text, three or four times."] * 4 for pair in pairs}
+    sentences = {
+        pair: ["A head is described in some eighty characters of text, three or four times."] * 4 for pair in pairs
+    }
     return atlas(subject, table, Panels(["word"] * 128, True, attention, scores, {}), sentences)
 
 

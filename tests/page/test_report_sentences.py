@@ -58,7 +58,9 @@ def test_what_heads_need_is_counted_beside_a_random_copy() -> None:
     assert "random copy" not in said
     random = needed([0.9, 0.8, 1.0, 0.0], [0.95] * 4, ["neither", "neither", "neither", "not used"])
     said = plain(verdict({"where_or_what": Measurement(table, random)}))
-    copy = "In a random copy of the weights, 3 of 4 heads contribute measurably: distances alone keep 0.90 (0.81 to 0.99)"
+    copy = (
+        "In a random copy of the weights, 3 of 4 heads contribute measurably: distances alone keep 0.90 (0.81 to 0.99)"
+    )
     assert f"{copy}, content alone 0.95 (0.95 to 0.95) (medians, and from 5 to 95 % of the heads): 3 neither." in said
     nothing = random.assign(verdict="not used")
     said = plain(verdict({"where_or_what": Measurement(nothing, nothing)}))
@@ -212,7 +214,7 @@ def test_r_is_compared_with_that_of_scores_that_no_head_computes(foreign: float,
 
 
 def test_three_sentences_come_first() -> None:
-    """Those of the scores, of the ladder and of the ablation, one each; the others on request."""
+    """One each of the first three sections that have any, in the order of the page; the others on request."""
     table = climbed({"static": 0.01}).assign(layer=0, head=0)
     effects = heads(effect=[0.5, 0.02, 0.001, 0.3])
     labelled = heads(label=["induction", "", "", ""])
@@ -223,8 +225,8 @@ def test_three_sentences_come_first() -> None:
     } | additive(0.9, 0.7, 0.1)
     lead, more = verdict(found).split("<details>")
     first = [plain(sentence) for sentence in lead.split("<li>")[1:]]
-    assert [sentence.split(" (")[-1] for sentence in first] == ["additivity).", "ladder).", "ablation)."]
-    assert "1 of 4 heads have a label" in plain(more)
+    assert [sentence.split(" (")[-1] for sentence in first] == ["additivity).", "labels).", "ablation)."]
+    assert "The predictions depend on" in plain(more)
     assert plain(more).count("share of the distance alone is largest") == 1
     assert "<details>" not in verdict({"ablation": Measurement(effects)})
     assert verdict({"labels": Measurement(heads(label=[""] * 4))}) == ""  # no sentence about zeros

@@ -30,7 +30,7 @@ from tl_posdisent.page.sections.ladder import LADDER
 from tl_posdisent.page.sections.measure import measure_sections
 from tl_posdisent.page.sections.names import DEFAULT, SectionName
 from tl_posdisent.page.sections.needs import NEEDS
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Section
 from tl_posdisent.page.sections.shares import SHARES
 from tl_posdisent.page.sections.show import show_section
 from tl_posdisent.utils.errors import ArgumentError, brief

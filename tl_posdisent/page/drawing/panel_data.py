@@ -30,7 +30,10 @@ def panel_data(
     near = panels.attention[panels.attention["distance"].isin(shown_distances(panels.attention["distance"]))]
     attention: Any = dict([*near.groupby(HEAD)])
     for (layer, head), scores in panels.scores.items():
-        one: dict[str, Any] = {"scores": _encoded_scores(scores, panels.causal), "says": [*sentences.get((layer, head), ())]}
+        one: dict[str, Any] = {
+            "scores": _encoded_scores(scores, panels.causal),
+            "says": [*sentences.get((layer, head), ())],
+        }
         if (layer, head) in lines:
             one["profile"] = [None if np.isnan(x) else round(x, 3) for x in lines[layer, head]]
         if (layer, head) in attention:

@@ -155,7 +155,9 @@ def _mean_shares(measurement: Measurement) -> Markup:
     """State the shares of distance and key, beside those of random weights."""
     names = ("share_distance", "share_key")
     means = [f"{100 * by_head(measurement.trained)[name].mean():.0f} %" for name in names]
-    sentence = Markup("Of the variance of a head’s scores, the distance alone explains {} and the key alone {} on average")
+    sentence = Markup(
+        "Of the variance of a head’s scores, the distance alone explains {} and the key alone {} on average"
+    )
     random = Markup()
     if measurement.random is not None:
         at_random = [f"{100 * measurement.random[name].mean():.0f} %" for name in names]
@@ -166,7 +168,9 @@ def _mean_shares(measurement: Measurement) -> Markup:
 def _most_positional(heads: pd.DataFrame) -> Markup:
     """Name the three heads with the largest share of the distance alone."""
     top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
-    labels = [link_head(*pair) if len(heads) <= ROWS else head_label(*pair) for pair in top[HEAD].astype(int).to_numpy()]
+    labels = [
+        link_head(*pair) if len(heads) <= ROWS else head_label(*pair) for pair in top[HEAD].astype(int).to_numpy()
+    ]
     shares = [number(share, 2) for share in top["share_distance"]]
     names = [Markup("{} ({})").format(label, share) for label, share in zip(labels, shares, strict=True)]
     sentence = Markup("Of {}, the share of the distance alone is largest in {}.")

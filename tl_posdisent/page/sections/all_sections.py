@@ -40,4 +40,5 @@ SECTIONS: Final[dict[SectionName, Section]] = {name: _BY_NAME[name] for name in 
 
 def verdict_sentences(measurements: Mapping[SectionName, Measurement]) -> list[list[Markup]]:
     """Return the sentences of each section that was measured, in the order of the page."""
-    return [SECTIONS[name].sentences(one) for name, one in measurements.items() if one.refused is None]
+    measured = {name: measurement for name, measurement in measurements.items() if measurement.refused is None}
+    return [section.sentences(measured[name]) for name, section in SECTIONS.items() if name in measured]

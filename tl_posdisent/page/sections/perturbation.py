@@ -85,4 +85,6 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return [sentence.format(PERTURBATIONS, "; ".join(changes), link_section(PERTURBATION.name, measurement))]
 
 
-PERTURBATION = Section("perturbation", "Robustness to perturbed word order and positions", _measure, _passes, _show, _sentences)
+PERTURBATION = Section(
+    "perturbation", "Robustness to perturbed word order and positions", _measure, _passes, _show, _sentences
+)

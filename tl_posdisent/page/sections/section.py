@@ -12,7 +12,6 @@ from tl_posdisent.page.measuring.measurement import Measurement, Settings
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.names import SectionName
 
-
 Measured = Mapping[SectionName, Measurement]
 """The measurements of the sections before, for one that needs a table of theirs."""
 
