@@ -117,7 +117,7 @@ def test_a_head_without_a_number_is_no_head_with_0() -> None:
     assert offered["colours"]["effect"]["values"] == offered["axes"]["effect"]["values"] == [0.5, 0.0, None, -0.25]
     (heat,) = offered["colours"]["effect"]["map"]
     assert np.isfinite(_array(heat["z"]).ravel()).tolist() == [True, True, False, True]
-    scales = str([colour["marker"]["colorscale"] for colour in offered["colours"].values()])
+    scales = str([colour["marker"].get("colorscale") for colour in offered["colours"].values()])
     assert offered["unknown"] not in scales
     said = {name: colour["caption"].partition("; ")[2] for name, colour in offered["colours"].items()}
     assert said.pop("effect") == "grey: 1 head without a number"

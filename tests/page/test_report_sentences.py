@@ -13,6 +13,7 @@ from support import zoo
 from support.documents import Document
 
 from tl_posdisent import demo_tokens, load_demo_model, page
+from tl_posdisent.experiments.needs.where_or_what import statement
 from tl_posdisent.page.drawing import opening
 from tl_posdisent.page.measuring.measurement import Measurement
 from tl_posdisent.page.measuring.subject import read_subject
@@ -46,14 +47,15 @@ NUMBERS = {"contribution": 0.1, "contribution_se": 0.01, "exact": False, "distan
 def needed(where: list[float], what: list[float], verdicts: list[str]) -> pd.DataFrame:
     """A table of ``where_or_what``."""
     shares = {f"{name}{end}": x for name, x in {"where": where, "what": what}.items() for end in ("", "_unclipped")}
-    return heads(**shares, where_se=0.04, what_se=[0.01, 0.02, 0.03, 0.04], verdict=verdicts, **NUMBERS)
+    return heads(**shares, where_se=0.04, what_se=[0.01, 0.02, 0.04, 0.05], verdict=verdicts, **NUMBERS)
 
 
 def test_what_heads_need_is_counted_beside_a_random_copy() -> None:
     table = needed([0.9, 0.1, 0.2, 0.5], [0.1, 0.9, 0.3, 0.5], ["where", "what", "both", "undecided"])
     said = plain(verdict({"where_or_what": Measurement(table)}))
-    assert "where keys are in 1 of 4 heads, what they are in 1, both together in 1; in 0 the pattern does not" in said
-    assert "and 1 are undecided (where_or_what). The shares" in said
+    counts = "What the predictions need: where keys are in 1 of 4 heads, what they are in 1, both together in 1"
+    assert counts in statement(table)
+    assert statement(table).removesuffix(".") + " (where_or_what). The shares that survive" in said
     assert "have standard errors over texts of 0.04 and 0.03 (medians of the heads that contribute)." in said
     assert "random copy" not in said
     random = needed([0.9, 0.8, 1.0, 0.0], [0.95] * 4, ["neither", "neither", "neither", "not used"])

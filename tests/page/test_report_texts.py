@@ -61,7 +61,7 @@ def test_padding_needs_a_mask_and_texts_do_not(tmp_path: Path) -> None:
     tokens, mask = padded("right")
     with pytest.raises(ValueError, match="attention_mask"):
         tp.report(model, tokens, tmp_path / "a.html", progress=False)
-    with pytest.raises(ValueError, match="text cannot be used: .*attention_mask"):
+    with pytest.raises(ValueError, match=r"text cannot be used: .*attention_mask"):
         tp.report(model, {"input_ids": tokens, "attention_mask": mask[:1]}, tmp_path / "a.html", progress=False)
     words = ["We hold these truths to be self-evident", "that all men are created equal, and so on, and so on"]
     tp.report(model, words, tmp_path / "b.html", sections=["additivity"], control=0, progress=False)

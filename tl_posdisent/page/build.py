@@ -131,7 +131,7 @@ def check_sections(names: Iterable[SectionName] | None) -> list[Section]:
 
 
 def read_settings(subject: Subject, seed: int, control: int, *, progress: bool) -> Settings:
-    """Check the seed and the number of random copies, whose weights have the standard deviation of the configuration."""
+    """Check the seed and the number of random copies, whose weights have the configuration's standard deviation."""
     check_seed(seed)
     copies = check_integer("control", control, 0)
     return Settings(seed, copies, initial_scale(subject.model, "config") if copies else USUAL_STD, progress)

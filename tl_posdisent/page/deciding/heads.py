@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pandas as pd
 
-from tl_posdisent.experiments.needs.sentences import disagreement_sentence, looks_sentences, needs_sentences
+from tl_posdisent.experiments.needs.sentences import (
+    Row,
+    disagreement_sentence,
+    looks_sentences,
+    needs_sentences,
+)
 from tl_posdisent.hooks.named_hooks import UNMODIFIED
-from tl_posdisent.page.measuring.measurement import HEAD, Measurement, by_head
+from tl_posdisent.page.measuring.measurement import Measurement, by_head
 
 Pair = tuple[int, int]
 
@@ -34,10 +36,10 @@ def describe_heads(
     answers = {} if needs is None else rows_by_head(needs)
     measured = additivity is not None and additivity.refused is None
     shares = rows_by_head(by_head(additivity.trained)) if additivity is not None and measured else {}
-    random = {}
+    random: dict[int, Row] = {}
     if additivity is not None and measured and additivity.random is not None:
-        means = by_head(additivity.random).groupby("layer").mean()
-        random = {int(layer): row for layer, row in means.to_dict("index").items()}
+        means = by_head(additivity.random).groupby("layer", as_index=False).mean()
+        random = {int(row["layer"]): row for row in means.to_dict("records")}
     labels_by_head = {} if labels is None else rows_by_head(labels)
     profiles = _profiles(attention)
     sentences = {}
@@ -52,15 +54,15 @@ def describe_heads(
     return sentences
 
 
-def rows_by_head(table: pd.DataFrame) -> dict[Pair, Mapping[Any, Any]]:
+def rows_by_head(table: pd.DataFrame) -> dict[Pair, Row]:
     """Return the rows of a table with one row per layer and head."""
     return {(int(row["layer"]), int(row["head"])): row for row in table.to_dict("records")}
 
 
 def _profiles(attention: pd.DataFrame) -> dict[Pair, dict[int, float]]:
     """Return each head's mean attention by distance in the unmodified model."""
-    own = attention[attention["intervention"] == UNMODIFIED]
-    return {
-        (int(layer), int(head)): dict(zip(rows["distance"].astype(int), rows["attention"], strict=True))
-        for (layer, head), rows in own.groupby(HEAD)
-    }
+    profiles: dict[Pair, dict[int, float]] = {}
+    for row in attention[attention["intervention"] == UNMODIFIED].to_dict("records"):
+        profile = profiles.setdefault((int(row["layer"]), int(row["head"])), {})
+        profile[int(row["distance"])] = row["attention"]
+    return profiles

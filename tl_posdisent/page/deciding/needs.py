@@ -25,8 +25,8 @@ def describe_model(table: pd.DataFrame, measurement: Measurement, name: str) -> 
         return counts
     medians = [number(used[f"{share}_se"].median(), 2) for share in _SHARES]
     errors = Markup(
-        " The shares that survive with distances alone and with content alone have standard errors over texts of {} and "
-        "{} (medians of the heads that contribute)."
+        " The shares that survive with distances alone and with content alone have standard errors over texts of {} "
+        "and {} (medians of the heads that contribute)."
     )
     return counts + errors.format(*medians)
 
@@ -46,5 +46,5 @@ def describe_copy(random: pd.DataFrame) -> Markup:
 
 def _middle_and_range(shares: pd.Series) -> str:
     """Format the median, and the quantiles of 5 and 95 %."""
-    low, middle, high = (number(shares.quantile(q), 2) for q in (0.05, 0.5, 0.95))
+    low, middle, high = (number(float(shares.quantile(q)), 2) for q in (0.05, 0.5, 0.95))
     return f"{middle} ({low} to {high})"

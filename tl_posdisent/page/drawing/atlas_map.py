@@ -34,8 +34,8 @@ _MARKS = {"undecided": "line-ne", "not used": "line-ew"}
 def choices(heads: pd.DataFrame) -> dict[str, Any]:
     """Return what the page's script chooses from: for each measure a map, the colours of points, and numbers for axes.
 
-    ``heads`` is the table of the atlas; numbers are in the order of its rows, null where there are none. The verdicts of
-    ``where_or_what`` are first; without any, all cells are grey.
+    ``heads`` is the table of the atlas; numbers are in the order of its rows, null where there are none. The verdicts
+    of ``where_or_what`` are first; without any, all cells are grey.
     """
     names = [name for name in _COLOURS if name in heads and heads[name].notna().any()]
     colours = {"verdict": _need_colours(heads)} | {name: _number_colours(heads, name) for name in names}
