@@ -103,7 +103,7 @@ def test_refusals_leave_no_file_and_no_trace(tmp_path: Path) -> None:
     model = tp.load_demo_model()
     before = state(model)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"sections": ["additivity", "heat"]}, r"sections must be some of additivity, .*ablation.* got .*'heat'"),
+        ({"sections": ["additivity", "heat"]}, r"sections must be some of where_or_what, .*ablation.* got .*'heat'"),
         ({"sections": []}, "sections must be some of"),
         ({"sections": ["heads", "heads"]}, "each once"),
         ({"title": b"x"}, "title must be text"),
