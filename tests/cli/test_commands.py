@@ -360,7 +360,7 @@ REFUSED = [
     ("fit --length 600", "tokens are 600 long, and the model fails beyond its context of 512: "),
     ("fit --length 32 --texts 1000", "text has 3257 tokens, too few for 1000 × 32"),
     ("models --search 'no such model'", "no model matches; more are listed with --untested"),
-    ("report --section ladders", "section must be one of where_or_what, additivity, "),
+    ("report --section ladders", "section cannot be 'ladders': did you mean 'ladder'? It must be 'where_or_what', "),
 ]
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.public import public_names
 from support.tolerance import rounding
 from torch import Tensor
@@ -80,6 +81,7 @@ MEANS: dict[str, Call] = {
     ),
 }
 """The mean of a metric over texts, or of the loss over predicted tokens."""
+QUICK = ("head_ablation", "head_ablation by hand", "head_patching of patterns")
 
 
 def others(tokens: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize("name_of", MEANS)
+@pytest.mark.parametrize("name_of", [*QUICK, *slow(x for x in MEANS if x not in QUICK)])
 def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_reading: Any) -> None:
     """The loss of a batch is the mean over its predicted tokens, another metric the mean over its texts."""
     model, run = shared_reading(kind, name), MEANS[name_of]

@@ -32,7 +32,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Document]
     model, tokens = zoo.bridge("gemma3"), zoo.random_tokens(length=24, batch=2)
     sections: Any = ["additivity", "shares", "subspaces", "labels", "ablation"]
     path = tmp_path_factory.mktemp("report") / "r.html"
-    return model, tokens, Document(tp.report(model, tokens, path, sections=sections, progress=False))
+    return model, tokens, Document(tp.report(model, tokens, path, sections=sections, control=1, progress=False))
 
 
 def test_tables_and_maps_name_the_attention_of_each_layer(gemma: tuple[Any, Any, Document]) -> None:

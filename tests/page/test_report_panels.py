@@ -36,7 +36,7 @@ def decoded(scores: list[Any], n: int, *, causal: bool) -> np.ndarray:
 
 def test_panels_have_the_scores_and_profiles_of_each_head(tmp_path: Path) -> None:
     model = tp.load_demo_model()
-    document = report_of(model, tmp_path, seed=3)
+    document = report_of(model, tmp_path, seed=3, sections=["additivity", "distance"])
     data = document.data["panels"]
     assert [*data["heads"]] == [row["head"] for row in document.rows("atlas")]
     assert data["words"] == [word.replace("\n", "\\n") for word in model.to_str_tokens(TOKENS[0])[:48]]

@@ -26,7 +26,7 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import answering, check_out, show
 from tl_posdisent.page.sections.names import ON_REQUEST, SectionName
-from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.utils.validation import check_choice
 
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
@@ -88,6 +88,5 @@ def report(
 def _sections(given: list[str] | None) -> list[str] | None:
     """Validate sections before a model is loaded, and drop duplicates."""
     for name in given or ():
-        if name not in SECTIONS:
-            raise ArgumentError("section", f"must be one of {', '.join(SECTIONS)}, got {brief(name)}")
+        check_choice("section", name, SECTIONS)
     return list(dict.fromkeys(given)) if given else None

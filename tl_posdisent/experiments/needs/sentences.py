@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any, Final, Literal
 
-from tl_posdisent.experiments.needs.shares import HALF
 from tl_posdisent.utils.validation import head_label
 
 Row = Mapping[Any, Any]
@@ -20,12 +19,15 @@ _VERDICTS: Final = {
     "where": "where",
     "what": "what",
     "both": "both, where and what are needed together",
+    "either": "either, where or what suffices",
     "neither": "neither, the pattern does not matter",
+    "undecided": "undecided, whether more than half survives",
 }
 _NEEDS: Final = {
     "where": "the predictions need where keys are",
     "what": "the predictions need what keys are",
     "both": "the predictions need where and what together",
+    "either": "either where or what suffices for the predictions",
     "neither": "the predictions need neither: the pattern does not matter",
     "not used": "the predictions do not use the head",
 }
@@ -75,6 +77,7 @@ def looks_sentences(
     *,
     label: str | None = None,
     profile: Mapping[int, float] | None = None,
+    first_token: float | None = None,
 ) -> list[str]:
     """Say what a head's scores and its attention look like.
 
@@ -83,7 +86,7 @@ def looks_sentences(
             ``r_held_out`` of ``additivity``.
         random: the same of random weights.
         label: of ``head_labels``; None if it was not measured, empty for a head that has none of the usual labels.
-        profile: mean attention by distance.
+        profile: mean attention by distance, without the first token if ``first_token``, its attention, is given.
 
     >>> shares = {"share_distance": 0.62, "share_key": 0.08, "share_query": 0.1, "r": 0.91}
     >>> random = {"share_distance": 0.01, "share_key": 0.5, "share_query": 0.3, "r": 0.88}
@@ -91,12 +94,12 @@ def looks_sentences(
     ...     print(sentence)
     Of the variance of its scores, the distance alone explains 62 %, the key 8 %, the query 10 % (random weights: ...).
     The sum of the three correlates with the scores by 0.91 (random weights: 0.88).
-    Its mean attention is largest at distance 1: 0.70 (at 0: 0.10).
+    Its attention is largest at distance 1: 0.70 on average (at 0: 0.10).
     Usual label: previous token.
     """
     names = ("share_distance", "share_key", "share_query")
     if not all(isfinite(shares[name]) for name in names):
-        return ["Its scores do not vary.", *_profile(profile), *_label(label)]
+        return ["Its scores do not vary.", *_profile(profile, first_token), *_label(label)]
     distance, key, query = (_percent(shares[name]) for name in names)
     beside = "" if random is None else f" (random weights: {', '.join(_percent(random[x]) for x in names)} %)"
     sentences = [
@@ -109,7 +112,7 @@ def looks_sentences(
     if isfinite(shares[column]):
         beside = "" if random is None else f" (random weights: {random[column]:.2f})"
         sentences.append(f"{means} {shares[column]:.2f}{beside}.")
-    return [*sentences, *_profile(profile), *_label(label)]
+    return [*sentences, *_profile(profile, first_token), *_label(label)]
 
 
 def looks_like(shares: Row, random: Row | None = None) -> Literal["where", "what"] | None:
@@ -162,14 +165,7 @@ def _answer(row: Row) -> str:
         return f"{contribution}, which is negligible: not used."
     where, what = (_kept(row[f"{name}_unclipped"], row[f"{name}_se"]) for name in ("where", "what"))
     shares = f"distances alone keep {where} of it, content alone {what}"
-    return f"{contribution}; {shares}: {_VERDICTS.get(row['verdict']) or _undecided(row)}."
-
-
-def _undecided(row: Row) -> str:
-    """Name the share that is nearest to a half in its standard errors."""
-    names = {"where": "distances alone", "what": "content alone"}
-    nearest = min(names, key=lambda name: abs(row[f"{name}_unclipped"] - HALF) / max(row[f"{name}_se"], 1e-300))
-    return f"undecided, {names[nearest]} may keep more or less than half"
+    return f"{contribution}; {shares}: {_VERDICTS[row['verdict']]}."
 
 
 def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
@@ -194,13 +190,15 @@ def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
     return [f"{words[0].upper()}{words[1:]}, {each} than the head contributes: wrong attention does harm."]
 
 
-def _profile(profile: Mapping[int, float] | None) -> list[str]:
+def _profile(profile: Mapping[int, float] | None, first_token: float | None) -> list[str]:
+    first = "" if first_token is None else f"The first token gets {_percent(first_token)} % of its attention"
     if not profile:
-        return []
+        return [f"{first}."] if first else []
     peak = max(profile, key=lambda distance: profile[distance])
     others = [f"at {d}: {profile[d]:.2f}" for d in _PROFILE_SHOWN if d in profile and d != peak]
     beside = f" ({', '.join(others)})" if others else ""
-    return [f"Its mean attention is largest at distance {peak}: {profile[peak]:.2f}{beside}."]
+    begin = f"{first}; that to others" if first else "Its attention"
+    return [f"{begin} is largest at distance {peak}: {profile[peak]:.2f} on average{beside}."]
 
 
 def _label(label: str | None) -> list[str]:
@@ -217,11 +215,12 @@ def _key_minus_distance(shares: Row) -> float:
 
 def _kept(share: float, error: float) -> str:
     """Format a share of the contribution, which is none where it is surely not above 0."""
-    return "none" if share + error < 0 else f"{_percent(share)} ± {_percent(error)} %"
+    digits = 1 if error < 0.01 else 0
+    return "none" if share + error < 0 else f"{_percent(share, digits)} ± {_percent(error, digits)} %"
 
 
-def _percent(share: float) -> str:
-    return f"{round(100 * share) + 0:d}".replace("-", "−")
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{round(100 * share, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 def _nats(value: float) -> str:

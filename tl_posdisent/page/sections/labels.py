@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from tl_posdisent.experiments.attention_scores.head_labels import RANDOM_LENGTH, REPEATS, head_labels
+from tl_posdisent.experiments.attention_scores.head_labels import N_SEQUENCES, SEQUENCE_TOKENS, head_labels
 from tl_posdisent.page.deciding.links import link_section
 from tl_posdisent.page.deciding.words import NO_LABEL, counted, label_words
 from tl_posdisent.page.drawing.maps import with_attention
@@ -36,7 +36,7 @@ def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
 
 
 def _passes(subject: Subject, settings: Settings) -> float:
-    part, repeated = subject.cut(_POSITIONS, _TOKENS), REPEATS * (1 + 2 * RANDOM_LENGTH)
+    part, repeated = subject.cut(_POSITIONS, _TOKENS), N_SEQUENCES * (1 + 2 * SEQUENCE_TOKENS)
     return (1 + settings.copies) * (part.n_run + repeated * subject.depth)
 
 
