@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from tl_posdisent.experiments.needs.head_looks import frequent_distances
 from tl_posdisent.experiments.needs.sentences import (
     Row,
     disagreement_sentence,
@@ -11,7 +12,7 @@ from tl_posdisent.experiments.needs.sentences import (
     needs_sentences,
 )
 from tl_posdisent.hooks.named_hooks import UNMODIFIED
-from tl_posdisent.page.measuring.measurement import Measurement, by_head
+from tl_posdisent.page.measuring.measurement import HEAD, Measurement, by_head
 
 Pair = tuple[int, int]
 
@@ -61,8 +62,6 @@ def rows_by_head(table: pd.DataFrame) -> dict[Pair, Row]:
 
 def _profiles(attention: pd.DataFrame) -> dict[Pair, dict[int, float]]:
     """Return each head's mean attention by distance in the unmodified model."""
-    profiles: dict[Pair, dict[int, float]] = {}
-    for row in attention[attention["intervention"] == UNMODIFIED].to_dict("records"):
-        profile = profiles.setdefault((int(row["layer"]), int(row["head"])), {})
-        profile[int(row["distance"])] = row["attention"]
-    return profiles
+    own = attention[attention["intervention"] == UNMODIFIED]
+    by_pair = own.groupby([own["layer"].astype(int), own["head"].astype(int)])
+    return {(int(layer), int(head)): frequent_distances(rows) for (layer, head), rows in by_pair}  # type: ignore[misc]
