@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from tl_posdisent.experiments.needs.head_looks import frequent_distances
@@ -63,5 +65,5 @@ def rows_by_head(table: pd.DataFrame) -> dict[Pair, Row]:
 def _profiles(attention: pd.DataFrame) -> dict[Pair, dict[int, float]]:
     """Return each head's mean attention by distance in the unmodified model."""
     own = attention[attention["intervention"] == UNMODIFIED]
-    by_pair = own.groupby([own["layer"].astype(int), own["head"].astype(int)])
-    return {(int(layer), int(head)): frequent_distances(rows) for (layer, head), rows in by_pair}  # type: ignore[misc]
+    groups: Any = dict([*own.groupby(HEAD)])
+    return {(int(layer), int(head)): frequent_distances(rows) for (layer, head), rows in groups.items()}
