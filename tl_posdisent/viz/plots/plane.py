@@ -105,5 +105,5 @@ def _hover(head: Mapping[Any, Any]) -> str:
         error = f" ± {head[f'{name}_se']:.2f}" if f"{name}_se" in head else ""
         parts.append(f"{name} {head.get(f'{name}_unclipped', head[name]):.2f}{error}")
     error = f" ± {head['contribution_se']:.2g}" if "contribution_se" in head else ""
-    parts.append(f"contribution {head['contribution']:.2g}{error} nats per token; ± standard error over texts")
-    return ", ".join(parts)
+    parts.append(f"contribution {head['contribution']:.2g}{error} nats per token")
+    return ", ".join(parts) + (" (± standard error over texts)" if "where_se" in head else "")
