@@ -326,7 +326,7 @@ ROW: dict[str, Any] = {
     ("changed", "answer"),
     [
         ({}, "distances alone keep none of it, content alone 41 ± 2 %: both, where and what are needed together."),
-        ({"verdict": "undecided"}, "content alone 41 ± 2 %: undecided, whether more than half survives."),
+        ({"verdict": "undecided"}, "content alone 41 ± 2 %: undecided, more texts may decide."),
         (
             {"where_unclipped": 0.984, "verdict": "where"},
             "distances alone keep 98 ± 10 % of it, content alone 41 ± 2 %",
