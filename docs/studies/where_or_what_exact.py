@@ -45,7 +45,7 @@ def measured(model: Any, tokens: Tensor, heads: int) -> tuple[dict[str, Tensor],
     """Estimates ``[replacement, text, head, draw]`` by kind, divergences of runs ``[replacement, text, head]``, the
     number of predictions of each text, and the layer of each head that was run."""
     chosen = any_heads(model, None, None)
-    texts, of_folds = folds(model, tokens, None, chosen)
+    _, of_folds = folds(model, tokens, None, chosen)
     names, places = list(of_folds[0].replacements), pairs_of(chosen)
     changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
     shape = (len(names), len(tokens), len(places), max(DRAWS))

@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 import torch
 from shared.speeches import copies
-from shared.texts import parts
 
 import tl_posdisent as tp
 
@@ -17,27 +16,18 @@ OTHERS = {"retrieval": "L19H1", "where": "L16H0", "sink": "L8H1", "unnamed": "L3
 
 
 def table(model: Any, each: int = 2, texts: int = 4, length: int = 97) -> pd.DataFrame:
-    """The heads with the largest value of each measure of ``head_labels`` and a few others, all run, on
-    random tokens that are read twice, with gaps of 4, 12, 20 … tokens between the copies, so that distances differ; on
-    speeches; and on such tokens without gaps."""
+    """The heads with the largest value of each measure of ``head_labels`` and a few others, all run, on random tokens
+    that are read twice, with gaps of 4, 12, 20 … tokens between the copies, so that distances differ."""
     labels = tp.head_labels(model, seeds=0, progress=False)
     kinds: dict[str, str] = {}
     for kind in KINDS:
         largest = labels.nlargest(each, kind)
         kinds |= {f"L{layer}H{head}": kind for layer, head in zip(largest["layer"], largest["head"], strict=True)}
     kinds |= {label: kind for kind, label in OTHERS.items() if label not in kinds}
-    tables = []
-    for name, tokens in {
-        "read twice, gaps": with_gaps(copies(model, texts, length // 2)),
-        "speeches": parts(model, "speeches", texts, length),
-        "read twice": copies(model, texts, length // 2),
-    }.items():
-        found = tp.where_or_what(model, tokens, heads=list(kinds), exact="all", progress=False)
-        found.insert(0, "kind", [kinds[f"L{x}H{y}"] for x, y in zip(found["layer"], found["head"], strict=True)])
-        found.insert(0, "texts", name)
-        tables.append(found)
-        print(found.round(3).to_string(), flush=True)
-    return pd.concat(tables)
+    tokens = with_gaps(copies(model, texts, length // 2))
+    found = tp.where_or_what(model, tokens, heads=list(kinds), exact="all", progress=False)
+    found.insert(0, "kind", [kinds[f"L{x}H{y}"] for x, y in zip(found["layer"], found["head"], strict=True)])
+    return found
 
 
 def with_gaps(tokens: torch.Tensor) -> torch.Tensor:

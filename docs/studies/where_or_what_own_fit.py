@@ -34,9 +34,9 @@ def table(model: Any, texts: int = 8, length: int = 96, step: int = 1) -> pd.Dat
         replaced = [(own, mean), (other, None), (uniform, None), (at_one_distance(own), None)]
         found.append([divergence(unmodified, log_p(model, measured, place, *x)) for x in replaced])
     k = torch.stack([torch.stack(x) for x in found], -1)  # replacement, text, head
-    n = torch.full((texts,), length - 1.0, dtype=torch.float64)
-    heads = shares(k[0], k[1], k[2], k[3:], n, (1,))
-    heads["verdict"] = verdicts(heads, n, 0.0005)
+    n_predictions = torch.full((texts,), length - 1.0, dtype=torch.float64)
+    heads = shares(k[0], k[1], k[2], k[3:], n_predictions, (1,))
+    heads["verdict"] = verdicts(heads, n_predictions, 0.0005)
     return pd.concat([pd.DataFrame(places, columns=["layer", "head"]), heads], axis=1)
 
 

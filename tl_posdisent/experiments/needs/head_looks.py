@@ -46,10 +46,15 @@ class HeadLooks:
     profile: pd.DataFrame
 
     def sentences(self) -> list[str]:
-        """Say in words what the head looks like; distances that few pairs have cannot be its peak."""
-        often = self.profile[self.profile["cells"] >= _PAIRS * self.profile["cells"].max()]
-        means = dict(zip(often["distance"].tolist(), often["attention"].tolist(), strict=True))
+        """Say in words what the head looks like."""
+        means = frequent_distances(self.profile)
         return looks_sentences(self.shares, self.random, label=self.label, profile=means, first_token=self.first_token)
+
+
+def frequent_distances(profile: pd.DataFrame) -> dict[int, float]:
+    """Return mean attention by distance, without distances that few pairs have, which cannot be a head's peak."""
+    often = profile[profile["cells"] >= _PAIRS * profile["cells"].max()]
+    return dict(zip(often["distance"].tolist(), often["attention"].tolist(), strict=True))
 
 
 def measure_looks(reading: ModelReading, texts: Texts, chosen: Chosen, seeds: Sequence[int], seed: int) -> HeadLooks:
