@@ -30,6 +30,7 @@ from .experiments.causal.patching import component_patching as component_patchin
 from .experiments.causal.patching import head_patching as head_patching
 from .experiments.causal.patching import position_patching as position_patching
 from .experiments.measuring.metrics import logit_difference as logit_difference
+from .experiments.needs.describe_head import describe_head as describe_head
 from .experiments.needs.where_or_what import where_or_what as where_or_what
 from .experiments.residual_stream.score_sources import score_sources as score_sources
 from .experiments.retrieval.retrieval_heads import retrieval_heads as retrieval_heads

@@ -35,7 +35,7 @@ def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, 
             values |= {"layer": report.layer, "head": report.head}
             row |= {f"{mode}_{name}_{key}": value for key, value in values.items()}
     for by in [*["rotation"] * model.encoding.rotates, *["attention"] * attention]:
-        sets = sufficient_heads(model, tokens, labels, by=by, order=drops)  # type: ignore[arg-type]
+        sets = sufficient_heads(model, tokens, labels, by=by, order=drops, progress=False)  # type: ignore[arg-type]
         one = sets.path.query("heads >= 1")["accuracy"].iloc[-1] if sets.heads else sets.none
         row |= {f"{by}_heads": len(sets.heads), f"{by}_none": sets.none, f"{by}_one": one}
         row |= {f"{by}_accuracy": sets.accuracy, f"{by}_set": " ".join(f"{n}.{h}" for n, h in sets.heads)}

@@ -255,7 +255,7 @@ def test_a_previous_token_head_to_the_letter(options: dict) -> None:
 def test_blocks_of_few_queries_and_of_one_head_are_the_whole(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     k, scores = torch.randn(2, 30, 2, 6, dtype=torch.float64), torch.randn(2, 4, 30, 30, dtype=torch.float64)
     expected = fit_attention(scores, keys=k, **options)
-    monkeypatch.setattr(patterns, "_BLOCK", 100)
+    monkeypatch.setattr(patterns, "_BLOCK_CELLS", 100)
     found = fit_attention(scores, keys=k, **options)
     for name in ("distance", "key", "direction", "sinks", "kl", "explained"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-6)

@@ -49,14 +49,14 @@ def by_autograd(systems: Systems, mask: Tensor, stacked: Tensor, x: Tensor) -> l
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_sums_are_those_of_autograd(case: Case, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles that are kept, or computed again; each query has attention 1, and its part of a product is 0."""
-    monkeypatch.setattr("tl_posdisent.additive.attention.sums._TILE", 4)
+    monkeypatch.setattr("tl_posdisent.additive.attention.sums._TILE_QUERIES", 4)
     systems, mask = systems_of(case), mask_of(case)
     stacked, x = drawn(case, systems, span)
     log_z, gradient, product = by_autograd(systems, mask, stacked, x)
     split = systems.cells.split
     split(gradient).query.copy_(mask.any(-1))
     for stored in (2**26, 0):
-        monkeypatch.setattr("tl_posdisent.additive.attention.sums._STORED", stored)
+        monkeypatch.setattr("tl_posdisent.additive.attention.sums._MAX_STORED_CELLS", stored)
         sums = AttentionSums(systems, stacked)
         found = (sums.log_z, sums.marginals, sums.product(x))
         for value, expected in zip(found, (log_z, gradient, product), strict=True):

@@ -44,7 +44,7 @@ def assert_same(found, expected, scale: torch.Tensor) -> None:
 def test_equals_dense_fit(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """At lengths and windows on both sides of blocks, also with fewer queries than keys; blocks are 8 here."""
     options = {name: max(1, x // 32) if name == "window" else x for name, x in options.items()}
-    monkeypatch.setattr(linear, "_BLOCK", 8)
+    monkeypatch.setattr(linear, "_BLOCK_SIDE", 8)
     for length, before in ((2, 0), (3, 0), (7, 0), (9, 0), (33, 0), (33, 1), (40, 9), (40, 24)):
         q, k = vectors(length)
         scores = dense(q[:, before:], k, 0.3)
@@ -83,7 +83,7 @@ def test_no_tensor_has_two_sequence_axes(monkeypatch: pytest.MonkeyPatch) -> Non
                     largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
             return out
 
-    monkeypatch.setattr(linear, "_BLOCK", 64)
+    monkeypatch.setattr(linear, "_BLOCK_SIDE", 64)
     q, k = vectors(4096, heads=1, kv=1, batch=(), d=8)
     with Watch():
         fit_additive_qk(q, k, scale=1.0)

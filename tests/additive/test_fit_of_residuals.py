@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.masks import CASES, Case
+from support.lanes import slow
+from support.masks import CASES
 from torch import Tensor
 
 from tl_posdisent import additivity, fit_additive, fit_additive_qk
 from tl_posdisent.additive import least_squares
 from tl_posdisent.hooks import drop_component, substitute_additive
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SIZES = [(1.0, 1.0, dtype) for dtype in DTYPES]  # of the additive part, and of the noise
-SIZES += [(100.0, 1.0, torch.float32), (1000.0, 0.5, torch.float64), (1e-20, 1e-20, torch.float32)]
+# Of the additive part, and of the noise.
+FLOAT32 = [(1.0, 1.0, torch.float32)]
+OTHERS = [(1.0, 1.0, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)]
+OTHERS += [(100.0, 1.0, torch.float32), (1000.0, 0.5, torch.float64), (1e-20, 1e-20, torch.float32)]
+POOLED = [(name, pool) for pool in (False, True) for name, case in CASES.items() if len(case.shape) > 2 or not pool]
 
 
 def additive_and_noise(shape: tuple[int, ...], level: float, noise: float) -> Tensor:
@@ -28,13 +31,12 @@ def additive_and_noise(shape: tuple[int, ...], level: float, noise: float) -> Te
     return noise * x + level * (3 + y + z - distance / n_key)
 
 
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_residual_has_no_additive_part(case: Case, pool: bool) -> None:
-    if pool and len(case.shape) < 3:
-        return
+@pytest.mark.parametrize("sizes", [FLOAT32, *slow([OTHERS])], ids=["float32", "others"])
+@pytest.mark.parametrize(("name", "pool"), POOLED)
+def test_a_residual_has_no_additive_part(name: str, pool: bool, sizes: list[tuple[float, float, torch.dtype]]) -> None:
+    case = CASES[name]
     options: dict[str, Any] = {**case.options, "pool": pool, "check": False}
-    for level, noise, dtype in SIZES:
+    for level, noise, dtype in sizes:
         scores = additive_and_noise(case.shape, level, noise).to(dtype)
         residual = fit_additive(scores, **options).residual(scores)
         for again in (residual, residual.float()):

@@ -33,7 +33,7 @@ def assert_sums(read: Marginals, scores: Tensor, case: Case, cells: Cells) -> No
 
 @pytest.mark.parametrize("blocks", [(64, 2**18), (3, 1), (3, 2**18)], ids=str)
 def test_sums_are_those_over_the_cells(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(("_ROWS", "_CELLS"), blocks, strict=True):
+    for name, value in zip(("_MAX_ROWS", "_MAX_CELLS"), blocks, strict=True):
         monkeypatch.setattr(module, name, value)
     for name in KINDS:
         case = CASES[name]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.dense import allowed
+from support.lanes import slow
 from torch import Tensor
 
 from tl_posdisent import demo_tokens, fit_additive, fit_attention, load_demo_model
@@ -108,7 +109,7 @@ def test_negative_scores_whose_rows_sum_to_one_are_fitted() -> None:
 
 
 @pytest.mark.parametrize("fit", [fit_additive, fit_attention])
-@pytest.mark.parametrize("length", [12, 40, 80])  # fewer positions than coordinates, and more
+@pytest.mark.parametrize("length", [12, *slow([40, 80])])  # fewer positions than coordinates, and more
 def test_of_all_activations_only_scores_are_fitted(length: int, fit: Callable[[Tensor], Any]) -> None:
     _, cache = load_demo_model().run_with_cache(demo_tokens(length=length))
     fitted = set()

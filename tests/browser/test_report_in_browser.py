@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import expect
 
 import tl_posdisent as tp
-from tl_posdisent.page.sections.all_sections import SECTIONS
-from tl_posdisent.viz.palette import VERDICTS
+from tl_posdisent.page.sections.names import DEFAULT
+from tl_posdisent.viz.palette import NEEDS
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ _CONTRAST = """() => {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full report of the demo model on two stretches of its text."""
+    """A report of the demo model on several stretches of its text."""
     target = tmp_path_factory.mktemp("report") / "report.html"
     return tp.report(tp.load_demo_model(), tp.demo_text()[:2500], target, progress=False)
 
@@ -74,8 +74,9 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
     ids = page.page.locator("section").evaluate_all("all => all.map(x => x.id)")
-    assert ids == ["verdict", "atlas", "analysed", "headline", *SECTIONS, "reproduce"]
-    assert page.page.locator(".plot").count() == 1 + 2 + 5 + 1 + 2 + 1 + 1 + 2
+    first, *others = DEFAULT
+    assert ids == ["verdict", first, "atlas", "analysed", "headline", *others, "reproduce"]
+    assert page.page.locator(".plot").count() == 1 + 1 + 2 + 5 + 1 + 2 + 1
     boxes = page.page.locator(".plot .main-svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
     )
@@ -125,12 +126,14 @@ def test_the_atlas_is_sorted_by_a_click_on_a_title(path: Path, opened: Open) -> 
         page.page.locator(f"#atlas .{which}").check()
     titles = page.page.locator("#table-atlas thead th")
     named = [text.rstrip(" ▲▼") for text in titles.all_inner_texts()]
-    for title in ("distance alone", "added loss"):
+    contributions = [float(text) for text in texts(named.index("contribution"))]
+    assert contributions == sorted(contributions, reverse=True)  # before any click
+    for title in ("distance alone", "contribution"):
         n = named.index(title)
         titles.get_by_text(title, exact=True).click()
         numbers = [float(text.replace("−", "-")) for text in texts(n)]
         assert numbers == sorted(numbers, reverse=True)
-        titles.get_by_text(title).press("Enter")
+        titles.get_by_text(title, exact=True).press("Enter")
         assert [float(text.replace("−", "-")) for text in texts(n)] == numbers[::-1]
     titles.first.click()
     assert texts(0) == [f"L{layer}H{head}" for layer in range(5) for head in range(8)]
@@ -142,45 +145,68 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
     page.settle(CANVASES)
     plot, rows = page.page.locator("#atlas .plot").first, page.page.locator("#table-atlas tbody tr")
     titles = page.page.locator("#table-atlas thead th").all_inner_texts()
+    labels = rows.locator("a").all_inner_texts()
     number = {
         title: [float(x.replace("−", "-")) for x in rows.locator(f"td:nth-of-type({n})").all_inner_texts()]
         for n, title in enumerate(titles)
-        if title in ("KL", "added loss", "distance alone")
+        if title in ("contribution", "distance alone", "key alone")
     }
     assert page.page.get_by_label("Vertical axis").is_disabled()
-    page.page.get_by_role("combobox", name="Colour").select_option(label="KL (nats per token)")
+    page.page.get_by_role("combobox", name="Colour").select_option(label="contribution (nats per token)")
     (drawn,) = page.page.evaluate(
         "() => document.querySelector('#atlas .plot')._fullData.map(trace => [...trace.z].map(r => [...r]))"
     )
-    assert [number for row in drawn for number in row] == pytest.approx(number["KL"], abs=6e-5)
-    assert plot.get_attribute("aria-label") == "KL (nats per token), by head"
+    by_label = dict(zip(labels, number["contribution"], strict=True))
+    in_order = [by_label[f"L{layer}H{head}"] for layer in range(5) for head in range(8)]
+    assert [number for row in drawn for number in row] == pytest.approx(in_order, abs=6e-5)
+    assert plot.get_attribute("aria-label") == "contribution (nats per token), by head"
     across = page.page.get_by_label("Horizontal axis")
     across.focus()
-    across.press("ArrowDown")  # from the map to what − where over random
-    across.press("ArrowDown")  # and to the next measure
-    page.page.get_by_label("Vertical axis").select_option(label="added loss (nats per token)")
+    for _ in range(4):
+        across.press("ArrowDown")  # from the map to where, what, the contribution and the distance alone
+    page.page.get_by_label("Vertical axis").select_option(label="key alone (share of variance)")
     points = page.page.evaluate(
         "() => document.querySelector('#atlas .plot')._fullData.filter(t => t.x.length)"
         ".map(t => [[...t.x], [...t.y], [...t.marker.color]])"
     )
     ((x, y, colour),) = points  # every head has a number
     assert x == pytest.approx(number["distance alone"], abs=6e-4)
-    assert y == pytest.approx(number["added loss"], abs=6e-5)
-    assert colour == pytest.approx(number["KL"], abs=6e-5)
-    page.page.get_by_role("combobox", name="Colour").select_option(label="verdict")
-    most = number["added loss"].index(max(number["added loss"]))
+    assert y == pytest.approx(number["key alone"], abs=6e-4)
+    assert colour == pytest.approx(number["contribution"], abs=6e-5)
+    page.page.get_by_role("combobox", name="Colour").select_option(label="What the contribution needs")
+    most = number["key alone"].index(max(number["key alone"]))
     point = plot.locator(".scatterlayer .trace path.point").nth(most)
     box = point.bounding_box()
     page.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    label = rows.nth(most).locator("a").inner_text()
+    label = labels[most]
     plot.locator(".hoverlayer text").first.wait_for()
     assert plot.locator(".hoverlayer text").first.text_content().startswith(label)
     page.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.page.wait_for_url(f"**#{label}")
     expect(page.page.locator("#panel h3")).to_have_text(label)
     across.select_option("map")
-    assert plot.get_attribute("aria-label") == "verdict, by head"
+    assert plot.get_attribute("aria-label") == "What the contribution needs, by head"
     assert page.page.evaluate(_OVERLAPS) == []
+
+
+def test_undecided_heads_are_marked_by_a_line(path: Path, opened: Open) -> None:
+    """And a click on the line opens the panel of the head."""
+    page = opened(path)
+    page.settle(CANVASES)
+    rows = page.page.locator("#table-atlas tbody tr")
+    verdicts = dict(
+        zip(rows.locator("a").all_inner_texts(), rows.locator("td:nth-of-type(1)").all_inner_texts(), strict=True)
+    )
+    lines = page.page.locator("#atlas .plot .scatterlayer path.point")
+    marked = [label for label, verdict in verdicts.items() if verdict in ("undecided", "not used")]
+    assert lines.count() == len(marked) > 0
+    undecided = [label for label in sorted(marked) if verdicts[label] == "undecided"]
+    lines.first.scroll_into_view_if_needed()
+    box = page.page.locator("#atlas .plot .nsewdrag").bounding_box()
+    layer, head = int(undecided[0][1]), int(undecided[0][3])
+    page.page.mouse.click(box["x"] + box["width"] * (head + 0.5) / 8, box["y"] + box["height"] * (layer + 0.5) / 5)
+    page.page.wait_for_url(f"**#{undecided[0]}")
+    expect(page.page.locator("#panel h3")).to_have_text(undecided[0])
 
 
 def test_the_map_by_keyboard(path: Path, opened: Open) -> None:
@@ -190,10 +216,10 @@ def test_the_map_by_keyboard(path: Path, opened: Open) -> None:
     plot, said = page.page.locator("#atlas .plot").first, page.page.locator("#atlas-head")
     assert plot.get_attribute("tabindex") == "0"
     plot.focus()
-    assert said.inner_text().startswith("L0H0 looks at: ")
+    assert said.inner_text().startswith("L0H0 verdict: ")
     for key in ("ArrowUp", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"):
         page.page.keyboard.press(key)
-    assert said.inner_text().startswith("L2H1 looks at: ")
+    assert said.inner_text().startswith("L2H1 verdict: ")
     frame = page.page.evaluate("() => document.querySelector('#atlas .plot').layout.shapes[0]")
     assert [frame[name] for name in ("x0", "x1", "y0", "y1")] == [0.5, 1.5, 1.5, 2.5]
     page.page.keyboard.press("Enter")
@@ -202,7 +228,7 @@ def test_the_map_by_keyboard(path: Path, opened: Open) -> None:
     plot.focus()
     for _ in range(9):
         page.page.keyboard.press("ArrowRight")
-    assert said.inner_text().startswith("L2H7 looks at: ")
+    assert said.inner_text().startswith("L2H7 verdict: ")
     page.page.keyboard.press("Tab")
     assert page.page.evaluate("() => document.activeElement !== document.querySelector('#atlas .plot')")
 
@@ -222,6 +248,9 @@ def test_the_panel_of_a_head(path: Path, opened: Open) -> None:
     panel = page.page.locator("#panel")
     expect(panel.locator("h3")).to_have_text("L2H5")
     assert panel.locator("dd").all_inner_texts() == row.locator("td").all_inner_texts()
+    says = panel.locator(".says p").all_inner_texts()
+    assert says[0].startswith("L2H5 contributes ")
+    assert any(sentence.startswith("Of the variance of its scores") for sentence in says)
     titles = page.page.locator("#table-atlas thead th").all_inner_texts()
     assert panel.locator("dt").all_inner_texts() == titles[1:]
     canvas = panel.locator("canvas")
@@ -261,20 +290,21 @@ def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: 
         [...x.querySelector("thead tr").cells].filter(y => y.offsetWidth).length,
         [...x.querySelectorAll("tbody tr")].filter(y => y.offsetHeight).length])"""
     )
-    assert len(seen) > 10
+    assert len(seen) > 8
     for name, _, _, columns, rows in seen:
         assert (columns <= most, rows <= 20) == (True, True), name
     assert [one for one in seen if one[1] > one[2]] == []
     atlas, verdicts = (page.page.locator(f"#table-atlas {x}") for x in ("thead th:visible", "tbody tr:visible"))
-    words = verdicts.locator("td:nth-of-type(4)").all_inner_texts()
+    words = verdicts.locator("td:nth-of-type(1)").all_inner_texts()
     assert len(words) == 20
-    assert set(words) <= {*VERDICTS, "undecided"}  # between which verdicts is in another column
+    assert set(words) <= set(NEEDS)
     page.page.locator("#atlas .columns").check()
     page.page.locator("#atlas .rows").check()
-    assert (atlas.count(), verdicts.count()) == (15, 40)
+    assert (atlas.count(), verdicts.count()) == (16, 40)
     assert page.page.locator(".scroll").evaluate_all("all => all.every(x => x.scrollHeight <= x.clientHeight + 1)")
     page.page.locator("#atlas .rows").uncheck()
-    page.page.evaluate("() => { location.hash = 'L4H7' }")
+    last = page.page.locator("#table-atlas tbody tr").last.locator("a").inner_text()
+    page.page.evaluate("(label) => { location.hash = label }", last)
     expect(verdicts).to_have_count(21)  # that of the link
 
 

@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": ([NAN, "1", True, 1j, 10**400], "noise"),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
+    "one head": ([3, "L9H0", "head", (0, 9), [(0, 1)], (0, 1, 2), None], ""),
     "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1], 10**400], "layers heads"),
     "tokens": (
@@ -121,16 +122,16 @@ ELSEWHERE = {
     **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
     ("plot_heads", "random"): "",
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
-    **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
-    **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
+    ("describe_head", "head"): "one head",
+    ("describe_head", "key"): "places",
+    ("describe_head", "seeds"): "seeds or none",
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
     ("score_sources", "keys"): "places",
-    ("score_sources", "text"): "number of a text",
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("knock_out", "keys"): "slots",
@@ -152,7 +153,7 @@ OF_A_RESULT = {
         "plot_perturbation",
         "plot_shares",
     ),
-    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_attention_by_distance"),
+    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_where_or_what"),
     *("dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
@@ -177,12 +178,14 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
+    *("HeadDescription", "LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
     *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used
 
+# By name and annotation, where the name alone says another kind.
+BY_ANNOTATION = {("text", int): "number of a text", ("tokens", Sequence[str]): "words"}
 BY_NAME = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
 
 
@@ -216,7 +219,8 @@ def kind_of(of: str, function: Function, argument: str) -> str | None:
     """The kind of an argument: of this function, of its name, of its annotation."""
     if (of, argument) in ELSEWHERE:
         return ELSEWHERE[of, argument]
-    return BY_NAME.get(argument) or kind_of_type(hints(function).get(argument))
+    hint = hints(function).get(argument)
+    return BY_ANNOTATION.get((argument, hint)) or BY_NAME.get(argument) or kind_of_type(hint)
 
 
 def parameters(function: Function) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import on_devices, zoo
+from support.lanes import slow
 from support.on_devices import Place, a_model, with_model
 from support.results import assert_same
 from torch import Tensor
@@ -64,8 +65,9 @@ def _case(name: str, set_default: str) -> Any:
     return pytest.param(name, set_default, marks=[pytest.mark.slow] * with_model(name), id=f"{name}-{set_default}")
 
 
-# Functions of a model take long; the dtype in which the weights lose most stands for the others.
-CASES = [_case(name, x) for name in NAMES for x in DEFAULTS if not with_model(name) or x in ("bfloat16", "meta")]
+# Functions of a model take long. The dtype in which the weights lose most stands for the others; test_accelerator.py
+# has another default device.
+CASES = [_case(name, x) for name in NAMES for x in DEFAULTS if not with_model(name) or x == "bfloat16"]
 
 
 @pytest.mark.parametrize(("name", "set_default"), CASES)
@@ -75,7 +77,7 @@ def test_public_functions(name: str, set_default: str) -> None:
         assert_same(outcome(name), right)
 
 
-@pytest.mark.parametrize("set_default", ["meta", "bfloat16"])
+@pytest.mark.parametrize("set_default", ["meta", *slow(["bfloat16"])])
 def test_controls_and_texts_as_strings(set_default: str) -> None:
     """What makes copies of a model, and what reads its tokenizer."""
     texts = ["We the people of the United States", "in order to form a more perfect union"]

@@ -27,7 +27,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
     "list of tensors": lambda x: [torch.tensor(y) for y in x],
 }
 OF_A_LAYER = {"patch_vectors", "show_interventions"}  # heads of the one layer that they take
-QUICK = {"additivity", "capture", "dummy_distance", "ablate_heads", "head_ablation"}
+QUICK = {"additivity", "dummy_distance", "ablate_heads"}
 CASES = [
     pytest.param(f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}", marks=[pytest.mark.slow] * later)
     for parameter, lists in {"layers": [[0], [0, 1]], "heads": [[0, 3], [(1, 3), (0, 0)]]}.items()

@@ -16,8 +16,7 @@ from tl_posdisent.hooks.hook_list import Hooks
 pytestmark = pytest.mark.tl4
 
 # All others take minutes together.
-QUICK = {"ablate_heads", "attention_ladder", "choice_scores", "component_patching", "drop_component"}
-QUICK |= {"perturb", "phase_noise", "position_patching", "remap_distance"}
+QUICK = {"ablate_heads", "additivity", "choice_scores", "drop_component", "perturb", "phase_noise", "remap_distance"}
 OF_MODELS = {f.__name__: f for f in functions() if f.__module__.split(".")[1] not in ("models", "page")}
 CLASSES = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
 CASES = [

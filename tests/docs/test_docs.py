@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.pages import ROOT
 from support.public import public_names
+from support.zoo_configs import MECHANISMS
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
@@ -24,11 +25,15 @@ WRITTEN = support_table.from_markdown(support_table.written())
 
 
 def _row(name: str, code: str) -> Any:
-    """Rows of TransformerLens 3 are slow; those of TransformerLens 4 are tried by ``make test-tl4``."""
     return pytest.param((name, code), marks=[] if code == "B4" else pytest.mark.slow, id=f"{name}-{code}")
 
 
-@pytest.mark.parametrize("row", [_row(*case) for case in support_table.cases()])
+def _again(name: str, code: str) -> bool:
+    """Say whether a row of TransformerLens 4 is that of version 3, of an architecture that adds no mechanism."""
+    return code == "B4" and name not in MECHANISMS and WRITTEN[name, code] == WRITTEN.get((name, "B3"))
+
+
+@pytest.mark.parametrize("row", [_row(*case) for case in support_table.cases() if not _again(*case)])
 @pytest.mark.usefixtures("unchecked")
 def test_support_table_says_what_is(row: tuple[str, str], shared_model: Callable[[str, str], Any]) -> None:
     name, code = row
@@ -57,14 +62,32 @@ def test_names_are_documented_where_they_are_imported_from() -> None:
         assert value is getattr(importlib.import_module(f"tl_posdisent.{module}"), name)
 
 
-def test_start_here_names_functions_as_they_are_imported() -> None:
-    page = (DOCS / "start_here.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?!task|---).* \| (.*) \|$", page, re.MULTILINE)
-    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert len(named) > 60
-    for name in named:
+def test_start_here_and_the_questions_name_all_functions_as_they_are_imported() -> None:
+    linked = re.findall(r"\[`([\w.]+)`\]\(\.\./", (DOCS / "start_here.md").read_text(encoding="utf-8"))
+    called = re.findall(r"tp\.([\w.]+)\(", (DOCS / "twelve_questions.md").read_text(encoding="utf-8"))
+    assert min(len(linked) - 45, len(called) - 12) > 0
+    for name in [*linked, *called]:
         namespace, _, last = f"tl_posdisent.{name}".rpartition(".")
         assert callable(getattr(importlib.import_module(namespace), last)), name
     of_root = {path for path in api_pages.public_names() if path.count(".") == 1}
     functions = {path for path in of_root if path.rpartition(".")[2].islower()}
-    assert functions <= {f"tl_posdisent.{name}" for name in named}
+    assert functions <= {f"tl_posdisent.{name}" for name in [*linked, *called]}
+
+
+@pytest.mark.parametrize("page", ["start_here.md", "patching.md"])
+def test_functions_are_linked_to_the_files_that_define_them(page: str) -> None:
+    """On a code host; on the site, to their entries."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    names = api_pages.public_names()
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./(\S+?)\.py\)", text)
+    assert len(links) >= 4
+    for name, file in links:
+        path = f"tl_posdisent.{name}"
+        assert file.replace("/", ".") == f"tl_posdisent.{names[path]}", name
+        assert f"def {path.rpartition('.')[2]}(" in (ROOT / f"{file}.py").read_text(encoding="utf-8"), name
+    prose = re.sub(r"^```.*?^```$|^#.*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    unlinked = [x for x in re.findall(r"(?<!\[)`([\w.]+)`", prose) if f"tl_posdisent.{x}" in names]
+    assert unlinked == []
+    site = api_pages.expanded(text)
+    assert "](../tl_posdisent/" not in site
+    assert all(f"{{py:obj}}`{name} <tl_posdisent.{name}>`" in site for name, _ in links)

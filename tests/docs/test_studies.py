@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 
@@ -24,9 +24,10 @@ def path_of_studies() -> Iterator[None]:
         yield
 
 
-def test_the_list_names_every_study() -> None:
-    command = [sys.executable, str(STUDIES), "--list"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+def test_the_list_names_every_study(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(STUDIES), "--list"])
+    runpy.run_path(str(STUDIES), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES
     assert all(len(line.split()) > 3 for line in lines)
 

@@ -79,8 +79,8 @@ def test_tools_refuse_a_model_that_is_not_as_it_was_read(
 ) -> None:
     """Whatever computes with the rotation notices that it is another; the rest obeys its laws."""
     reading = read_model(shared_model(kind, name))
-    specs = {x.layer: replace(x, rotary=replace(x.require_rotary(""), pairing="adjacent")) for x in reading.specs()}
-    table = try_laws(replace(reading, read=specs))
+    specs = tuple(replace(x, rotary=replace(x.require_rotary(""), pairing="adjacent")) for x in reading.specs())
+    table = try_laws(replace(reading, attention=specs))
     refused = set(table.loc[table["verdict"] == "refused", "tool"])
     needs = ("capture", "controlled_distance", "dummy_distance", "remap_distance", "single heads", "patch_vectors")
     assert refused >= set(needs)

@@ -287,9 +287,10 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     assert "value" not in plain
     assert set(plain) - set(rows) == {"recovered_kl", "se_kl", "error_kl"}
     one = ladder(model, heldout=TOKENS[:1], metric=lambda logits, tokens: logits[0, -1, 7], **options)
-    assert one["error"].isna().all()
+    assert set(rows) - set(one) == {"se", "se_mean", "error"}
     assert one["recovered"].notna().all()
     assert head_verdicts(one)["between"].str.startswith("distance and").all()
+    assert set(head_verdicts(rows)) - set(head_verdicts(one)) == {"se", "error", "error_mean"}
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

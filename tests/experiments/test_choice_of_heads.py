@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import by_cost, slow
 from support.public import public_names
 from support.public_calls import call
 
@@ -50,7 +51,7 @@ def tables_of_heads() -> Any:
         and function.__module__.startswith("tl_posdisent.experiments")
         and {"attention_mask", "layers", "heads"} <= set(inspect.signature(function).parameters)
     ]
-    return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
+    return pytest.mark.parametrize("function", by_cost(found))
 
 
 @tables_of_heads()
@@ -84,7 +85,7 @@ VARIANTS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*(x for x in VARIANTS if x != "controls"), *slow(["controls"])])
 def test_rows_of_chosen_heads_with_options(variant: str, kind: str, name: str, shared_model: Any) -> None:
     model, measure = shared_model(kind, name), VARIANTS[variant]
     whole = measure(model)

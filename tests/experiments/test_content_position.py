@@ -163,8 +163,8 @@ def test_shares_by_hand() -> None:
             row = table.loc[(head, name)]
             assert row["share"] == pytest.approx(torch.cov(torch.stack([x, w]))[0, 1].item() / w.var().item(), abs=1e-9)
             assert row["size"] == pytest.approx((x.var() / w.var()).item(), abs=1e-9)
-    with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
-        terms.term("content")
+    with pytest.raises(ValueError, match=r"name must be 'content:content', .* got 'words'"):
+        terms.term("words")
     toeplitz = toeplitz_share(terms.term("content:position"), pool=True)
     assert table.xs("content:position", level="term")["toeplitz"].tolist() == pytest.approx(toeplitz.tolist(), abs=1e-9)
 

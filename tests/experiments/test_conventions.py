@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import by_cost
 from support.public import public_names
 
 import tl_posdisent as tp
@@ -53,7 +55,7 @@ def experiments(*parameters: str) -> Any:
         and set(parameters) <= set(inspect.signature(function).parameters)
     ]
     assert found
-    return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
+    return pytest.mark.parametrize("function", by_cost(found))
 
 
 def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -> Any:
@@ -89,6 +91,22 @@ def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_m
             call(function, model, long)
     with tp.longer_context(model, 210):  # head_labels has texts of its own too
         call(function, model, long)
+
+
+@pytest.mark.usefixtures("unchecked")
+@experiments()
+def test_one_text_has_no_errors_over_texts(function: Call, shared_reading: Any) -> None:
+    """A column of errors has numbers: of blocks of the text's tokens, or it is not there."""
+    if function.__name__ in {"content_position_terms", "positional_subspace"}:
+        pytest.skip("they need several texts, and say so")
+    good = GOOD | {name: GOOD[name][:1] for name in ("tokens", "source", "heldout")}
+    metric = inspect.signature(function).parameters.get("metric")
+    optional = metric is not None and metric.default is not metric.empty
+    ways = [good, {name: x for name, x in good.items() if name != "metric"}] if optional else [good]
+    found = [call(function, shared_reading("bridge", "llama-gqa"), way) for way in ways]
+    for table in (x for x in found if isinstance(x, pd.DataFrame)):
+        errors = [name for name in table if re.search(r"(^|_)(se|error)(_|$)", str(name))]
+        assert [name for name in errors if not (table[name] > 0).any()] == []
 
 
 @experiments()

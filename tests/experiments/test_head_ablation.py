@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.tolerance import rounding
 from torch import Tensor, nn
 from transformer_lens import HookedRootModule
@@ -230,8 +231,7 @@ def _stream(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("texts", [1, 2])
-@pytest.mark.parametrize("part", ["block", "attention"])
+@pytest.mark.parametrize(("part", "texts"), [("block", 2), *slow([("block", 1), ("attention", 1)])])
 def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts: int) -> None:
     """A skip from layer 1 to layer 3 of six: not into the last block, so that this alone shows nothing."""
     model, tokens, kept = zoo.bridge("llama-gqa", num_hidden_layers=6), TOKENS[:texts], dict[str, Tensor]()

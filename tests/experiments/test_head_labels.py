@@ -57,7 +57,7 @@ def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its detector divides by all rows, ours by the queries that the label is about."""
-    monkeypatch.setattr(module, "_REPEATS", 1)
+    monkeypatch.setattr(module, "_N_SEQUENCES", 1)
     detector = pytest.importorskip("transformer_lens.head_detector")
     model = shared_model(kind, name)
     table = labels(model, None)
@@ -134,7 +134,7 @@ def test_random_columns_are_those_of_random_copies(shared_model: Any) -> None:
 @pytest.mark.parametrize("none", [0, (), []])
 def test_without_a_random_copy(none: Any, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared_model("bridge", "llama-gqa")
-    monkeypatch.setattr(module, "_LABEL_FROM", 0.2)
+    monkeypatch.setattr(module, "_LABEL_THRESHOLD", 0.2)
     alone, beside = labels(model, seeds=none), labels(model)
     pd.testing.assert_frame_equal(alone.drop(columns="label"), beside[["layer", "head", *MEASURES]])
     for _, row in alone.iterrows():

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 REFERENCE, TEXTS = by_hand.draw_texts(16, seed=1), by_hand.draw_texts(16, seed=2)
 CORNERS = {"where": (1, 0), "what": (0, 1), "neither": (1, 1), "both": (0, 0)}
-IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", ["bridge", pytest.param("hooked", marks=pytest.mark.slow)])
+IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", zoo.KINDS)
 
 
 def wrapped(wrapper: str) -> Any:

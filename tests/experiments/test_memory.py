@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.live_bytes import LiveBytes
 
 import tl_posdisent as tp
@@ -15,7 +16,7 @@ from tl_posdisent.models.running import memory
 LAYER_BY_LAYER = ("additivity", "controlled_distance", "subspace_patterns", "positional_symbolic")
 
 
-@pytest.mark.parametrize("tool", LAYER_BY_LAYER)
+@pytest.mark.parametrize("tool", [*LAYER_BY_LAYER[:2], *slow(LAYER_BY_LAYER[2:])])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_layers_are_held_one_at_a_time(kind: str, name: str, tool: str) -> None:
     """Four more layers of the same width add less than the scores of one."""

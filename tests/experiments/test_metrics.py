@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.public_calls import Function, call
 from support.small_models import small_model
 from torch import Tensor
@@ -60,6 +61,9 @@ EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
 }
 
 
+SOME = pytest.mark.parametrize("experiment", ["ablation", "ladder", *slow(["position", "component", "head"])])
+
+
 def by_hand(logits: Tensor, tokens: Tensor) -> Tensor:
     """As a user would write it: NaN at padding shows where a text ends."""
     values = []
@@ -82,7 +86,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("padding", ["left", *slow(["none", "right"])])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_every_experiment_takes_it(kind: str, name: str, padding: str, experiment: str, shared_reading: Any) -> None:
     model, call = shared_reading(kind, name), EXPERIMENTS[experiment]
@@ -93,7 +97,7 @@ def test_every_experiment_takes_it(kind: str, name: str, padding: str, experimen
     assert got["value"].std() > 1e-4
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@SOME
 def test_a_metric_of_logits_alone(experiment: str, shared_reading: Any) -> None:
     """As in TransformerLens's own examples, whose further parameters have defaults."""
     model, call = shared_reading("bridge", "llama-gqa"), EXPERIMENTS[experiment]
@@ -126,7 +130,7 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@SOME
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_metrics_of_every_kind(kind: str, name: str, experiment: str, shared_reading: Any) -> None:
     """A number is the mean of one per text; anything else is refused with what was given and what is needed."""

@@ -83,7 +83,7 @@ def test_seeds_draw_other_texts() -> None:
 
 def test_refusals(needles: Needles) -> None:
     with pytest.raises(ArgumentError, match=r"length must be at least [0-9]+ for two needles and a question, got 8"):
-        needle_texts(load_demo_model(), length=8)
+        needle_texts(model := load_demo_model(), length=8)
     for changed, message in (
         ({"tokens": needles.tokens[:-1]}, "tokens must have shape"),
         ({"places": needles.places[:-1]}, "places must be two positions"),
@@ -97,10 +97,8 @@ def test_refusals(needles: Needles) -> None:
     for tokens, places in ((needles.tokens[:-1], needles.places), (needles.tokens, needles.places[:, 0])):
         with pytest.raises(ArgumentError, match=r"tokens must have shape|places must be two positions"):
             Needles.from_places(tokens, places)
-    shortest = min(
-        n for n in range(20, 160) if not raises(lambda n=n: needle_texts(load_demo_model(), length=n, pairs=1))
-    )
-    assert needle_texts(load_demo_model(), length=shortest, pairs=6).tokens.shape == (12, shortest)
+    shortest = min(n for n in range(20, 160) if not raises(lambda n=n: needle_texts(model, length=n, pairs=1)))
+    assert needle_texts(model, length=shortest, pairs=6).tokens.shape == (12, shortest)
 
 
 def raises(call: object) -> bool:

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.public import public_names
 from support.tolerance import rounding
 from torch import Tensor
@@ -80,6 +81,7 @@ MEANS: dict[str, Call] = {
     ),
 }
 """The mean of a metric over texts, or of the loss over predicted tokens."""
+QUICK = ("head_ablation", "head_ablation by hand", "head_patching of patterns")
 
 
 def others(tokens: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize("name_of", MEANS)
+@pytest.mark.parametrize("name_of", [*QUICK, *slow(x for x in MEANS if x not in QUICK)])
 def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_reading: Any) -> None:
     """The loss of a batch is the mean over its predicted tokens, another metric the mean over its texts."""
     model, run = shared_reading(kind, name), MEANS[name_of]
@@ -392,8 +394,9 @@ def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, 
 
 
 def test_every_experiment_takes_a_mask() -> None:
-    """All public experiments on tokens; their laws are above. The ladder has two sets of texts, each with its mask."""
+    """All public experiments on tokens; their laws are above. Some take two sets of texts, each with its mask."""
+    of_two = (tp.attention_ladder, tp.where_or_what, tp.describe_head)
     for name, function in public_names().items():
         if inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.experiments"):
             named = inspect.signature(function).parameters
-            assert "attention_mask" in named or "tokens" not in named or function is tp.attention_ladder, name
+            assert "attention_mask" in named or "tokens" not in named or function in of_two, name

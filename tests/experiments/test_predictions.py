@@ -19,7 +19,7 @@ from tl_posdisent.models.running.texts import read_texts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_and_divergences(at_a_time: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 25 tokens in pieces of 1, 3 (the last has the last token alone), 24 or all."""
-    monkeypatch.setattr(token_losses, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(token_losses, "_MAX_LOG_PROBABILITIES", at_a_time)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 512, (3, 25), generator=generator)
     logits, clean = (torch.randn(3, 25, 512, generator=generator).to(dtype) for _ in range(2))

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from support.lanes import by_cost
 from support.public_calls import call, functions
 
 import tl_posdisent as tp
@@ -15,10 +16,7 @@ def two_interventions(model: Any) -> dict[str, Any]:
     return {name: tp.ablate_heads(model, None) for name in "ab"}
 
 
-CASES = [
-    pytest.param(function, {}, id=function.__name__, marks=[pytest.mark.slow] if function is tp.report else [])
-    for function in functions("progress")
-]
+CASES = [pytest.param(case.values[0], {}, id=case.id, marks=case.marks) for case in by_cost(functions("progress"))]
 CASES += [
     pytest.param(function, options, id=f"{function.__name__}-{name}")
     for function, name, options in (

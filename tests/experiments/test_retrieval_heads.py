@@ -145,6 +145,15 @@ def test_one_draw_has_no_spread(shared_model: Any) -> None:
     assert found.knockout.set_index("ablated").loc["random", "sd"].isna().all()
 
 
+def test_one_pair_has_no_errors(shared_model: Any) -> None:
+    model, pair = shared_model("bridge", "llama-gqa"), needles_of(zoo.random_tokens(length=14, batch=1))
+    several = found_in(model)
+    scored = retrieval_heads(model, pair, OTHERS, count=2, draws=3, progress=False)
+    assert set(several.heads) - set(scored.heads) == {"copying_se", "attention_se"}
+    ablated = retrieval_heads(model, NEEDLES, pair, count=2, draws=3, progress=False)
+    assert set(several.knockout) - set(ablated.knockout) == {"se"}
+
+
 def test_the_first_heads_are_at_most_half_of_each_layer(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     found = found_in(model)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring import runs as module
@@ -87,7 +88,7 @@ def check_outputs(model: Any, changes: Sequence[Change], found: Sequence[Tensor]
             torch.testing.assert_close(output, model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 32])
+@pytest.mark.parametrize("at_once", [3, *slow([1, 32])])
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_outputs_are_those_of_full_passes(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import zoo
 from support.intervention_cases import TOKENS, TOOLS, TOOLS_FOR_ANY_LENGTH, case, edited, every_way, logits, mixed_of
+from support.lanes import slow
 from support.untouched import state
 from torch import Tensor
 
@@ -72,7 +73,7 @@ def test_gradients_are_finite_differences(kind: str, name: str, tool: str) -> No
 
 
 @EVERY_TOOL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float16])])
 def test_half_precision_is_as_near_as_its_rounding(tool: str, dtype: torch.dtype, shared_model: Any) -> None:
     exact = shared_model("bridge", "llama-gqa")
     model = zoo.as_bridge(zoo.hf_model("llama-gqa").to(dtype))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import cache_faults, zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
+from support.lanes import slow
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance, limit_frequencies
@@ -100,7 +101,7 @@ def test_attention_that_loses_its_cache_is_refused_by_the_position(fault: Any, s
             handle.remove()
 
 
-@pytest.mark.parametrize("tool", ["swap", "dummy", "remap", "lambda", "two at once", "ablation", *FITTED])
+@pytest.mark.parametrize("tool", ["swap", "two at once", *slow(["dummy", "remap", "lambda", "ablation", *FITTED])])
 def test_generate_with_a_model_of_transformerlens_itself(tool: str) -> None:
     """It runs on the whole text for each token, also if a KV cache is asked for, and shows no scores; TransformerLens 4
     shows its pattern before its result, version 3 after."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import zoo
 from support.intervention_cases import TOKENS, TOOLS, TOOLS_FOR_ANY_LENGTH, UNORDERED, close, logits
+from support.lanes import slow
 from support.live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -40,7 +41,7 @@ def stop(x: Tensor, hook: Any) -> None:
     raise Stopped
 
 
-INNER = [whole, beginning]
+INNER = [whole, *slow([beginning])]
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, WAYS, L, close
+from support.lanes import slow
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance, position_interpolation, remap_distance, swap_positions
@@ -64,7 +65,7 @@ def check(
     close(together[1].float(), long[0].float(), atol)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", *slow(["right"])])
 @pytest.mark.parametrize(("kind", "name"), WAYS)
 def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_reading: Any) -> None:
     model, every = shared_reading(kind, name), [{}, {"heads": [1, 6]}]
@@ -96,7 +97,7 @@ BY_POSITION = ["swap", "noise", "lambda"]
 """Those among the tools; the Λ-mask keeps a text's first keys."""
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", *slow(["right"])])
 def test_a_model_that_counts_padding_as_positions(side: str, shared_reading: Any) -> None:
     """Qwen3.5 as released: TransformerLens does not give it the positions of the tokens of padded texts."""
     reading = shared_reading("bridge", "qwen3.5")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import zoo
 from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, TOOLS_FOR_ANY_LENGTH, logits
+from support.lanes import slow
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
@@ -50,9 +51,10 @@ def test_nothing_is_held_after_the_run(kind: str, name: str, intervention: Any, 
     assert [ref for ref in seen if ref() is not None] == []
 
 
+@pytest.mark.parametrize("tools", [["swap", "lambda"], *slow([[*TOOLS_FOR_ANY_LENGTH]])], ids=["two", "all"])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_a_pass_without_a_cache_leaves_nothing_in_memory(kind: str, name: str, shared_model: Any) -> None:
-    """While the hooks stay on the model; what a pass leaves without them is the model's own."""
+def test_a_pass_without_a_cache_leaves_nothing(kind: str, name: str, tools: list[str], shared_model: Any) -> None:
+    """In memory, while the hooks stay on the model; what a pass leaves without them is the model's own."""
     model, tokens = shared_model(kind, name), zoo.random_tokens(100)
 
     def left() -> int:
@@ -64,6 +66,6 @@ def test_a_pass_without_a_cache_leaves_nothing_in_memory(kind: str, name: str, s
 
     with torch.no_grad():
         plain = left()
-        for tool, make in TOOLS_FOR_ANY_LENGTH.items():
-            with model.hooks(fwd_hooks=make(model, heads=[1, 6])):
+        for tool in tools:
+            with model.hooks(fwd_hooks=TOOLS_FOR_ANY_LENGTH[tool](model, heads=[1, 6])):
                 assert left() == plain, tool

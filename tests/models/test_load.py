@@ -173,6 +173,7 @@ def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(f"{source} is not here")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    monkeypatch.setattr("tl_posdisent.models.loading.checkpoint._hub_answers", lambda name: True)
     with pytest.raises(ValueError, match="Qwen/Qwen-7B is not here"):
         load_model("Qwen/Qwen-7B", backend="hooked")
     assert [options["trust_remote_code"] for options in asked] == [False]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -287,7 +288,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("side", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("side", ["q_proj", *slow(["k_proj"])])
 @pytest.mark.parametrize("foreign", FOREIGN)
 def test_projections_whose_weights_are_no_parameters_are_refused(foreign: str, side: str) -> None:
     """A copy with other parameters would have the model's own queries or keys; one made anew has others."""

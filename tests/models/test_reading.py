@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 
 from tl_posdisent import (
     additivity,
@@ -227,7 +228,7 @@ def entered(context: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*list(READERS)[:1], *slow(list(READERS)[1:])])
 def test_a_public_call_reads_its_model_once(name: str) -> None:
     """The first one; later ones not at all."""
     model, tokens = zoo.bridge("llama-gqa"), zoo.random_tokens(16)

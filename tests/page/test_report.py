@@ -14,9 +14,16 @@ import pytest
 import torch
 from support import zoo
 from support.documents import Document, as_number
+from torch.nn.modules.module import register_module_forward_hook
 
 import tl_posdisent as tp
+from tl_posdisent.experiments.needs.sentences import needs_sentences
+from tl_posdisent.page.build import read_settings
+from tl_posdisent.page.measuring.panels import measure_panels, panel_tokens
+from tl_posdisent.page.measuring.subject import read_subject
+from tl_posdisent.page.sections.all_sections import SECTIONS
 from tl_posdisent.page.sections.ladder import MEASURED_RUNGS
+from tl_posdisent.page.sections.names import DEFAULT
 from tl_posdisent.page.sections.perturbation import FRACTIONS
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
@@ -25,10 +32,10 @@ HEAD = ["layer", "head"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Document]:
-    """A model and its full report."""
+    """A model and its report with all sections."""
     model = tp.load_demo_model()
     path = tmp_path_factory.mktemp("report") / "new" / "report.html"
-    assert tp.report(model, TOKENS, path, control=2, seed=5, progress=False) == path
+    assert tp.report(model, TOKENS, path, sections=list(SECTIONS), control=2, seed=5, progress=False) == path
     assert path.stat().st_size < 4_000_000
     return model, Document(path)
 
@@ -69,16 +76,18 @@ def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document]) -> Non
     r = over_texts(model)
     for name, column in {"random r": "r", "random held-out r": "r_held_out"}.items():
         r[name] = sum(over_texts(m)[column] for m in copies) / 2
-    r["r without the first token"] = over_texts(model, sinks=1)["r"]
-    columns = {name: name for name in ("r", "random r", "r without the first token")} | {"adjusted r²": "r2_adjusted"}
+    columns = {name: name for name in ("r", "random r")} | {"adjusted r²": "r2_adjusted"}
     columns |= {"held-out r": "r_held_out", "random held-out r": "random held-out r"}
     columns |= {f"{part} alone": f"share_{part}" for part in ("distance", "query", "key")}
     agrees(document, "heads-r", columns, r)
+    for name in ("share_distance", "share_key"):
+        r[f"random {name}"] = sum(over_texts(m)[name] for m in copies) / 2
     by_layer = r.groupby("layer").mean()
     by_layer["low"], by_layer["high"] = r.groupby("layer")["r"].min(), r.groupby("layer")["r"].max()
     titles = {"mean r": "r", "lowest": "low", "highest": "high", "random": "random r"}
     titles |= {"held-out": "r_held_out", "random held-out": "random held-out r"}
-    agrees(document, "layers-r", titles | {"without the first token": "r without the first token"}, by_layer)
+    titles |= {"distance alone": "share_distance", "random distance alone": "random share_distance"}
+    agrees(document, "layers-r", titles | {"random key alone": "random share_key"}, by_layer)
 
     shares = tp.controlled_distance(model, TOKENS, **quiet)
     random_shares = pd.concat([tp.controlled_distance(m, TOKENS, **quiet) for m in copies])
@@ -199,68 +208,197 @@ def test_no_text_is_written_in_cells(made: tuple[Any, Document]) -> None:
 
 
 def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
-    """In the section, in the atlas, in the hover text and in the sentence that counts them."""
+    """In the section, in the atlas, in the hover text, in the panels and in the sentence that counts them."""
     model, document = made
     table = tp.head_labels(model, TOKENS, seed=5, seeds=[5, 6], progress=False)
     table["words"] = [label.replace("_", " ").replace("+", " + ") or "none" for label in table["label"]]
-    labels = table["words"].tolist()
-    assert set(labels) > {"none"}
-    assert [row["label"] for row in document.rows("atlas")] == labels
-    hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
-    assert ["".join(re.findall("<br>label: ([a-z +]+)", text)) for text in hover] == labels
+    by_head = dict(zip(labels(table), table["words"], strict=True))
+    assert set(by_head.values()) > {"none"}
+    assert {row["head"]: row["label"] for row in document.rows("atlas")} == by_head
+    hover = np.array(document.drawn("What the contribution needs")[0]["customdata"]).ravel()
+    assert ["".join(re.findall("<br>label: ([a-z +]+)", text)) for text in hover] == table["words"].tolist()
+    for head, words in by_head.items():
+        (said,) = [x for x in document.data["panels"]["heads"][head]["says"] if x.startswith("Usual label")]
+        assert said.split(": ")[1] == words.replace(" + ", ", ") + "."
     ranked = table.sort_values("label", key=lambda label: label == "", kind="stable")
     assert [row["label"] for row in document.rows("heads-labels")] == ranked["words"].tolist()
     measures = {
         name.replace("_", " "): name for name in table.columns if name.startswith(("prev", "ind", "loc", "ent"))
     }
     agrees(document, "heads-labels", measures, ranked)
-    named = [name for label in labels if label != "none" for name in label.split(" + ")]
+    named = [name for label in by_head.values() if label != "none" for name in label.split(" + ")]
     (counted,) = re.findall(
         r"(\d+) of 40 heads have a label, by the keys that they attend to: (.*?) \(",
         " ".join(document.text.split()),
     )
-    assert int(counted[0]) == 40 - labels.count("none")
+    assert int(counted[0]) == 40 - [*by_head.values()].count("none")
     assert sorted(counted[1].split(", ")) == sorted(f"{n} {name}" for name, n in Counter(named).items())
 
 
-def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document]) -> None:
+@pytest.fixture(scope="module")
+def needs(made: tuple[Any, Document]) -> pd.DataFrame:
+    """What the report's heads need, by the experiment alone; the heads that contribute most first."""
+    table = tp.where_or_what(made[0], TOKENS, exact=4, seed=5, progress=False)
+    return table.sort_values("contribution", ascending=False, kind="stable")
+
+
+def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
+    """In the table, which is sorted by contribution, in the plane, and in the map, where not all is told by colour."""
+    _, document = made
+    titles = {"where": "where_unclipped", "what": "what_unclipped", "error of where": "where_se"}
+    agrees(document, "atlas", titles | {"error of what": "what_se"}, needs, 2)
+    agrees(document, "atlas", {"contribution": "contribution", "error of contribution": "contribution_se"}, needs, 4)
+    rows = document.rows("atlas")
+    assert [row["verdict"] for row in rows] == needs["verdict"].tolist()
+    assert [row["exact"] == "yes" for row in rows] == needs["exact"].tolist()
+    assert needs["exact"].sum() == 4
+    points = [trace for trace in document.drawn("share that survives") if trace["name"] in set(needs["verdict"])]
+    drawn = {
+        label: (x, y)
+        for trace in points
+        for (label, _), x, y in zip(trace["customdata"], trace["x"], trace["y"], strict=True)
+    }
+    for row, label in zip(needs.itertuples(), labels(needs), strict=True):
+        assert drawn[label] == pytest.approx((row.where, row.what))
+    heat, *marks = document.drawn("What the contribution needs")
+    names = dict(zip(heat["colorbar"]["tickvals"], heat["colorbar"]["ticktext"], strict=True))
+    in_order = needs.sort_values(HEAD)
+    assert [names[code] for code in np.array(heat["z"]).ravel()] == in_order["verdict"].tolist()
+    marked = {trace["name"]: set(zip(trace["y"], trace["x"], strict=True)) for trace in marks}
+    for verdict in ("undecided", "not used"):
+        expected = needs[needs["verdict"] == verdict]
+        assert marked.pop(verdict, set()) == set(
+            zip(expected["layer"].map(str), expected["head"].map(str), strict=True)
+        )
+    assert marked == {}
+    assert "undecided" in set(needs["verdict"])
+
+
+def test_the_answer_counts_the_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
+    """And says where the heads of one random copy lie."""
     model, document = made
-    atlas, r, drops = (document.rows(name) for name in ("atlas", "heads-r", "heads-ablation"))
+    verdict = " ".join(document.source.split('<section id="verdict">')[1].split("</section>")[0].split())
+    answer = re.sub("<[^>]+>", "", re.findall("<li>(.*?)</li>", verdict)[0])
+    assert answer.startswith(needs.attrs["statement"].removesuffix(".") + " (where_or_what, 2 texts of 48 tokens).")
+    used = needs[needs["verdict"] != "not used"]
+    errors = " and ".join(f"{used[name].median():.2f}" for name in ("where_se", "what_se"))
+    assert f"have standard errors over texts of {errors} (medians" in answer
+    (copy,) = tp.random_control(model, [5])
+    random = tp.where_or_what(copy, TOKENS, exact=0, seed=5, progress=False)
+    used = random[random["verdict"] != "not used"]
+    assert f"In a random copy of the weights, {len(used) or 'none'} of 40 heads contribute measurably" in answer
+    for name, words in (("where", "distances alone keep"), ("what", "content alone")):
+        low, middle, high = (f"{x:.2f}" for x in np.quantile(used[name], (0.05, 0.5, 0.95)))
+        assert f"{words} {middle} ({low} to {high})" in answer
+    for kind, count in used["verdict"].value_counts().items():
+        assert f"{count} {kind}" in answer.split("random copy")[1]
+
+
+def test_a_panel_begins_with_the_description_of_its_head(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
+    """Its own numbers, in the sentences of the experiment."""
+    _, document = made
+    shares = {row["head"]: row for row in document.rows("heads-r")}
+    for row, label in zip(needs.to_dict("records"), labels(needs), strict=True):
+        says = document.data["panels"]["heads"][label]["says"]
+        expected = needs_sentences(row)
+        assert says[: len(expected)] == expected
+        assert says[0].startswith(f"{label} contributes ")
+        (variance,) = [sentence for sentence in says if sentence.startswith("Of the variance of its scores")]
+        distance, key = (100 * as_number(shares[label][f"{name} alone"]) for name in ("distance", "key"))
+        shown = re.findall(r"explains (\d+) %, the key (\d+) %", variance)[0]
+        assert [int(x) for x in shown] == pytest.approx([distance, key], abs=0.56)
+
+
+def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
+    model, document = made
+    atlas = document.rows("atlas")
+    r, drops, climbed = (
+        {row["head"]: row for row in document.rows(name)} for name in ("heads-r", "heads-ablation", "ladder")
+    )
     assert len(atlas) == 40
-    for name in ("head", "distance alone", "key alone", "held-out r"):
-        assert [row[name] for row in atlas] == [row[name] for row in r]
-    assert [row["added loss"] for row in atlas] == [row["added loss"] for row in drops]
-    ladder = tp.attention_ladder(model, TOKENS[:1], heldout=TOKENS[1:], rungs=["uniform"], controls=[], progress=False)
-    means = tp.head_verdicts(ladder)["gap_mean"]
-    assert column(document, "atlas", "KL") == pytest.approx(means.tolist(), abs=6e-5)
-    assert means.max() > 0.01
-    climbed = {row["head"]: row for row in document.rows("ladder")}
     assert climbed
     assert not any(x == "–" for row in atlas for name, x in row.items() if name != "undecided between")
-    for row in atlas:
-        verdict = whole_verdict(climbed[row["head"]]) if row["head"] in climbed else None
-        assert whole_verdict(row) in ((verdict,) if verdict else ("no effect", "not used"))
-    shares = [{name: as_number(row[f"{name} alone"]) for name in ("key", "distance")} for row in atlas]
-    (heat,) = document.drawn("What − where")
-    expected = [share["key"] - share["distance"] for share in shares]
-    assert heat["z"].ravel() == pytest.approx(expected, abs=1.1e-3)  # each of the two rounded
-    assert column(document, "atlas", "what − where") == pytest.approx(expected, abs=1.6e-3)
-    hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
-    for text, row, share in zip(hover, atlas, shares, strict=True):
-        assert text.startswith(f"<b>{row['head']}</b> looks at: {row['looks at']}<br>what − where ")
-        error = f"{row['standard error of what − where over texts']} (a standard error over texts)"
-        assert f"{row['what − where']} ± {error}<br>distance alone {row['distance alone']}" in text
-        assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
-        assert f"KL with its mean output: {row['KL']} nats per token<br>ladder: {whole_verdict(row)}<br>" in text
-        assert f"profile: {row['profile']} over {row['range']}" in text
-        other = {"where": "key", "what": "distance"}.get(row["looks at"])
-        assert other is None or share[other] < max(share.values())
+    hover = np.array(document.drawn("What the contribution needs")[0]["customdata"])
     profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
-    shown = profiles[:, [0, 1, 2, 4, 8, 16, 32]]
-    assert column(document, "atlas", "range") == pytest.approx(np.ptp(shown, axis=1), abs=6e-3)
-    for line, profile in zip((row["profile"] for row in atlas), shown, strict=True):
-        assert (line[profile.argmin()], line[profile.argmax()], len(line)) == ("▁", "█", 7)
-        assert sorted(line) == [line[n] for n in profile.argsort()]  # higher where the profile is
+    for row, pair in zip(atlas, needs[HEAD].to_numpy(), strict=True):
+        head, text = row["head"], hover[tuple(pair)]
+        for name in ("distance alone", "key alone", "held-out r"):
+            assert row[name] == r[head][name]
+        assert row["added loss"] == drops[head]["added loss"]
+        ladder = whole_verdict(row | {"verdict": row["ladder"]})
+        assert ladder in ((whole_verdict(climbed[head]),) if head in climbed else ("no effect", "not used"))
+        assert text.startswith(
+            f"<b>{head}</b> verdict: {row['verdict']}<br>where {row['where']} ± {row['error of where']}"
+        )
+        assert f"what {row['what']} ± {row['error of what']} (± standard error over texts)<br>contribution" in text
+        assert f"contribution {row['contribution']} nats per token<br>" in text
+        assert f"distance alone {row['distance alone']}, key alone {row['key alone']}<br>" in text
+        assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
+        assert f"ladder: {ladder}<br>" in text
+        assert f"profile: {row['profile']} over {row['range']}" in text
+        shown = profiles[8 * pair[0] + pair[1], [0, 1, 2, 4, 8, 16, 32]]
+        assert as_number(row["range"]) == pytest.approx(np.ptp(shown), abs=6e-3)
+        line = row["profile"]
+        assert (line[shown.argmin()], line[shown.argmax()], len(line)) == ("▁", "█", 7)
+        assert sorted(line) == [line[n] for n in shown.argsort()]  # higher where the profile is
+
+
+def test_sections_that_run_each_head_are_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the number of passes is said before."""
+    path = tmp_path / "r.html"
+    document = Document(tp.report(tp.load_demo_model(), TOKENS, path, layers=[1]))
+    ids = {a.get("id") for _, a in document.attributes}
+    assert ids & set(SECTIONS) == set(SECTIONS) - {"ablation", "ladder"} == set(DEFAULT)
+    said = capsys.readouterr().err
+    assert re.search(r"report: about \d+ forward passes of 2 texts of 48 tokens \(where_or_what \d", said)
+
+
+def test_the_passes_that_are_said_are_those_that_run() -> None:
+    """Within a quarter: copies are read, shortcuts are checked, and heads run from their own layers on."""
+    model = tp.load_demo_model()
+    subject = read_subject(model, tp.demo_tokens(length=385)[:, 1:].view(6, 64))
+    settings, counted = read_settings(subject, 0, 1, progress=False), [0.0]
+    attention = type(model.blocks[0].attn)
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, attention):
+            counted[0] += output.shape[0] * output.shape[1] / 5
+
+    handle, measured = register_module_forward_hook(count), {}
+    try:
+        for name in DEFAULT:
+            before = counted[0]
+            measured[name] = SECTIONS[name].measure(subject, settings, measured)
+            tokens = counted[0] - before
+            if name == "where_or_what":
+                tokens += 2 * 2 * 5 * measured[name].read.n_run  # gradients of the metric and of 4 draws, of 2 models
+            assert SECTIONS[name].passes(subject, settings) == pytest.approx(tokens, rel=0.25, abs=100), name
+        before = counted[0]
+        measure_panels(subject, subject.pairs)
+        assert counted[0] - before == pytest.approx(panel_tokens(subject), rel=0.05)
+    finally:
+        handle.remove()
+
+
+def test_a_single_text_is_no_answer(tmp_path: Path) -> None:
+    """The section says why, in the words of the experiment, and the map is grey."""
+    model = tp.load_demo_model()
+    document = Document(tp.report(model, TOKENS[:1], tmp_path / "r.html", control=0, progress=False))
+    with pytest.raises(ValueError, match="must be at least two texts") as refused:
+        tp.where_or_what(model, TOKENS[:1], progress=False)
+    assert str(refused.value) in document.text
+    check_grey(document)
+    assert len(document.rows("heads-r")) == 40
+
+
+def check_grey(document: Document) -> None:
+    """No head has a verdict, in the map or in its panel, and all have the numbers of other sections."""
+    (heat,) = document.drawn("What the contribution needs, by head; grey: ")
+    assert np.isnan(np.array(heat["z"], dtype=float)).all()
+    assert "verdict" not in document.rows("atlas")[0]
+    says = [one["says"] for one in document.data["panels"]["heads"].values()]
+    assert says
+    assert all(x[0].startswith("Of the variance of its scores") for x in says)
 
 
 def test_the_file_is_valid_and_closed(made: tuple[Any, Document]) -> None:
@@ -293,7 +431,7 @@ def test_what_was_analysed_and_how_to_do_it_again(made: tuple[Any, Document]) ->
     model, document = made
     assert f"tl_posdisent-demo ({type(model).__name__}" in document.text
     assert "2 texts of 48 tokens" in document.text
-    assert "report(model, tokens, 'report.html', control=2, seed=5)" in document.text
+    assert f"report(model, tokens, 'report.html', sections={list(SECTIONS)!r}, control=2, seed=5)" in document.text
     assert f"tl_posdisent {tp.__version__}" in document.text
 
 
@@ -304,17 +442,15 @@ def test_the_same_again_byte_for_byte_and_in_silence(tmp_path: Path, capsys: pyt
         "heads": [5, 2],
         "progress": False,
         "control": 1,
-        "command": "tl-posdisent <b>&",
     }
-    names = ["additivity", "heads", "perturbation"]
-    pages = [tp.report(model, TOKENS, tmp_path / f"{n}.html", sections=names, **options) for n in range(2)]
+    names = ["additivity", "heads"]
+    pages = [tp.report(model, TOKENS, tmp_path / n / "r.html", sections=names, **options) for n in "ab"]
     assert pages[0].read_bytes() == pages[1].read_bytes()
     document = Document(pages[0])
     assert [row["head"] for row in document.rows("heads-r")] == ["L3H2", "L3H5"]
-    assert "tl-posdisent <b>&" in document.text
     assert [row["this model"] for row in document.rows("headline")].count("not requested") == 2
     assert not {"shares", "distance", "ablation"} & {a.get("id") for _, a in document.attributes}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.html", "1.html"]
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "r.html", "b", "r.html"]
     assert capsys.readouterr().err == ""
 
 
@@ -342,12 +478,16 @@ def test_without_rotary_embeddings_there_are_reasons(
     kind: str, name: str, shared_model: Callable[[str, str], Any], tmp_path: Path
 ) -> None:
     model, tokens = shared_model(kind, name), zoo.random_tokens(length=24)
-    document = Document(tp.report(model, tokens, tmp_path / "report.html", progress=False))
+    sections: Any = ["where_or_what", "additivity", "shares", "subspaces", "perturbation", "heads"]
+    options: Any = {"sections": sections, "control": 0, "progress": False}
+    document = Document(tp.report(model, tokens, tmp_path / "report.html", **options))
     assert document.wrong == []
     assert "Traceback" not in document.source
-    assert document.text.count("Not for this model.") == 2
+    assert document.text.count("Not for this model.") == 3
     for tool in ("controlled_distance", "subspace_patterns"):
         assert f"{tool} needs rotary position embeddings (RoPE)" in document.text
+    assert "where_or_what needs rotary position embeddings (RoPE)" in document.text
+    check_grey(document)
     assert "rotary embeddings: none" in document.text
     assert {row["kind"] for row in document.rows("perturbation")} == {"order"}
     assert "Only the order of the text: " in document.text
@@ -396,7 +536,7 @@ def test_what_has_no_answer_is_not_given_one(tmp_path: Path) -> None:
             if re.search(r"W_Q|\bq(_proj)?\b.*weight", name):
                 weights.zero_()
     names = ["additivity", "heads", "perturbation", "ablation"]
-    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "control": 1, "progress": False}
+    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "control": 0, "progress": False}
     document = Document(tp.report(model, TOKENS[:, :12], tmp_path / "report.html", **options))
     assert document.wrong == []
     assert document.rows("headline")[2]["this model"] == "undefined: no head’s scores vary"

@@ -13,6 +13,7 @@ from support.documents import Document
 from support.untouched import state
 
 import tl_posdisent as tp
+from tl_posdisent.page.build import check_sections, read_settings, write_report
 from tl_posdisent.page.drawing.atlas import atlas, listed
 from tl_posdisent.page.drawing.atlas_table import atlas_table
 from tl_posdisent.page.drawing.document import page
@@ -25,13 +26,17 @@ from tl_posdisent.page.sections.show import show_section
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 HEAD = ["layer", "head"]
+NEEDED = [f"{name}{end}" for name in ("where", "what") for end in ("", "_se", "_unclipped")]
+NEEDED += ["contribution", "contribution_se"]
 
 
 def test_hostile_words_are_text(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!-- &lt;b&gt; \u202e"
     model = tp.load_demo_model()
     path = tmp_path / "report.html"
-    tp.report(model, hostile * 2, path, title=hostile, command=hostile, sections=["heads"], control=0, progress=False)
+    subject = read_subject(model, hostile * 2)
+    settings = read_settings(subject, 0, 0, progress=False)
+    write_report(path, subject, check_sections(["heads"]), settings, hostile, hostile)
     document = Document(path)
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
@@ -46,25 +51,31 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
 
 def atlas_page(subject: Subject, measurement: Measurement) -> str:
     """The atlas of some heads, with the panels of those that are listed: 48 scores of 48 keys."""
-    table = atlas_table(measurement, ablation=measurement.trained)
+    heads = measurement.trained
+    table = atlas_table(
+        [*heads[HEAD].itertuples(index=False, name=None)], needs=heads, additivity=heads, ablation=heads
+    )
     random, pairs = np.random.default_rng(0), listed(table.heads)
     scores = {pair: random.random((48, 48)) for pair in pairs}
     index = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]).repeat(256)
     rows = pd.DataFrame(index=index).reset_index().assign(distance=[*range(256)] * len(pairs), attention=0.5, cells=1)
     attention = pd.concat([rows.assign(intervention=name) for name in ("unmodified", "every distance 5")])
-    return atlas(subject, table, baseline=True, panels=Panels(["word"] * 128, True, attention, scores))
+    sentences = {
+        pair: ["A head is described in some eighty characters of text, three or four times."] * 4 for pair in pairs
+    }
+    return atlas(subject, table, Panels(["word"] * 128, True, attention, scores, {}), sentences)
 
 
 @pytest.mark.slow
 def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     """80 layers of 64 heads of 64 subspaces; what is random is their numbers, not their tables."""
-    subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None, None), 0
+    subject, drawn = read_subject(tp.load_demo_model(), TOKENS), 0
     index = pd.MultiIndex.from_product([range(80), range(64)], names=HEAD).to_frame(index=False)
-    columns = ["r", "r_without_first", "r2_adjusted", *SHARES, "r_two_axis", "r_three_axis", *tp.rope.COMPONENTS]
+    columns = ["r", "r2_adjusted", *NEEDED, *SHARES, "r_two_axis", "r_three_axis", *tp.rope.COMPONENTS]
     columns += ["baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
-    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
-    first = table.nlargest(512, "share_distance")  # heads that sentences link to
+    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns)).assign(verdict="what", exact=False)
+    first = table.nlargest(512, "contribution")
     path = tmp_path / "section.html"
     measurement = Measurement(table, table.assign(seed=0))
     pages = {"atlas": atlas_page(subject, measurement)}
@@ -92,10 +103,10 @@ def test_refusals_leave_no_file_and_no_trace(tmp_path: Path) -> None:
     model = tp.load_demo_model()
     before = state(model)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"sections": ["additivity", "heat"]}, r"sections must be some of additivity, .*ablation.* got .*'heat'"),
+        ({"sections": ["additivity", "heat"]}, r"sections must be some of where_or_what, .*ablation.* got .*'heat'"),
         ({"sections": []}, "sections must be some of"),
         ({"sections": ["heads", "heads"]}, "each once"),
-        ({"command": b"x"}, "command must be text"),
+        ({"title": b"x"}, "title must be text"),
         ({"text": TOKENS.float()}, "text cannot be used: tokens must be text or an integer tensor"),
     ]
     for changed, message in wrong:

@@ -32,7 +32,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Document]
     model, tokens = zoo.bridge("gemma3"), zoo.random_tokens(length=24, batch=2)
     sections: Any = ["additivity", "shares", "subspaces", "labels", "ablation"]
     path = tmp_path_factory.mktemp("report") / "r.html"
-    return model, tokens, Document(tp.report(model, tokens, path, sections=sections, progress=False))
+    return model, tokens, Document(tp.report(model, tokens, path, sections=sections, control=1, progress=False))
 
 
 def test_tables_and_maps_name_the_attention_of_each_layer(gemma: tuple[Any, Any, Document]) -> None:
@@ -63,7 +63,7 @@ def test_tables_and_maps_name_the_attention_of_each_layer(gemma: tuple[Any, Any,
 )
 def test_whether_a_text_reaches_the_window_is_said(length: int, said: str, gemma: tuple[Any, Any, Document]) -> None:
     """A text as long as the window is not cut by it: the last query still sees the first key."""
-    subject = read_subject(gemma[0], zoo.random_tokens(length=length), None, None, None)
+    subject = read_subject(gemma[0], zoo.random_tokens(length=length))
     assert all(bool(spec.mask(length)[-1, 0]) == (length == 5 or spec.window is None) for spec in subject.specs)
     window = "2 local layers with a window of 5 tokens, the query’s own included, and 1 global layer (2)"
     assert windows(subject) == {"Windows": f"{window}; {said}"}
@@ -86,7 +86,7 @@ def test_a_model_without_windows_has_no_such_column(tmp_path: Path) -> None:
 def test_subspaces_are_averaged_over_layers_of_one_base(gemma: tuple[Any, Any, Document]) -> None:
     """Each row has a wavelength that its layers have, and the figures beside have it on their axis."""
     model, tokens, document = gemma
-    groups = layers_by_frequencies(read_subject(model, tokens, None, None, None))
+    groups = layers_by_frequencies(read_subject(model, tokens))
     assert [*groups.values()] == [[0, 1], [2]]
     assert len({tuple(spec.rotary.frequencies.tolist()) for spec in read_model(model).attention}) == 2
     patterns = tp.subspace_patterns(model, tokens, progress=False)
@@ -107,7 +107,7 @@ def test_subspaces_are_averaged_over_layers_of_one_base(gemma: tuple[Any, Any, D
 
 def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None:
     """Cells of measured heads keep their numbers, a 0 is not the missing colour, and the others are in the legend."""
-    subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8), None, None, None)
+    subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8))
     table = pd.DataFrame({"layer": [1, 1, 3], "head": [2, 5, 7], "gap": [0.5, 0.0, 0.25]})
     verdicts = table.assign(verdict=["static", "no effect", "undecided"])
     for drawn in (plot_heads(table, "gap"), plot_verdicts(verdicts)):
@@ -137,7 +137,7 @@ def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None
 
 def test_cells_of_heads_that_are_not_analysed_are_no_missing_numbers() -> None:
     """Three chosen heads in two layers make a map of two rows and three columns."""
-    subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8), None, None, ["L1H2", "L1H5", "L3H7"])
+    subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=8), None, ["L1H2", "L1H5", "L3H7"])
     table = pd.DataFrame({"layer": [1, 1, 3], "head": [2, 5, 7], "gap": [0.5, np.nan, 0.25]})
     assert captions(head_map(plot_heads(table, "gap"), "Gap", subject)) == [
         "Gap; grey: 1 head without a number (crossed) and 3 cells without an analysed head"

@@ -13,10 +13,8 @@ from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
-from tl_posdisent.page.deciding.where_or_what import OVER_RANDOM
 from tl_posdisent.page.drawing.atlas_map import choices
 from tl_posdisent.page.drawing.atlas_table import atlas_table
-from tl_posdisent.page.measuring.measurement import Measurement
 from tl_posdisent.page.sections.additivity import SHARES
 
 TOKENS = tp.demo_tokens(length=161)[:, 1:].view(2, 80)
@@ -38,7 +36,7 @@ def decoded(scores: list[Any], n: int, *, causal: bool) -> np.ndarray:
 
 def test_panels_have_the_scores_and_profiles_of_each_head(tmp_path: Path) -> None:
     model = tp.load_demo_model()
-    document = report_of(model, tmp_path, seed=3)
+    document = report_of(model, tmp_path, seed=3, sections=["additivity", "distance"])
     data = document.data["panels"]
     assert [*data["heads"]] == [row["head"] for row in document.rows("atlas")]
     assert data["words"] == [word.replace("\n", "\\n") for word in model.to_str_tokens(TOKENS[0])[:48]]
@@ -92,13 +90,14 @@ def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
     offered, rows = figure["choices"], document.rows("atlas")
     assert offered["labels"] == [row["head"] for row in rows]
     titles = {"share_distance": "distance alone", "share_key": "key alone", "r_held_out": "held-out r"}
-    titles |= {"effect": "added loss", "what − where": "what − where"}
-    assert set(offered["colours"]) == set(titles)
-    assert set(offered["axes"]) == set(titles) - {"what − where"}
+    titles |= {"effect": "added loss"}
+    assert set(offered["colours"]) == {"verdict", *titles}
+    assert offered["colours"]["verdict"]["values"] == [None] * 40  # what heads need was not measured
+    assert set(offered["axes"]) == set(titles)
     for name, title in titles.items():
         numbers = [as_number(row[title]) for row in rows]
         assert offered["colours"][name]["values"] == pytest.approx(numbers, abs=6e-4)
-        assert name == "what − where" or offered["axes"][name]["values"] == offered["colours"][name]["values"]
+        assert offered["axes"][name]["values"] == offered["colours"][name]["values"]
         (heat,) = offered["colours"][name]["map"]
         assert heat["z"].ravel() == pytest.approx(numbers, abs=6e-4)
         marker = offered["colours"][name]["marker"]
@@ -109,34 +108,20 @@ def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
     assert menus.count("option") == len(offered["colours"]) + 1 + 2 * len(offered["axes"])
 
 
-def test_the_map_can_show_the_difference_from_random_heads(tmp_path: Path) -> None:
-    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=97)[:, 1:].view(2, 48)
-    document = report_of(model, tmp_path, tokens, sections=["additivity"], control=1)
-    (figure,) = [one for one in document.figures if "choices" in one]
-    (random,) = tp.random_control(model, [0])
-    mine, chance = (
-        (table["share_key"] - table["share_distance"]).groupby([table["layer"], table["head"]]).mean()
-        for table in (tp.additivity(one, tokens, progress=False) for one in (model, random))
-    )
-    expected = mine - chance.groupby("layer").transform("mean")
-    for kind in ("colours", "axes"):
-        assert figure["choices"][kind][OVER_RANDOM]["values"] == pytest.approx(expected.tolist(), abs=1e-4)
-    shown = [as_number(row[OVER_RANDOM]) for row in document.rows("atlas")]
-    assert shown == pytest.approx(expected.tolist(), abs=6e-4)
-
-
 def test_a_head_without_a_number_is_no_head_with_0() -> None:
     """It is null in the data, and its cell has no colour: the background, which is in none of the scales, is seen."""
     table = pd.DataFrame({"layer": 0, "head": range(4), "r": 0.5, **dict.fromkeys(SHARES, 0.1)})
     effects = table[["layer", "head"]].assign(effect=[0.5, 0.0, np.nan, -0.25])
-    offered = choices(atlas_table(Measurement(table), ablation=effects).heads)
+    pairs = [*table[["layer", "head"]].itertuples(index=False, name=None)]
+    offered = choices(atlas_table(pairs, additivity=table, ablation=effects).heads)
     assert offered["colours"]["effect"]["values"] == offered["axes"]["effect"]["values"] == [0.5, 0.0, None, -0.25]
     (heat,) = offered["colours"]["effect"]["map"]
     assert np.isfinite(_array(heat["z"]).ravel()).tolist() == [True, True, False, True]
-    scales = str([colour["marker"]["colorscale"] for colour in offered["colours"].values()])
+    scales = str([colour["marker"].get("colorscale") for colour in offered["colours"].values()])
     assert offered["unknown"] not in scales
     said = {name: colour["caption"].partition("; ")[2] for name, colour in offered["colours"].items()}
     assert said.pop("effect") == "grey: 1 head without a number"
+    assert said.pop("verdict") == "grey: 4 heads without a number"
     assert set(said.values()) == {""}
 
 
@@ -144,14 +129,14 @@ def test_verdicts_keep_their_places_where_others_are_missing() -> None:
     """A layer and a column without any verdict are in the map all the same, which has the rows and columns of all."""
     places = pd.MultiIndex.from_product([range(3), range(4)], names=["layer", "head"]).to_frame(index=False)
     known = ["static", None, "no effect", "static", "not used", None, "static", "not used"]  # of layers 1 and 2
-    heads = places.assign(verdict=[None] * 4 + known, kl=0.1)
-    shown = choices(heads)["colours"]["verdict"]
+    heads = places.assign(ladder=[None] * 4 + known, gap=0.1)
+    shown = choices(heads)["colours"]["ladder"]
     (drawn,) = shown["map"]
     codes = _array(drawn["z"]).ravel()
     assert [None if np.isnan(code) else code for code in codes] == shown["values"]
     assert drawn["y"] == ["0", "1", "2"]
     assert drawn["x"] == ["0", "1", "2", "3"]
-    assert shown["caption"] == "verdict, by head; grey: 6 heads without a number"
+    assert shown["caption"] == "verdict of the ladder, by head; grey: 6 heads without a number"
 
 
 def _array(z: Any) -> np.ndarray:

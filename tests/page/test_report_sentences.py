@@ -13,6 +13,7 @@ from support import zoo
 from support.documents import Document
 
 from tl_posdisent import demo_tokens, load_demo_model, page
+from tl_posdisent.experiments.needs.where_or_what import statement
 from tl_posdisent.page.drawing import opening
 from tl_posdisent.page.measuring.measurement import Measurement
 from tl_posdisent.page.measuring.subject import read_subject
@@ -40,20 +41,41 @@ def plain(page: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", "", page).split())
 
 
-@pytest.mark.parametrize(("distance", "key", "counts"), [(0.7, 0.1, (4, 0)), (0.1, 0.7, (0, 4)), (0.05, 0.05, (0, 0))])
-def test_heads_are_counted_by_what_explains_more(distance: float, key: float, counts: tuple[int, int]) -> None:
-    one = additive(0.9, distance, key)["additivity"].trained
-    several = pd.concat([one.assign(batch=n, share_key=key + 0.01 * n) for n in range(-1, 2)])
-    said = plain(verdict({"additivity": Measurement(several)}))
-    depend = "the scores depend more on {} in 4"
-    kinds = {(4, 0): depend.format("where a key is"), (0, 4): depend.format("what it is")}
-    unsure = "4 are undecided, and it takes at least 6 texts to decide"
-    assert f"Of 4 heads, {kinds.get(counts, unsure)} (additivity)." in said
-    assert "over texts; without a random-weights baseline this may not have been learned." in said
-    said = plain(verdict({"additivity": Measurement(one)}))
-    assert f"Of 4 heads, {unsure} (additivity)." in said
-    six = pd.concat([several, several.assign(batch=several["batch"] + 3)])
-    assert "it takes at least" not in plain(verdict({"additivity": Measurement(six)}))
+NUMBERS = {"contribution": 0.1, "contribution_se": 0.01, "exact": False, "distance": 1}
+
+
+def needed(where: list[float], what: list[float], verdicts: list[str]) -> pd.DataFrame:
+    """A table of ``where_or_what``."""
+    shares = {f"{name}{end}": x for name, x in {"where": where, "what": what}.items() for end in ("", "_unclipped")}
+    return heads(**shares, where_se=0.04, what_se=[0.01, 0.02, 0.04, 0.05], verdict=verdicts, **NUMBERS)
+
+
+def test_what_heads_need_is_counted_beside_a_random_copy() -> None:
+    table = needed([0.9, 0.1, 0.2, 0.5], [0.1, 0.9, 0.3, 0.5], ["where", "what", "both", "undecided"])
+    said = plain(verdict({"where_or_what": Measurement(table)}))
+    counts = "What the predictions need: where keys are in 1 of 4 heads, what they are in 1, both together in 1"
+    assert counts in statement(table)
+    assert statement(table).removesuffix(".") + " (where_or_what). The shares that survive" in said
+    assert "have standard errors over texts of 0.04 and 0.03 (medians of the heads that contribute)." in said
+    assert "random copy" not in said
+    random = needed([0.9, 0.8, 1.0, 0.0], [0.95] * 4, ["neither", "neither", "neither", "not used"])
+    said = plain(verdict({"where_or_what": Measurement(table, random)}))
+    copy = (
+        "In a random copy of the weights, 3 of 4 heads contribute measurably: distances alone keep 0.90 (0.81 to 0.99)"
+    )
+    assert f"{copy}, content alone 0.95 (0.95 to 0.95) (medians, and from 5 to 95 % of the heads): 3 neither." in said
+    nothing = random.assign(verdict="not used")
+    said = plain(verdict({"where_or_what": Measurement(nothing, nothing)}))
+    assert "In a random copy of the weights, none of 4 heads contribute measurably." in said
+    assert "standard errors" not in said
+
+
+def test_shares_are_stated_beside_those_of_random_weights() -> None:
+    measured = additive(0.9, 0.7, 0.1)["additivity"]
+    shares = "the distance alone explains 70 % and the key alone 10 % on average"
+    assert f"Of the variance of a head’s scores, {shares} (additivity)." in plain(verdict({"additivity": measured}))
+    random = Measurement(measured.trained, measured.trained.assign(share_distance=0.25, share_key=0.5, seed=0))
+    assert f"{shares}; with random weights 25 % and 50 % (additivity)." in plain(verdict({"additivity": random}))
 
 
 def sums_with(component: str) -> tuple[bool, bool]:
@@ -149,17 +171,6 @@ def test_heads_are_counted_that_are_above_the_highest_random_head_of_their_layer
     assert f"r of the two-axis model is {r:.2f} on average, that of" in plain(verdict({"shares": found}))
 
 
-def test_heads_that_lean_as_random_heads_do_are_like_random_weights() -> None:
-    """Six texts: a head beyond 0 and beyond both random heads, one beyond 0 alone in each layer."""
-    rows = pd.concat(
-        [heads(r=0.9, batch=n, share_distance=[0.9, 0.5, 0.9, 0.5], share_key=0.01 * n) for n in range(6)]
-    ).assign(share_query=0.0)
-    chance = rows.assign(share_distance=0.7, seed=0)
-    said = plain(verdict({"additivity": Measurement(rows, chance)}))
-    assert "Of 4 heads, the scores depend more on where a key is in 2; 2 are like random weights (additivity)." in said
-    assert "beyond 0 alone it is like random weights." in said
-
-
 def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
     """Two texts and two copies: errors over both."""
     rows = pd.concat([heads(r=0.9, batch=0), heads(r=0.7, batch=1)]).assign(
@@ -167,8 +178,6 @@ def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
     )
     chance = [rows.assign(r=r, share_distance=0.1, share_key=0.6, seed=n) for n, r in enumerate((0.2, 0.4))]
     said = plain(verdict({"additivity": Measurement(rows, pd.concat(chance))}))
-    assert "Of 4 heads, the scores depend more on where a key is in 4 (additivity)." in said
-    assert "above (what) 0 and every head of its layer in 2 random copies, by a 95 % interval over texts." in said
     assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
     assert "± is a standard error over texts and copies)" in said
     alike = [rows.assign(r=0.3 + 0.002 * n, seed=n) for n in range(2)]
@@ -207,7 +216,7 @@ def test_r_is_compared_with_that_of_scores_that_no_head_computes(foreign: float,
 
 
 def test_three_sentences_come_first() -> None:
-    """Those of the scores, of the ladder and of the ablation, one each; the others on request."""
+    """One each of the first three sections that have any, in the order of the page; the others on request."""
     table = climbed({"static": 0.01}).assign(layer=0, head=0)
     effects = heads(effect=[0.5, 0.02, 0.001, 0.3])
     labelled = heads(label=["induction", "", "", ""])
@@ -218,8 +227,8 @@ def test_three_sentences_come_first() -> None:
     } | additive(0.9, 0.7, 0.1)
     lead, more = verdict(found).split("<details>")
     first = [plain(sentence) for sentence in lead.split("<li>")[1:]]
-    assert [sentence.split(" (")[-1] for sentence in first] == ["additivity).", "ladder).", "ablation)."]
-    assert "1 of 4 heads have a label" in plain(more)
+    assert [sentence.split(" (")[-1] for sentence in first] == ["additivity).", "labels).", "ablation)."]
+    assert "The predictions depend on" in plain(more)
     assert plain(more).count("share of the distance alone is largest") == 1
     assert "<details>" not in verdict({"ablation": Measurement(effects)})
     assert verdict({"labels": Measurement(heads(label=[""] * 4))}) == ""  # no sentence about zeros
@@ -265,6 +274,6 @@ def test_a_model_from_a_folder_has_its_name(tmp_path: Path) -> None:
     (tmp_path / "Some-1B").mkdir()
     for backend in ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",):
         model: Any = load_demo_model(backend=backend)  # type: ignore[arg-type]
-        subject = read_subject(model, demo_tokens(length=8), None, None, None)
+        subject = read_subject(model, demo_tokens(length=8))
         model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path / "Some-1B")
         assert subject.name() == "Some-1B"

@@ -37,7 +37,8 @@ def test_padding_is_no_text(backend: str, side: str, tmp_path: Path) -> None:
     model = tp.load_demo_model(backend=backend)  # type: ignore[arg-type]
     tokens, mask = padded(side)
     path = tmp_path / "padded.html"
-    tp.report(model, tokens, path, attention_mask=mask, control=0, sections=SECTIONS, progress=False)
+    texts = {"input_ids": tokens, "attention_mask": mask}
+    tp.report(model, texts, path, control=0, sections=SECTIONS, progress=False)
     document = Document(path)
     alone = pd.concat([tp.additivity(model, x, progress=False) for x in TEXTS]).groupby(["layer", "head"])["r"].mean()
     assert [as_number(row["r"]) for row in document.rows("heads-r")] == pytest.approx(alone.tolist(), abs=6e-4)
@@ -60,8 +61,8 @@ def test_padding_needs_a_mask_and_texts_do_not(tmp_path: Path) -> None:
     tokens, mask = padded("right")
     with pytest.raises(ValueError, match="attention_mask"):
         tp.report(model, tokens, tmp_path / "a.html", progress=False)
-    with pytest.raises(ValueError, match="attention_mask must have the shape of tokens"):
-        tp.report(model, tokens, tmp_path / "a.html", attention_mask=mask[:1], progress=False)
+    with pytest.raises(ValueError, match=r"text cannot be used: .*attention_mask"):
+        tp.report(model, {"input_ids": tokens, "attention_mask": mask[:1]}, tmp_path / "a.html", progress=False)
     words = ["We hold these truths to be self-evident", "that all men are created equal, and so on, and so on"]
     tp.report(model, words, tmp_path / "b.html", sections=["additivity"], control=0, progress=False)
     alone = pd.concat([tp.additivity(model, x, progress=False) for x in words]).groupby(["layer", "head"])["r"].mean()
@@ -86,7 +87,9 @@ def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.Monke
     probe = model_reading.probe
     monkeypatch.setattr(model_reading, "probe", lambda model, layers: read.extend(layers) or probe(model, layers))
     path, options = tmp_path / "report.html", {"control": 0, "progress": False}
-    tp.report(tp.load_demo_model(), TEXTS[0], path, sections=SECTIONS, **options)
+    tp.report(
+        tp.load_demo_model(), TEXTS[0], path, sections=["additivity", "distance", "shares", "ablation"], **options
+    )
     assert sorted(read) == [0, 1, 2, 3, 4]
     reading = model_reading.read_model(tp.load_demo_model())
     read.clear()

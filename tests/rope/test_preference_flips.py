@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import kendalltau
+from support.lanes import slow
 from torch import Tensor
 
 from tl_posdisent.rope import Rotary, preference_flips_qk
@@ -97,7 +98,7 @@ def test_one_distance_has_no_pairs() -> None:
     assert list(found.columns) == ["batch", "head", "near", "far", "near_far"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *slow([torch.float16, torch.float64])])
 def test_what_is_counted_for_two_keys_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     """Keys of sizes from 1e-4 to 1e4, in any dtype: the sum of what each pair gives alone, which is that of float64."""
     q, k, rotary = case(n_query=3, n_key=7)

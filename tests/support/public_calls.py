@@ -121,6 +121,7 @@ GOOD: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
+    "describe_head": {"head": "L0H1", "query": (0, 5), "seeds": 0},
     "dynamics": {"models": {0: synthetic()}},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.lanes import slow
 
 from tl_posdisent.synthetic import (
     Preset,
@@ -73,7 +74,7 @@ def test_the_medium_one_has_the_papers_architecture() -> None:
     assert [medium.tasks[f"gap{n}"].n_out for n in (8, 16, 32, 70)] == [8, 16, 32, 70]
 
 
-@pytest.mark.parametrize("name", ["small", "medium", "paper"])
+@pytest.mark.parametrize("name", ["small", *slow(["medium", "paper"])])
 def test_models_fit_their_tasks(name: str) -> None:
     chosen = preset(name)  # type: ignore[arg-type]
     for task, source in chosen.tasks.items():

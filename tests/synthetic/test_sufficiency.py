@@ -141,6 +141,17 @@ def test_padding_that_is_read_is_in_the_mean() -> None:
     assert found.path[["accuracy", "loss"]].iloc[-1].tolist() == pytest.approx([accuracy, loss], abs=1e-5)
 
 
+@pytest.mark.parametrize("progress", [False, True])
+def test_the_bar_counts_the_sets_and_can_be_switched_off(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model, passes = tiny(rotary_heads=1), list[int]()
+    model.embed.register_forward_hook(lambda part, inputs, x: passes.append(len(x)))
+    sufficient_heads(model, *SAMPLES, progress=progress)
+    shown = capsys.readouterr().err
+    assert not shown if not progress else "sets of heads" in shown
+    n_batches = -(-len(SAMPLES[0]) // 128)
+    assert not progress or f"{len(passes) // n_batches}it" in shown
+
+
 # --- reports ----------------------------------------------------------------------------------------------------
 
 

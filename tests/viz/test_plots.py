@@ -92,7 +92,7 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_subspaces, value="key_size"), ONE_LAYER, ["head", "subspace", "frequency", "key_size"]),
     (partial(plot_deposit, better="lower"), HEADS, ["layer", "head", "effect"]),
     (plot_substitution, SUBSTITUTION, ["scope", "put_in", "keep", "change"]),
-    (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),
+    (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss"]),
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
     (partial(plot_dynamics, value="margin"), MARGINS, ["step", "layer", "margin"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
@@ -522,6 +522,8 @@ def test_of_two_draws_both_are_points() -> None:
     assert seen == [(0, 0), (0, 0), (0.5, 0.1), (0.5, 0.3)]  # nothing at 1, where one draw alone has a number
     assert list(line.y) == pytest.approx([0, 0.2, 0.5])
     assert plot_perturbation(table.reset_index().assign(draws=3)).data[0].fill == "toself"
+    band, line = plot_perturbation(table.reset_index().drop(columns=["added_loss_se", "draws"])).data  # of one draw
+    assert (len(band.x), list(line.y)) == (0, pytest.approx([0, 0.2, 0.5]))
 
 
 def test_length_is_level_over_each_bucket() -> None:

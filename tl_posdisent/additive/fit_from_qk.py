@@ -25,8 +25,8 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_number
 
-_BLOCK = 256  # side of a block of queries and keys; blocks that are partly masked are computed cell by cell
-_COLUMNS = 8  # coordinates that are summed and transformed at a time, so that their data stays in cache
+_BLOCK_SIDE = 256  # side of a block of queries and keys; blocks that are partly masked are computed cell by cell
+_COORDINATES_AT_ONCE = 8  # coordinates that are summed and transformed at a time, so that their data stays in cache
 
 
 @own_sums()
@@ -115,8 +115,8 @@ def _bilinear_sums(
     length = 1 << (cells.n_query + cells.n_key - 1).bit_length()
     by_query, by_key = u.new_zeros(len(u), cells.n_query), u.new_zeros(len(u), cells.n_key)
     spectrum = torch.zeros(len(u), length // 2 + 1, dtype=torch.complex128, device=u.device)
-    for column in range(0, u.shape[-1], _COLUMNS):
-        x, y = (z[..., column : column + _COLUMNS].contiguous() for z in (u, v))
+    for column in range(0, u.shape[-1], _COORDINATES_AT_ONCE):
+        x, y = (z[..., column : column + _COORDINATES_AT_ONCE].contiguous() for z in (u, v))
         by_query += (x * _span_sums(y, i - cells.high, i - cells.low + 1)).sum(-1)
         by_key += (y * _span_sums(x, j + cells.low, j + cells.high + 1)).sum(-1)
         # Σ_i u_i·v_{i + offset - d} for every d is a correlation: a product of Fourier transforms.
@@ -137,20 +137,20 @@ def _bilinear_squares(
     u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
 ) -> Float64[Tensor, " head"]:
     """Sum ``(u_i·v_j)²``, with the Gram matrix of each block of keys that a block of queries sees completely."""
-    blocks = v.split(_BLOCK)
+    blocks = v.split(_BLOCK_SIDE)
     # Cumulative sums of the blocks' Gram matrices, held once: for a long text they take the most memory.
     total = v.new_zeros(len(blocks) + 1, v.shape[-1], v.shape[-1])
     for n, keys in enumerate(blocks):
         torch.addmm(total[n], keys.T, keys, out=total[n + 1])
     squares = u.new_zeros(len(u))
-    for row in range(0, cells.n_query, _BLOCK):
-        stop = min(row + _BLOCK, cells.n_query)
+    for row in range(0, cells.n_query, _BLOCK_SIDE):
+        stop = min(row + _BLOCK_SIDE, cells.n_query)
         block = u[:, row:stop]
         whole, partial = _key_blocks(cells, row, stop)
         if whole.stop > whole.start:
             squares += (block @ (total[whole.stop] - total[whole.start]) * block).sum((-2, -1))
         for key in partial:
-            columns = slice(key * _BLOCK, min((key + 1) * _BLOCK, cells.n_key))
+            columns = slice(key * _BLOCK_SIDE, min((key + 1) * _BLOCK_SIDE, cells.n_key))
             scores = block @ v[columns].T
             squares += scores.square().mul_(cells.inside(slice(row, stop), columns)).sum((-2, -1))
     return squares
@@ -163,7 +163,7 @@ def _key_blocks(cells: Cells, row: int, stop: int) -> tuple[range, list[int]]:
     by_all = range(max(0, last - cells.high), min(cells.n_key, first - cells.low + 1))
     if len(seen) == 0:
         return range(0), []
-    touched = range(seen.start // _BLOCK, math.ceil(seen.stop / _BLOCK))
-    inner_stop = math.ceil(by_all.stop / _BLOCK) if by_all.stop == cells.n_key else by_all.stop // _BLOCK
-    whole = range(math.ceil(by_all.start / _BLOCK), inner_stop)
+    touched = range(seen.start // _BLOCK_SIDE, math.ceil(seen.stop / _BLOCK_SIDE))
+    inner_stop = math.ceil(by_all.stop / _BLOCK_SIDE) if by_all.stop == cells.n_key else by_all.stop // _BLOCK_SIDE
+    whole = range(math.ceil(by_all.start / _BLOCK_SIDE), inner_stop)
     return whole, [b for b in touched if b not in whole]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, ConvexCells, Parts, Scattered
 
-_NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
+_GAUGE_TOLERANCE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
 
 
 def design_rank(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
@@ -81,14 +81,14 @@ def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
     keys = torch.diag_embed(n_k) - cells.query_key.mT @ (per_query * cells.query_key)
     mixed = cells.key_distance - cells.query_key.mT @ (per_query * cells.query_distance)
     values, vectors = torch.linalg.eigh(keys)
-    kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
+    kept = values > _GAUGE_TOLERANCE * n_k.amax(-1, keepdim=True)
     seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
     rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
     if pool and rest.ndim > 2:
         rest, n_d = rest.sum(0), n_d.sum(0)
     scale = n_d.amax(-1, keepdim=True)  # entries are counts of cells, so much smaller values are rounding
     remaining: Tensor = torch.linalg.eigvalsh(rest)
-    return (remaining > _NEGLIGIBLE * scale).sum(-1)
+    return (remaining > _GAUGE_TOLERANCE * scale).sum(-1)
 
 
 def fix_gauge(

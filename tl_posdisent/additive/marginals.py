@@ -11,7 +11,8 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells
 from tl_posdisent.additive.score_checks import refuse_non_finite
 
-_ROWS, _CELLS = 64, 2**18  # most rows and cells that are read and converted at a time, to stay in the CPU's cache
+# The most rows and cells that are read and converted at a time, to stay in the CPU's cache.
+_MAX_ROWS, _MAX_CELLS = 64, 2**18
 _CELLS_OF_ACCELERATOR = 2**24  # most cells at a time elsewhere: 128 MiB in float64
 
 
@@ -52,27 +53,27 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells) -> M
     pivot, squares = (flat.new_zeros(n, dtype=torch.float64) for _ in range(2))
 
     on_cpu = scores.device.type == "cpu"
-    at_once = _CELLS if on_cpu else _CELLS_OF_ACCELERATOR
-    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
+    at_once = _MAX_CELLS if on_cpu else _CELLS_OF_ACCELERATOR
+    rows = min(n_query, max(1, at_once // n_key), _MAX_ROWS if on_cpu else n_query)
     heads = max(1, at_once // (rows * n_key))
     for first in range(0, n, heads):
-        some = slice(first, first + heads)
-        masks = None if which is None else which[some]
-        pivot[some] = _typical(flat[some], cells, masks)
+        of_heads = slice(first, first + heads)
+        masks = None if which is None else which[of_heads]
+        pivot[of_heads] = _typical(flat[of_heads], cells, masks)
         for row in range(0, n_query, rows):
             lines = slice(row, min(row + rows, n_query))
             columns = cells.columns(lines)
             if columns.start == columns.stop:
                 continue
-            block = flat[some, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-            block.sub_(pivot[some, None, None])
+            block = flat[of_heads, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            block.sub_(pivot[of_heads, None, None])
             inside = cells.inside(lines, columns, masks)
             touched = (~inside).flatten(0, -2).any(0).nonzero()
             if len(touched):  # most columns have no masked cell
                 hidden = slice(int(touched[0]), int(touched[-1]) + 1)
                 block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
-            cells.add_sums(sums[some], block, lines, columns)
-            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
+            cells.add_sums(sums[of_heads], block, lines, columns)
+            squares[of_heads] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
     refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot))

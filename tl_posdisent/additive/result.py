@@ -120,8 +120,8 @@ class AdditiveFit(CellsFit):
         self, scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any
     ) -> Float64[Tensor, "*batch query key"]:
         """Subtract the fitted scores from scores, given as ``fit_additive`` takes them; 0 outside the mask."""
-        own = as_fitted(self, scores)
-        return torch.where(self.mask, own.to(self.query.device).double() - self.fitted(), 0.0)
+        shaped = as_fitted(self, scores)
+        return torch.where(self.mask, shaped.to(self.query.device).double() - self.fitted(), 0.0)
 
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.

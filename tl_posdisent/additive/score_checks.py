@@ -13,7 +13,7 @@ from tl_posdisent.additive.cells import Cells
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_devices, check_flag, check_floating
 
-_KEYS_OF_PATTERN = 6  # with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
+_MIN_PATTERN_KEYS = 6  # with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
 
 
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
@@ -43,8 +43,8 @@ def stack_layers(scores: Any, name: str = "scores") -> tuple[Tensor, tuple[int, 
     """
     if hasattr(scores, "items"):
         hook = "hook_pattern" if name == "pattern" else "hook_attn_scores"
-        named = {re.fullmatch(rf"blocks\.(\d+)\.attn\.{hook}", str(at)): x for at, x in scores.items()}
-        by_layer = {int(found[1]): x for found, x in named.items() if found}
+        named = {re.fullmatch(rf"blocks\.(\d+)\.attn\.{hook}", str(name)): x for name, x in scores.items()}
+        by_layer = {int(match[1]): x for match, x in named.items() if match}
         if not by_layer:
             raise ArgumentError(
                 name,
@@ -55,13 +55,13 @@ def stack_layers(scores: Any, name: str = "scores") -> tuple[Tensor, tuple[int, 
         by_layer = dict(enumerate(scores))
     else:
         raise ArgumentError(name, f"must be a torch.Tensor, a list of them or a cache, got {type(scores).__name__}")
-    each = [check_scores(by_layer[layer], f"{name} of layer {layer}") for layer in sorted(by_layer)]
-    shapes = {tuple(x.shape) for x in each}
-    if len(shapes) > 1 or each[0].ndim < 3:
+    layer_scores = [check_scores(by_layer[layer], f"{name} of layer {layer}") for layer in sorted(by_layer)]
+    shapes = {tuple(x.shape) for x in layer_scores}
+    if len(shapes) > 1 or layer_scores[0].ndim < 3:
         raise ValueError(
             f"{name} of several layers must have one shape (*batch, head, query, key), got {sorted(shapes)}"
         )
-    return torch.stack([x.to(each[0].device) for x in each], -4), tuple(sorted(by_layer))
+    return torch.stack([x.to(layer_scores[0].device) for x in layer_scores], -4), tuple(sorted(by_layer))
 
 
 def _refuse_ambiguous(stacked: Float[Tensor, "*batch layer head query key"], mask: Any, pool: bool) -> None:
@@ -152,7 +152,7 @@ def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
     ones = (sums - 1).abs() < 0.01  # bfloat16 rounds each probability to three digits
     if bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any()):
         return True
-    causal = rows.shape[-2] == rows.shape[-1] >= _KEYS_OF_PATTERN and bool((rows.triu(1) == 0).all())
+    causal = rows.shape[-2] == rows.shape[-1] >= _MIN_PATTERN_KEYS and bool((rows.triu(1) == 0).all())
     return causal and bool((rows >= 0).all() & ((sums > 0) & (sums < 1.01)).all())
 
 

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from .commands.fit import fit
+from .commands.head import head
 from .commands.models import models
 from .commands.report import report
 from .output import delivering
@@ -68,5 +69,5 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-for command in (fit, report, models):
+for command in (fit, head, report, models):
     app.command()(command)

@@ -17,6 +17,8 @@ from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
 from .measuring.metrics import LogitDifference as LogitDifference
 from .measuring.metrics import logit_difference as logit_difference
+from .needs.describe_head import describe_head as describe_head
+from .needs.head_description import HeadDescription as HeadDescription
 from .needs.where_or_what import where_or_what as where_or_what
 from .residual_stream.content_position import ContentPosition as ContentPosition
 from .residual_stream.content_position import PositionalSubspace as PositionalSubspace

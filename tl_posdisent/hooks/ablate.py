@@ -117,7 +117,9 @@ def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
             )
 
     shown = [(spec, hook_name(spec.layer, "hook_attn_scores")) for spec, _ in chosen]
-    return [(name, partial(refuse, spec)) for spec, name in shown if name in set(spec.points.values())]
+    return [
+        (name, partial(refuse, spec)) for spec, name in shown if name in {names.name for names in spec.points.values()}
+    ]
 
 
 def _masked(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Bool[Tensor, "batch head query key"]:

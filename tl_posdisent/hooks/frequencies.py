@@ -17,7 +17,7 @@ from tl_posdisent.utils.validation import check_choice, is_number, shown
 
 Mode = Literal["drop", "freeze"]
 Unrotated = Literal["keep", "drop"]
-Side = Literal["outside", "inside"]
+CutSide = Literal["outside", "inside"]
 
 
 def limit_frequencies(
@@ -26,7 +26,7 @@ def limit_frequencies(
     high: float | None = None,
     *,
     mode: Mode = "drop",
-    side: Side = "outside",
+    side: CutSide = "outside",
     unrotated: Unrotated = "keep",
     layers: Layers = None,
     heads: Heads = None,
@@ -83,7 +83,7 @@ def limit_frequencies(
         raise ArgumentError("low", f"must be at most high, got {low!r} and {high!r}")
     low, high = float(low or 0), float("inf") if high is None else float(high)
     check_choice("mode", mode, get_args(Mode))
-    check_choice("side", side, get_args(Side))
+    check_choice("side", side, get_args(CutSide))
     check_choice("unrotated", unrotated, get_args(Unrotated))
     chosen = any_heads(model, layers, heads, "limit_frequencies")
     inside = side == "inside"

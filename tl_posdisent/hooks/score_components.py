@@ -151,7 +151,7 @@ def split_two_axis(spec: AttentionSpec, q: Tensor, k: Tensor, inside: Tensor) ->
     """Compute the parts of the two-axis model at the real distances, in closed form."""
     rotary, positions = spec.require_rotary("two axes"), torch.arange(q.shape[1], device=q.device)
     there = keys_there(inside)  # and the queries that are not padding
-    weights = (there / there.sum(-1, keepdim=True)).to(q.dtype)
+    weights = there.to(q.dtype) / there.sum(-1, keepdim=True)
     mean_key = torch.einsum("bkhd,bk->bhd", k, weights.expand(len(k), -1))[:, None]
     turn = _mean_turn(spec, rotary, there)
     alone = torch.einsum("bqhd,bhd->bhq", q, _turned(mean_key, turn, rotary)[:, 0]) * spec.require_scale()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from torch import Tensor
 
-from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
+from tl_posdisent.models.loading.random_init import USUAL_STD, initial_scale
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.running.texts import Tokens
+from tl_posdisent.page.deciding.heads import describe_heads
 from tl_posdisent.page.drawing.atlas import atlas, listed
 from tl_posdisent.page.drawing.atlas_table import atlas_table
 from tl_posdisent.page.drawing.document import page
@@ -28,7 +28,8 @@ from tl_posdisent.page.sections.distance import DISTANCE
 from tl_posdisent.page.sections.labels import LABELS
 from tl_posdisent.page.sections.ladder import LADDER
 from tl_posdisent.page.sections.measure import measure_sections
-from tl_posdisent.page.sections.names import SectionName
+from tl_posdisent.page.sections.names import DEFAULT, SectionName
+from tl_posdisent.page.sections.needs import NEEDS
 from tl_posdisent.page.sections.section import Section
 from tl_posdisent.page.sections.shares import SHARES
 from tl_posdisent.page.sections.show import show_section
@@ -42,18 +43,15 @@ def report(
     text: Tokens,
     path: str | PathLike[str],
     *,
-    attention_mask: Tensor | None = None,
     layers: Layers = None,
-    control: int = 1,
-    std: Scale = "config",
     heads: int | str | Iterable[int | str | tuple[int, int]] | None = None,
     sections: Iterable[SectionName] | None = None,
+    control: int = 1,
     title: str | None = None,
     seed: int = 0,
-    command: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Measure which positions and tokens the heads of a model attend to in a text, and write one HTML file.
+    """Measure what the heads of a model need, *where* keys are or *what* they are, and write one HTML file.
 
     The file has plotly figures and circuitsvis widgets and loads nothing from a network. The same call writes the same
     file, byte for byte. Its numbers are those of the experiments called alone, and random initialisations read the same
@@ -61,26 +59,22 @@ def report(
 
     Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether. It takes about six
     texts to decide something, so a string is cut into six to eight equal stretches, of 64 to 256 tokens. Each section
-    states what it read. Ablation and the ladder run the model for each head: for all chosen heads, or for 40 of them at
-    equal steps if there are more, which takes about as long as 35 forward passes of 384 tokens and 120 of 512.
+    states what it read. Before the model runs, a line says how many forward passes the report takes.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; hooks on it act on
             all of its measurements, but not on random initialisations. It is read once.
-        text: ids ``[batch, pos]``, or text if the model has a tokenizer: a string, or a list of strings of any lengths.
-        path: the HTML file; its folder is created if necessary.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        text: ids ``[batch, pos]``; ids with their mask as a tokenizer returns them; or, if the model has a tokenizer,
+            a string or a list of strings of any lengths. Each text is run without its padding.
         layers: default all.
-        control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
-        std: standard deviation of their weights, a single one, as in ``random_control``.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
-        sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"labels"``,
-            ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. A section that cannot be
-            measured states the reason.
+        sections: which of ``"where_or_what"``, ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``,
+            ``"labels"``, ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all but the last two,
+            which run the model for each head. A section that cannot be measured states the reason.
+        control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
         title: title of the page; the default names the model.
-        seed: seed of random initialisations and perturbations.
-        command: the command line to print under "How to reproduce"; default this call.
-        progress: show a bar of the sections, and one within those that run heads.
+        seed: seed of random initialisations, estimates and perturbations.
+        progress: say the number of passes, and show a bar of the sections and one within those that run heads.
 
     Raises:
         ValueError: invalid arguments; a path that does not end in .html, or where no file can be written; a model for
@@ -97,29 +91,30 @@ def report(
         ...     path.name, "Headline numbers" in path.read_text(encoding="utf-8")
         ('report.html', True)
     """
-    target = _check_page(path)
-    subject = read_subject(model, text, attention_mask, layers, heads)
-    chosen = _check_sections(sections)
-    check_seed(seed)
-    copies = check_integer("control", control, 0)
-    for name, value in (("title", title), ("command", command)):
-        if value is not None and not isinstance(value, str):
-            raise ArgumentError(name, f"must be text, got {shown(value)}")
-    settings = Settings(seed, copies, initial_scale(subject.model, std) if copies else USUAL_STD, progress)
-    measurements = measure_sections(chosen, subject, settings)
-    if command is None:
-        names = None if sections is None else [section.name for section in chosen]
-        command = _call(text, target.name, subject, settings, std, names, every_head=heads is None)
-    if title is None:
-        title = f"Position and content in {subject.name()}"
-    html = _document(title, subject, measurements, settings, command)
+    target = check_page(path)
+    subject = read_subject(model, text, layers, heads)
+    chosen = check_sections(sections)
+    settings = read_settings(subject, seed, control, progress=progress)
+    names = None if sections is None else [section.name for section in chosen]
+    call = _call(text, target.name, subject, settings, names, every_head=heads is None)
+    return write_report(target, subject, chosen, settings, title, call)
+
+
+def write_report(
+    target: Path, subject: Subject, sections: list[Section], settings: Settings, title: str | None, command: str
+) -> Path:
+    """Measure the sections and write the page, with the command that makes it under "How to reproduce"."""
+    if title is not None and not isinstance(title, str):
+        raise ArgumentError("title", f"must be text, got {shown(title)}")
+    measurements = measure_sections(sections, subject, settings)
+    html = _document(title or f"Where and what in {subject.name()}", subject, measurements, settings, command)
     target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(target) as file:
         file.write(html.encode("utf-8"))
     return target
 
 
-def _check_page(path: str | PathLike[str]) -> Path:
+def check_page(path: str | PathLike[str]) -> Path:
     """Check that a page can be written there."""
     target = check_writable("path", path)
     if target.suffix.lower() != ".html":
@@ -127,12 +122,19 @@ def _check_page(path: str | PathLike[str]) -> Path:
     return target
 
 
-def _check_sections(names: Iterable[SectionName] | None) -> list[Section]:
-    """Return the requested sections in the order of the page."""
-    chosen = check_subset("sections", tuple(SECTIONS) if names is None else names, tuple(SECTIONS))
+def check_sections(names: Iterable[SectionName] | None) -> list[Section]:
+    """Return the requested sections in the order of the page; without a request, all but those on request."""
+    chosen = check_subset("sections", DEFAULT if names is None else names, tuple(SECTIONS))
     if not chosen:
         raise ArgumentError("sections", f"must be some of {', '.join(SECTIONS)}, got none")
     return [section for section in SECTIONS.values() if section.name in chosen]
+
+
+def read_settings(subject: Subject, seed: int, control: int, *, progress: bool) -> Settings:
+    """Check the seed and the number of random copies, whose weights have the configuration's standard deviation."""
+    check_seed(seed)
+    copies = check_integer("control", control, 0)
+    return Settings(seed, copies, initial_scale(subject.model, "config") if copies else USUAL_STD, progress)
 
 
 def _call(
@@ -140,7 +142,6 @@ def _call(
     file_name: str,
     subject: Subject,
     settings: Settings,
-    std: Scale,
     sections: list[SectionName] | None,
     *,
     every_head: bool,
@@ -148,15 +149,12 @@ def _call(
     """Write the call in Python that makes this report."""
     options = {
         "layers": subject.asked_layers,
-        "control": settings.copies if settings.copies != 1 else None,
-        "std": std if std != "config" else None,
         "heads": None if every_head else [head_label(*pair) for pair in subject.pairs],
         "sections": sections,
+        "control": settings.copies if settings.copies != 1 else None,
         "seed": settings.seed or None,
     }
     arguments = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
-    if not isinstance(text, list) and subject.mask is not None:
-        arguments += ", attention_mask=attention_mask"
     source = "text" if isinstance(text, (str, list)) else "tokens"
     return f"from tl_posdisent import report\n\nreport(model, {source}, {file_name!r}{arguments})"
 
@@ -168,37 +166,44 @@ def _document(
     settings: Settings,
     command: str,
 ) -> str:
-    """Render all parts of the page and their table of contents."""
+    """Render all parts of the page and their table of contents; the first section stands before the atlas."""
     measured = {name: measurement for name, measurement in measurements.items() if not measurement.refused}
-    contents = [show_section(SECTIONS[name], subject, measurement) for name, measurement in measurements.items()]
-    opening = _atlas(subject, measured)
+    contents = {name: show_section(SECTIONS[name], subject, measurement) for name, measurement in measurements.items()}
+    html = {name: content.html for name, content in contents.items()}
+    first = {name: html.pop(name) for name in [NEEDS.name] if name in html}
+    opening = _atlas(subject, measurements)
     parts = [
         verdict(verdict_sentences(measurements)),
+        *first.values(),
         opening,
         analysed(subject, [name for name, measurement in measured.items() if measurement.sample]),
         headline(subject, measurements.get(SHARES.name), measurements.get(ADDITIVITY.name)),
-        *(content.html for content in contents),
+        *html.values(),
         reproduce(subject, command, settings),
     ]
-    titles = {"verdict": "Verdict"} | ({"atlas": "Atlas"} if opening else {})
+    titles = {"verdict": "Verdict"} | {name: SECTIONS[name].heading for name in first}
+    titles |= {"atlas": "Atlas"} if opening else {}
     titles |= {"analysed": "What was analysed", "headline": "Headline numbers"}
-    titles |= {name: SECTIONS[name].heading for name in measurements} | {"reproduce": "How to reproduce"}
-    scripts = [script for content in contents for script in content.scripts]
-    return page(title, parts, titles, scripts)
+    titles |= {name: SECTIONS[name].heading for name in html} | {"reproduce": "How to reproduce"}
+    return page(title, parts, titles, [script for content in contents.values() for script in content.scripts])
 
 
-def _atlas(subject: Subject, measured: Mapping[SectionName, Measurement]) -> Markup:
-    """Render the atlas; empty without the section whose shares colour its map."""
-    if ADDITIVITY.name not in measured:
+def _atlas(subject: Subject, measurements: Mapping[SectionName, Measurement]) -> Markup:
+    """Render the atlas; empty without a section that has numbers of all heads."""
+    tables = {name: one.trained for name, one in measurements.items() if one.refused is None}
+    if NEEDS.name not in tables and ADDITIVITY.name not in tables:
         return Markup()
-    tables = {name: measurement.trained for name, measurement in measured.items()}
-    additivity = measured[ADDITIVITY.name]
     joined = atlas_table(
-        additivity,
+        subject.pairs,
+        needs=tables.get(NEEDS.name),
+        additivity=tables.get(ADDITIVITY.name),
         labels=tables.get(LABELS.name),
         ablation=tables.get(ABLATION.name),
         ladder=tables.get(LADDER.name),
         distance=tables.get(DISTANCE.name),
     )
     panels = measure_panels(subject, listed(joined.heads))
-    return atlas(subject, joined, baseline=additivity.random is not None, panels=panels)
+    sentences = describe_heads(
+        tables.get(NEEDS.name), measurements.get(ADDITIVITY.name), tables.get(LABELS.name), panels.attention
+    )
+    return atlas(subject, joined, panels, sentences)

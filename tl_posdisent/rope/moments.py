@@ -68,8 +68,8 @@ def chunks(x: Float[Tensor, "*point head coordinate"]) -> Iterator[Float64[Tenso
     points = x.shape[:-2]  # gathered by index: flattening may copy all of ``x``
     step = max(1, NUMBERS_AT_ONCE // math.prod(x.shape[-2:]))
     for start in range(0, points.numel(), step):
-        here = torch.arange(start, min(start + step, points.numel()), device=x.device)
-        yield x[torch.unravel_index(here, points)].double()
+        part = torch.arange(start, min(start + step, points.numel()), device=x.device)
+        yield x[torch.unravel_index(part, points)].double()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -105,10 +105,10 @@ def _points(
     centre = k.mean(1, keepdim=True)  # far from 0, it would cost the covariances their digits
     sums = torch.zeros(2, len(k), grouped.shape[2], q.shape[-1] if alone else 1, dtype=torch.float64, device=q.device)
     count = torch.zeros_like(sums[0])
-    for (some, key, key_second), (_, turn, turn_second) in zip(
+    for (block, key, key_second), (_, turn, turn_second) in zip(
         _running_moments(k - centre), _running_moments(turns[None]), strict=True
     ):
-        x = grouped[:, some]
+        x = grouped[:, block]
         key_spread, turn_spread = _covariances(key, key_second), _covariances(turn, turn_second)
         by_place = _variance(x * (key + centre)[:, :, None].conj(), turn_spread, alone)  # of the row means
         by_key = _variance((x * turn[:, :, None]).conj(), key_spread, alone)  # of the column means
@@ -129,16 +129,15 @@ def _running_moments(x: Complex[Tensor, "*head pos n"]) -> Iterator[tuple[slice,
     """Yield, for blocks of positions, mean, ``mean(x xᴴ)`` and ``mean(x xᵀ)`` over all positions up to each."""
     carried: list[Tensor | float] = [0.0, 0.0, 0.0]
     for start in range(0, x.shape[-2], _QUERIES_AT_ONCE):
-        some = slice(start, min(start + _QUERIES_AT_ONCE, x.shape[-2]))
-        block = x[..., some, :]
-        column, row = block[..., :, None], block[..., None, :]
-        number = torch.arange(some.start + 1, some.stop + 1, device=x.device).double()
+        block = slice(start, min(start + _QUERIES_AT_ONCE, x.shape[-2]))
+        column, row = x[..., block, :][..., :, None], x[..., block, :][..., None, :]
+        number = torch.arange(block.start + 1, block.stop + 1, device=x.device).double()
         mean, hermitian, symmetric = (
             (carry + new.flatten(-2).cumsum(-2).unflatten(-1, new.shape[-2:])) / number[:, None, None]
             for carry, new in zip(carried, (column, column * row.conj(), column * row), strict=True)
         )
         carried = [m[..., -1:, :, :] * number[-1] for m in (mean, hermitian, symmetric)]
-        yield some, mean[..., 0], (hermitian, symmetric)
+        yield block, mean[..., 0], (hermitian, symmetric)
 
 
 def _covariances(mean: Tensor, second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -74,14 +74,14 @@ def preference_flips_qk(
     queries, keys = (x.double().reshape(-1, *x.shape[-3:]) for x in (q, k))
     keys = rotate(keys, torch.zeros(keys.shape[1], device=k.device), rotary)
     group, rounding = n_heads // k.shape[-2], _ROUNDING.get(k.dtype, _ROUNDING_OF_MODELS)
-    found = torch.stack(
+    flips = torch.stack(
         [
             _flips_of_head(queries[text, :, head], keys[text, :, head // group], rotary, near_at, far_at, rounding)
             for text in range(len(queries))
             for head in range(n_heads)
         ]
     )
-    values = dict(zip(("near", "far", "near_far"), found.T.tolist(), strict=True))
+    values = dict(zip(("near", "far", "near_far"), flips.T.tolist(), strict=True))
     return pd.DataFrame({**index_columns((*batch, n_heads)), **values})
 
 
@@ -101,8 +101,8 @@ def _flips_of_head(
         slack = rounding * block.norm(dim=-1)[:, None, None] * sizes
         results = []
         for distances in (near, far):
-            at = distances.repeat(len(block))  # distance by distance for each query
-            turned = rotate(block.repeat_interleave(len(distances), 0)[:, None], at, rotary)[:, 0]
+            positions = distances.repeat(len(block))  # distance by distance for each query
+            turned = rotate(block.repeat_interleave(len(distances), 0)[:, None], positions, rotary)[:, 0]
             results.append(_won_and_lost(*_ranks((turned @ k.T).unflatten(0, (len(block), -1)), slack)))
         # With n(A, B) the number of distances at which A beats B, keys A and B flip between n(A, B) · n(B, A) pairs of
         # distances of one kind, and between n(A, B) · m(B, A) + n(B, A) · m(A, B) pairs of two kinds.
@@ -124,11 +124,11 @@ def _ranks(
     these two keys alone.
     """
     both = torch.cat([scores - slack, scores + slack], -1)
-    ordered, at = both.sort(-1)
+    ordered, order = both.sort(-1)
     steps = torch.nn.functional.pad(ordered[..., 1:] > ordered[..., :-1], (1, 0))
     most = max(both.shape[-1], scores.shape[-2] + 1)  # ranks, and later the number of distances; narrow is fast
     ranks = steps.cumsum(-1).to(torch.uint8 if most <= 256 else torch.int16 if most < 2**15 else torch.int32)
-    least, largest = torch.empty_like(ranks).scatter_(-1, at, ranks).tensor_split(2, -1)
+    least, largest = torch.empty_like(ranks).scatter_(-1, order, ranks).tensor_split(2, -1)
     return least, largest
 
 

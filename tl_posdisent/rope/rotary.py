@@ -31,7 +31,7 @@ Pairing = Literal["half", "adjacent"]
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary geometry of one layer: frequencies, pairing of coordinates, attention factor.
+    """Rotary geometry of one layer: frequencies, pairing of coordinates, attention factor; equal if all of it is.
 
     Attributes:
         frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them; negative in a
@@ -70,6 +70,16 @@ class Rotary:
         for name, dtype in (("angle_dtype", self.angle_dtype), ("frequency_dtype", self.frequency_dtype)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ArgumentError(name, f"must be a floating point torch.dtype, got {dtype!r}")
+
+    def _contents(self) -> tuple[Any, ...]:
+        factor, dtypes = self.attention_factor, (self.angle_dtype, self.frequency_dtype)
+        return tuple(self.frequencies.tolist()), self.pairing, factor, dtypes
+
+    def __eq__(self, other: object) -> bool:
+        return self._contents() == other._contents() if isinstance(other, Rotary) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._contents())
 
     @property
     def dim(self) -> int:

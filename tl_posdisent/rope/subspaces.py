@@ -129,8 +129,8 @@ def subspace_patterns_qk(
     parts = torch.stack([torch.add(*factors.pair(name)).real.sum(-1) / 2 for name in COMPONENTS])
     semantic = [i for i, name in enumerate(COMPONENTS) if "distance" not in name]
     mixed = [i for i, name in enumerate(COMPONENTS) if name.startswith("distance:")]
-    for column, some in (("distance", [0]), ("semantic", semantic), ("interaction", mixed)):
-        columns[column] = share_of(parts[some].sum(0), variance)
+    for column, components in (("distance", [0]), ("semantic", semantic), ("interaction", mixed)):
+        columns[column] = share_of(parts[components].sum(0), variance)
     columns["spread"] = share_of(_spreads(factors.pair("distance:key")), variance.sqrt())
     heads, n = columns["spread"].shape
     theta = torch.nn.functional.pad(rotary.frequencies, (0, n - len(rotary.frequencies)))

@@ -52,5 +52,5 @@ def _suggestion(package: str, name: str) -> str:
         folder = ".".join((ROOT.name, *stub.parent.relative_to(ROOT).parts))
         for public in lazy_loader.attach_stub(folder, str(stub))[2]:
             places.setdefault(public, f"{folder}.{public}")
-    own = [x for x, place in places.items() if place.rpartition(".")[0] == package]
-    return did_you_mean(name, places.keys() & {name}, own, places, shown=places.__getitem__)
+    in_package = [x for x, place in places.items() if place.rpartition(".")[0] == package]
+    return did_you_mean(name, places.keys() & {name}, in_package, places, shown=places.__getitem__)

@@ -13,8 +13,9 @@ from jaxtyping import Float, Float64, Int
 from scipy import stats
 from torch import Tensor
 
-_LEAST = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
-_MOST_SCALED = 3.0  # how often the error of a mean below its threshold may be scaled up
+# t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow.
+_MIN_BLOCKS = 10
+_MAX_ERROR_SCALE = 3.0  # how often the error of a mean below its threshold may be scaled up
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Blocks:
         """
         total, parts, first = sum(lengths), list[Tensor](), 0
         for length in lengths:
-            pieces = min(length, -(-_LEAST * length // total)) if length else 1
+            pieces = min(length, -(-_MIN_BLOCKS * length // total)) if length else 1
             parts.append(first + torch.arange(length, device="cpu") * pieces // max(length, 1))
             first += pieces if length else 0
         return cls(torch.cat(parts))
@@ -126,7 +127,7 @@ def surely_below(value: float, error: float, threshold: float, df: float) -> tup
     """
     if value <= 0:  # equal up to rounding
         return True, 1.0
-    scaled = error * min(_MOST_SCALED, max(1.0, threshold / value))
+    scaled = error * min(_MAX_ERROR_SCALE, max(1.0, threshold / value))
     return value <= threshold, significance(abs(value - threshold), scaled, df)
 
 

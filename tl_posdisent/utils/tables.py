@@ -53,7 +53,7 @@ def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], or
     return joined.sort_values([*order], kind="stable", ignore_index=True) if len({*map(tuple, rows)}) > 1 else joined
 
 
-_ROWS = 20  # that a notebook shows
+_SHOWN_ROWS = 20  # that a notebook shows
 
 
 class HasTable:
@@ -70,6 +70,8 @@ class HasTable:
         table = self._shown_frame()
         first = html.escape(repr(self).splitlines()[0])
         more = (
-            f"<p>The first {_ROWS} of {len(table)} rows of <code>to_frame()</code>.</p>" if len(table) > _ROWS else ""
+            f"<p>The first {_SHOWN_ROWS} of {len(table)} rows of <code>to_frame()</code>.</p>"
+            if len(table) > _SHOWN_ROWS
+            else ""
         )
-        return f"<p>{first}</p>{table.head(_ROWS).round(3).to_html(index=False)}{more}"
+        return f"<p>{first}</p>{table.head(_SHOWN_ROWS).round(3).to_html(index=False)}{more}"

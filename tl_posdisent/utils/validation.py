@@ -16,6 +16,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.utils.words import did_you_mean
 
 Numbers = Sequence[int | float] | Tensor  # also a range
 _Choice = TypeVar("_Choice", bound=str)
@@ -131,24 +132,38 @@ def check_number(
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise unless ``value`` is one of the choices.
 
-    >>> check_choice("mode", "drop it", ("drop", "freeze"))
+    >>> check_choice("mode", "omit", ("drop", "freeze"))
     Traceback (most recent call last):
-    tl_posdisent.utils.errors.ArgumentError: mode must be 'drop' or 'freeze', got 'drop it'
+    tl_posdisent.utils.errors.ArgumentError: mode must be 'drop' or 'freeze', got 'omit'
+
+    The nearest choice comes before the list of all:
+
+    >>> check_choice("mode", "frezee", ("drop", "freeze"))
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: mode cannot be 'frezee': did you mean 'freeze'? It must be 'drop' ...
     """
     choices = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         words = [repr(choice) for choice in choices]
         listed = " or ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + " or " + words[-1]
-        raise ArgumentError(name, f"must be {listed}, got {shown(value)}")
+        raise ArgumentError(name, _unknown(value, choices, f"be {listed}", shown(value)))
 
 
-def check_subset(name: str, given: Any, choices: Iterable[_Choice]) -> list[_Choice]:
+def _unknown(value: Any, choices: Sequence[Any], needed: str, given: str) -> str:
+    """Say what is needed: after the choice that is nearest to an unknown value, or before what was given."""
+    near = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
+    return f"cannot be {value!r}{near} It must {needed}" if near else f"must {needed}, got {given}"
+
+
+def check_subset(name: str, chosen: Any, choices: Iterable[_Choice]) -> list[_Choice]:
     """Validate a choice or a collection of different choices, and return a list."""
     choices = list(choices)
-    picked = list[Any]([given] if isinstance(given, str) else given) if isinstance(given, Iterable) else None
+    picked = list[Any]([chosen] if isinstance(chosen, str) else chosen) if isinstance(chosen, Iterable) else None
     known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
-    if not known or isinstance(given, Mapping) or len(set(picked or ())) < len(picked or ()):
-        raise ArgumentError(name, f"must be some of {', '.join(choices)}, each once, got {shown(given)}")
+    if not known or isinstance(chosen, Mapping) or len(set(picked or ())) < len(picked or ()):
+        unknown = next((x for x in picked or () if isinstance(x, str) and x not in choices), None)
+        needed = f"be some of {', '.join(choices)}, each once"
+        raise ArgumentError(name, _unknown(unknown, choices, needed, shown(chosen)))
     return picked or []
 
 
@@ -203,9 +218,9 @@ def check_floating(name: str, x: Any) -> Tensor:
     return x
 
 
-def check_devices(**given: Any) -> None:
+def check_devices(**values: Any) -> None:
     """Raise unless all tensors among these values are on one device, with float64."""
-    devices = {name: x.device for name, x in given.items() if isinstance(getattr(x, "device", None), torch.device)}
+    devices = {name: x.device for name, x in values.items() if isinstance(getattr(x, "device", None), torch.device)}
     if len(set(devices.values())) > 1:
         names, places = (", ".join(map(str, x[:-1])) + f" and {x[-1]}" for x in ([*devices], [*devices.values()]))
         raise ValueError(f"{names} must be on the same device, got {places}")
@@ -281,10 +296,10 @@ def check_distinct(name: str, values: Any, check: Callable[[Any], Any], what: st
     """Apply ``check`` to each of at least one value, all different; ``what`` describes the values in errors."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ArgumentError(name, f"must be {what}, got {shown(values)}")
-    given = [check(value) for value in values]
-    if not given or len(set(given)) < len(given):
-        raise ArgumentError(name, f"must name at least one and none twice, got {shown(given)}")
-    return given
+    checked = [check(value) for value in values]
+    if not checked or len(set(checked)) < len(checked):
+        raise ArgumentError(name, f"must name at least one and none twice, got {shown(checked)}")
+    return checked
 
 
 def check_indices(name: str, chosen: Any, n: int) -> list[int]:
@@ -301,15 +316,15 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
     chosen = [chosen] if is_integer(chosen) else listed(name, chosen)
     if isinstance(chosen, (str, bytes, Mapping)) or not isinstance(chosen, Iterable):
         raise ArgumentError(name, f"must be an integer or a sequence of integers, got {shown(chosen)}")
-    given = list(chosen)
-    for x in given:
+    indices = list(chosen)
+    for x in indices:
         if not is_integer(x) or not -n <= operator.index(x) < n:
             raise ArgumentError(
                 name, f"must be integers from 0 to {n - 1} (or from {-n} to -1, counted from the end), got {shown(x)}"
             )
-    picked = [operator.index(x) % n for x in given]
+    picked = [operator.index(x) % n for x in indices]
     if not picked or len(set(picked)) < len(picked):
-        raise ArgumentError(name, f"must name at least one and none twice, got {shown(given)}")
+        raise ArgumentError(name, f"must name at least one and none twice, got {shown(indices)}")
     return picked
 
 
@@ -358,16 +373,16 @@ def check_heads(
     in_each = chosen if layers is not None or default is None else sorted(default)
     if heads is None or is_integer(heads):
         return {layer: check_indices("heads", heads, n_heads) for layer in in_each}
-    given: Any = [heads] if isinstance(heads, str) else heads
-    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+    entries: Any = [heads] if isinstance(heads, str) else heads
+    if isinstance(entries, (bytes, Mapping)) or not isinstance(entries, Iterable):
         raise ArgumentError(
             "heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}'
         )
-    given = [_from_label(x) for x in given]
-    if not any(_is_pair(x) for x in given):
-        return {layer: check_indices("heads", given, n_heads) for layer in in_each}
+    entries = [_from_label(x) for x in entries]
+    if not any(_is_pair(x) for x in entries):
+        return {layer: check_indices("heads", entries, n_heads) for layer in in_each}
     by_layer: dict[int, list[int]] = {}
-    for x in given:
+    for x in entries:
         if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):
             raise ArgumentError(
                 "heads",
@@ -375,10 +390,10 @@ def check_heads(
                 f"(or negative, counted from the end), got {shown(x)}",
             )
         by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
-    if any(len(set(some)) < len(some) for some in by_layer.values()):
-        raise ArgumentError("heads", f"must name none twice, got {shown(given)}")
+    if any(len(set(of_layer)) < len(of_layer) for of_layer in by_layer.values()):
+        raise ArgumentError("heads", f"must name none twice, got {shown(entries)}")
     if not set(by_layer) <= set(chosen):
-        raise ArgumentError("heads", f"must lie within layers={shown(layers)}, got {shown(given)}")
+        raise ArgumentError("heads", f"must lie within layers={shown(layers)}, got {shown(entries)}")
     return dict(sorted(by_layer.items()))
 
 
@@ -403,10 +418,10 @@ def _from_label(x: Any) -> Any:
     """Convert ``"L16H0"`` to ``(16, 0)``; return anything except a string unchanged."""
     if not isinstance(x, str):
         return x
-    found = re.fullmatch(r"L(\d+)H(\d+)", x)
-    if found is None:
+    label = re.fullmatch(r"L(\d+)H(\d+)", x)
+    if label is None:
         raise ArgumentError("heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(x)}')
-    return int(found[1]), int(found[2])
+    return int(label[1]), int(label[2])
 
 
 def _is_pair(x: Any) -> bool:

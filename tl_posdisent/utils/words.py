@@ -26,7 +26,7 @@ def did_you_mean(name: object, *groups: Iterable[str], shown: Callable[[str], st
     (": did you mean 'smollm2'?", '', '')
     """
     for group in groups:
-        known = {each.lower(): each for each in group}
+        known = {known_name.lower(): known_name for known_name in group}
         if isinstance(name, str) and (near := difflib.get_close_matches(name.lower(), known, 1, 0.7)):
             return f": did you mean {shown(known[near[0]])!r}?"
     return f": {otherwise}" if otherwise else ""

@@ -112,5 +112,5 @@ def diverging(low: float, high: float) -> Scale:
     first, last = ((end / most + 1) / 2 for end in (low, high))
     if (first, last) == (0, 1):
         return DIVERGING
-    inner = [[(at - first) / (last - first), colour] for at, colour in DIVERGING if first < at < last]
+    inner = [[(x - first) / (last - first), colour] for x, colour in DIVERGING if first < x < last]
     return [[0.0, on_scale(DIVERGING, first)], *inner, [1.0, on_scale(DIVERGING, last)]]

@@ -14,7 +14,7 @@ from tl_posdisent.additive.attention.systems import Systems, by_system
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.errors import ArgumentError
 
-_NEGLIGIBLE = 1e-13  # singular values of the features below this times the largest count as 0
+_RANK_TOLERANCE = 1e-13  # singular values of the features below this times the largest count as 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class KeyFeatures:
             return cls(features, features.new_zeros(len(features), 0, 0))
         seen = (features * systems.keys[..., None]).flatten(1, 2)
         _, size, combinations = torch.linalg.svd(torch.linalg.qr(seen, mode="r")[1], full_matrices=False)
-        kept = size > _NEGLIGIBLE * size[:, :1].clamp_min(torch.finfo(size.dtype).tiny)
+        kept = size > _RANK_TOLERANCE * size[:, :1].clamp_min(torch.finfo(size.dtype).tiny)
         weights = combinations.mT * torch.where(kept, seen.shape[1] ** 0.5 / size, 0.0)[:, None]
         return cls(features @ weights[:, None], weights)
 

@@ -32,7 +32,7 @@ from tl_posdisent.utils.validation import check_devices, check_integer, check_nu
 PSEUDO_COUNT = 1e-3
 """The part of a pattern that is replaced by uniform attention."""
 _KEYS_PER_FEATURE = 4  # with fewer, a direction fits other texts badly: the numbers are in ``fit_attention``
-_UNIFORM = 1e-12  # nats per query: attention this close to uniform has nothing to explain
+_UNIFORM_NATS = 1e-12  # nats per query: attention this close to uniform has nothing to explain
 
 
 @own_sums()
@@ -164,7 +164,7 @@ def _explained_share(
     divergence: Float64[Tensor, " system"], from_uniform: Float64[Tensor, " system"], n_query: int
 ) -> Float64[Tensor, " system"]:
     """Compute the share of the divergence from uniform attention that a fit removes; NaN if the pattern is uniform."""
-    return torch.where(from_uniform > _UNIFORM * n_query, 1 - divergence / from_uniform, torch.nan)
+    return torch.where(from_uniform > _UNIFORM_NATS * n_query, 1 - divergence / from_uniform, torch.nan)
 
 
 @dataclass(frozen=True, eq=False)

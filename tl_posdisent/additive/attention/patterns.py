@@ -12,9 +12,9 @@ from tl_posdisent.additive.attention.systems import Systems
 from tl_posdisent.additive.score_checks import refuse_non_finite, refuse_patterns
 from tl_posdisent.utils.errors import ArgumentError
 
-_BLOCK = 2**20  # number of cells that are read at a time
-_ROWS = 64  # fewest queries that are read together, if necessary from one system at a time
-_HUGE = 1e30  # larger than any score
+_BLOCK_CELLS = 2**20  # number of cells that are read at a time
+_MIN_BLOCK_QUERIES = 64  # fewest queries that are read together, if necessary from one system at a time
+_SCORE_LIMIT = 1e30  # larger than any score
 
 # Systems, queries, keys, and their part of the pattern. One call of a ``PatternBlocks`` passes once over the data.
 Block = tuple[slice, slice, slice, Float64[Tensor, "system text row column"]]
@@ -25,8 +25,10 @@ def _blocks(systems: Systems, n_system: int, n_text: int) -> Iterator[tuple[slic
     """Yield blocks of systems and queries, with the keys that they see and a mask of the cells that count."""
     cells = systems.cells
     width = n_text * cells.n_key
-    n_rows = min(cells.n_query, max(1, _BLOCK // (width * n_system), min(_ROWS, 4 * _BLOCK // width)))
-    at_once = max(1, _BLOCK // (width * n_rows))
+    n_rows = min(
+        cells.n_query, max(1, _BLOCK_CELLS // (width * n_system), min(_MIN_BLOCK_QUERIES, 4 * _BLOCK_CELLS // width))
+    )
+    at_once = max(1, _BLOCK_CELLS // (width * n_rows))
     for system in range(0, n_system, at_once):
         chosen = slice(system, min(system + at_once, n_system))
         for row in range(0, cells.n_query, n_rows):
@@ -47,7 +49,7 @@ def pattern_of_scores(systems: Systems, scores: Tensor) -> PatternBlocks:
 def _softmax(x: Tensor, inside: Tensor) -> Tensor:
     """Compute the softmax in place; 0 outside the cells."""
     x = x.masked_fill_(~inside, -torch.inf)
-    x = x.sub_(x.amax(-1, keepdim=True).clamp_min(-_HUGE)).exp_()
+    x = x.sub_(x.amax(-1, keepdim=True).clamp_min(-_SCORE_LIMIT)).exp_()
     return x.div_(x.sum(-1, keepdim=True).clamp_min(1))
 
 

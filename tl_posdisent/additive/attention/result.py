@@ -124,13 +124,13 @@ class AttentionFit(CellsFit):
         d = cell_distances(cells.n_query, n_key, features.device)
         inside = cells.to_mask()
         self._check_distances(d[inside.reshape(-1, *d.shape).any(0)])
-        at = d.clamp(self.cells.low, self.cells.high) - self.cells.low
+        cell = d.clamp(self.cells.low, self.cells.high) - self.cells.low
         key = torch.einsum("...hkf,...hf->...hk", features, self.direction[..., chosen, :])
         if self.sinks is not None:
             marks = first_keys(cells.split(cells.counts).key > 0, self.sinks.shape[-1])
             marks = marks if marks.ndim > 2 else marks[None]  # an axis that broadcasts to the heads
             key = key + torch.einsum("...hkn,...hn->...hk", marks, self.sinks[..., chosen, :])
-        return torch.where(inside, self.distance[..., chosen, :][..., at] + key[..., None, :], -torch.inf)
+        return torch.where(inside, self.distance[..., chosen, :][..., cell] + key[..., None, :], -torch.inf)
 
     def _features_per_head(self, keys: Any, n_heads: int) -> Float64[Tensor, "*texts head key feature"]:
         assert self.direction is not None
@@ -139,10 +139,10 @@ class AttentionFit(CellsFit):
         check_devices(keys=keys, fit=self.distance)
         bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
         if bad or 0 in keys.shape[:-1] or (texts and tuple(keys.shape[:-3]) != texts):
-            wanted = "".join(f"{n}, " for n in texts) if texts else "*texts, "
+            leading = "".join(f"{n}, " for n in texts) if texts else "*texts, "
             raise ArgumentError(
                 "keys",
-                f"must have shape ({wanted}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
+                f"must have shape ({leading}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
                 f"{tuple(keys.shape)}",
             )
         per_head: Tensor = keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)

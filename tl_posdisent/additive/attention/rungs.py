@@ -37,7 +37,9 @@ WITHOUT_FIT: tuple[Rung, ...] = ("uniform", "first_token", "untouched")
 PER_HEAD: tuple[Rung, ...] = ("distance", "distance+sink", "static")
 """Rungs whose coefficients belong to the head and not to the tokens of one text: they apply to other texts."""
 
-_NEVER = -1e4  # logit of keys other than the first; finite, so that queries that do not see the first attend uniformly
+_UNSEEN_LOGIT = (
+    -1e4
+)  # logit of keys other than the first; finite, so that queries that do not see the first attend uniformly
 
 
 def fit_rung(
@@ -80,7 +82,7 @@ def rung_logits(
         return torch.zeros_like(scores)
     if rung == "first_token":
         seen = inside.any(-2, keepdim=True)
-        return torch.where(seen & (seen.cumsum(-1) == 1), 0.0, _NEVER).to(scores).expand(scores.shape)
+        return torch.where(seen & (seen.cumsum(-1) == 1), 0.0, _UNSEEN_LOGIT).to(scores).expand(scores.shape)
     return fit_rung(rung, scores, inside, keys, pool=False).logits()
 
 

@@ -16,8 +16,10 @@ from tl_posdisent.additive.attention.systems import Systems
 
 Stacked = Float64[Tensor, "system text coefficient"]
 
-_TILE = 64  # number of queries that are computed together
-_STORED = 2**25  # most cells of a pattern that are kept between products (256 MiB); beyond that, they are recomputed
+_TILE_QUERIES = 64  # number of queries that are computed together
+_MAX_STORED_CELLS = (
+    2**25
+)  # most cells of a pattern that are kept between products (256 MiB); beyond that, they are recomputed
 
 
 class AttentionSums:
@@ -34,11 +36,13 @@ class AttentionSums:
     def __init__(self, systems: Systems, stacked: Stacked) -> None:
         """Evaluate at these coefficients."""
         self._systems, self._stacked, cells = systems, stacked, systems.cells
-        rows_of_tiles = (slice(t, min(t + _TILE, cells.n_query)) for t in range(0, cells.n_query, _TILE))
+        rows_of_tiles = (
+            slice(t, min(t + _TILE_QUERIES, cells.n_query)) for t in range(0, cells.n_query, _TILE_QUERIES)
+        )
         tiles = ((rows, cells.columns(rows)) for rows in rows_of_tiles)
         self._tiles = [(rows, columns) for rows, columns in tiles if columns.stop > columns.start]
         n_cells = sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in self._tiles)
-        self._stored: list[Tensor] | None = [] if n_cells * stacked[..., 0].numel() <= _STORED else None
+        self._stored: list[Tensor] | None = [] if n_cells * stacked[..., 0].numel() <= _MAX_STORED_CELLS else None
         self.log_z = stacked.new_zeros(*stacked.shape[:-1], cells.n_query)
         self.marginals = torch.zeros_like(stacked)
         for rows, columns in self._tiles:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import cut_tokens, load_and_read, number_or_word, numbers_or_words
+from tl_posdisent.cli.inputs import cut_tokens, load_and_read, numbers_or_words
 from tl_posdisent.cli.options import (
     MOST,
     Backend,
@@ -22,12 +22,11 @@ from tl_posdisent.cli.options import (
     Model,
     Progress,
     Seed,
-    Std,
     TextFile,
 )
 from tl_posdisent.cli.output import answering, check_out, show
-from tl_posdisent.page.sections.names import SectionName
-from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.page.sections.names import ON_REQUEST, SectionName
+from tl_posdisent.utils.validation import check_choice
 
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
@@ -47,15 +46,17 @@ def report(
     heads: Heads = None,
     section: Annotated[
         list[str] | None,
-        Option(help=f"{', '.join(SECTIONS)}; may be repeated; default all.", autocompletion=lambda: list(SECTIONS)),
+        Option(
+            help=f"{', '.join(SECTIONS)}; may be repeated; default all but {' and '.join(ON_REQUEST)}.",
+            autocompletion=lambda: list(SECTIONS),
+        ),
     ] = None,
     title: Annotated[str | None, Option(help="Title of the page.")] = None,
     control: Control = 1,
-    std: Std = "config",
     seed: Seed = 0,
     progress: Progress = True,
 ) -> None:
-    """Write all measurements of a model and a text to one HTML page that works offline, and print its path.
+    """Write what the heads of a model need in a text to one HTML page that works offline, and print its path.
 
     The page is that of report() in Python for the same text; with --length or --texts, for these parts of it.
 
@@ -68,35 +69,24 @@ def report(
     """
     with answering():
         check_out(out, (".html",))
-        chosen_layers, chosen_heads, scale = numbers_or_words(layers), numbers_or_words(heads), number_or_word(std)
+        chosen_layers, chosen_heads = numbers_or_words(layers), numbers_or_words(heads)
         sections: Any = _sections(section)
         loaded, words = load_and_read(model, text, backend, device, dtype)
-        from tl_posdisent.page.build import report as write_report
-        from tl_posdisent.page.measuring.subject import ENOUGH
+        from tl_posdisent.page.build import check_page, check_sections, read_settings, write_report
+        from tl_posdisent.page.measuring.subject import ENOUGH, read_subject
 
         whole = length is None and texts is None  # the text is cut as in Python
         tokens = words if whole else cut_tokens(loaded, words, length, texts, default=ENOUGH)
 
-        path = write_report(
-            loaded,
-            tokens,
-            out,
-            layers=chosen_layers,
-            heads=chosen_heads,
-            control=control,
-            std=scale,
-            sections=sections,
-            title=title,
-            seed=seed,
-            command=shlex.join(["tl-posdisent", *sys.argv[1:]]),  # as typed, to be run again
-            progress=progress,
-        )
+        subject = read_subject(loaded, tokens, chosen_layers, chosen_heads)
+        command = shlex.join(["tl-posdisent", *sys.argv[1:]])  # as typed, to be run again
+        settings = read_settings(subject, seed, control, progress=progress)
+        path = write_report(check_page(out), subject, check_sections(sections), settings, title, command)
     show([str(path)])
 
 
 def _sections(given: list[str] | None) -> list[str] | None:
     """Validate sections before a model is loaded, and drop duplicates."""
     for name in given or ():
-        if name not in SECTIONS:
-            raise ArgumentError("section", f"must be one of {', '.join(SECTIONS)}, got {brief(name)}")
+        check_choice("section", name, SECTIONS)
     return list(dict.fromkeys(given)) if given else None

@@ -97,10 +97,10 @@ def mean_attention(
 
     Without ``whole``, runs end at the last of these layers: hooks of later ones do not fire.
     """
-    heads = {spec.layer: some for spec, some in chosen}
+    heads = {spec.layer: of_layer for spec, of_layer in chosen}
     sums = {
-        layer: torch.zeros(len(some), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
-        for layer, some in heads.items()
+        layer: torch.zeros(len(of_layer), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+        for layer, of_layer in heads.items()
     }
 
     def add(spec: AttentionSpec, pattern: Pattern) -> None:
@@ -110,7 +110,7 @@ def mean_attention(
     with applied(reading.model, hooks):
         for group in texts.groups:
             for_each_pattern(reading.model, group.tokens, [spec for spec, _ in chosen], add, whole=whole)
-    return pd.concat([_table(spec, some, texts, sums[spec.layer]) for spec, some in chosen], ignore_index=True)
+    return pd.concat([_table(spec, of_layer, texts, sums[spec.layer]) for spec, of_layer in chosen], ignore_index=True)
 
 
 def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:

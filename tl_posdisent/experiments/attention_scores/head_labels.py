@@ -24,10 +24,10 @@ from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer, check_seed, check_seeds, listed
 
-_LENGTH = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
-_REPEATS = 4  # number of random sequences to average over
-_LOCAL_KEYS = 8  # number of last keys that count as local
-_LABEL_FROM = 0.5  # part of the way from the random copies' value to 1 from which on a head has the label
+SEQUENCE_TOKENS = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
+N_SEQUENCES = 4  # number of random sequences to average over
+_N_LOCAL_KEYS = 8  # number of last keys that count as local
+_LABEL_THRESHOLD = 0.5  # part of the way from the random copies' value to 1 from which on a head has the label
 _LABELS = ("previous_token", "duplicate_token", "induction", "first_token")
 _MEASURES = (*_LABELS, "local", "entropy")
 
@@ -92,7 +92,7 @@ def head_labels(
     layers = listed("layers", layers)
     reading = read_model(model)
     pairs = pairs_of(any_heads(reading, layers, heads))
-    copied = repeated_tokens(reading.model, length, _REPEATS, check_seed(seed))
+    copied = repeated_tokens(reading.model, length, N_SEQUENCES, check_seed(seed))
     read = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *read)
     scales = [initial_scale(reading.model, std)] if seeds else []
@@ -114,9 +114,9 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     start = [] if bos is None else [bos]
     special = (special_id(model, "pad"), getattr(model.cfg, "pad_id", None), *start)
     usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
-    room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
+    room = (getattr(model.cfg, "n_ctx", None) or 2 * SEQUENCE_TOKENS + 1) - len(start)
     most = min(len(usable), room // 2)
-    length = min(most, _LENGTH) if length is None else check_integer("length", length, 2)
+    length = min(most, SEQUENCE_TOKENS) if length is None else check_integer("length", length, 2)
     if length > most:
         raise ArgumentError(
             "length",
@@ -141,7 +141,7 @@ def start_token(model: Any) -> int | None:
 
 def _labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame:
     """Put each measure of the trained model beside that of the random copies, with the labels before them."""
-    above = (trained if random is None else (trained - random) / (1 - random)) >= _LABEL_FROM
+    above = (trained if random is None else (trained - random) / (1 - random)) >= _LABEL_THRESHOLD
     names = [[name for name in _LABELS if row[name]] for _, row in above.iterrows()]
     labels = ["+".join(label or ["local"] * local) for label, local in zip(names, above["local"], strict=True)]
     columns = {"label": pd.Series(labels, index=trained.index, dtype="object")}
@@ -155,7 +155,7 @@ def _measured(model: Any, texts: Texts, copied: Tensor, pairs: list[tuple[int, i
     reading = read_model(model)
     chosen = any_heads(reading, None, pairs)
     sums: dict[tuple[str, int], Any] = defaultdict(float)
-    local = min(_LOCAL_KEYS, min(texts.lengths) - 1)
+    local = min(_N_LOCAL_KEYS, min(texts.lengths) - 1)
     for group in texts.groups:
         _add_means(sums, reading, group.tokens, chosen, partial(_text_measures, local=local), len(texts.tokens))
     _add_means(sums, reading, copied, chosen, partial(_copy_measures, n=copied.shape[1] // 2), len(copied))

@@ -134,8 +134,8 @@ def preference_flips(
     sets = check_distance_sets(near_at, far)
 
     def measure(q: Tensor, k: Tensor, rotary: Rotary) -> pd.DataFrame:
-        some = q if queries is None else q[:, spread_rows(q.shape[1], queries)]
-        return preference_flips_qk(some, k, rotary, *sets)
+        chosen_q = q if queries is None else q[:, spread_rows(q.shape[1], queries)]
+        return preference_flips_qk(chosen_q, k, rotary, *sets)
 
     chosen = any_heads(reading, layers, heads, "preference_flips")
     return _measure_texts(reading, texts, chosen, "preference_flips", measure, sinks, progress=progress)

@@ -21,7 +21,7 @@ from tl_posdisent.utils.errors import ArgumentError
 ScoreControl = Literal["foreign keys", "random queries and keys"]
 """Which scores are fitted beside those of the heads: see ``additivity``."""
 
-_SEED = 0  # of the random projections
+_PROJECTION_SEED = 0  # of the random projections
 _Function = Callable[[str, AttentionSpec, Tensor], None]
 
 
@@ -69,8 +69,8 @@ def _foreign_keys(
 
     def scores(layer: Captured) -> Tensor:
         if layer.layer in others:
-            at = torch.arange(tokens.shape[1], device=layer.k.device)
-            k_rot = layer.spec.rotated(keys[others[layer.layer]].to(at.device), at)
+            positions = torch.arange(tokens.shape[1], device=layer.k.device)
+            k_rot = layer.spec.rotated(keys[others[layer.layer]].to(positions.device), positions)
         else:
             k_rot = layer.k_rot.roll(-1, 2)
         return layer.spec.score(layer.q_rot, k_rot)
@@ -108,7 +108,7 @@ def _random_projections(
         raise ValueError(
             f"layer {silent[0].layer} of {silent[0].architecture} has no hook_z, so its output is not known"
         )
-    copy = next(random_control(model, [_SEED], weights="random_qk"))
+    copy = next(random_control(model, [_PROJECTION_SEED], weights="random_qk"))
     with running(model) as p:
         outputs = p.record(tokens, [spec.taps.z for spec in below if spec.taps.z], stop=until + 1)
     hooks: list[Hook] = [(name, partial(_put, z)) for name, z in outputs.items()]

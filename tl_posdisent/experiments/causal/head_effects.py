@@ -87,13 +87,16 @@ def head_effects(
     Returns:
         One row per intervention and head: ``intervention``, ``layer``, ``head``, and, averaged over the predicted
         tokens of all texts (``first``, ``estimate`` and ``exact`` of other metrics than the loss: over texts), each
-        with its standard error over texts ``…_se`` (NaN for one text):
+        with its standard error over texts ``…_se`` (no such columns for one text):
 
         * ``first``: first-order effect on the metric;
         * ``curvature``: estimate of ``kl``, nats per predicted token, also the second-order effect on the loss;
         * ``estimate``: ``first + curvature`` for the loss, ``first`` for other metrics;
         * ``exact``: the effect in a run with this head changed, NaN where it was not run;
         * ``kl``: KL(unmodified ‖ changed) of the predictions in that run, nats per predicted token.
+
+        ``kl`` can be large where ``exact`` is about 0 or negative. ``kl`` adds up changes of the predictions in either
+        direction; the loss reads them at the tokens that followed, where some changes help by chance.
 
         Rows are in the order of interventions, layers and heads. Effects have a sign: ``table.sort_values("exact",
         key=abs, ascending=False)`` begins with the largest ones, also if they are negative. ``kl`` has none.
@@ -146,6 +149,8 @@ def head_effects(
         with tqdm(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
             outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
     table = table.assign(**_exact_columns(estimates.rows, outcomes, weights, n_predictions))
+    if n_texts < 2:
+        table = table.drop(columns=[f"{name}_se" for name in ("first", "curvature", "estimate", "exact", "kl")])
     table.attrs["metric"] = metric_name(metric)
     table.attrs["runs"] = {
         name: _summary(rows, [x for x in outcomes if x.changed.name == name], n_predictions)

@@ -99,7 +99,8 @@ def head_verdicts(
         that is not used, ``"untouched"`` if no rung does); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap``,
         what uniform attention changes (its divergence or added loss in nats per token, or the change of the metric) and
         ``error`` (its standard error); ``gap_mean``, ``error_mean``, the same for the mean output (NaN without that
-        row). The measure is in ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
+        row). A table without errors has no ``se``, ``error`` and ``error_mean``. The measure is in
+        ``attrs["measure"]``, the confidence of each interval in ``attrs["confidence"]``.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``, or without those of ``measure``; an
@@ -135,6 +136,8 @@ def head_verdicts(
     columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
     verdicts = pd.DataFrame(rows, columns=columns).astype(types)
+    if not {_COLUMNS[measure][name] for name in ("error", "se")} & set(table.columns):
+        verdicts = verdicts.drop(columns=["se", "error", "error_mean"])
     verdicts.attrs |= {"confidence": confidence, "measure": measure}
     return verdicts
 
@@ -153,7 +156,8 @@ def _measure_of(table: Any, measure: Measure | None) -> Measure:
         raise ArgumentError(
             "measure", f"must be 'metric' for a metric's table, whose blocks are texts, got {measure!r}"
         )
-    needed = {"layer", "head", "control", "rung", "blocks", "causal", *_COLUMNS[measure].values()}
+    names = [x for name, x in _COLUMNS[measure].items() if measure != "metric" or name not in ("error", "se")]
+    needed = {"layer", "head", "control", "rung", "blocks", "causal", *names}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         raise ArgumentError(
             "table",
@@ -166,7 +170,7 @@ def _by_head(table: pd.DataFrame, measure: Measure) -> dict[Any, _Rungs]:
     """Return the rows of each head by rung, under the names that all measures share."""
     plain = table[table["control"] == "none"]
     read = plain[["layer", "head", "rung", "causal"]].assign(
-        **{name: plain[column] for name, column in _COLUMNS[measure].items()},
+        **{name: plain.get(column, nan) for name, column in _COLUMNS[measure].items()},  # no error of a single text
         df=(plain["df"] if "df" in plain else plain["blocks"] * nan).fillna(plain["blocks"] - 1),  # equal blocks
     )
     rungs: dict[Any, list[Any]] = {}

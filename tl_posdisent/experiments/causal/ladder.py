@@ -21,10 +21,11 @@ from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
 LadderControl = Literal["shuffled"]
-_ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
+_END_RUNGS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
 _COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
 _OF_PREDICTIONS = ["recovered_kl", "se_kl", "error_kl"]  # not in the table of a metric, whose blocks are texts
+_OVER_TEXTS = ["se", "se_mean", "error"]  # not in the table of a metric of a single text
 
 
 def attention_ladder(
@@ -76,9 +77,9 @@ def attention_ladder(
         minus the untouched one; ``blocks``, the number of blocks behind the standard errors: the texts or, if there are
         fewer than ten, equal blocks of each text, treated as independent; ``df``, their degrees of freedom;
         ``parameters``, the number fitted; ``causal``, whether predictions depend only on earlier tokens. With
-        ``metric``, ``value`` is its mean over texts, ``recovered`` is its share, ``se`` and ``error`` are over texts
-        (NaN for a single text, for which any difference between the two ends counts), and ``recovered_kl``, ``se_kl``
-        and ``error_kl`` are left out.
+        ``metric``, ``value`` is its mean over texts, ``recovered`` is its share, ``se``, ``se_mean`` and ``error`` are
+        over texts (left out for a single text, for which any difference between the two ends counts), and
+        ``recovered_kl``, ``se_kl`` and ``error_kl`` are left out.
 
     Raises:
         ValueError: an unknown option; held-out texts longer than those of ``tokens``; otherwise as ``head_ablation``
@@ -96,7 +97,7 @@ def attention_ladder(
         ([0.0, 1.0], True)
     """
     check_choice("unit", unit, get_args(Unit))
-    chosen_rungs = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
+    chosen_rungs = [*check_subset("rungs", rungs, RUNGS), *_END_RUNGS]
     rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in chosen_rungs)]
     chosen_controls = check_subset("controls", controls, get_args(LadderControl))
     if metric is not None:
@@ -116,7 +117,8 @@ def attention_ladder(
         ladder = LadderRuns(reading, fitted, texts, unit, metric, bar)
         rows, failures = ladder.rows(heads_by_layer, rungs_by_control)
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
-    table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS)
+    single = _OVER_TEXTS if len(texts.tokens) < 2 else []
+    table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS + single)
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     _warn_of_no_effect(table, texts)
     return reading.note(note_failures(table, failures, n_runs))

@@ -91,18 +91,15 @@ def head_patching(
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    other = read_source(model, texts, source, attention_mask)
+    other = _read_source_texts(model, texts, source, attention_mask)
     places = _places(positions, min(texts.lengths))
     together = [] if activation == "pattern" else [spec for spec, _ in chosen]  # patterns are large: layer by layer
     of_layers = [_held(model, group.tokens, together, activation) for group in other.groups]
 
     def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
         held = of_layers if together else [_held(model, group.tokens, [spec], activation) for group in other.groups]
-
-        def at(place: int | None, group: int, some: Sequence[int]) -> list[Hook]:
-            return _hooks(spec, some, held[group][spec.layer], activation, place)
-
-        return [partial(at, place) for place in places]
+        of_groups = [by_layer[spec.layer] for by_layer in held]
+        return [partial(_activation_hooks, spec, of_groups, activation, place) for place in places]
 
     units = [layer_units(spec, of_layer, by_key=activation in ("k", "v")) for spec, of_layer in chosen]
     return rows_by_head(
@@ -123,17 +120,24 @@ def _places(positions: Any, length: int) -> list[int | None]:
         return [None]
     if isinstance(positions, Tensor):
         positions = positions.tolist()
-    given = [positions] if is_integer(positions) else positions
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        given = list(given)
-    check_indices("positions", given, length)
-    return [int(x) for x in given]
+    listed_positions = [positions] if is_integer(positions) else positions
+    if isinstance(listed_positions, Iterable) and not isinstance(listed_positions, str):
+        listed_positions = list(listed_positions)
+    check_indices("positions", listed_positions, length)
+    return [int(x) for x in listed_positions]
 
 
-def _hooks(
-    spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation, place: int | None
+def _activation_hooks(
+    spec: AttentionSpec,
+    of_groups: Sequence[Tensor],
+    activation: Activation,
+    place: int | None,
+    group: int,
+    heads: Sequence[int],
 ) -> list[Hook]:
-    some = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
+    """Patch an activation of heads of a layer, held for each group of texts, at a position or (None) at all."""
+    held = of_groups[group]
+    patched = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
     if activation == "pattern" and not spec.limits.scores_editable:  # as scores of which it is the softmax
         if place is None:
             return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
@@ -148,8 +152,8 @@ def _hooks(
 
     def put(x: Tensor, hook: Any = None) -> Tensor:
         x = x.clone()
-        at = (slice(None), some, at_place) if activation == "pattern" else (slice(None), at_place, some)
-        x[at] = held[at].to(x.device)
+        index = (slice(None), patched, at_place) if activation == "pattern" else (slice(None), at_place, patched)
+        x[index] = held[index].to(x.device)
         return x
 
     if activation == "z":
@@ -166,15 +170,15 @@ def _held(
         return {}
     heads = {spec.layer: spec.n_kv_heads if activation in ("k", "v") else spec.n_heads for spec in specs}
     # In a text with as many tokens as heads the two axes cannot be distinguished, so a shorter text is checked.
-    for some in [tokens[:, :-1], tokens] if tokens.shape[1] in heads.values() else [tokens]:
+    for checked in [tokens[:, :-1], tokens] if tokens.shape[1] in heads.values() else [tokens]:
         with running(model) as p:
-            held = p.record(some, [name for name in names.values() if name in p.points], stop=max(names) + 1)
+            held = p.record(checked, [name for name in names.values() if name in p.points], stop=max(names) + 1)
         for spec in specs:
             name = names[spec.layer]
             if activation == "z" and name in held:
                 held[name] = by_heads(held[name], spec.n_heads)
-            if some.shape[1] != heads[spec.layer]:
-                _check_layout(spec, name, held.get(name), some.shape[1], heads[spec.layer])
+            if checked.shape[1] != heads[spec.layer]:
+                _check_layout(spec, name, held.get(name), checked.shape[1], heads[spec.layer])
     return {layer: held[name] for layer, name in names.items()}
 
 
@@ -263,9 +267,9 @@ def position_patching(
     held = _listened(model, texts, hooks[source], seen_at, [spec for spec, _ in chosen], listen_vectors)
 
     def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
-        at = [x[spec.layer] for x in held]
-        sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in at]
-        return [lambda group, some: vector_hooks(spec, some, *sides[group], keys)]
+        vectors = [by_layer[spec.layer] for by_layer in held]
+        rotated = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in vectors]
+        return [partial(_vector_hooks, spec, rotated, keys)]
 
     end = PatchRuns(texts, "positions", hooks[source], patched_hooks=hooks[patched])
     table = rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
@@ -286,10 +290,10 @@ def _listened(
 ) -> list[dict[int, dict[str, Tensor]]]:
     """Record layers in a run on each group of texts, under hooks that set the positions."""
     held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec in specs} for _ in texts.groups]
-    for group, some, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
+    for group, group_hooks, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
         listening = [hook for spec in specs for hook in listen(spec, place, seen[spec.layer])]
         with running(model) as p:
-            p.run(group.tokens, [*some, *listening], stop=max(seen) + 1)
+            p.run(group.tokens, [*group_hooks, *listening], stop=max(seen) + 1)
     return held
 
 
@@ -357,20 +361,43 @@ def component_patching(
     texts = read_texts(model, tokens, attention_mask)
     if (source is None) == (source_positions is None):
         raise ValueError("pass exactly one of source or source_positions")
-    other = texts if source is None else read_source(model, texts, source, attention_mask)
+    other = texts if source is None else _read_source_texts(model, texts, source, attention_mask)
     positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
     hooks = [Hooks([]) if place is None else swap_positions(reading, place) for place in positions]
 
     def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
         held = _listened(model, other, hooks, positions, [spec], listen_scores)  # one layer at a time: scores are large
-        return [lambda group, some: score_hooks(spec, some, held[group][spec.layer]["scores"], components)]
+        scores = [by_layer[spec.layer]["scores"] for by_layer in held]
+        return [partial(_component_hooks, spec, scores, components)]
 
     units = [layer_units(spec, of_layer) for spec, of_layer in chosen]
     end = PatchRuns(other, "source_positions" if source is None else "source", hooks)
     return rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
 
 
-def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:
+def _vector_hooks(
+    spec: AttentionSpec,
+    rotated: Sequence[tuple[Tensor | None, Tensor | None]],
+    keys: Keys,
+    group: int,
+    heads: Sequence[int],
+) -> list[Hook]:
+    """Patch rotated queries and keys of heads of a layer, held for each group of texts."""
+    return vector_hooks(spec, heads, *rotated[group], keys)
+
+
+def _component_hooks(
+    spec: AttentionSpec,
+    scores: Sequence[Tensor],
+    components: Sequence[MovedComponent],
+    group: int,
+    heads: Sequence[int],
+) -> list[Hook]:
+    """Patch components of the scores of heads of a layer, held for each group of texts."""
+    return score_hooks(spec, heads, scores[group], components)
+
+
+def _read_source_texts(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:
     """Texts of the run that is patched from, each as long as its counterpart; same padding, if any.
 
     Raises:

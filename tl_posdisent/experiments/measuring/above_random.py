@@ -9,7 +9,7 @@ from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 
 _HEAD = ["layer", "head"]
-_NAMED = 20  # heads that a sentence names; the table lists all
+_MAX_NAMED_HEADS = 20  # heads that a sentence names; the table lists all
 
 
 def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> str:
@@ -26,5 +26,5 @@ def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> st
     above, below = ([head_label(*place) for place in means.index[rows]] for rows in (is_above, ~is_above))
     sentence = f"above the highest random head of their layer: {len(above)} of {plural(len(means), 'head')}"
     fewer, word = (below, ", all but ") if len(below) <= len(above) else (above, ", ")
-    named = ", ".join(fewer[:_NAMED]) + (" …" if len(fewer) > _NAMED else "")
+    named = ", ".join(fewer[:_MAX_NAMED_HEADS]) + (" …" if len(fewer) > _MAX_NAMED_HEADS else "")
     return sentence + (word + named if fewer else "")

@@ -22,7 +22,7 @@ from tl_posdisent.models.running.results import at_results
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 
-_AT_A_TIME = 2**22  # number of probabilities accumulated at a time
+_MAX_PROBABILITIES = 2**22  # number of probabilities accumulated at a time
 
 LayerTensors = dict[int, Tensor]
 """A tensor of each layer."""
@@ -232,7 +232,7 @@ def drawn_labels(
     log_p: Float[Tensor, "text prediction option"], uniforms: Float64[Tensor, "draw text pos"]
 ) -> Int[Tensor, "draw text prediction"]:
     """Draw labels from predictions by inverting their cumulative distribution, in float64, some at a time."""
-    n, labels = max(1, _AT_A_TIME // (len(log_p) * log_p.shape[-1])), list[Tensor]()
+    n, labels = max(1, _MAX_PROBABILITIES // (len(log_p) * log_p.shape[-1])), list[Tensor]()
     for first in range(0, log_p.shape[1], n):
         cumulative = log_p[:, first : first + n].detach().double().exp().cumsum(-1)
         quantiles = uniforms[:, :, first : first + cumulative.shape[1]].movedim(0, -1).to(cumulative).contiguous()

@@ -14,7 +14,7 @@ from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import Blocks
 
-_AT_A_TIME = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
+_MAX_LOG_PROBABILITIES = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
 
 def check_logits(output: Any, tokens: Int[Tensor, "batch pos"]) -> None:
@@ -52,7 +52,7 @@ def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, T
     The last position has no next token.
     """
     check_logits(logits, tokens)
-    n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
+    n = max(1, _MAX_LOG_PROBABILITIES // (logits.shape[0] * logits.shape[-1]))
     for block in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
         log_p = as_log_probabilities(logits[:, block])
         yield block, log_p, _token_losses(log_p, tokens[:, block.start : block.stop + 1])
@@ -114,7 +114,7 @@ def divergences(
     log_p: Float[Tensor, "*batch pos v"], log_q: Float[Tensor, "*batch pos v"]
 ) -> Float[Tensor, "*batch pos"]:
     """Compute KL(p ‖ q) of predictions from their log-probabilities, at each position; some positions at a time."""
-    n = max(1, _AT_A_TIME * log_p.shape[-2] // max(1, log_p.numel()))
+    n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[-2] // max(1, log_p.numel()))
     pairs = zip(log_p.split(n, -2), log_q.split(n, -2), strict=True)
     return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from tl_posdisent.experiments.residual_stream.qk_readout import (
     Readout,
     measure_readouts,
+    query_key_taps,
     residual_hook,
-    taps_of,
 )
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
@@ -61,8 +61,7 @@ class ContentPosition(HasTable):
 
     def term(self, name: str) -> Float64[Tensor, "batch head query key"]:
         """Return one of ``TERMS`` at every cell, in the shape of the scores; 0 outside the mask."""
-        if name not in TERMS:
-            raise ArgumentError("name", f"must be one of {', '.join(TERMS)}, got {name!r}")
+        check_choice("name", name, TERMS)
         if name == TERMS[-1]:
             return torch.where(self._mask, self.attention_bias.expand(self.query.shape[1], -1, -1, -1), 0.0)
         query, key = (SOURCES.index(source) for source in name.split(":"))
@@ -166,20 +165,22 @@ def content_position_terms(
         raise ArgumentError("tokens", f"must be at least two different texts, got {len(ids)} equal ones")
     if spec.soft_cap is not None:
         raise ValueError(f"layer {layer} of {spec.architecture} soft-caps its scores, so they are not sums of products")
-    taps = taps_of(spec, before_norm=False)
+    taps = query_key_taps(spec, before_norm=False)
     readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "content and position need").values()
     names = [name for readout in readouts for name in (readout.source, *readout.tap.names)]
     seen: list[dict[str, Tensor]] = []
-    own: list[Tensor] = []
+    scores_by_group: list[Tensor] = []
     squares: list[tuple[Tensor, ...]] = []  # scores and mask, with queries and keys zero-padded to the longest text
     for group in texts.groups:
         held = Recorded()
         with applied(model, held.hooks(dict.fromkeys(names))):
-            for_each_scores(model, group.tokens, [spec], lambda _, x: own.append(x))
+            for_each_scores(model, group.tokens, [spec], lambda _, x: scores_by_group.append(x))
         missing = texts.longest - group.tokens.shape[1]
         inside = spec.mask(group.tokens.shape[1], group.tokens.device).expand(len(group.tokens), -1, -1)
         seen.append(held)
-        squares.append(tuple(torch.nn.functional.pad(x, (0, missing, 0, missing)) for x in (own[-1], inside)))
+        squares.append(
+            tuple(torch.nn.functional.pad(x, (0, missing, 0, missing)) for x in (scores_by_group[-1], inside))
+        )
     scores = texts.from_the_start([x.transpose(1, 2) for x, _ in squares]).transpose(1, 2)
     mask = texts.from_the_start([x for _, x in squares])
     (query, position), (key, _) = (_parts(spec, readout, seen, texts, grand_mean) for readout in readouts)
@@ -210,18 +211,18 @@ def _parts(
     spec: AttentionSpec, readout: Readout, seen: Sequence[dict[str, Tensor]], texts: Texts, grand_mean: str
 ) -> tuple[Float64[Tensor, "source batch pos head d_head"], Float64[Tensor, "pos d_model"]]:
     """Compute queries or keys by source, rotated if the layer rotates, and the positional part of their input."""
-    streams = [each[readout.source].double() for each in seen]
+    streams = [held[readout.source].double() for held in seen]
     content, position, mean, _ = split_stream(streams)
-    found = []
-    for held, stream, own in zip(seen, streams, content, strict=True):
+    by_group = []
+    for held, stream, stream_content in zip(seen, streams, content, strict=True):
         scale = readout.scales(spec, stream, readout.tap.read(*(held[name] for name in readout.tap.names)))
-        parts = [scale * readout.linear(x) for x in (own, position[: stream.shape[1]].expand_as(stream))]
+        parts = [scale * readout.linear(x) for x in (stream_content, position[: stream.shape[1]].expand_as(stream))]
         constant = scale * readout.linear(mean)
         bias = readout.bias.expand_as(constant)
         parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
         places = torch.arange(stream.shape[1], device=stream.device)
-        found.append(torch.stack([spec.per_query_head(spec.rotated(part, places)) for part in parts], 2))
-    return texts.from_the_start(found).movedim(2, 0), position
+        by_group.append(torch.stack([spec.per_query_head(spec.rotated(part, places)) for part in parts], 2))
+    return texts.from_the_start(by_group).movedim(2, 0), position
 
 
 def _explained(

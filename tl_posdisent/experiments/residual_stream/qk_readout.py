@@ -29,7 +29,7 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 
 NAMES: dict[Side, str] = {"q": "queries", "k": "keys"}
-_ROUNDS = 4
+_LEAST_SQUARES_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _fit(u: Tensor, v: Tensor, centred: bool) -> FrozenNorm:
     """
     x = u - u.mean(-1, keepdim=True) if centred else u
     t = (v / x).abs().nanmedian(-1).values.nan_to_num(nan=0.0, posinf=0.0)
-    for _ in range(_ROUNDS):
+    for _ in range(_LEAST_SQUARES_ROUNDS):
         gain = _factor(t[..., None] * x, v, 0)
         norm = gain.square().mean(-1, keepdim=True).sqrt()
         gain = torch.where(norm > 0, gain / norm, gain)
@@ -124,13 +124,13 @@ class Readout:
 
         It is that of each coordinate, because with a shared slice the other coordinates have a second norm.
         """
-        linear, wanted = self.linear(x), seen.double() - self.bias
+        linear, target = self.linear(x), seen.double() - self.bias
         factors = []
-        for some in self.slices:
-            a, b = linear[..., some], wanted[..., some]
+        for coordinates in self.slices:
+            a, b = linear[..., coordinates], target[..., coordinates]
             factors.append(_factor(a.flatten(-2), b.flatten(-2), -1)[..., None, None].expand_as(a[..., :1, :]))
         scale = torch.cat(factors, -1)
-        error, largest = (scale * linear - wanted).abs().amax(), seen.double().abs().amax()
+        error, largest = (scale * linear - target).abs().amax(), seen.double().abs().amax()
         if not bool(error <= score_tolerance(seen.dtype) * largest):
             raise ValueError(
                 f"{self.needed} {NAMES[self.side]} that are an affine function of the residual stream at the norm's "
@@ -145,12 +145,12 @@ class Readout:
 class FrozenReadout:
     """The queries (or keys) of some heads in some texts, with the scales of all norms frozen.
 
-    The vector of a token is ``linear(stream_scale · x) + constant(own_scale)``, ``x`` the stream at ``source``.
+    The vector of a token is ``linear(stream_scale · x) + constant(norm_scale)``, ``x`` the stream at ``source``.
 
     Attributes:
         matrix, bias, norm: the maps of these heads; ``norm`` is that of queries (or keys), None if there is none.
         stream_scale: factor of the stream: the scales of both norms; one for all heads without a QK-norm.
-        own_scale: the scale of the QK-norm; 1 without one.
+        norm_scale: the scale of the QK-norm; 1 without one.
     """
 
     source: str
@@ -158,7 +158,7 @@ class FrozenReadout:
     bias: Float64[Tensor, "head d_head"]
     norm: FrozenNorm | None
     stream_scale: Float64[Tensor, "batch pos head_or_one"]
-    own_scale: Float64[Tensor, "batch pos head_or_one"]
+    norm_scale: Float64[Tensor, "batch pos head_or_one"]
 
     def linear(self, x: Float64[Tensor, "*batch head_or_one d_model"]) -> Float64[Tensor, "*batch head d_head"]:
         """Map a part of the stream, or a sum of such parts, to each head's vectors."""
@@ -177,11 +177,11 @@ def observe(
     model: Any, spec: AttentionSpec, readouts: Iterable[Readout], tokens: Int[Tensor, "batch pos"]
 ) -> tuple[Recorded, Captured]:
     """Run texts once, and return what their layer reads, at the hooks of its readouts, and what it makes of it."""
-    held, found = Recorded(), list[Captured]()
+    held, captured = Recorded(), list[Captured]()
     names = dict.fromkeys(name for readout in readouts for name in (readout.source, readout.tap.name))
     with applied(model, held.hooks(names)):
-        for_each_layer(model, tokens, [spec], found.append, scores=False)
-    return held, found[0]
+        for_each_layer(model, tokens, [spec], captured.append, scores=False)
+    return held, captured[0]
 
 
 def freeze(
@@ -200,7 +200,7 @@ def freeze(
     """
     plain = readout.tap.read(held[readout.tap.name])
     stream = readout.scales(spec, held[readout.source].double(), plain)[..., 0]
-    own, norm = torch.ones_like(stream), None
+    norm_scale, norm = torch.ones_like(stream), None
     if not torch.equal(plain, vectors):
         u, v = plain.double(), vectors.double()
         if u.shape == v.shape:
@@ -211,9 +211,9 @@ def freeze(
                 f"{readout.needed} {NAMES[readout.side]} that equal those before the QK-norm times a gain and one "
                 f"number per token and head, but in layer {spec.layer} of {spec.architecture} they do not"
             )
-        own = norm.scales(u, v)
+        norm_scale = norm.scales(u, v)
     matrix, bias = readout.matrix[heads], readout.bias[heads]
-    return FrozenReadout(readout.source, matrix, bias, norm, stream * own, own)
+    return FrozenReadout(readout.source, matrix, bias, norm, stream * norm_scale, norm_scale)
 
 
 def measure_readouts(
@@ -237,30 +237,30 @@ def measure_readouts(
     d_model = int(model.cfg.d_model)
     size = d_model**0.5  # vectors of unit variance, as after a norm
     expansions = [_expansion(model, spec, tokens, tap) for tap in taps.values()]
-    found: dict[Side, Readout] = {}
+    measured: dict[Side, Readout] = {}
     for source in dict.fromkeys((residual_hook(spec.layer), residual_hook(0))):  # some read keys from the input
-        names = [*dict.fromkeys(name for tap in taps.values() for name in (*tap.names, _latent_of(tap)) if name)]
+        names = [*dict.fromkeys(name for tap in taps.values() for name in (*tap.names, _latent_hook(tap)) if name)]
         for name in (source, *names):
             if name not in model.hook_dict:
                 raise ArgumentError("model", f"must have the hook {name}, which {spec.architecture} does not have")
         answers = []
         for sign in (size, -size):
-            seen = _of_unit_vectors(model, spec, tokens, source, d_model, sign, names)
+            seen = _record_unit_vectors(model, spec, tokens, source, d_model, sign, names)
             pairs = zip(taps.values(), expansions, strict=True)
             answers.append([_vectors(tap, expansion, seen).flatten(0, 1)[:d_model] for tap, expansion in pairs])
         for (side, tap), plus, minus in zip(taps.items(), *answers, strict=True):
-            if side not in found and not torch.equal(plus, minus):
+            if side not in measured and not torch.equal(plus, minus):
                 matrix = ((plus - minus) / (2 * size)).permute(1, 2, 0)
-                found[side] = Readout(side, source, tap, matrix, (plus + minus).mean(0) / 2, needed)
-        if len(found) == len(taps):
-            return {side: found[side] for side in taps}
+                measured[side] = Readout(side, source, tap, matrix, (plus + minus).mean(0) / 2, needed)
+        if len(measured) == len(taps):
+            return {side: measured[side] for side in taps}
     raise ValueError(
         f"{needed} queries and keys that read the residual stream, but those of layer {spec.layer} "
         f"of {spec.architecture} do not change with {residual_hook(spec.layer)}"
     )
 
 
-def _of_unit_vectors(
+def _record_unit_vectors(
     model: Any, spec: AttentionSpec, tokens: Tensor, source: str, n: int, size: float, names: Sequence[str]
 ) -> Recorded:
     """Record hooks in a pass with the first n coordinates of the vectors at ``source`` set to unit vectors by size."""
@@ -275,7 +275,7 @@ def _of_unit_vectors(
         return p.record(tokens[:1].expand(texts, -1), names, [(source, put)], stop=spec.layer + 1)
 
 
-def _latent_of(tap: Tap) -> str | None:
+def _latent_hook(tap: Tap) -> str | None:
     return None if tap.latent is None else tap.latent.latent
 
 
@@ -286,7 +286,7 @@ def _expansion(
 
     The norm's scale differs between vectors, so that unit vectors of the stream do not show the whole map.
     """
-    name = _latent_of(tap)
+    name = _latent_hook(tap)
     if name is None:
         return None
     assert tap.latent is not None
@@ -294,7 +294,7 @@ def _expansion(
         (width,) = p.record(tokens[:1], [name], stop=spec.layer + 1)[name].shape[2:]
     n = width - (tap.latent.rotated if name == tap.shared else 0)
     size = sqrt(n)
-    seen = _of_unit_vectors(model, spec, tokens, name, n, size, [tap.name])[tap.name]
+    seen = _record_unit_vectors(model, spec, tokens, name, n, size, [tap.name])[tap.name]
     return seen.double().flatten(0, 1)[:n] / size
 
 
@@ -305,12 +305,12 @@ def _vectors(
     shared = None if tap.shared is None else seen[tap.shared].double()
     if expansion is None:
         return tap.read(seen[tap.name].double(), shared)
-    latent = seen[_latent_of(tap) or ""].double()[..., : len(expansion)]
+    latent = seen[_latent_hook(tap) or ""].double()[..., : len(expansion)]
     vectors: Tensor = tap.read(latent @ expansion, shared)
     return vectors
 
 
-def taps_of(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
+def query_key_taps(spec: AttentionSpec, *, before_norm: bool) -> dict[Side, Tap]:
     """Return where a layer's queries and keys are read, before or after any QK-norm.
 
     This also works for a layer whose scores they do not determine alone (ALiBi).

@@ -135,9 +135,9 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
     (spec,) = reading.rotary([layer], "rope_hadamard")
     scale = spec.require_scale()
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("rope_hadamard")
-    found: list[Captured] = []
-    for_each_layer(reading.model, tokens, [spec], found.append, scores=False)
-    (seen,) = found
+    captured: list[Captured] = []
+    for_each_layer(reading.model, tokens, [spec], captured.append, scores=False)
+    (seen,) = captured
     rotary = seen.spec.require_rotary("rope_hadamard")  # for this text: some models use other frequencies for long ones
     q, k = scale * seen.q.double(), spec.per_query_head(seen.k).double()
     z, rest = to_complex(q, rotary)

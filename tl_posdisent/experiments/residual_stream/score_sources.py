@@ -17,10 +17,10 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
     freeze,
     measure_readouts,
     observe,
+    query_key_taps,
     residual_hook,
-    taps_of,
 )
-from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, read_source, stream_sources
+from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, source_part, stream_sources
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
@@ -42,9 +42,9 @@ from tl_posdisent.utils.validation import (
 )
 from tl_posdisent.utils.words import plural
 
-By = Literal["pair", "query", "key", "source"]
+TermsBy = Literal["pair", "query", "key", "source"]
 OTHERS = "others"
-_KEYS, _PAIRS = 3, 2  # that a repr shows
+_SHOWN_KEYS, _SHOWN_PAIRS = 3, 2  # that a repr shows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,7 +111,7 @@ class ScoreSources(HasTable):
         least = torch.finfo(torch.float64).tiny
         return float((total - self.own_scores).abs().max() / self.own_scores.abs().max().clamp_min(least))
 
-    def terms(self, by: By = "pair", *, keys: Sequence[int] | None = None) -> Float64[Tensor, "key piece *source"]:
+    def terms(self, by: TermsBy = "pair", *, keys: Sequence[int] | None = None) -> Float64[Tensor, "key piece *source"]:
         """Compute the pieces of the terms, in the order of ``pieces``.
 
         Args:
@@ -120,10 +120,10 @@ class ScoreSources(HasTable):
                 source on either side; these sums overlap, all others add up to the scores.
             keys: indices into the attribute ``keys``; default all, whose pairs may need much memory.
         """
-        check_choice("by", by, get_args(By))
-        at = check_indices("keys", keys, len(self.keys))
-        at += [len(self.keys)] * (self.against is not None)
-        return self._minus_against(self._terms(by, self.key_parts[:, at], self._turns()[at]))
+        check_choice("by", by, get_args(TermsBy))
+        rows = check_indices("keys", keys, len(self.keys))
+        rows += [len(self.keys)] * (self.against is not None)
+        return self._minus_against(self._terms(by, self.key_parts[:, rows], self._turns()[rows]))
 
     def _terms(self, by: str, keys: Tensor, turns: Tensor) -> Float64[Tensor, "key piece *source"]:
         if by == "source":  # the pairs of a source with itself are in both sums
@@ -134,9 +134,9 @@ class ScoreSources(HasTable):
         (q, q_rest), (k, k_rest) = (to_complex(x, self.rotary) for x in (query, keys))
         b = "a" if by == "itself" else "b"
         out = {"pair": "ab", "query": "a", "key": "b", "itself": "a"}[by]
-        found = torch.einsum(f"ac,jpc,{b}jc->jp{out}", q, turns, k.conj()).real.clone()
-        found[:, 0] += self.scale * torch.einsum(f"ar,{b}jr->j{out}", q_rest, k_rest)
-        return found
+        terms = torch.einsum(f"ac,jpc,{b}jc->jp{out}", q, turns, k.conj()).real.clone()
+        terms[:, 0] += self.scale * torch.einsum(f"ar,{b}jr->j{out}", q_rest, k_rest)
+        return terms
 
     def _turns(self) -> Complex128[Tensor, "key piece subspace"]:
         """Compute the factors of ``q · conj(k)`` in each subspace."""
@@ -154,7 +154,7 @@ class ScoreSources(HasTable):
         """Subtract the last key, if it is one to subtract, from the others."""
         return x if self.against is None else x[:-1] - x[-1:]
 
-    def to_frame(self, by: By = "pair", *, top: int | None = 10) -> pd.DataFrame:
+    def to_frame(self, by: TermsBy = "pair", *, top: int | None = 10) -> pd.DataFrame:
         """Return the largest terms of each key: one row per key and pair, or source.
 
         ``term`` is the sum of the columns of ``pieces``, and ``score`` what all terms of the key add up to.
@@ -165,23 +165,23 @@ class ScoreSources(HasTable):
             top: number of rows of each key, those with the largest absolute term; all others are summed in a last row,
                 ``"others"``, unless the sums overlap. None for all rows.
         """
-        check_choice("by", by, get_args(By))
+        check_choice("by", by, get_args(TermsBy))
         if top is not None:
             check_integer("top", top, 1)
         table = pd.concat([self._rows(n, by, top) for n in range(len(self.keys))], ignore_index=True)
         return table.assign(error=self.error())
 
-    def _rows(self, n: int, by: By, top: int | None) -> pd.DataFrame:
+    def _rows(self, n: int, by: TermsBy, top: int | None) -> pd.DataFrame:
         """Return the rows of one key."""
         names = {"pair": ["query_source", "key_source"], "source": ["source"]}.get(by, [f"{by}_source"])
         terms = self.terms(by, keys=[n])[0].flatten(1)
         order = terms.sum(0).abs().argsort(descending=True, stable=True)
         first, rest = order[:top], order[len(order) if top is None else top :]
-        at = [first // len(self.sources), first % len(self.sources)][-len(names) :]
-        labels = {name: [self.sources[i] for i in of.tolist()] for name, of in zip(names, at, strict=True)}
+        numbers = [first // len(self.sources), first % len(self.sources)][-len(names) :]
+        labels = {name: [self.sources[i] for i in column.tolist()] for name, column in zip(names, numbers, strict=True)}
         values = terms[:, first]
         if len(rest) and by != "source":
-            labels = {name: [*some, OTHERS] for name, some in labels.items()}
+            labels = {name: [*sources, OTHERS] for name, sources in labels.items()}
             values = torch.cat([values, terms[:, rest].sum(1, keepdim=True)], 1)
         key = self.keys[n]
         place = {"layer": self.layer, "head": self.head, "query": self.query, "key": key, "token": self.words[key]}
@@ -207,10 +207,10 @@ class ScoreSources(HasTable):
             f"{plural(len(self.keys), 'key')}{minus}, {plural(len(self.sources), 'source')}; the terms add up to the "
             f"scores within {self.error():.0e}"
         ]
-        for n in self.scores().argsort(descending=True)[:_KEYS].tolist():
+        for n in self.scores().argsort(descending=True)[:_SHOWN_KEYS].tolist():
             pieces = self.terms("key", keys=[n])[0].sum(1).tolist()
             split = ", ".join(f"{name} {x:.2f}" for name, x in zip(self.pieces, pieces, strict=True))
-            pairs = self._rows(n, "pair", _PAIRS)[:_PAIRS].itertuples()
+            pairs = self._rows(n, "pair", _SHOWN_PAIRS)[:_SHOWN_PAIRS].itertuples()
             largest = ", ".join(f"{row.query_source} × {row.key_source} {row.term:.2f}" for row in pairs)
             score = self.scores()[n].item()
             lines.append(f"  key {self._named(self.keys[n])}: {score:.2f} ({split})   largest: {largest}")
@@ -286,27 +286,29 @@ def score_sources(
     check_integer("text", text, 0, len(texts.tokens) - 1)
     ids = texts.unpadded()[text][None]
     head = check_integer("head", head, -spec.n_heads, spec.n_heads - 1) % spec.n_heads
-    query, at = _positions(spec, ids.shape[1], query, keys, against)
+    query, key_positions = _positions(spec, ids.shape[1], query, keys, against)
     check_number("distance", distance)
     limits = _limits(wavelengths)
-    wanted = _names(remove)
-    readouts = measure_readouts(model, spec, ids, taps_of(spec, before_norm=True), "score_sources needs")
+    removed = _names(remove)
+    readouts = measure_readouts(model, spec, ids, query_key_taps(spec, before_norm=True), "score_sources needs")
     held, seen = observe(model, spec, readouts.values(), ids)
     of_query = freeze(spec, readouts["q"], [head], held, seen.q)
     of_key = freeze(spec, readouts["k"], [spec.key_head(head)], held, seen.k)
-    if wanted and of_key.source != residual_hook(spec.layer):
+    if removed and of_key.source != residual_hook(spec.layer):
         raise ArgumentError("remove", f"must be empty for keys that {of_key.source} determines, got {shown(remove)}")
-    rows = torch.tensor([query, *at], device=ids.device)
-    names, query_parts, key_parts, added = _parts(model, spec, ids, rows, (of_query, of_key), wanted)
-    own = _row(seen, head, rows, scale)
-    falls = {name: own - _row(_without(model, spec, ids, rows, x), head, rows, scale) for name, x in added.items()}
+    rows = torch.tensor([query, *key_positions], device=ids.device)
+    names, query_parts, key_parts, added = _parts(model, spec, ids, rows, (of_query, of_key), removed)
+    own_scores = _row(seen, head, rows, scale)
+    falls = {
+        name: own_scores - _row(_without(model, spec, ids, rows, x), head, rows, scale) for name, x in added.items()
+    }
     if against is not None:
-        falls, at = {name: x[:-1] - x[-1] for name, x in falls.items()}, at[:-1]
-    rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64, device="cpu"))).to(own.device)
+        falls, key_positions = {name: x[:-1] - x[-1] for name, x in falls.items()}, key_positions[:-1]
+    rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64, device="cpu"))).to(own_scores.device)
     words = tuple(token_words(model, ids[0]))
     against = None if against is None else int(rows[-1])
-    place = (spec.layer, head, query, tuple(at), against, words, tuple(names))
-    return ScoreSources(*place, query_parts, key_parts, own, float(distance), limits, falls, scale, rotary)
+    place = (spec.layer, head, query, tuple(key_positions), against, words, tuple(names))
+    return ScoreSources(*place, query_parts, key_parts, own_scores, float(distance), limits, falls, scale, rotary)
 
 
 def _positions(spec: AttentionSpec, length: int, query: Any, keys: Any, against: Any) -> tuple[int, list[int]]:
@@ -315,8 +317,8 @@ def _positions(spec: AttentionSpec, length: int, query: Any, keys: Any, against:
     sees = spec.sees(query - torch.arange(length, device="cpu")).nonzero()[:, 0].tolist()
     chosen = sees if keys is None else check_indices("keys", keys, length)
     other = [] if against is None else [check_integer("against", against, -length, length - 1) % length]
-    for name, some in (("keys", chosen), ("against", other)):
-        if hidden := [key for key in some if key not in sees]:
+    for name, positions in (("keys", chosen), ("against", other)):
+        if hidden := [key for key in positions if key not in sees]:
             raise ArgumentError(
                 name,
                 f"must be positions that query {query} sees in layer {spec.layer}, {sees[0]} to {sees[-1]}, got "
@@ -335,10 +337,10 @@ def _limits(wavelengths: Any) -> tuple[float, ...]:
 
 
 def _names(remove: Any) -> list[str]:
-    given = [remove] if isinstance(remove, str) else list(remove) if isinstance(remove, Iterable) else None
-    if given is None or not all(isinstance(name, str) for name in given):
+    names = [remove] if isinstance(remove, str) else list(remove) if isinstance(remove, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
         raise ArgumentError("remove", f"must be names of sources, got {shown(remove)}")
-    return given
+    return names
 
 
 def _parts(
@@ -347,26 +349,26 @@ def _parts(
     ids: Int[Tensor, "1 pos"],
     rows: Int[Tensor, " row"],
     frozen: tuple[FrozenReadout, FrozenReadout],
-    wanted: Sequence[str],
+    removed: Sequence[str],
 ) -> tuple[list[str], Float64[Tensor, "source d_head"], Float64[Tensor, "source key d_head"], dict[str, Tensor]]:
-    """Return the sources, their parts of the query and of the keys, and what those that are wanted have added.
+    """Return the sources, their parts of the query and of the keys, and what those to be removed have added.
 
     The query is at the first of the positions ``rows``, the keys are at the others.
     """
     names, parts, added = list[str](), list[list[Tensor]](), dict[str, Tensor]()
-    sides = list(zip(frozen, (rows[:1], rows[1:]), (slice(1), slice(1, None)), strict=True))
+    readouts = list(zip(frozen, (rows[:1], rows[1:]), (slice(1), slice(1, None)), strict=True))
     for name, x in stream_sources(model, ids, lambda x: x[0, rows], spec.layer, "score_sources"):
         names.append(name)
-        scaled = [(side, x[some] * side.stream_scale[0, at]) for side, at, some in sides]
-        parts.append([read_source(side, name, vectors[:, None])[:, 0] for side, vectors in scaled])
-        added |= {name: x} if name in wanted else {}
-    if unknown := [name for name in wanted if name not in added]:
+        scaled = [(readout, x[part] * readout.stream_scale[0, positions]) for readout, positions, part in readouts]
+        parts.append([source_part(readout, name, vectors[:, None])[:, 0] for readout, vectors in scaled])
+        added |= {name: x} if name in removed else {}
+    if unknown := [name for name in removed if name not in added]:
         raise ArgumentError(
             "remove",
             f"must be sources of the stream before layer {spec.layer}, such as {names[0]!r} or {names[-1]!r}, "
             f"got {shown(unknown[0])}",
         )
-    parts.append([side.constant(side.own_scale[0, at])[:, 0] for side, at, _ in sides])
+    parts.append([readout.constant(readout.norm_scale[0, positions])[:, 0] for readout, positions, _ in readouts])
     query, keys = (torch.stack(side) for side in zip(*parts, strict=True))
     return [*names, BIAS], query[:, 0], keys, added
 
@@ -387,10 +389,10 @@ def _without(
         x[0, rows] = (x[0, rows].double() - added).to(x.dtype)
         return x
 
-    found = list[Captured]()
+    captured = list[Captured]()
     with applied(model, [(residual_hook(spec.layer), subtract)]):
-        for_each_layer(model, ids, [spec], found.append, scores=False)
-    return found[0]
+        for_each_layer(model, ids, [spec], captured.append, scores=False)
+    return captured[0]
 
 
 def _with(keys: Sequence[int], against: int | None) -> list[int]:

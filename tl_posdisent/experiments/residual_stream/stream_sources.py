@@ -46,15 +46,15 @@ def stream_sources(
     """
     layers = [_Layer(model, number, tool) for number in range(layer)]
     first = Recorded()
-    hooks = [hook for one in layers for hook in one.hooks(reduce)]
+    hooks = [hook for added in layers for hook in added.hooks(reduce)]
     # Hooks of the model, because Granite's bridge computes what a layer adds only for hooks that it knows of.
     with applied(model, [*first.hooks([residual_hook(0)]), *hooks]), running(model) as p:
         names = [name for name in (FIRST_HOOK, _POSITION_HOOK) if name in p.points]
         seen = p.record(tokens, names, stop=max(layer, 1))
     for name, x in _embeddings(first[residual_hook(0)], seen).items():
         yield name, reduce(x)
-    for one in layers:
-        yield from one.sources()
+    for added in layers:
+        yield from added.sources()
 
 
 def _embeddings(first: Tensor, seen: Recorded) -> dict[str, Float64[Tensor, "batch pos d_model"]]:
@@ -66,15 +66,15 @@ def _embeddings(first: Tensor, seen: Recorded) -> dict[str, Float64[Tensor, "bat
     return {EMBEDDING: first.double() - of_position, POSITION: of_position}
 
 
-def read_source(
+def source_part(
     frozen: FrozenReadout, name: str, x: Float64[Tensor, "*batch head_or_one d_model"]
 ) -> Float64[Tensor, "*batch head d_head"]:
     """Map what a source has added, scales included, to its part of queries or keys.
 
     It is 0 where keys are read from the embedded input and the source is none of the embeddings.
     """
-    found = frozen.linear(x)
-    return found if frozen.source != residual_hook(0) or name in (EMBEDDING, POSITION) else torch.zeros_like(found)
+    part = frozen.linear(x)
+    return part if frozen.source != residual_hook(0) or name in (EMBEDDING, POSITION) else torch.zeros_like(part)
 
 
 class _Layer:
@@ -152,7 +152,7 @@ class _Layer:
         return x if self.norm is None else self.norm.linear(x[:, None])[:, 0]
 
 
-def _near(found: Float64[Tensor, "*any"], wanted: Tensor) -> bool:
+def _near(x: Float64[Tensor, "*any"], expected: Tensor) -> bool:
     """Say whether two tensors differ by no more than the rounding of a model of the second's type."""
-    difference = (found - wanted.double()).abs().amax()
-    return bool(difference <= score_tolerance(wanted.dtype) * wanted.double().abs().amax())
+    difference = (x - expected.double()).abs().amax()
+    return bool(difference <= score_tolerance(expected.dtype) * expected.double().abs().amax())

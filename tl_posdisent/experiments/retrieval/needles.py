@@ -156,8 +156,8 @@ def needle_texts(model: Any, *, length: int = 256, pairs: int = 12, depths: int 
         ids: list[int] = text_ids(model, text, prepend_bos=False)[0].tolist()
         return ids
 
-    names = _of_equal_length("names", _NAMES, lambda name: tuple(encode(_QUESTION.format(name=name))))
-    words = _of_equal_length("words", _WORDS, lambda word: tuple(encode(f" {word}")), by_first=True)
+    names = _equally_long_options("names", _NAMES, lambda name: tuple(encode(_QUESTION.format(name=name))))
+    words = _equally_long_options("words", _WORDS, lambda word: tuple(encode(f" {word}")), by_first=True)
     bos = special_id(model, "bos")
     start = [] if bos is None else [bos]
     bare, _ = _text(encode, start, [], [0, 0], [(names[0], words[0])] * 2, names[0])
@@ -167,21 +167,21 @@ def needle_texts(model: Any, *, length: int = 256, pairs: int = 12, depths: int 
     orders = [x for _ in range(ceil(pairs / len(places))) for x in generator.permutation(len(places))]
     tokens, answers, asked = list[list[int]](), list[list[int]](), list[float]()
     for order in orders[:pairs]:
-        at = [place / (depths - 1) for place in places[order]]
+        needle_depths = [place / (depths - 1) for place in places[order]]
         two_names, two_words = (generator.choice(x, 2, replace=False).tolist() for x in (names, words))
         filler = _filler(encode, generator, length - len(bare))
         for first, second in ((0, 1), (1, 0)):  # which of the names is in the first needle, and which in the second
             needles = [(two_names[first], two_words[0]), (two_names[second], two_words[1])]
-            text, found = _text(encode, start, filler, at, needles, two_names[0])
+            text, word_places = _text(encode, start, filler, needle_depths, needles, two_names[0])
             tokens.append(text)
-            answers.append([found[first], found[second]])
-            asked.append(at[first])
+            answers.append([word_places[first], word_places[second]])
+            asked.append(needle_depths[first])
     device = device_of(model)
-    of_texts = torch.tensor(asked, dtype=torch.float64, device="cpu")
-    return Needles(torch.tensor(tokens, device=device), torch.tensor(answers, device=device), of_texts)
+    asked_depths = torch.tensor(asked, dtype=torch.float64, device="cpu")
+    return Needles(torch.tensor(tokens, device=device), torch.tensor(answers, device=device), asked_depths)
 
 
-def _of_equal_length(
+def _equally_long_options(
     kind: str, options: str, encode: Callable[[str], tuple[int, ...]], *, by_first: bool = False
 ) -> list[str]:
     """Choose the options that have the commonest number of tokens, so that the texts of a pair align.
@@ -212,17 +212,17 @@ def _text(
     encode: Callable[[str], list[int]],
     start: list[int],
     filler: list[list[int]],
-    at: Sequence[float],
+    depths: Sequence[float],
     needles: Sequence[tuple[str, str]],
     asked: str,
 ) -> tuple[list[int], list[int]]:
-    """Put two needles between sentences, nearest to these parts of the filler: ids, and places of the two words."""
+    """Put two needles between sentences, nearest to these depths of the filler: ids, and places of the two words."""
     ends = np.cumsum([0, *map(len, filler)])
-    before = [int(abs(ends - depth * ends[-1]).argmin()) for depth in at]
+    sentences_before = [int(abs(ends - depth * ends[-1]).argmin()) for depth in depths]
     ids, places = [*start], list[int]()
     for n in range(len(filler) + 1):
-        for (name, word), place in zip(needles, before, strict=True):
-            if place == n:
+        for (name, word), n_before in zip(needles, sentences_before, strict=True):
+            if n_before == n:
                 ids += encode(_QUESTION.format(name=name))
                 places.append(len(ids))
                 ids += encode(f" {word}") + encode(".")

@@ -29,7 +29,7 @@ from tl_posdisent.utils.validation import check_choice, check_integer, check_see
 Score = Literal["copying", "attention"]
 Head = tuple[int, int]
 _TOKENS, _TOKENS_WITH_GRADIENTS = 1024, 256  # of short texts that share a pass
-_SIGNS = 9999  # random signs of the permutation test
+_N_RANDOM_SIGNS = 9999  # random signs of the permutation test
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,7 +157,9 @@ def _scores(model: Any, needles: Needles, specs: Sequence[AttentionSpec], bar: A
     table = pd.DataFrame(names, columns=["layer", "head"])
     for name, score, n_tokens in (("copying", _copying, _TOKENS_WITH_GRADIENTS), ("attention", _attention, _TOKENS)):
         values = torch.cat([score(model, part, specs) for part in needles.split(n_tokens)])
-        table[name], table[f"{name}_se"] = values.mean(0).numpy(), _error(values).numpy()
+        table[name] = values.mean(0).numpy()
+        if len(values) > 1:
+            table[f"{name}_se"] = _error(values).numpy()
         bar.update()
     return table
 
@@ -235,7 +237,8 @@ def _knockout(needles: Needles, differences: Mapping[str, Float64[Tensor, "draw 
             row |= {"se": _error(units.mean(0)).item(), "right": (texts > 0).double().mean().item()}
             row |= {"sd": _deviation(units.mean(1)).item(), "p": p if whole and name == "top" else nan}
             rows.append(row)
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return table.drop(columns="se") if table["se"].isna().all() else table
 
 
 def _pair_means(values: Float64[Tensor, "*row text"]) -> Float64[Tensor, "*row pair"]:
@@ -257,6 +260,6 @@ def _error(values: Float64[Tensor, " *_shape"]) -> Tensor:
 def _level(drops: Float64[Tensor, " pair"], seed: int) -> float:
     """Compute the share of random signs under which the mean is as large, the actual ones among them."""
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (_SIGNS, len(drops)), generator=generator, device="cpu").double() * 2 - 1
+    signs = torch.randint(2, (_N_RANDOM_SIGNS, len(drops)), generator=generator, device="cpu").double() * 2 - 1
     as_large = (signs * drops).mean(1) >= drops.mean() - 1e-12
-    return (1 + int(as_large.sum())) / (1 + _SIGNS)
+    return (1 + int(as_large.sum())) / (1 + _N_RANDOM_SIGNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,19 +28,18 @@ def for_each_output(
     Raises:
         ValueError: a layer without ``hook_z``; outputs that are not finite.
     """
-
-    def listener(spec: AttentionSpec) -> Hook:
-        def listen(z: Tensor) -> None:
-            require_finite(z, spec.layer)
-            function(spec.layer, z.detach())
-
+    for spec in specs:
         if spec.taps.z is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z")
-        return at_results(spec.layer, spec.n_heads, listen)
-
+    listeners = [at_results(spec.layer, spec.n_heads, partial(_listen, function, spec.layer)) for spec in specs]
     last = max(spec.layer for spec in specs) + 1
     with applied(model, list(hooks)), running(model) as p:
-        p.run(tokens, [listener(spec) for spec in specs], stop=None if hooks else last)  # hooks may act later
+        p.run(tokens, listeners, stop=None if hooks else last)  # hooks may act later
+
+
+def _listen(function: Callable[[int, Tensor], None], layer: int, z: Tensor) -> None:
+    require_finite(z, layer)
+    function(layer, z.detach())
 
 
 def require_finite(z: Tensor, layer: int) -> None:

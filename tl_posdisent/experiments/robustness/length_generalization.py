@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -73,8 +75,8 @@ def _seen(
     return spec.sees(queries - position) & ~spec.is_masked(scores)
 
 
-By = Literal["bucket", "layer", "head"]
-_QUANTILE = 0.99
+RowsPer = Literal["bucket", "layer", "head"]
+_OUTSIDE_QUANTILE = 0.99
 _MEASURES = ["entropy", "largest_score", "share_key", "mahalanobis", "cosine", "outside"]
 
 
@@ -86,7 +88,7 @@ def length_generalization(
     *,
     attention_mask: Tensor | None = None,
     in_range: int | None = None,
-    by: By = "bucket",
+    by: RowsPer = "bucket",
     layers: Layers = None,
     heads: Heads = None,
     progress: bool = True,
@@ -142,8 +144,8 @@ def length_generalization(
     """
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
-    specs, by_layer = [spec for spec, _ in chosen], {spec.layer: some for spec, some in chosen}
-    check_choice("by", by, get_args(By))
+    specs, by_layer = [spec for spec, _ in chosen], {spec.layer: of_layer for spec, of_layer in chosen}
+    check_choice("by", by, get_args(RowsPer))
     batch = read_texts(model, tokens, attention_mask)
     edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
     end = check_integer("in_range", edges[1] if in_range is None else in_range, edges[0] + 3, edges[-1])
@@ -152,26 +154,21 @@ def length_generalization(
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z or no hook_pattern")
     texts = batch.unpadded()
     read = torch.stack([text[: edges[-1]] for text in texts])
-    rows: list[dict[str, Any]] = []
+    values: list[Values] = []
     references: dict[int, ReferenceSample] = {}
-
-    def keep(layer: int, z: Tensor) -> None:  # one sample per head, of all texts, text after text
-        some = of_heads(z[:, edges[0] :], by_layer[layer], 2)
-        references[layer] = fit_reference(rearrange(some, "batch pos head d -> head (batch pos) d"))
-
     with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
-        given = [] if hooks is None else check_hooks(model, hooks)
-        for_each_output(model, read[:, :end], specs, keep)
+        checked_hooks = [] if hooks is None else check_hooks(model, hooks)
+        for_each_output(model, read[:, :end], specs, partial(_fit_reference, references, by_layer, edges[0]))
         with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
-            observers = [
-                hook
-                for spec, some in chosen
-                for hook in _observers(spec, some, edges, references[spec.layer], rows, bar, edited=bool(given))
-            ]
-            with running(model), applied(model, [*given, *observers]):
+            observers: list[Hook] = []
+            for spec, of_layer in chosen:
+                layer = _Layer(spec, of_layer, edges, references[spec.layer])
+                observers += _observers(layer, values, bar, edited=bool(checked_hooks))
+            with running(model), applied(model, [*checked_hooks, *observers]):
                 logits = model(read)
     index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
-    measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
+    columns = ["start", "stop", "layer", "measure", "head", "value"]
+    measured = pd.DataFrame(values, columns=columns).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
     table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
     pairs = zip(logits, texts, strict=True)  # text by text, because logits are large
     by_token = [token_losses(as_log_probabilities(x[None]), text[None, : len(x) + 1])[0] for x, text in pairs]
@@ -181,11 +178,11 @@ def length_generalization(
 
 
 def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
-    given = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes))
-    edges = list(lengths) if given else []
+    is_sequence = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes))
+    edges = list(lengths) if is_sequence else []
     if not all(map(is_integer, edges)) or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
         raise ArgumentError(
-            "lengths", f"must be at least two ascending integers, got {edges if given else shown(lengths)}"
+            "lengths", f"must be at least two ascending integers, got {edges if is_sequence else shown(lengths)}"
         )
     if edges[0] < 0 or edges[-1] > length or edges[-2] > length - 2 or edges[1] < edges[0] + 3:
         cut = ": to_tokens truncates longer texts at the context; pass a string, or to_tokens(text, truncate=False)"
@@ -197,51 +194,84 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
     return [int(edge) for edge in edges]
 
 
-def _observers(
-    spec: AttentionSpec,
-    heads: list[int],
-    edges: list[int],
-    reference: ReferenceSample,
-    rows: list[dict[str, Any]],
-    bar: Any,
-    *,
-    edited: bool,
-) -> list[Hook]:
-    """Return hooks that add one layer's measures to ``rows``: a value per bucket and head for each measure."""
+Values = tuple[int, int, int, str, int, float]
+"""Start and stop of a bucket, layer, measure, head, and the value there."""
 
-    def note(measure: str, of_bucket: Callable[[int, int], Tensor]) -> None:
-        for start, stop in pairwise(edges):
-            where = {"start": start, "stop": stop, "layer": spec.layer, "measure": measure}
-            values = zip(heads, of_bucket(start, stop).tolist(), strict=True)
-            rows.extend({**where, "head": head, "value": x} for head, x in values)
 
-    def at_scores(x: Tensor, hook: Any) -> None:
-        x = of_heads(x, heads)
-        largest = largest_by_query(x, spec)
-        note("largest_score", lambda a, b: largest[..., a:b].mean((0, 2)))
-        note("share_key", lambda a, b: share_key(x, spec, a, b).mean(0))
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer that is measured: its heads, the edges of the buckets, and the reference of each head's z."""
 
-    def at_pattern(x: Tensor, hook: Any) -> None:
-        entropy = entropy_by_query(of_heads(x, heads))
-        note("entropy", lambda a, b: entropy[..., a:b].mean((0, 2)))
+    spec: AttentionSpec
+    heads: list[int]
+    edges: list[int]
+    reference: ReferenceSample
 
-    def at_z(x: Tensor) -> None:
-        require_finite(x, spec.layer)
-        x = of_heads(x, heads, 2)
-        distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), reference, edges[0])
+    def values(self, measure: str, by_bucket: Sequence[Float[Tensor, " head"]]) -> list[Values]:
+        """Return a measure's value for each bucket and head."""
+        return [
+            (start, stop, self.spec.layer, measure, head, value)
+            for (start, stop), of_heads in zip(pairwise(self.edges), by_bucket, strict=True)
+            for head, value in zip(self.heads, of_heads.tolist(), strict=True)
+        ]
+
+    def of_scores(self, scores: Float[Tensor, "batch head query key"]) -> list[Values]:
+        """Measure the largest scores, and the share of their variance that the key explains."""
+        scores = of_heads(scores, self.heads)
+        shares = [share_key(scores, self.spec, start, stop).mean(0) for start, stop in pairwise(self.edges)]
+        largest = self.bucket_means(largest_by_query(scores, self.spec), (0, 2))
+        return [*self.values("largest_score", largest), *self.values("share_key", shares)]
+
+    def of_pattern(self, pattern: Float[Tensor, "batch head query key"]) -> list[Values]:
+        """Measure the entropy of the attention."""
+        return self.values("entropy", self.bucket_means(entropy_by_query(of_heads(pattern, self.heads)), (0, 2)))
+
+    def of_z(self, z: Float[Tensor, "batch pos head d_head"]) -> list[Values]:
+        """Compare the attention outputs with the reference."""
+        require_finite(z, self.spec.layer)
+        z = of_heads(z, self.heads, 2)
+        distance, cosine, limit = _drift(
+            rearrange(z, "batch pos head d -> head batch pos d"), self.reference, self.edges[0]
+        )
         outside = (distance > limit[:, None, None]).double()
-        note("mahalanobis", lambda a, b: distance[..., a:b].mean((1, 2)) / x.shape[-1] ** 0.5)
-        note("cosine", lambda a, b: cosine[..., a:b].mean((1, 2)))
-        note("outside", lambda a, b: outside[..., a:b].mean((1, 2)))
-        bar.update()
+        scale = z.shape[-1] ** 0.5
+        return [
+            *self.values("mahalanobis", [x / scale for x in self.bucket_means(distance, (1, 2))]),
+            *self.values("cosine", self.bucket_means(cosine, (1, 2))),
+            *self.values("outside", self.bucket_means(outside, (1, 2))),
+        ]
 
+    def bucket_means(self, x: Float[Tensor, "_ _ pos"], axes: tuple[int, int]) -> list[Float[Tensor, " head"]]:
+        """Average over texts and the positions of each bucket, which are these axes."""
+        return [x[..., start:stop].mean(axes) for start, stop in pairwise(self.edges)]
+
+
+def _fit_reference(
+    references: dict[int, ReferenceSample], heads_by_layer: Mapping[int, list[int]], start: int, layer: int, z: Tensor
+) -> None:
+    """Add a layer's reference: one sample per head, of all texts from ``start`` on, text after text."""
+    z = of_heads(z[:, start:], heads_by_layer[layer], 2)
+    references[layer] = fit_reference(rearrange(z, "batch pos head d -> head (batch pos) d"))
+
+
+def _observers(layer: _Layer, values: list[Values], bar: Any, *, edited: bool) -> list[Hook]:
+    """Return hooks that add one layer's measures to ``values``; the bar counts layers."""
+    spec = layer.spec
     assert spec.taps.pattern
-    hooks: list[Hook] = [at_results(spec.layer, spec.n_heads, at_z)]
-    if (
-        spec.limits.scores_editable or not edited
-    ):  # else scores and patterns at the hooks are not those that the layer uses
-        hooks += [(spec.taps.pattern, at_pattern), *([(spec.taps.scores, at_scores)] if spec.taps.scores else [])]
+    hooks: list[Hook] = [at_results(spec.layer, spec.n_heads, partial(_observe_z, layer, values, bar))]
+    if spec.limits.scores_editable or not edited:  # else the hooks do not show the scores that the layer uses
+        hooks.append((spec.taps.pattern, partial(_observe, layer.of_pattern, values)))
+        hooks += [(spec.taps.scores, partial(_observe, layer.of_scores, values))] if spec.taps.scores else []
     return hooks
+
+
+def _observe(measure: Callable[[Tensor], list[Values]], values: list[Values], x: Tensor, hook: Any) -> None:
+    values += measure(x)
+
+
+def _observe_z(layer: _Layer, values: list[Values], bar: Any, z: Tensor) -> None:
+    values += layer.of_z(z)
+    bar.update()
 
 
 def _drift(
@@ -252,7 +282,7 @@ def _drift(
     end = start + n // batch
     every = torch.arange(n, device=z.device)
     known = reference.mean[:, None] + reference.sample @ reference.axes.mT
-    limit = torch.quantile(reference.distance_without(known, every), _QUANTILE, dim=1)
+    limit = torch.quantile(reference.distance_without(known, every), _OUTSIDE_QUANTILE, dim=1)
     distance = reference.distance(z.flatten(1, 2)).unflatten(1, (batch, -1))
     cosine = torch.cosine_similarity(z.double(), reference.mean[:, None, None], dim=-1)
     inside = z[:, :, start:end].flatten(1, 2)

@@ -52,10 +52,10 @@ class ReferenceSample:
         # Without the member, whose deviation is u, the covariance is n/(n-1) S - n/(n-1)² uuᵀ (Sherman–Morrison).
         inverse = 1 / self._variances(n / (n - 1))[..., None, :]
         weight = (1 - self.shrinkage)[..., None] * n / (n - 1) ** 2
-        own, cross, plain = (
+        left_square, cross, square = (
             (a * b * inverse).sum(-1) for a, b in ((left, left), (left, deviation), (deviation, deviation))
         )
-        return (plain + weight * cross**2 / (1 - weight * own)).clamp_min(0).sqrt()
+        return (square + weight * cross**2 / (1 - weight * left_square)).clamp_min(0).sqrt()
 
     def _variances(self, factor: float) -> Tensor:
         """Return the variances of the shrunk covariance along the axes; ``factor`` multiplies S before it is shrunk."""

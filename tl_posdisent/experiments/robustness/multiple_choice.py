@@ -92,10 +92,10 @@ def choice_scores(
         logits = run_under(model, tokens, hooks)[0, len(context) - 1 : -1].double()
         following = tokens[0, len(context) :, None].to(logits.device)
         scores.append(logits.log_softmax(-1).gather(-1, following).mean())
-    found = torch.stack(scores).cpu()
-    if not bool(found.isfinite().all()):
-        raise ValueError(f"the model gives the choices log-likelihoods of {found.tolist()}")
-    return found
+    log_likelihoods = torch.stack(scores).cpu()
+    if not bool(log_likelihoods.isfinite().all()):
+        raise ValueError(f"the model gives the choices log-likelihoods of {log_likelihoods.tolist()}")
+    return log_likelihoods
 
 
 def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:

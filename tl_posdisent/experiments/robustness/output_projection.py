@@ -91,14 +91,14 @@ def output_projection(
         where = {"layer": spec.layer, "text": texts_at, "pos": start + pos, "in_range": start + pos < end}
         tables.append(pd.DataFrame(where | {f"pc{n + 1}": points[:, n].numpy() for n in range(2)}))
         explained[spec.layer] = (variances[:2] / variances.sum()).tolist()
-    found = reading.note(pd.concat(tables, ignore_index=True))
-    found.attrs["explained"] = explained
-    return found
+    table = reading.note(pd.concat(tables, ignore_index=True))
+    table.attrs["explained"] = explained
+    return table
 
 
 def _outputs(
     model: Any, tokens: Tensor, specs: list[AttentionSpec], hooks: list[Hook]
 ) -> dict[int, Float[Tensor, "batch pos coordinate"]]:
-    found: dict[int, Tensor] = {}
-    for_each_output(model, tokens, specs, lambda layer, z: found.update({layer: z.flatten(2).double()}), hooks)
-    return found
+    outputs: dict[int, Tensor] = {}
+    for_each_output(model, tokens, specs, lambda layer, z: outputs.update({layer: z.flatten(2).double()}), hooks)
+    return outputs

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
@@ -121,11 +122,11 @@ def perturb(
     generators = []
     for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
         generator = torch.Generator().manual_seed(seed)  # one per text: pairs do not depend on the batch
-        at = places[real]
-        units = _movable(reading.model, ids[at].tolist(), unit, len(at) if until is None else until)
-        order = _reordered(units, len(at), fraction, window, generator)
-        source[row, at] = at[order]
-        shifts[row, at] = order.argsort().double() - places[: len(at)]
+        text_places = places[real]
+        units = _movable(reading.model, ids[text_places].tolist(), unit, len(text_places) if until is None else until)
+        order = _reordered(units, len(text_places), fraction, window, generator)
+        source[row, text_places] = text_places[order]
+        shifts[row, text_places] = order.argsort().double() - places[: len(text_places)]
         generators.append(generator)
     moved = (source != places).to(texts.tokens.device)
     if kind == "order":
@@ -151,14 +152,16 @@ def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
     permuted = shifts.new_zeros(*shifts.shape, subspaces)
     for row, shift, generator in zip(permuted, shifts, generators, strict=True):
-        at = shift.nonzero()[:, 0]
-        luck = torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32, device="cpu")
-        row[at] = shift[at][luck.argsort(0)]
+        displaced = shift.nonzero()[:, 0]
+        order = torch.rand(len(displaced), subspaces, generator=generator, dtype=torch.float32, device="cpu")
+        row[displaced] = shift[displaced][order.argsort(0)]
 
-    def angles(rotary: Rotary) -> Tensor:
-        return permuted[..., : len(rotary.frequencies)] * rotary.frequencies.cpu()
+    return PhaseNoise("perturb", partial(_phase_angles, permuted))
 
-    return PhaseNoise("perturb", angles)
+
+def _phase_angles(displacements: Float64[Tensor, "batch pos subspace"], rotary: Rotary) -> Tensor:
+    """Return the angles by which RoPE turns more, of displacements in each subspace."""
+    return displacements[..., : len(rotary.frequencies)] * rotary.frequencies.cpu()
 
 
 def _reordered(
@@ -166,11 +169,11 @@ def _reordered(
 ) -> Int[Tensor, " pos"]:
     """Return the old position of each new one: pairs of units are exchanged, units between them keep their order."""
     order = _exchanged(len(units), fraction, window, generator)
-    old, at, pieces = torch.arange(length, device="cpu"), 0, []
+    old, end, pieces = torch.arange(length, device="cpu"), 0, []
     for slot, n in zip(units, order, strict=True):
-        pieces += [old[at : slot.start], old[units[n].start : units[n].stop]]
-        at = slot.stop
-    return torch.cat([*pieces, old[at:]])
+        pieces += [old[end : slot.start], old[units[n].start : units[n].stop]]
+        end = slot.stop
+    return torch.cat([*pieces, old[end:]])
 
 
 def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Generator) -> list[int]:
@@ -180,19 +183,19 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
     only the last number is left over if n is odd), and some of the pairs are then exchanged. Whether the first pair
     begins with 0 or 1 is random if both are possible.
     """
-    wanted = min(int(fraction * n / 2 + 0.5), n // 2)
+    n_pairs = min(int(fraction * n / 2 + 0.5), n // 2)
     first = int(torch.randint(2, (), generator=generator, device="cpu"))
-    free = list(range(first if wanted < n // 2 else 0, n))
-    luck = torch.rand(len(free), generator=generator, dtype=torch.float32, device="cpu").tolist()
+    free = list(range(first if n_pairs < n // 2 else 0, n))
+    draws = torch.rand(len(free), generator=generator, dtype=torch.float32, device="cpu").tolist()
     pairs = []
     while len(free) > 1:
         left = free.pop(0)
         near = [x for x in free[:window] if x - left <= window]
-        right = near[int(luck.pop() * len(near))]
+        right = near[int(draws.pop() * len(near))]
         free.remove(right)
         pairs.append((left, right))
     order = list(range(n))
-    for pair in torch.randperm(len(pairs), generator=generator, device="cpu")[:wanted].tolist():
+    for pair in torch.randperm(len(pairs), generator=generator, device="cpu")[:n_pairs].tolist():
         left, right = pairs[pair]
         order[left], order[right] = right, left
     return order
@@ -226,11 +229,11 @@ def _word_begins(tokenizer: Any, ids: list[int], special: set[int]) -> list[bool
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
-    begins, before = [True], decode(ids[:1])
+    begins, last_piece = [True], decode(ids[:1])
     for last, token in itertools.pairwise(ids):
         # With its neighbour: decoded alone, tokens of some tokenizers lose their space or are part of a character.
         piece = decode([last, token])[len(decode([last])) :]
-        parted = (piece[:1].isspace() or before[-1:].isspace()) and not before.isspace()
+        parted = (piece[:1].isspace() or last_piece[-1:].isspace()) and not last_piece.isspace()
         begins.append(parted or token in special or last in special)
-        before = piece
+        last_piece = piece
     return begins

@@ -66,7 +66,8 @@ def perturbation_curve(
         ``perplexity`` and ``accuracy`` of the next token; ``added_loss`` (nats per token relative to the unmodified
         model) and ``kl`` (nats, KL(unmodified ‖ perturbed) of the predictions), NaN where no position is intact; and
         ``downstream``, if given.
-        Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
+        Each is a mean over seeds, followed by its standard error, such as ``perplexity_se`` (no such columns for
+        a single seed).
 
     Raises:
         ValueError: invalid arguments; a model that is not causal; numbers that are not finite.
@@ -84,7 +85,7 @@ def perturbation_curve(
     seeds = check_seeds(seeds)
     fractions = check_distinct("fractions", fractions, lambda x: check_number("fractions", x, least=0, most=1))
     reading = read_model(model)
-    model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
+    model, default_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
         raise ArgumentError("model", "must be causal: if it sees the next token, next-token losses are meaningless")
@@ -99,10 +100,10 @@ def perturbation_curve(
             chosen = options | {"kind": kind, "fraction": fraction, "seed": seed}
             perturbation = partial(_perturbed, reading, chosen)
             parts = []
-            for group, before in zip(groups, clean, strict=True):
-                perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=own_unit)
-                now = before if fraction == 0 else run_under(model, perturbed.tokens, perturbed.hooks)
-                parts.append(_measured(perturbed, before, now, group.tokens))
+            for group, clean_logits in zip(groups, clean, strict=True):
+                perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=default_unit)
+                logits = clean_logits if fraction == 0 else run_under(model, perturbed.tokens, perturbed.hooks)
+                parts.append(_measured(perturbed, clean_logits, logits, group.tokens))
             row = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
             row["perplexity"] = math.exp(row["perplexity"])
             if score is not None and fraction == 0:
@@ -121,7 +122,9 @@ def perturbation_curve(
     table = mean[["moved", "intact"]].copy()
     table.insert(0, "draws", len(seeds))
     for name in [*_MEASURES, *(["downstream"] if score else [])]:
-        table[name], table[f"{name}_se"] = mean[name], error[name]
+        table[name] = mean[name]
+        if len(seeds) > 1:
+            table[f"{name}_se"] = error[name]
     return table.reset_index()
 
 
@@ -178,14 +181,15 @@ def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tenso
     """Compute all measures of one run at each position."""
     parts = []
     both = zip(in_blocks(clean, tokens), in_blocks(logits, perturbed.tokens), strict=True)
-    for (_, before, expected), (_, now, losses) in both:
+    for (_, clean_log_p, clean_losses), (_, log_p, losses) in both:
         n = losses.shape[1]
-        parts.append((losses.double(), losses.double() - expected.double(), divergences(before[:, :n], now[:, :n])))
+        added_loss = losses.double() - clean_losses.double()
+        parts.append((losses.double(), added_loss, divergences(clean_log_p[:, :n], log_p[:, :n])))
     losses, added, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     if not bool(losses.isfinite().all() and added.isfinite().all()):
         raise ValueError("the model's logits are not finite")
     intact, right = perturbed.intact.to(logits.device), correct(logits, perturbed.tokens).double()
-    found = {"perplexity": losses.flatten(), "accuracy": right.flatten(), "added_loss": added[intact]}
-    found["kl"] = kl.double()[intact]
+    measures = {"perplexity": losses.flatten(), "accuracy": right.flatten(), "added_loss": added[intact]}
+    measures["kl"] = kl.double()[intact]
     shares = {"moved": perturbed.moved.double().flatten(), "intact": perturbed.intact.double().flatten()}
-    return shares | found
+    return shares | measures

@@ -19,7 +19,6 @@ from tl_posdisent.hooks.edits.layer import (
 )
 from tl_posdisent.hooks.edits.layer_edits import LayerEdits, layer_edits
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import FIRST_HOOK
 
 
@@ -28,29 +27,28 @@ class HookFunction:
 
     def __init__(self, interventions: tuple[Intervention, ...]) -> None:
         self.interventions = interventions
-        specs: dict[int, AttentionSpec] = {}
-        same = True
-        for each in interventions:
-            same = same and specs.setdefault(each.spec.layer, each.spec) is each.spec
-        firsts = {point for spec in specs.values() for point, name in spec.points.items() if name == FIRST_HOOK}
+        specs = {x.spec.layer: x.spec for x in interventions}
+        same = all(x.spec == specs[x.spec.layer] and x.spec.points == specs[x.spec.layer].points for x in interventions)
+        firsts = {at for spec in specs.values() for at, names in spec.points.items() if names.name == FIRST_HOOK}
         if not same or len(firsts) > 1:
             raise ValueError(
                 f"hooks of {interventions[0].spec.architecture} were made for different models, or some of them before "
                 "the model was changed: make them again, for one model"
             )
         self.layers = {
-            layer: layer_edits(spec, [x for x in interventions if x.spec is spec])
+            layer: layer_edits(spec, [x for x in interventions if x.spec.layer == layer])
             for layer, spec in sorted(specs.items())
         }
-        # A hook point may serve several layers, which share keys. The first of a pass serves none: there, another model
-        # is noticed, which may lack all others.
-        self.places: dict[Any, list[tuple[int, str]]] = {first: [] for first in firsts}
+        # By the id of a hook point, the layers that it serves: several may share keys. The first of a pass serves none:
+        # there, another model is noticed, which may lack all others.
+        self.places: dict[int, list[tuple[int, str]]] = {first: [] for first in firsts}
+        self.names = {FIRST_HOOK, *(name for edits in self.layers.values() for name in edits.names)}
         for layer, edits in self.layers.items():
-            for point, name in edits.spec.points.items():
-                if name in edits.names:
-                    self.places.setdefault(point, []).append((layer, name))
-        self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # a bridge's differ from those of the edits
-        self.names.update(name for edits in self.layers.values() for name in edits.names)
+            for at, names in edits.spec.points.items():
+                if at in firsts or names.name in edits.names:
+                    self.names.add(names.own)
+                if names.name in edits.names:
+                    self.places.setdefault(at, []).append((layer, names.name))
         self.tools = sorted({each.edit.tool for each in interventions})
         self._seen: dict[int, dict[str, Tensor]] = {}  # by layer and hook, in the pass that is running
 
@@ -65,13 +63,13 @@ class HookFunction:
         point = getattr(hook, "_target", hook)
         if point.name != hook.name:  # compatibility mode calls once more for each alias
             return None
-        if point not in self.places:
+        if id(point) not in self.places:
             raise ValueError(
                 f"hooks of {' + '.join(self.tools)} at {hook.name} were made for another model or another hook: make "
                 "them for this model, and leave them where they are"
             )
         new: Tensor | None = None
-        for layer, name in self.places[point]:
+        for layer, name in self.places[id(point)]:
             changed = self._at(self.layers[layer], name, x)
             new = changed if new is None else new  # only the layer to which the hook belongs changes the tensor
         return new
@@ -85,7 +83,7 @@ class HookFunction:
     def read_again(self, x: Tensor, hook: Any) -> None:
         """Read a hook again behind the user's own hooks in the same list, which may have changed the tensor."""
         point = getattr(hook, "_target", hook)
-        for layer, name in self.places.get(point, []) if point.name == hook.name else []:
+        for layer, name in self.places.get(id(point), []) if point.name == hook.name else []:
             if name in self._seen.get(layer, {}):
                 self._seen[layer][name] = x
 

@@ -104,7 +104,7 @@ class LayerEdits:
         else:  # so that a list that acts twice is noticed
             names.append(taps.scores or taps.pattern)
         needed = {*names, *(name for tap in vectors if tap for name in tap.names)}
-        fired = {name: place for place, name in enumerate(self.spec.points.values())}
+        fired = {names.name: place for place, names in enumerate(self.spec.points.values())}
         return sorted((name for name in needed if name), key=lambda name: fired.get(name, len(fired)))
 
 

@@ -27,11 +27,23 @@ _NOISE_BLOCK = 64  # positions drawn at a time, so that those of a longer text b
 class RotationEdit(Edit):
     @property
     def by_place(self) -> bool:
-        """Whether it depends on the tokens' own positions, not only on the distances between them."""
+        """True if a token's rotation depends on where it is in the text: the same text, moved, would get other scores.
+
+        False if scores depend on distances alone, as after a map of distances, or positions that are given as numbers.
+        """
         return False
 
     def same_from(self, positions: Tensor, start: int, rotary: Rotary) -> bool:
-        """Say whether it does the same to tokens at these positions if their text starts at ``start`` instead of 0."""
+        """Return whether the distances between tokens do not depend on where their text starts.
+
+        Args:
+            positions: the model's positions of the tokens, ``[pos]`` or ``[batch, pos]``.
+            start: the first of them, at which the text starts; without padding it would start at 0.
+            rotary: the layer's rotation.
+
+        Returns:
+            True if tokens at ``positions`` and at ``positions - start`` get rotations that differ by a shift alone.
+        """
         return True
 
 

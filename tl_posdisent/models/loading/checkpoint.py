@@ -6,12 +6,15 @@ by name. Everything else that it refuses is passed on as one ValueError with its
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
@@ -25,6 +28,7 @@ _MASKS = re.compile(r"\.\d+\.attn(\.attention)?\.(bias|masked_bias|causal_mask)$
 # Parts that a model of text has no use for.
 _NOT_TEXT = re.compile(r"^(model\.)?(vision|visual|image|audio|multi_modal)")
 _SHOWN = 3  # names of tensors in an error
+_TIMEOUT = 10  # seconds for an answer of the hub
 
 
 def read_checkpoint(
@@ -32,16 +36,20 @@ def read_checkpoint(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load model and tokenizer (if any) from a folder or a repository, without running code from there.
 
-    Weights in pickles are not read. Attention kernels that ``config.json`` asks for are replaced by eager attention,
-    which is what hooks need.
+    If the hub cannot be reached, a repository is read from its cache. Weights in pickles are not read. Attention
+    kernels that ``config.json`` asks for are replaced by eager attention, which is what hooks need.
 
     Raises:
         ValueError: a tensor that is missing, has another shape, or that the model would ignore; an adapter that is not
-            merged; whatever transformers cannot load, with its message.
+            merged; a repository that is not in the cache while the hub cannot be reached; whatever transformers cannot
+            load, with its message.
     """
-    options: dict[str, Any] = {"local_files_only": isinstance(source, Path), "trust_remote_code": False}
+    local = isinstance(source, Path) or not _hub_answers(source)
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
-        _refuse_adapter(source, local=isinstance(source, Path))
+        if local and isinstance(source, str):
+            _check_cached(source)
+        _refuse_adapter(source, local=local)
         config = AutoConfig.from_pretrained(source, **options)
         kernel = {} if config._attn_implementation in _OF_TORCH else {"attn_implementation": "eager"}
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -64,6 +72,28 @@ def read_checkpoint(
             f"cannot load a causal language model from {printable(str(source))}: {kind}{first_line(error)}"
         ) from error
     return model, tokenizer
+
+
+def _hub_answers(name: str) -> bool:
+    """Ask the hub once for a file of a repository; transformers would ask for each file again and again for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    with contextlib.suppress(Exception):  # of whichever library asks the network
+        with contextlib.suppress(HfHubHTTPError):  # an answer: there is no such file, or only for some
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_TIMEOUT)
+        return True
+    return False
+
+
+def _check_cached(name: str) -> None:
+    """Raise ValueError unless the hub's cache has a repository."""
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no answer"
+    raise ValueError(
+        f"it is not in the hub's cache, {printable(str(constants.HF_HUB_CACHE))}, and the hub cannot be reached "
+        f"({why}): load it once where there is a network, or pass the path of a folder"
+    )
 
 
 def check_complete(report: Mapping[str, Any], *, text_alone: bool = False) -> None:

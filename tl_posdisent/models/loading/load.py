@@ -30,7 +30,7 @@ from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.torch_defaults import usual_defaults
-from tl_posdisent.utils.validation import first_line, printable, shown
+from tl_posdisent.utils.validation import check_choice, first_line, printable, shown
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
@@ -84,8 +84,7 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
 
 def check_backend(backend: str) -> None:
     """Raise ValueError unless ``backend`` is one of TransformerLens's and the installed one has it."""
-    if backend not in get_args(Backend):
-        raise ArgumentError("backend", f"must be one of {get_args(Backend)}, got {backend!r}")
+    check_choice("backend", backend, get_args(Backend))
     if backend == "hooked" and not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, use backend='bridge'")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,14 +136,20 @@ def _query_or_key(model: Any, layer: int, which: str, seen: Mapping[str, Tensor]
     norm: Any = None
     if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
         each_head = own.w.numel() == attn.cfg.d_head  # OLMo 2 normalises all heads together
-        norm = partial(_normalised, own, (0, 2) if each_head else (2, 3))
+        norm = _HookedNorm(own, (0, 2) if each_head else (2, 3))
     return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
 
 
-def _normalised(norm: Any, joined: tuple[int, int], x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
-    """Apply a HookedTransformer's norm to vectors, with the axes joined that the model joins for it."""
-    normed: Tensor = norm(x.flatten(*joined))
-    return normed.view_as(x)
+@dataclass(frozen=True)
+class _HookedNorm:
+    """A norm of a HookedTransformer, which the model applies to vectors with some of their axes joined."""
+
+    norm: Any
+    joined: tuple[int, int]
+
+    def __call__(self, x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
+        normed: Tensor = self.norm(x.flatten(*self.joined))
+        return normed.view_as(x)
 
 
 def _values(layer: int, seen: Seen) -> Iterator[Tap]:

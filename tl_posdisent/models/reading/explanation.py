@@ -18,7 +18,7 @@ from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair,
 from tl_posdisent.models.reading.length_limits import chosen_keys, chunk_size, length_limit, text_config
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import Seen, is_mask
-from tl_posdisent.models.reading.spec import AttentionSpec, Limits, Taps
+from tl_posdisent.models.reading.spec import AttentionSpec, HookNames, Limits, Taps
 from tl_posdisent.models.running.forward_pass import Pass
 from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
 from tl_posdisent.rope.rotary import Rotary, table_like
@@ -56,7 +56,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
             v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
         ),
         limits=Limits(masked_below=seen.lowest, shows_mask=seen.shows_mask),
-        points={p.points[name]: name for name in names if name in p.points},
+        points=_points(p, names),
     )
     if visible is None:
         return spec.with_limits(problem=_no_pattern(model.blocks[layer].attn))
@@ -76,6 +76,11 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     if keys_of is not None:
         spec = _at_lender(spec, p, keys_of)
     return spec
+
+
+def _points(p: Pass, names: Iterable[str]) -> dict[int, HookNames]:
+    """Return the names of those hooks that the model has, by the ``id`` of their points."""
+    return {id(p.points[name]): HookNames(name, p.points[name].name) for name in names if name in p.points}
 
 
 def _no_pattern(attn: Any) -> str:
@@ -266,8 +271,7 @@ def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
     """Return the spec with the hooks of keys and values in the layer to which they belong."""
     k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap.name))) for tap in (spec.taps.k, spec.taps.v))
     names = [FIRST_HOOK, *(tap.name for tap in (k, v) if tap)]
-    points = {p.points[name]: name for name in names if name in p.points} | dict(spec.points)
-    return replace(spec.with_taps(k=k, v=v, keys_of=lender), points=points)
+    return replace(spec.with_taps(k=k, v=v, keys_of=lender), points=_points(p, names) | dict(spec.points))
 
 
 # --- how well a candidate fits

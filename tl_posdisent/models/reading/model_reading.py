@@ -231,8 +231,8 @@ def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
     if isinstance(model, ModelReading):
         if not fresh:
             _check_unchanged(model)
-        if not fresh and _is_certain(model.attention):
-            return model
+            if _is_certain(model.attention):
+                return model
         model = model.model
     n = n_layers(model)
     attending = [layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is not None]
@@ -243,13 +243,10 @@ def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
             "blocks has them",
         )
     check_float64("model", device_of(model))
-    state = model_state(model)
-    state_before, attention = _READINGS.get(model, ({}, ()))
-    if fresh or state != state_before or not _is_certain(attention):
-        known = {} if fresh or state != state_before else {str(spec): spec for spec in attention}
-        attention = tuple(known.get(str(spec), spec) for spec in probe(model, attending))  # hooks compose if they share
-        _READINGS[model] = state, attention
-    return ModelReading(model, n, attention, state)
+    state, known = model_state(model), _READINGS.get(model)
+    if fresh or known is None or known[0] != state or not _is_certain(known[1]):
+        known = _READINGS[model] = state, tuple(probe(model, attending))
+    return ModelReading(model, n, known[1], state)
 
 
 def _is_certain(attention: Iterable[AttentionSpec]) -> bool:

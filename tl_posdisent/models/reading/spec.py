@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -78,6 +78,13 @@ class Limits:
     certain: bool = True
 
 
+class HookNames(NamedTuple):
+    """The name of a hook point in ``taps``, and its own, which differs in a bridge."""
+
+    name: str
+    own: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Geometry):
     """Properties of one layer's attention, as measured on the running model; those of ``Geometry`` are its own.
@@ -87,15 +94,15 @@ class AttentionSpec(Geometry):
         architecture: the model's architecture, for messages.
         taps: its hooks.
         limits: what cannot be read or edited.
-        points: the model's hook points that fire in the layer, in their order, with the names in ``taps``, and the
-            first hook of a pass. They tell hooks that were made for this model from those of another.
+        points: the names of the first hook of a pass and of the hooks that fire in the layer, in their order, by the
+            ``id`` of the model's hook point. They tell hooks that were made for this model from those of another.
     """
 
     layer: int
     architecture: str
     taps: Taps = Taps()
     limits: Limits = Limits()
-    points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
+    points: Mapping[int, HookNames] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def puts_in_result(self) -> bool:

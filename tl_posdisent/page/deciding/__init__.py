@@ -1,1 +1,1 @@
-"""What follows from measurements: the rule for *where* and *what*, and sentences of more than one section."""
+"""What follows from measurements: sentences on a model, and on each of its heads."""

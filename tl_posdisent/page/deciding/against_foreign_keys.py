@@ -5,11 +5,12 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from tl_posdisent.page.deciding.links import link_section
-from tl_posdisent.page.deciding.where_or_what import CONFIDENCE
 from tl_posdisent.page.deciding.words import number, signed
 from tl_posdisent.page.measuring.measurement import Measurement
 from tl_posdisent.utils.statistics import error_over_draws, significance
 
+_CONFIDENCE = 0.95
+"""Confidence of the t-interval over texts that has to exclude 0."""
 FOREIGN_KEYS = "r, foreign keys"
 """The column of the correlation of a head's queries with the keys of another key head."""
 
@@ -27,7 +28,7 @@ def compare_with_foreign_keys(measurement: Measurement, column: str, name: str) 
         "The queries of each head with the keys of another key head, scores that no head computes, have an <em>r</em> "
         "of {}: own minus other keys is {}{} {}."
     )
-    certain = significance(abs(mean), error, trained["batch"].nunique() - 1) >= CONFIDENCE
+    certain = significance(abs(mean), error, trained["batch"].nunique() - 1) >= _CONFIDENCE
     foreign, conclusion = number(trained[FOREIGN_KEYS].mean(), 2), Markup(_conclusion(mean, error, certain))
     return [sentence.format(foreign, difference, conclusion, link_section(name, measurement))]
 

@@ -38,7 +38,8 @@ function drawAtlas() {
     counted(labels.length - grey.length - coloured.length, "not shown: # without a number for an axis");
   atlas.setAttribute("aria-label", caption);
   atlas.closest("figure").querySelector("figcaption").textContent = caption;
-  const map = () => chosen.map.map((trace) => ({ ...trace, x: columns, y: layers, customdata: hover }));
+  const map = () => chosen.map.map((trace) =>
+    (trace.type === "heatmap" ? { ...trace, x: columns, y: layers, customdata: hover } : trace));
   const free = { ...layout, plot_bgcolor: "#fff", xaxis: x && titled(x), yaxis: titled(y), hovermode: "closest" };
   return isMap ? Plotly.react(atlas, map(), layout) : Plotly.react(atlas, points(chosen, x.values, y.values), free);
 }
@@ -143,6 +144,11 @@ function openHead(label) {
   if (!one) return;
   panel.hidden = false;
   panel.querySelector("h3").textContent = label;
+  panel.querySelector(".says").replaceChildren(...one.says.map((sentence) => {
+    const paragraph = document.createElement("p");
+    paragraph.textContent = sentence;
+    return paragraph;
+  }));
   const titles = [...row.closest("table").tHead.rows[0].cells].map((title) => title.textContent);
   const items = titles.slice(1).flatMap((title, n) => {
     const [name, number] = ["dt", "dd"].map((tag) => document.createElement(tag));

@@ -9,40 +9,39 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.page.deciding.where_or_what import DIFFERENCE, OVER_RANDOM
 from tl_posdisent.page.drawing.maps import UNKNOWN, grey_cells, name_layers
 from tl_posdisent.page.drawing.markup import remove_cell_text
 from tl_posdisent.utils.validation import head_label
-from tl_posdisent.viz.palette import GREY
+from tl_posdisent.viz.palette import BLACK, GREY, NEEDS
 from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
 from tl_posdisent.viz.plots.tables import whole
 
 _COLOURS = {
-    DIFFERENCE: "what − where (share of variance)",
-    OVER_RANDOM: "what − where over random (share of variance)",
+    "where": "where (share that survives with distances alone)",
+    "what": "what (share that survives with content alone)",
+    "contribution": "contribution (nats per token)",
     "share_distance": "distance alone (share of variance)",
     "share_key": "key alone (share of variance)",
     "r_held_out": "held-out r",
     "r": "r",
     "effect": "added loss (nats per token)",
-    "kl": "KL (nats per token)",
 }
-_SIGNED = (DIFFERENCE, OVER_RANDOM, "effect")
+_SIGNED = ("effect",)
+_MARKS = {"undecided": "line-ne", "not used": "line-ew"}
+"""The mark in the cells of a verdict, which is not told by its colour alone."""
 
 
 def choices(heads: pd.DataFrame) -> dict[str, Any]:
     """Return what the page's script chooses from: for each measure a map, the colours of points, and numbers for axes.
 
-    ``heads`` is the table of the atlas; numbers are in the order of its rows, null where there are none.
+    ``heads`` is the table of the atlas; numbers are in the order of its rows, null where there are none. The verdicts
+    of ``where_or_what`` are first; without any, all cells are grey.
     """
-    names = [name for name in _COLOURS if name in heads and not (name == "r" and "r_held_out" in heads)]
-    names = [name for name in names if heads[name].notna().any()]
-    colours = {name: _number_colours(heads, name) for name in names}
-    if "verdict" in heads and heads["verdict"].notna().any():
-        colours["verdict"] = _verdict_colours(heads)
-    axes = {
-        name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names if name not in _SIGNED[:1]
-    }
+    names = [name for name in _COLOURS if name in heads and heads[name].notna().any()]
+    colours = {"verdict": _need_colours(heads)} | {name: _number_colours(heads, name) for name in names}
+    if "ladder" in heads and heads["ladder"].notna().any():
+        colours["ladder"] = _ladder_colours(heads)
+    axes = {name: {"title": _COLOURS[name], "values": _numbers(heads[name])} for name in names}
     labels = [head_label(int(layer), int(head)) for layer, head in zip(heads["layer"], heads["head"], strict=True)]
     for colour in colours.values():
         colour["caption"] = map_caption(colour["title"], heads, colour["values"].count(None))
@@ -55,13 +54,46 @@ def map_caption(title: str, heads: pd.DataFrame, missing: int) -> str:
     return f"{title}, by head{grey_cells(missing, cells - len(heads))}"
 
 
-def map_figure(heads: pd.DataFrame, hover_texts: Sequence[str], attention: dict[int, str]) -> go.Figure:
-    """Draw the map that is shown first; its hover texts are those of all others."""
-    drawn = _with_title(plot_heads(heads, DIFFERENCE, signed=True), _COLOURS[DIFFERENCE])
+def map_figure(
+    heads: pd.DataFrame, options: dict[str, Any], hover_texts: Sequence[str], attention: dict[int, str]
+) -> go.Figure:
+    """Draw the map that is shown first, that of the first choice; its hover texts are those of all others."""
+    (first, *_) = options["colours"].values()
+    drawn = go.Figure(first["map"])
     grid = heads.assign(hover=hover_texts).pivot(index="layer", columns="head", values="hover").fillna("")
-    drawn.update_traces(customdata=grid.to_numpy(), hovertemplate="%{customdata}<extra></extra>")
+    drawn.update_traces(customdata=grid.to_numpy(), selector={"type": "heatmap"})
+    drawn.update_xaxes(title="head", type="category").update_yaxes(title="layer", type="category", autorange="reversed")
     layers = [int(layer) for layer in sorted(heads["layer"].unique())]
     return name_layers(drawn, layers, attention).update_layout(plot_bgcolor=UNKNOWN)
+
+
+def _need_colours(heads: pd.DataFrame) -> dict[str, Any]:
+    """Colour heads by their verdict; undecided and unused ones are marked as well."""
+    verdicts = heads["verdict"] if "verdict" in heads else pd.Series(None, heads.index, dtype=object)
+    names = [name for name in NEEDS if (verdicts == name).any()]
+    codes = [None if pd.isna(verdict) else names.index(verdict) for verdict in verdicts]
+    cells = heads[["layer", "head"]].assign(code=pd.array(codes, dtype="Float64"))
+    grid, n = cells.pivot(index="layer", columns="head", values="code"), max(1, len(names))
+    heat = go.Heatmap(
+        x=whole(grid.columns),
+        y=whole(grid.index),
+        z=grid.to_numpy(dtype=float, na_value=float("nan")),
+        zmin=-0.5,
+        zmax=n - 0.5,
+        colorscale=[((k + part) / n, NEEDS[name]) for k, name in enumerate(names) for part in (0, 1)] or None,
+        colorbar={"title": "verdict", "tickvals": list(range(len(names))), "ticktext": names},
+        showscale=bool(names),
+        name="",
+    )
+    marks = [_marks(heads[verdicts == name], name, symbol) for name, symbol in _MARKS.items() if name in names]
+    return _choice("What the contribution needs", heat, codes, marks)
+
+
+def _marks(heads: pd.DataFrame, name: str, symbol: str) -> go.Scatter:
+    """Mark the cells of these heads by a line."""
+    marker = {"symbol": symbol, "size": 11, "color": BLACK, "line": {"color": BLACK, "width": 1.5}}
+    x, y = whole(heads["head"]), whole(heads["layer"])
+    return go.Scatter(x=x, y=y, mode="markers", marker=marker, name=name, showlegend=True, hoverinfo="skip")
 
 
 def _number_colours(heads: pd.DataFrame, name: str) -> dict[str, Any]:
@@ -70,26 +102,27 @@ def _number_colours(heads: pd.DataFrame, name: str) -> dict[str, Any]:
     return _choice(_COLOURS[name], heat, _numbers(heads[name]))
 
 
-def _verdict_colours(heads: pd.DataFrame) -> dict[str, Any]:
-    known = heads.dropna(subset="verdict")
-    (heat,) = plot_verdicts(known.assign(gap=known["kl"])).data
+def _ladder_colours(heads: pd.DataFrame) -> dict[str, Any]:
+    known = heads.dropna(subset="ladder")
+    (heat,) = plot_verdicts(known.assign(verdict=known["ladder"])).data
     layers, columns = (whole(sorted(heads[name].unique())) for name in ("layer", "head"))
     grid = pd.DataFrame(heat.z, heat.y, heat.x).reindex(index=layers, columns=columns)  # known may lack some of them
     heat.update(z=grid.to_numpy(), y=layers, x=columns)
     codes = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
-    return _choice("verdict", heat, [None if pd.isna(kind) else codes[kind] for kind in heads["verdict"]])
+    return _choice("verdict of the ladder", heat, [None if pd.isna(kind) else codes[kind] for kind in heads["ladder"]])
 
 
-def _choice(title: str, heat: go.Heatmap, values: list[Any]) -> dict[str, Any]:
-    """Return the traces of a heat map, the same colours for points, and the number behind each head's colour."""
+def _choice(title: str, heat: go.Heatmap, values: list[Any], marks: Sequence[go.Scatter] = ()) -> dict[str, Any]:
+    """Return the traces of a map, the same colours for points, and the number behind each head's colour."""
     heat.update(hovertemplate="%{customdata}<extra></extra>", customdata=None)
     remove_cell_text(heat)
-    traces = json.loads(go.Figure(heat).to_json())["data"]
+    traces = json.loads(go.Figure([heat, *marks]).to_json())["data"]
     scale = {
         "colorscale": heat.colorscale,
         "cmin": heat.zmin,
         "cmax": heat.zmax,
         "colorbar": heat.colorbar.to_plotly_json(),
+        "showscale": heat.showscale,
     }
     line = {"color": GREY, "width": 0.5}
     marker = json.loads(go.Figure(go.Scatter(marker={**scale, "size": 9, "line": line})).to_json())["data"][0]["marker"]

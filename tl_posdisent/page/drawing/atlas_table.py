@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import pandas as pd
 
 from tl_posdisent.experiments.causal.head_verdicts import head_verdicts
-from tl_posdisent.page.deciding.where_or_what import DIFFERENCE, ERROR, OVER_RANDOM, looks_at
 from tl_posdisent.page.deciding.words import NO_LABEL, label_words
 from tl_posdisent.page.measuring.distances import shown_distances
-from tl_posdisent.page.measuring.measurement import HEAD, Measurement, by_head
+from tl_posdisent.page.measuring.measurement import HEAD, by_head
 from tl_posdisent.viz.plots.heatmaps import verdict_texts
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_VARIANCE: Final = ("share_distance", "share_key", "r_held_out", "r")
 
 
 class AtlasTable(NamedTuple):
@@ -24,15 +25,23 @@ class AtlasTable(NamedTuple):
 
 
 def atlas_table(
-    additivity: Measurement,
+    pairs: Sequence[tuple[int, int]],
     *,
+    needs: pd.DataFrame | None = None,
+    additivity: pd.DataFrame | None = None,
     labels: pd.DataFrame | None = None,
     ablation: pd.DataFrame | None = None,
     ladder: pd.DataFrame | None = None,
     distance: pd.DataFrame | None = None,
 ) -> AtlasTable:
-    """Join the tables of the sections that were measured; the shares of ``additivity`` colour the map."""
-    heads = _where_and_what(additivity)
+    """Join the tables of the sections that were measured; the heads that contribute most are first."""
+    heads = pd.DataFrame([*pairs], columns=HEAD)
+    if needs is not None:
+        heads = heads.merge(needs, on=HEAD, how="left").sort_values("contribution", ascending=False, kind="stable")
+    if additivity is not None:
+        means = by_head(additivity)
+        columns = [name for name in _VARIANCE if name in means and not (name == "r" and "r_held_out" in means)]
+        heads = heads.merge(means[[*HEAD, *columns]], on=HEAD, how="left")
     if labels is not None:
         words = label_words(labels)[[*HEAD, "label"]].fillna({"label": NO_LABEL})
         heads = heads.merge(words, on=HEAD, how="left")
@@ -45,25 +54,15 @@ def atlas_table(
         profiles = distance.pivot(index=HEAD, columns="distance", values="value")
         profiles = profiles[shown_distances(profiles.columns)]
         heads = heads.merge(_profile_lines(profiles), on=HEAD, how="left")
-    return AtlasTable(heads, profiles)
-
-
-def _where_and_what(additivity: Measurement) -> pd.DataFrame:
-    """Return what − where of each head, with its errors, and the shares and correlations behind it."""
-    means = by_head(additivity.trained)
-    columns = ["share_distance", "share_key", *(name for name in ("r", "r_held_out") if name in means)]
-    looks = looks_at(additivity.trained, additivity.random)
-    unknown = [name for name in (ERROR, OVER_RANDOM) if looks[name].isna().all()]  # a single text, no baseline
-    looks = looks[[*HEAD, "looks", DIFFERENCE, ERROR, OVER_RANDOM]].drop(columns=unknown)
-    return looks.merge(means[[*HEAD, *columns]], on=HEAD)
+    return AtlasTable(heads.reset_index(drop=True), profiles)
 
 
 def _verdicts(ladder: pd.DataFrame) -> pd.DataFrame:
-    """Return the divergence with the mean output, the verdict of each head, and the verdict in words for hovering."""
+    """Return the verdict of the ladder on each head, and this verdict in words for hovering."""
     verdicts = head_verdicts(ladder)
-    verdicts["verdict_text"] = verdict_texts(verdicts, ladder)
-    columns = [*HEAD, "gap_mean", "verdict", "between", "verdict_text"]
-    return verdicts[columns].rename(columns={"gap_mean": "kl"}).astype(dict.fromkeys(HEAD, int))
+    verdicts["ladder_text"] = verdict_texts(verdicts, ladder)
+    columns = [*HEAD, "gap", "verdict", "between", "ladder_text"]
+    return verdicts[columns].rename(columns={"verdict": "ladder"}).astype(dict.fromkeys(HEAD, int))
 
 
 def _profile_lines(profiles: pd.DataFrame) -> pd.DataFrame:

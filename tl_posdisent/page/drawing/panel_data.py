@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from tl_posdisent.utils.validation import head_label, printable
 _MASKED = 255
 
 
-def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
-    """Encode the panels for the page's script: numbers as bytes in base64, of each head on its own scale.
+def panel_data(
+    panels: Panels, profiles: pd.DataFrame, sentences: Mapping[tuple[int, int], Sequence[str]]
+) -> dict[str, Any]:
+    """Encode the panels for the page's script: sentences, and scores as bytes in base64, of each head on its own scale.
 
     A score is ``low + byte / 254 * (high - low)``, and 255 where it is masked; if all heads are causal, only keys up to
     the query's are there, row by row.
@@ -27,7 +30,10 @@ def panel_data(panels: Panels, profiles: pd.DataFrame) -> dict[str, Any]:
     near = panels.attention[panels.attention["distance"].isin(shown_distances(panels.attention["distance"]))]
     attention: Any = dict([*near.groupby(HEAD)])
     for (layer, head), scores in panels.scores.items():
-        one: dict[str, Any] = {"scores": _encoded_scores(scores, panels.causal)}
+        one: dict[str, Any] = {
+            "scores": _encoded_scores(scores, panels.causal),
+            "says": [*sentences.get((layer, head), ())],
+        }
         if (layer, head) in lines:
             one["profile"] = [None if np.isnan(x) else round(x, 3) for x in lines[layer, head]]
         if (layer, head) in attention:

@@ -26,6 +26,12 @@ def heads_to_run(subject: Subject) -> list[tuple[int, int]]:
     return [pairs[place] for place in np.linspace(0, len(pairs) - 1, MOST_HEADS).round().astype(int)]
 
 
+def runs_of_heads(subject: Subject) -> float:
+    """Number of passes of one run for each head, from its layer on."""
+    n_layers = len(subject.model.blocks)
+    return sum(1 - layer / n_layers for layer, _ in heads_to_run(subject))
+
+
 def sample_size(subject: Subject) -> str | None:
     """Return ``40 of 270 heads``; None if all heads are run."""
     n_run, n_heads = len(heads_to_run(subject)), len(subject.pairs)

@@ -41,7 +41,7 @@ class Measurement:
 
     Attributes:
         trained: a table, or ``Exhibits`` for the section ``heads``; None if refused.
-        random: the same table for all random copies, with a column ``seed``; None without.
+        random: the same table for all random copies (for ``where_or_what`` one), with a column ``seed``; None without.
         refused: why there is no measurement: the model does not support it, or (``failed``) there was an error.
         note: what was left out of the measurement, and why.
         read: the texts that were measured.

@@ -30,7 +30,7 @@ from tl_posdisent.models.running.partial_forward import (
     run_clean,
 )
 from tl_posdisent.models.running.texts import Texts, read_texts
-from tl_posdisent.page.measuring.measurement import HEAD
+from tl_posdisent.page.measuring.measurement import FAILURES, HEAD
 from tl_posdisent.page.measuring.subject import Subject
 
 SHOWN = 48
@@ -51,44 +51,71 @@ class Panels:
         causal: whether keys after the query are masked in all layers.
         attention: table of ``attention_by_distance``, with and without ``dummy_distance`` in the layer itself.
         scores: by layer and head, the scores of the first positions, ``[query, key]``; NaN where they are masked.
+        reasons: why attention was not measured, with the layers for which it was not.
     """
 
     words: list[str]
     causal: bool
     attention: pd.DataFrame
     scores: Mapping[Pair, Float[np.ndarray, "query key"]]
+    reasons: Mapping[str, Sequence[int]]
 
 
 def measure_panels(subject: Subject, pairs: Sequence[Pair]) -> Panels:
     """Measure attention by distance and scores of some heads."""
     specs = [spec for spec in subject.specs if spec.layer in {layer for layer, _ in pairs}]
-    scores, attention = _scores(subject, specs, pairs), _attention(subject, specs, pairs)
-    return Panels(subject.words, all(spec.causal for spec in specs), attention, scores)
+    attention, reasons = _attention(subject, specs, pairs)
+    scores = _scores(subject, specs, pairs)
+    return Panels(subject.words, all(spec.causal for spec in specs), attention, scores, reasons)
 
 
-def _attention(subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]) -> pd.DataFrame:
+def panel_tokens(subject: Subject) -> float:
+    """Count the tokens that the panels run through all layers: those of the score map, and of mean attention.
+
+    Texts of one length are run unmodified, once more to store the inputs of layers, and from these layer by layer;
+    whether that is possible takes three runs of one text. Other texts are run up to each layer.
+    """
+    part, shown = subject.cut(_READ, _ATTENTION), min(SHOWN, subject.lengths[0])
+    if len(set(part.lengths)) == 1:
+        return shown + 3 * (sum(part.lengths) + part.lengths[0])
+    return shown + sum(part.lengths) * (1 + (len(subject.layers) + 1) / 2)
+
+
+def _attention(
+    subject: Subject, specs: list[AttentionSpec], pairs: Sequence[Pair]
+) -> tuple[pd.DataFrame, dict[str, list[int]]]:
     """Measure attention by distance in layers that show it, and under an intervention in one layer at a time.
 
     In a layer under its intervention, only that layer is run, if blocks depend on the residual stream alone.
+
+    Returns:
+        The table, and why layers are not in it.
     """
     reading, texts = subject.reading, _texts_of_attention(subject)
     shown = [spec for spec in specs if spec.taps.pattern or spec.taps.scores]
     chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in shown]
-    tables = [pd.DataFrame(columns=["intervention", *HEAD, "distance"])]
+    tables = [pd.DataFrame(columns=["intervention", *HEAD, "distance", "attention"])]
+    reasons: dict[str, list[int]] = {}
     if not chosen:
-        return tables[0]
-    with contextlib.suppress(ValueError, RuntimeError, MemoryError):
+        return tables[0], reasons
+    try:
         tables.append(mean_attention(reading, texts, chosen, [], whole=False).assign(intervention=UNMODIFIED))
+    except FAILURES as error:
+        reasons[f"Mean attention: {error}"] = [spec.layer for spec, _ in chosen]
     clean = _clean_run(reading.model, texts, [spec.layer for spec in shown])
     for spec, heads in chosen:
-        with contextlib.suppress(ValueError, RuntimeError, MemoryError), contextlib.ExitStack() as stack:
+        try:
             hooks = dummy_distance(reading, SAME, layers=[spec.layer])
             check_shown(spec, hooks)
+            inputs: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if clean is not None:
-                stack.enter_context(after_blocks(reading.model, spec.layer, clean.after.get(spec.layer - 1)))
-            table = mean_attention(reading, texts, [(spec, heads)], hooks, whole=False)
+                inputs = after_blocks(reading.model, spec.layer, clean.after.get(spec.layer - 1))
+            with inputs:
+                table = mean_attention(reading, texts, [(spec, heads)], hooks, whole=False)
             tables.append(table.assign(intervention=f"every distance {SAME}"))
-    return pd.concat(tables[1:] or tables, ignore_index=True)
+        except FAILURES as error:
+            reasons.setdefault(f"Mean attention with every key at distance {SAME}: {error}", []).append(spec.layer)
+    return pd.concat(tables[1:] or tables, ignore_index=True), reasons
 
 
 def _texts_of_attention(subject: Subject) -> Texts:

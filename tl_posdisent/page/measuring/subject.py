@@ -81,6 +81,16 @@ class Subject:
         return [(layer, head) for layer, heads in self.heads.items() for head in heads]
 
     @property
+    def n_run(self) -> float:
+        """Number of tokens that a pass of all texts up to the last of the layers runs, in tokens of a whole pass."""
+        return sum(self.lengths) * self.depth
+
+    @property
+    def depth(self) -> float:
+        """Share of the model's layers up to the last of those that are measured."""
+        return (self.layers[-1] + 1) / len(self.model.blocks)
+
+    @property
     def attention(self) -> dict[int, str]:
         """``global``, or ``local`` and its window, of each layer; empty for a model without sliding windows."""
         if all(spec.window is None for spec in self.specs):
@@ -107,17 +117,15 @@ class Subject:
         return self.specs[0].architecture
 
 
-def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
+def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None) -> Subject:
     """Check the arguments of a report and read the model."""
     reading, heads = read_model(model), listed("heads", heads)
     chosen = reading.heads(layers, heads)
     specs = reading.specs(list(chosen))
     model = reading.model
     try:
-        texts = read_texts(model, text, attention_mask)
+        texts = read_texts(model, text)
     except ValueError as error:
-        if isinstance(error, ArgumentError) and error.argument == "attention_mask":
-            raise
         raise ArgumentError("text", f"cannot be used: {error}") from error
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
     order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]

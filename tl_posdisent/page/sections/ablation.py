@@ -12,7 +12,7 @@ from tl_posdisent.page.drawing.markup import render, table
 from tl_posdisent.page.measuring.heads_to_run import heads_to_run, sample_note, sample_size
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings, failures_note, join_notes
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads
@@ -25,12 +25,17 @@ _LISTED = 8
 """Number of heads in the table of the largest effects."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     part = subject.cut(_POSITIONS, _TOKENS)
     heads, progress = heads_to_run(part), settings.progress
     table = head_ablation(part.reading, part.tokens, attention_mask=part.mask, heads=heads, progress=progress)
     note = join_notes(sample_note(part), failures_note(table))
     return Measurement(table, note=note, read=part, sample=sample_size(part))
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    part = subject.cut(_POSITIONS, _TOKENS)
+    return (1 + len(heads_to_run(part))) * sum(part.lengths)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -65,4 +70,4 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return [sentence.format(ablating, label, number(largest["effect"]), others, link)]
 
 
-ABLATION = Section("ablation", "Head ablation", _measure, _show, _sentences)
+ABLATION = Section("ablation", "Head ablation", _measure, _passes, _show, _sentences)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
@@ -12,15 +11,15 @@ from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.score_controls import ScoreControl
 from tl_posdisent.page.deciding.against_foreign_keys import FOREIGN_KEYS, compare_with_foreign_keys
 from tl_posdisent.page.deciding.against_random import compare_with_random
-from tl_posdisent.page.deciding.count_where_or_what import count_where_or_what
-from tl_posdisent.page.deciding.links import link_head
+from tl_posdisent.page.deciding.links import link_head, link_section
 from tl_posdisent.page.deciding.words import number
 from tl_posdisent.page.drawing.maps import head_map, with_attention
 from tl_posdisent.page.drawing.markup import ROWS, render, table
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings, by_head
 from tl_posdisent.page.measuring.random_copies import with_baseline
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
+from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.heatmaps import bounded_limits, plot_heads
 
@@ -28,32 +27,27 @@ SHARES = ["share_distance", "share_query", "share_key"]
 """The columns with the share of the variance that one component alone explains."""
 HELD_OUT = "r_held_out"
 """The correlation with the distance component of the other texts, a column if there are several texts."""
-_LEAST_TOKENS = 3
-"""Texts of at most this many tokens are fitted with their first key only."""
 _FITS = {
     "r": "the three-axis fit",
     HELD_OUT: "distance + query + key, with the distance component of the other texts,",
 }
 
 
-def measure_additivity(subject: Subject, *, sinks: int = 0, controls: Collection[ScoreControl] = ()) -> pd.DataFrame:
-    """Run ``additivity`` on all texts, without the first ``sinks`` keys."""
+def measure_additivity(subject: Subject, *, controls: Collection[ScoreControl] = ()) -> pd.DataFrame:
+    """Run ``additivity`` on all texts."""
     return additivity(
         subject.reading,
         subject.tokens,
         attention_mask=subject.mask,
         layers=subject.asked_layers,
         heads=subject.asked_heads,
-        sinks=sinks,
         controls=controls,
         progress=False,
     )
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
-    table = _with_foreign_keys(subject)
-    table["r_without_first"] = _r_without_first_key(subject)
-    return with_baseline(table, measure_additivity, subject, settings)
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
+    return with_baseline(_with_foreign_keys(subject), measure_additivity, subject, settings)
 
 
 def _with_foreign_keys(subject: Subject) -> pd.DataFrame:
@@ -69,14 +63,13 @@ def _with_foreign_keys(subject: Subject) -> pd.DataFrame:
     return trained.assign(**{FOREIGN_KEYS: rows["foreign keys"][_main_correlation(trained)]})
 
 
-def _r_without_first_key(subject: Subject) -> pd.Series | float:
-    """Measure *r* of fits without the first key, which often is an attention sink; NaN for very short texts."""
-    return measure_additivity(subject, sinks=1)["r"] if min(subject.lengths) > _LEAST_TOKENS else np.nan
-
-
 def _main_correlation(table: pd.DataFrame) -> str:
     """Return the column that best separates trained from random weights."""
     return HELD_OUT if HELD_OUT in table else "r"
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    return (1 + settings.copies) * subject.n_run
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -111,13 +104,15 @@ def _table_of_layers(subject: Subject, trained: pd.DataFrame, random: pd.DataFra
         if table is not None and column in table:
             by_layer[title] = by_layer["layer"].map(table.groupby("layer")[column].mean())
 
-    add_means("without the first token", trained, "r_without_first")
     add_means("random", random, "r")
     add_means(FOREIGN_KEYS, trained, FOREIGN_KEYS)
     if HELD_OUT in trained:
         add_means("held-out", trained, HELD_OUT)
         add_means("random held-out", random, HELD_OUT)
-    caption = "r by layer: mean, lowest and highest of its heads"
+    for name in ("share_distance", "share_key"):
+        add_means(_title(name), trained, name)
+        add_means(f"random {_title(name)}", random, name)
+    caption = "By layer: r (mean, lowest and highest of its heads), and mean shares"
     return table("layers-r", caption, with_attention(by_layer, subject.attention))
 
 
@@ -129,12 +124,12 @@ def _table_of_heads(subject: Subject, trained: pd.DataFrame, random: pd.DataFram
     if random is not None:
         rows = rows.merge(random[[*HEAD, "r", *held_out]], on=HEAD, suffixes=("", "_random"), how="left")
         columns += [*(f"{name}_random" for name in held_out), "r_random"]
-    columns += [*([FOREIGN_KEYS] if FOREIGN_KEYS in trained else []), "r_without_first", "r2_adjusted"]
+    columns += [*([FOREIGN_KEYS] if FOREIGN_KEYS in trained else []), "r2_adjusted"]
     if len(rows) > ROWS:
         rows = rows.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
-    titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
+    titles = {"r2_adjusted": "adjusted r²", "r_random": "random r"}
     titles |= {HELD_OUT: "held-out r", f"{HELD_OUT}_random": "random held-out r"}
-    titles |= {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
+    titles |= {name: _title(name) for name in SHARES}
     return table("heads-r", "Every head, mean over texts", with_attention(rows[columns], subject.attention), titles)
 
 
@@ -144,21 +139,42 @@ def _sentences(measurement: Measurement) -> list[Markup]:
         return [Markup("No head has scores that vary in this text.")]
     main = _main_correlation(measurement.trained)
     return [
-        *count_where_or_what(measurement, ADDITIVITY.name),
+        _mean_shares(measurement),
         _most_positional(heads),
         *compare_with_random(measurement, main, _FITS[main], ADDITIVITY.name),
         *compare_with_foreign_keys(measurement, main, ADDITIVITY.name),
     ]
 
 
+def _title(share: str) -> str:
+    """``distance alone`` for ``share_distance``."""
+    return f"{share.removeprefix('share_')} alone"
+
+
+def _mean_shares(measurement: Measurement) -> Markup:
+    """State the shares of distance and key, beside those of random weights."""
+    names = ("share_distance", "share_key")
+    means = [f"{100 * by_head(measurement.trained)[name].mean():.0f} %" for name in names]
+    sentence = Markup(
+        "Of the variance of a head’s scores, the distance alone explains {} and the key alone {} on average"
+    )
+    random = Markup()
+    if measurement.random is not None:
+        at_random = [f"{100 * measurement.random[name].mean():.0f} %" for name in names]
+        random = Markup("; with random weights {} and {}").format(*at_random)
+    return sentence.format(*means) + random + Markup(" {}.").format(link_section(ADDITIVITY.name, measurement))
+
+
 def _most_positional(heads: pd.DataFrame) -> Markup:
     """Name the three heads with the largest share of the distance alone."""
     top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
-    names = [
-        link_head(row["layer"], row["head"]) + f" ({number(row['share_distance'], 2)})" for _, row in top.iterrows()
+    labels = [
+        link_head(*pair) if len(heads) <= ROWS else head_label(*pair) for pair in top[HEAD].astype(int).to_numpy()
     ]
+    shares = [number(share, 2) for share in top["share_distance"]]
+    names = [Markup("{} ({})").format(label, share) for label, share in zip(labels, shares, strict=True)]
     sentence = Markup("Of {}, the share of the distance alone is largest in {}.")
     return sentence.format(plural(len(heads), "head"), Markup(", ").join(names))
 
 
-ADDITIVITY = Section("additivity", "Additivity of each head", _measure, _show, _sentences)
+ADDITIVITY = Section("additivity", "What the scores look like", _measure, _passes, _show, _sentences)

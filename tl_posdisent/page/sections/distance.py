@@ -16,7 +16,7 @@ from tl_posdisent.page.drawing.markup import figure, render
 from tl_posdisent.page.measuring.distances import shown_distances
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings
 from tl_posdisent.page.measuring.subject import TOKENS, Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.tables import number_heads
 from tl_posdisent.viz.plots.curves import plot_distance
 
@@ -24,7 +24,7 @@ _LAYERS = 12
 """Maximum number of layers whose profiles are drawn."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Fit each head's distance component to all texts, as long as the shortest of them.
 
     The table has the columns ``layer``, ``head``, ``distance``, ``value`` and ``cells``. Layers that are not drawn have
@@ -54,6 +54,10 @@ def drawn_layers(specs: Sequence[AttentionSpec]) -> list[int]:
     return [specs[place].layer for place in places]
 
 
+def _passes(subject: Subject, settings: Settings) -> float:
+    return subject.cut(min(subject.lengths), TOKENS).n_run
+
+
 def _show(subject: Subject, measurement: Measurement) -> Content:
     layers = drawn_layers(subject.specs)
     figures = [
@@ -64,4 +68,4 @@ def _show(subject: Subject, measurement: Measurement) -> Content:
     return Content(render("sections/distance", figures=figures, drawn=len(layers), layers=len(subject.layers)))
 
 
-DISTANCE = Section("distance", "Distance profiles", _measure, _show)
+DISTANCE = Section("distance", "Distance profiles", _measure, _passes, _show)

@@ -19,8 +19,8 @@ from tl_posdisent.page.deciding.words import number
 from tl_posdisent.page.drawing.markup import render
 from tl_posdisent.page.measuring.measurement import Measurement, Settings, by_head
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.additivity import measure_additivity
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.additivity import ADDITIVITY, measure_additivity
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.widgets.offline import Widget
 from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns
@@ -40,9 +40,11 @@ class Exhibits:
     scores: dict[int, Float[Tensor, "1 head query key"]]
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
-    """Fit the first text in the layers of the two heads."""
-    most, least = _extreme_heads(measure_additivity(subject))
+def _measure(subject: Subject, settings: Settings, measured: Measured) -> Measurement:
+    """Fit the first text in the layers of the two heads, by the table of the section ``additivity`` if it is there."""
+    before = measured.get(ADDITIVITY.name)
+    known = before is not None and before.refused is None
+    most, least = _extreme_heads(before.trained if before and known else measure_additivity(subject))
     fits: dict[int, AdditiveFit] = {}
     scores_by_layer: dict[int, Tensor] = {}
 
@@ -63,6 +65,10 @@ def _extreme_heads(additivity: pd.DataFrame) -> tuple[tuple[int, int], tuple[int
         raise ValueError("no head has scores that vary, so none is more additive than another")
     most, least = ((int(row["layer"]), int(row["head"])) for row in (heads.iloc[0], heads.iloc[-1]))
     return most, least
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    return subject.lengths[0]
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -112,4 +118,4 @@ def _key_widget(subject: Subject, exhibits: Exhibits) -> Widget:
     return show_key_importance(fits, subject.words, heads=heads, positions=positions)
 
 
-EXHIBITS = Section("heads", "The most and the least additive head", _measure, _show)
+EXHIBITS = Section("heads", "The most and the least additive head", _measure, _passes, _show)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from tl_posdisent.experiments.attention_scores.head_labels import head_labels
+from tl_posdisent.experiments.attention_scores.head_labels import N_SEQUENCES, SEQUENCE_TOKENS, head_labels
 from tl_posdisent.page.deciding.links import link_section
 from tl_posdisent.page.deciding.words import NO_LABEL, counted, label_words
 from tl_posdisent.page.drawing.maps import with_attention
 from tl_posdisent.page.drawing.markup import render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings, failures_note
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.words import plural
 
 _POSITIONS, _TOKENS = 512, 1024
 """Positions of each text, and tokens altogether, that are read."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Label heads, with the mean over random copies beside each measure; ``head_labels`` makes these copies itself."""
     part = subject.cut(_POSITIONS, _TOKENS)
     table = head_labels(
@@ -33,6 +33,11 @@ def _measure(subject: Subject, settings: Settings) -> Measurement:
         progress=False,
     )
     return Measurement(table, note=failures_note(table), read=part)
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    part, repeated = subject.cut(_POSITIONS, _TOKENS), N_SEQUENCES * (1 + 2 * SEQUENCE_TOKENS)
+    return (1 + settings.copies) * (part.n_run + repeated * subject.depth)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -56,4 +61,4 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return [sentence.format(labels.notna().sum(), heads, kinds, link_section(LABELS.name, measurement))]
 
 
-LABELS = Section("labels", "Head labels", _measure, _show, _sentences)
+LABELS = Section("labels", "Head labels", _measure, _passes, _show, _sentences)

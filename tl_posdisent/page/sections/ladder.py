@@ -14,10 +14,10 @@ from tl_posdisent.page.deciding.links import link_section
 from tl_posdisent.page.deciding.words import MISSING, are, counted, number
 from tl_posdisent.page.drawing.maps import head_map, with_attention
 from tl_posdisent.page.drawing.markup import render, table
-from tl_posdisent.page.measuring.heads_to_run import heads_to_run, sample_note, sample_size
+from tl_posdisent.page.measuring.heads_to_run import heads_to_run, runs_of_heads, sample_note, sample_size
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings, failures_note, join_notes
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
 
@@ -32,7 +32,7 @@ _KINDS = ("first token", "distance", "static", "additive", "more than additive",
 """Verdicts of the other heads."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Measure the ladder of each head that is run. A head with a failed run has no verdict and therefore no rows."""
     part = subject.cut(_POSITIONS, _TOKENS)
     texts, heldout = split_texts(part)
@@ -61,6 +61,11 @@ def split_texts(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor] 
         return {"input_ids": subject.tokens[rows], "attention_mask": subject.real[rows]}
 
     return select(fitted), select(heldout) if len(heldout) else None
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    part = subject.cut(_POSITIONS, _TOKENS)
+    return (1 + len(MEASURED_RUNGS) * runs_of_heads(part)) * sum(part.lengths)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -135,4 +140,4 @@ def _are_used(verdicts: pd.DataFrame) -> pd.Series:
     return ~verdicts["simplest"].isin(["mean_output", "uniform"])
 
 
-LADDER = Section("ladder", "Attention ladder", _measure, _show, _sentences)
+LADDER = Section("ladder", "Attention ladder", _measure, _passes, _show, _sentences)

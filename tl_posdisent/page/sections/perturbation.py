@@ -15,7 +15,7 @@ from tl_posdisent.page.deciding.words import signed
 from tl_posdisent.page.drawing.markup import figure, render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings, failures_note, join_notes
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.viz.plots.curves import plot_perturbation
 
 _POSITIONS, _TOKENS = 512, 512
@@ -28,7 +28,7 @@ _KINDS = {"order": "order of the text", "index": "positions that RoPE receives",
 _EXCHANGED = {"order": "tokens of the text", "index": "positions", "feature": "phases of RoPE"}
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Perturb order, positions and phases; of a model without RoPE, the order of the text only."""
     part = subject.cut(_POSITIONS, _TOKENS)
     try:
@@ -48,6 +48,11 @@ def _perturb(subject: Subject, settings: Settings, kinds: Sequence[Kind]) -> pd.
         seeds=range(settings.seed, settings.seed + PERTURBATIONS),
         progress=False,
     )
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    perturbed = len(get_args(Kind)) * (len(FRACTIONS) - 1) * PERTURBATIONS
+    return (1 + perturbed) * sum(subject.cut(_POSITIONS, _TOKENS).lengths)
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -80,4 +85,6 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return [sentence.format(PERTURBATIONS, "; ".join(changes), link_section(PERTURBATION.name, measurement))]
 
 
-PERTURBATION = Section("perturbation", "Robustness to perturbed word order and positions", _measure, _show, _sentences)
+PERTURBATION = Section(
+    "perturbation", "Robustness to perturbed word order and positions", _measure, _passes, _show, _sentences
+)

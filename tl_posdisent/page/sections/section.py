@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,9 @@ from markupsafe import Markup
 from tl_posdisent.page.measuring.measurement import Measurement, Settings
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.names import SectionName
+
+Measured = Mapping[SectionName, Measurement]
+"""The measurements of the sections before, for one that needs a table of theirs."""
 
 
 class Content(NamedTuple):
@@ -33,12 +36,14 @@ class Section:
         name: its name in ``report(sections=...)`` and its place in the page.
         heading: its heading.
         measure: runs the experiment; raises ``ValueError`` where the model or the text is not suitable.
+        passes: tokens that ``measure`` runs through all layers; a backward pass counts as two.
         show: makes its figures and tables from its measurement.
         sentences: what it adds to the verdict of the report, the main one first.
     """
 
     name: SectionName
     heading: str
-    measure: Callable[[Subject, Settings], Measurement]
+    measure: Callable[[Subject, Settings, Measured], Measurement]
+    passes: Callable[[Subject, Settings], float]
     show: Callable[[Subject, Measurement], Content]
     sentences: Callable[[Measurement], list[Markup]] = no_sentences

@@ -11,7 +11,7 @@ from tl_posdisent.page.drawing.markup import figure, render, table
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings
 from tl_posdisent.page.measuring.random_copies import measure_with_baseline
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.viz.plots.bars import plot_shares
 
@@ -20,8 +20,12 @@ _BARS = 96
 _CORRELATIONS = ["r_two_axis", "r_three_axis"]
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     return measure_with_baseline(controlled_distance, subject, settings)
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    return (1 + settings.copies) * subject.n_run
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -45,4 +49,4 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     return compare_with_random(measurement, "r_two_axis", "the two-axis model", SHARES.name)
 
 
-SHARES = Section("shares", "Variance decomposition of the scores", _measure, _show, _sentences)
+SHARES = Section("shares", "Variance decomposition of the scores", _measure, _passes, _show, _sentences)

@@ -13,7 +13,7 @@ from tl_posdisent.page.drawing.markup import figure, part, render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings
 from tl_posdisent.page.measuring.random_copies import measure_with_baseline
 from tl_posdisent.page.measuring.subject import Subject
-from tl_posdisent.page.sections.section import Content, Section
+from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.viz.plots.bars import stacked_shares
 from tl_posdisent.viz.plots.heatmaps import plot_subspaces, wavelengths
 
@@ -21,8 +21,12 @@ _LISTED = 16
 """Longer tables of subspaces are folded."""
 
 
-def _measure(subject: Subject, settings: Settings) -> Measurement:
+def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     return measure_with_baseline(subspace_patterns, subject, settings)
+
+
+def _passes(subject: Subject, settings: Settings) -> float:
+    return (1 + settings.copies) * subject.n_run
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
@@ -92,4 +96,4 @@ def _foldable_table(name: str, means: pd.DataFrame, layers: str) -> Markup:
     return part("folded", f"The {len(means)} subspaces{f' of {layers}' if layers else ''}", content)
 
 
-SUBSPACES = Section("subspaces", "Rotary subspaces", _measure, _show)
+SUBSPACES = Section("subspaces", "Rotary subspaces", _measure, _passes, _show)

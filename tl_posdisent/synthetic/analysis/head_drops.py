@@ -74,9 +74,9 @@ def head_drops(
 
     def accuracy(logits: Tensor, tokens: Tensor) -> Tensor:
         logits = answers(lambda *_, **__: logits, tokens, pad).double()
-        wanted = labels.to(logits.device)
-        losses.append(float(cross_entropy(logits, wanted)))
-        return (logits.argmax(-1) == wanted)[wanted != IGNORED].double().mean()
+        answer = labels.to(logits.device)
+        losses.append(float(cross_entropy(logits, answer)))
+        return (logits.argmax(-1) == answer)[answer != IGNORED].double().mean()
 
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
     with torch.no_grad():

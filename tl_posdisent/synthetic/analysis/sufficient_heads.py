@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import replace_heads, stand_in
 from tl_posdisent.models.reading.model_reading import read_attention
@@ -27,6 +28,8 @@ from tl_posdisent.utils.words import plural
 RemovedPart = Literal["rotation", "attention"]
 Head = tuple[int, int]
 """Layer and head."""
+Measure = Callable[[frozenset[Head]], tuple[float, float]]
+"""From a set of heads to the accuracy and loss with these heads alone."""
 
 STATES = {"rotation": "rotating", "attention": "attending"}
 """What heads are that keep the part."""
@@ -77,6 +80,7 @@ def sufficient_heads(
     by: RemovedPart = "rotation",
     keep: float = 0.9,
     order: pd.DataFrame | None = None,
+    progress: bool = True,
 ) -> SufficientHeads:
     """Find a small set of heads that suffices for a task, by greedy elimination.
 
@@ -94,6 +98,7 @@ def sufficient_heads(
         keep: share of the baseline's accuracy that counts as sufficient, above 0 and at most 1.
         order: a table with ``layer``, ``head`` and ``loss_effect``, such as ``head_drops`` returns: heads with the
             largest effect rank first. Default: by each head's effect under ``by``.
+        progress: show a progress bar, which counts the sets that were measured.
 
     Raises:
         ValueError: as ``evaluate``; a model that does not rotate; an ``order`` without these columns or without some
@@ -103,31 +108,25 @@ def sufficient_heads(
         >>> from tl_posdisent.synthetic import preset, sufficient_heads
         >>> small = preset("small")
         >>> model, samples = small.model("rope", "distance"), small.tasks["distance"].batch(40)
-        >>> sufficient_heads(model, *samples, keep=0.5)
+        >>> sufficient_heads(model, *samples, keep=0.5, progress=False)
         SufficientHeads: accuracy ...
     """
     _check(model, by)
     check_samples(model, tokens, labels)
     check_number("keep", keep, above=0, most=1)
     mean = _mean(model, tokens if by == "attention" else None)
-
-    @cache
-    def measure(heads: frozenset[Head]) -> tuple[float, float]:
-        """Measure accuracy and loss with these heads alone; each set is measured once."""
-        with model.hooks(fwd_hooks=_restricted(model, heads, mean)):
-            loss, accuracy = evaluate(model, tokens, labels, batch_size=128)
-        return accuracy, loss
-
     candidates = _candidates(model, by)
-    baseline, none = (measure(frozenset(heads))[0] for heads in (candidates, []))
-    enough = keep * baseline - 1e-9
-    ranked = _ranked(candidates, _losses_without(candidates, measure) if order is None else _effects(order, candidates))
-    path = _search(ranked, lambda heads: measure(frozenset(heads))[0] >= enough)
-    sufficient = _ranked(path[-1], _losses_without(path[-1], measure))[::-1]
-    path += [sufficient[:n] for n in reversed(range(len(sufficient)))]
-    rows = [(len(heads), *measure(frozenset(heads))) for heads in path]
+    with tqdm(desc="sets of heads", disable=not progress) as bar:
+        measure = cache(partial(_accuracy_and_loss, model, tokens, labels, mean, bar))  # each set once
+        baseline, none = (measure(frozenset(heads))[0] for heads in (candidates, []))
+        sufficient_accuracy = keep * baseline - 1e-9
+        effects = _losses_without(candidates, measure) if order is None else _effects(order, candidates)
+        path = _search(_ranked(candidates, effects), measure, sufficient_accuracy)
+        sufficient = _ranked(path[-1], _losses_without(path[-1], measure))[::-1]
+        path += [sufficient[:n] for n in reversed(range(len(sufficient)))]
+        rows = [(len(heads), *measure(frozenset(heads))) for heads in path]
+        accuracy, loss = measure(frozenset(sufficient))
     table = pd.DataFrame(rows, columns=["heads", "accuracy", "loss"]).drop_duplicates("heads", ignore_index=True)
-    accuracy, loss = measure(frozenset(sufficient))
     return SufficientHeads(by, keep, baseline, none, accuracy, loss, heads=tuple(sufficient), path=table)
 
 
@@ -138,7 +137,17 @@ def _candidates(model: SyntheticModel, by: RemovedPart) -> list[Head]:
     return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n_heads)]
 
 
-def _losses_without(heads: list[Head], measure: Callable[[frozenset[Head]], tuple[float, float]]) -> dict[Head, float]:
+def _accuracy_and_loss(
+    model: SyntheticModel, tokens: Tensor, labels: Tensor, mean: Any, bar: Any, heads: frozenset[Head]
+) -> tuple[float, float]:
+    """Measure accuracy and loss with these heads alone; the bar counts the sets."""
+    with model.hooks(fwd_hooks=_restricted(model, heads, mean)):
+        loss, accuracy = evaluate(model, tokens, labels, batch_size=128)
+    bar.update()
+    return accuracy, loss
+
+
+def _losses_without(heads: list[Head], measure: Measure) -> dict[Head, float]:
     """Measure the loss with all of these heads but one, for each of them."""
     return {head: measure(frozenset(_without(head, heads)))[1] for head in heads}
 
@@ -148,23 +157,24 @@ def _ranked(heads: list[Head], effect: dict[Head, float]) -> list[Head]:
     return sorted(heads, key=lambda head: effect[head])
 
 
-def _search(ranked: list[Head], suffice: Callable[[list[Head]], bool]) -> list[list[Head]]:
+def _search(ranked: list[Head], measure: Measure, sufficient_accuracy: float) -> list[list[Head]]:
     """Return sets that suffice, each smaller than the one before; in the last set every head is needed."""
     path = [ranked]
     low, high = -1, len(ranked)  # the last `high` heads suffice; the last `low` do not
     while high - low > 1:
         middle = (low + high) // 2
         trial = ranked[len(ranked) - middle :]
-        if suffice(trial):
+        if measure(frozenset(trial))[0] >= sufficient_accuracy:
             high = middle
             path.append(trial)
         else:
             low = middle
-    before = -1
-    while len(path) != before:
-        before = len(path)
+    n_sets = -1
+    while len(path) != n_sets:
+        n_sets = len(path)
         for head in path[-1]:
-            if suffice(trial := _without(head, path[-1])):
+            trial = _without(head, path[-1])
+            if measure(frozenset(trial))[0] >= sufficient_accuracy:
                 path.append(trial)
     return path
 

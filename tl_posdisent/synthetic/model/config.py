@@ -151,8 +151,13 @@ class SyntheticConfig:
 
     def _check_encoding(self) -> None:
         encoding = self.encoding
-        own = {"rotary_heads": _ROTATING, "d_query_latent": _LATENT, "d_key_latent": _LATENT, "d_rope": _LATENT}
-        for name, encodings in own.items():
+        encodings_of = {
+            "rotary_heads": _ROTATING,
+            "d_query_latent": _LATENT,
+            "d_key_latent": _LATENT,
+            "d_rope": _LATENT,
+        }
+        for name, encodings in encodings_of.items():
             if getattr(self, name) is not None and encoding not in encodings:
                 raise ArgumentError(name, f"must be left out with encoding={encoding!r}")
         if self.rotary_heads is not None:

@@ -162,19 +162,19 @@ def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Gen
     """Draw integers as ``uniform``, but distinct within each row; in parts, because each row sorts all integers."""
     rows, device = torch.arange(shape[0], device="cpu").split(4096), generator.device
     keys = (
-        torch.rand(len(some), most - least + 1, dtype=torch.float32, generator=generator, device=device)
-        for some in rows
+        torch.rand(len(part), most - least + 1, dtype=torch.float32, generator=generator, device=device)
+        for part in rows
     )
     return torch.cat([least + key.argsort(-1)[:, : shape[1]] for key in keys])
 
 
-_DRAWN = 64  # samples drawn for each text that is kept
+_DRAWS_PER_TEXT = 64  # samples drawn for each text that is kept
 
 
 def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]:
     """Texts of a task without padding: the longest of many, cut to the shortest of them."""
     check_integer("texts", texts, 1)
-    tokens, _ = task.batch(texts * _DRAWN, torch.Generator().manual_seed(seed))
+    tokens, _ = task.batch(texts * _DRAWS_PER_TEXT, torch.Generator().manual_seed(seed))
     lengths = (tokens != task.pad_id).sum(-1)
     longest = lengths.argsort(descending=True, stable=True)[:texts]
     return tokens[longest, : int(lengths[longest].min())]

@@ -15,10 +15,10 @@ from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
 from .heatmaps import head_axis, head_names, head_ticks
-from .tables import By, add_title, check_table, head_index, mean_over_texts, metric_title, over_heads, title_of
+from .tables import HeadOrLayer, add_title, check_table, head_index, mean_over_texts, metric_title, over_heads, title_of
 
 
-def plot_shares(table: pd.DataFrame, *, by: By = "head", title: str | None = None) -> go.Figure:
+def plot_shares(table: pd.DataFrame, *, by: HeadOrLayer = "head", title: str | None = None) -> go.Figure:
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     From below: ``distance``, ``query`` and ``key``, which make the three-axis sum; ``query:key`` and
@@ -102,9 +102,9 @@ def plot_deposit(
     """
     check_choice("better", better, ("lower", "higher"))
     sufficient = list(sufficient)
-    for found in sufficient:
-        if not isinstance(found, SufficientHeads):
-            raise ArgumentError("sufficient", f"must hold results of sufficient_heads, got {type(found).__name__}")
+    for result in sufficient:
+        if not isinstance(result, SufficientHeads):
+            raise ArgumentError("sufficient", f"must hold results of sufficient_heads, got {type(result).__name__}")
     table = check_table(table, ["layer", "head"], ["effect"], "head_ablation")
     columns = [column for column in ("effect", "effect_se") if column in table]
     means = mean_over_texts(table, ["layer", "head"], columns)
@@ -124,16 +124,16 @@ def plot_deposit(
     figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
     figure.update_xaxes(**head_ticks(means), row=1, col=1)
     figure.update_yaxes(title=f"how much worse without the head<br>{metric_title(table)}", row=1, col=1)
-    alone = {"rotation": "if only these rotate", "attention": "if only these attend"}
-    for found, colour in zip(sufficient, (RUST, BLUE, GREY), strict=False):
-        path = found.path.sort_values("heads")
+    remaining = {"rotation": "if only these rotate", "attention": "if only these attend"}
+    for result, colour in zip(sufficient, (RUST, BLUE, GREY), strict=False):
+        path = result.path.sort_values("heads")
         figure.add_scatter(
             x=path["heads"].to_numpy(),
             y=path["accuracy"].to_numpy(),
-            name=alone[found.by],
+            name=remaining[result.by],
             mode="lines+markers",
             line={"color": colour},
-            marker={"size": [12 if n == len(found.heads) else 6 for n in path["heads"]]},
+            marker={"size": [12 if n == len(result.heads) else 6 for n in path["heads"]]},
             row=2,
             col=1,
         )

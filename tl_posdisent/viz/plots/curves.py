@@ -18,7 +18,7 @@ from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.palette import GREY, HUES, SEQUENTIAL, faint, line_style, on_scale
 
 from .tables import (
-    By,
+    HeadOrLayer,
     add_title,
     check_table,
     head_index,
@@ -30,9 +30,9 @@ from .tables import (
     without_unit,
 )
 
-_EXACT = 32  # largest distance that is drawn without averaging
-_LEVEL = 0.2  # least height of an axis of plot_length, relative to the largest number
-_PANELS = 6  # panels of layers per row
+_MAX_EXACT_DISTANCE = 32  # largest distance that is drawn without averaging
+_MIN_AXIS_RANGE = 0.2  # least height of an axis of plot_length, relative to the largest number
+_PANELS_PER_ROW = 6  # panels of layers per row
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
 
@@ -42,7 +42,7 @@ def plot_distance(
     wavelengths: Sequence[float] | None = None,
     value: str = "value",
     top: int = 8,
-    by: By = "head",
+    by: HeadOrLayer = "head",
     log: bool | None = None,
     title: str | None = None,
 ) -> go.Figure:
@@ -95,7 +95,7 @@ def plot_distance(
         lines[", ".join(f"{column} {int(i)}" for column, i in zip(heads, which, strict=True))] = rows
     spread = {name: float(rows[value].std(ddof=0)) for name, rows in lines.items()}
     ranked = sorted(lines, key=lambda name: -spread[name]) if len(lines) > top else list(lines)
-    before, lines = len(means), {name: _neighbours_averaged(rows, value) for name, rows in lines.items()}
+    n_values, lines = len(means), {name: _neighbours_averaged(rows, value) for name, rows in lines.items()}
     figure, others = go.Figure(), [name for name in lines if name not in ranked[:top]]
     for name in others:
         style: dict[str, Any] = {"color": GREY, "width": 1}
@@ -112,8 +112,8 @@ def plot_distance(
     named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
     note = f"In colour: the {top} of {len(lines)} {by}s whose profile varies most" if others else ""
-    if sum(map(len, lines.values())) < before:
-        note += f"{'<br>' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
+    if sum(map(len, lines.values())) < n_values:
+        note += f"{'<br>' if note else ''}Beyond distance {_MAX_EXACT_DISTANCE}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
     return add_title(figure, title, default, note).update_layout(margin_t=100 if "<br>" in note else 80)
 
@@ -168,11 +168,11 @@ def _distance_axis(figure: go.Figure, distances: pd.Series, logarithmic: bool) -
 
 def _neighbours_averaged(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     """Average a profile beyond distance 32 over an eighth of an octave, because few pairs are that far apart."""
-    far = rows["distance"].abs() > _EXACT
+    far = rows["distance"].abs() > _MAX_EXACT_DISTANCE
     if not far.any():
         return rows
     beyond = rows[far]
-    octave = np.sign(beyond["distance"]) * np.floor(8 * np.log2(beyond["distance"].abs() / _EXACT) + 1)
+    octave = np.sign(beyond["distance"]) * np.floor(8 * np.log2(beyond["distance"].abs() / _MAX_EXACT_DISTANCE) + 1)
     cells = beyond["cells"] if "cells" in rows else pd.Series(1.0, beyond.index)
     totals = beyond[["distance", value]].mul(cells, axis=0).assign(cells=cells).groupby(octave).sum()
     means = totals[["distance", value]].div(totals["cells"], axis=0)
@@ -229,7 +229,7 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
         title: title of the figure; default names the measure.
 
     Raises:
-        ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
+        ValueError: a table without ``kind``, ``fraction`` and the measure, or without rows.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
@@ -240,7 +240,8 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
         >>> line.name, list(line.y) == table["added_loss"].tolist()
         ('index', True)
     """
-    table = check_table(table, ["kind"], ["fraction", measure, f"{measure}_se"], "perturbation_curve")
+    table = check_table(table, ["kind"], ["fraction", measure], "perturbation_curve")
+    table = table.assign(**{f"{measure}_se": table.get(f"{measure}_se", np.nan)})  # no error of a single draw
     figure, two = go.Figure(), "draws" in table and bool((table["draws"] == 2).all())
     for number, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         rows, colour = rows.dropna(subset=measure).sort_values("fraction"), HUES[number % len(HUES)]
@@ -322,7 +323,7 @@ def plot_length(
         y = np.concatenate([table[measure].to_numpy(dtype=float) for table in named.values()])
         y = y[np.isfinite(y)] if np.isfinite(y).any() else np.zeros(1)
         margin = 0.05 * (y.max() - y.min())
-        ends = widened(float(y.min() - margin), float(y.max() + margin), _LEVEL * float(abs(y).max()) or 1.0)
+        ends = widened(float(y.min() - margin), float(y.max() + margin), _MIN_AXIS_RANGE * float(abs(y).max()) or 1.0)
         figure.update_yaxes(title=title_of(measure, next(iter(named.values()))), range=ends, row=row, col=1)
         if in_range is not None:
             label = {"annotation_text": "in range", "annotation_position": "top left"} if row == 1 else {}
@@ -365,7 +366,7 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
     layers = sorted(table["layer"].unique())
     titles = [f"layer {int(layer)}" for layer in layers] if by_head else None
     panels = len(layers) if by_head else 1
-    columns, panel_rows = min(panels, _PANELS), -(-panels // _PANELS)
+    columns, panel_rows = min(panels, _PANELS_PER_ROW), -(-panels // _PANELS_PER_ROW)
     spacing = {"horizontal_spacing": 0.1 / columns, "vertical_spacing": 0.25 / panel_rows}
     figure = go.Figure().set_subplots(
         rows=panel_rows, cols=columns, shared_xaxes="all", shared_yaxes="all", subplot_titles=titles, **spacing

@@ -35,10 +35,10 @@ from .tables import (
 
 WRITTEN = 160
 """Largest number of cells in which numbers are shown."""
-_NAMED = 48  # largest number of heads with a tick label each, which are 10 pixels apart
-_ROWS = 24  # largest number of heads with a row of positions each
-_LINE = 20  # largest number of characters of a line above a colour bar
-_SPAN = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
+_MAX_TICK_LABELS = 48  # largest number of heads with a tick label each, which are 10 pixels apart
+_MAX_POSITION_ROWS = 24  # largest number of heads with a row of positions each
+_MAX_TITLE_LINE = 16  # largest number of characters of a line above a colour bar
+_MIN_COLOUR_RANGE = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
 
 
 def plot_heads(
@@ -136,7 +136,7 @@ def _layers(both: Sequence[pd.DataFrame], value: str, limits: Any, axis: str, ti
     bounds = natural_range(value, least, most)
     ends = _limits(limits) if limits is not None else None
     if ends is None and bounds:
-        ends = widened(least, most, _SPAN, bounds)
+        ends = widened(least, most, _MIN_COLOUR_RANGE, bounds)
     figure.update_yaxes(title=axis.replace(" (", "<br>("), range=ends, rangemode=None if ends else "tozero")
     return add_title(figure.update_xaxes(title="layer"), title, f"{without_unit(axis)}, by layer")
 
@@ -147,11 +147,11 @@ def _positions(
     """Draw a row for each head, or for those with the largest values, and a column for each position."""
     grid = means.pivot(index=["layer", "head"], columns="position", values=value)
     sizes, n = grid.abs().max(axis=1), len(grid)
-    grid = grid[sizes.rank(ascending=False, method="first") <= _ROWS]
+    grid = grid[sizes.rank(ascending=False, method="first") <= _MAX_POSITION_ROWS]
     heat = _heat_map(grid, axis, signed, limits, value)
     names = [head_label(layer, head) for layer, head in grid.index]
     heat.update(x=whole(grid.columns), y=names, hovertemplate="%{y}, position %{x}: %{z:.4g}")
-    note = f"the {_ROWS} of {n} heads with the largest values" if n > _ROWS else ""
+    note = f"the {_MAX_POSITION_ROWS} of {n} heads with the largest values" if n > _MAX_POSITION_ROWS else ""
     figure = add_title(go.Figure(heat), title, f"{without_unit(axis)}, by head and position", note)
     return _as_map(figure, "position", "head")
 
@@ -313,7 +313,9 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     )
     if "recovered" in table and "simplest" in table:
         known = ~table["simplest"].isin(["mean_output", "uniform", "untouched"])  # no share, or 0 or 1
-        cells["letter"] += [f"<br>{x:.0%}" if there else "" for x, there in zip(table["recovered"], known, strict=True)]
+        cells["letter"] += [
+            f"<br>{x:.0%}" if is_known else "" for x, is_known in zip(table["recovered"], known, strict=True)
+        ]
     grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
     colours = [VERDICTS.get(name, GREY) for name in names]
@@ -355,8 +357,8 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     listed: dict[tuple[int, int], list[str]] = {}
     for layer, head, rung, share in tried[["layer", "head", "rung", column]].itertuples(index=False):
         listed.setdefault((layer, head), []).append(f"{rung} {share:.0%}")
-    shares = [", ".join(listed.get(at, ())) for at in zip(*columns[:2], strict=True)]
-    return [text + (f"<br>recovered: {some}" if some else "") for text, some in zip(texts, shares, strict=True)]
+    shares = [", ".join(listed.get(place, ())) for place in zip(*columns[:2], strict=True)]
+    return [text + (f"<br>recovered: {share}" if share else "") for text, share in zip(texts, shares, strict=True)]
 
 
 def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
@@ -384,7 +386,7 @@ def head_ticks(heads: pd.DataFrame) -> dict[str, Any]:
 
 
 def _crowded(heads: pd.DataFrame) -> bool:
-    return len(head_index(heads)) == 2 and len(heads) > _NAMED
+    return len(head_index(heads)) == 2 and len(heads) > _MAX_TICK_LABELS
 
 
 def head_names(heads: pd.DataFrame) -> list[str]:
@@ -421,9 +423,11 @@ def bar_title(title: str) -> str:
     """Break the title of a colour bar into short lines. It stands above the bar: beside it, it would cover the ticks.
 
     >>> bar_title("what − where over random (share of variance)")
-    'what − where over<br>random<br>(share of variance)'
+    'what − where<br>over random<br>(share of<br>variance)'
     """
-    lines = (textwrap.wrap(part, _LINE, break_long_words=False) for part in title.replace(" (", "\n(").split("\n"))
+    lines = (
+        textwrap.wrap(part, _MAX_TITLE_LINE, break_long_words=False) for part in title.replace(" (", "\n(").split("\n")
+    )
     return "<br>".join(line for part in lines for line in part)
 
 
@@ -446,11 +450,11 @@ def _ticks_of_clipped(z: Any, low: float, high: float) -> dict[str, Any]:
 
 
 def bounded_limits(value: str, values: Any) -> tuple[float, float] | None:
-    """Return colour limits of a measure between 0 and 1, without its lowest 5 %, at least ``_SPAN`` apart."""
+    """Return colour limits of a measure between 0 and 1, without its lowest 5 %, ``_MIN_COLOUR_RANGE`` or more."""
     known = np.asarray(values, dtype=float)
     known = known[np.isfinite(known)]
     bounds = natural_range(value, float(known.min()), float(known.max())) if known.size else None
-    return widened(float(np.quantile(known, 0.05)), float(known.max()), _SPAN, bounds) if bounds else None
+    return widened(float(np.quantile(known, 0.05)), float(known.max()), _MIN_COLOUR_RANGE, bounds) if bounds else None
 
 
 def _limits(limits: Any) -> tuple[float, float]:

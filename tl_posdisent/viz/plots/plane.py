@@ -58,7 +58,9 @@ def plot_where_or_what(table: pd.DataFrame, *, labels: int = 10, title: str | No
     )
     figure = go.Figure([_markers(points[points["verdict"] == verdict], verdict) for verdict in _present(points)])
     for (x, y, across, up), text in _CORNERS.items():
-        figure.add_annotation(x=x, y=y, text=text, xanchor=across, yanchor=up, showarrow=False, font={"color": GREY})
+        figure.add_annotation(
+            x=x, y=y, text=text, xanchor=across, yanchor=up, showarrow=False, bgcolor="rgba(255,255,255,0.8)"
+        )
     for line in ({"x0": 0.5, "x1": 0.5, "y0": 0, "y1": 1}, {"x0": 0, "x1": 1, "y0": 0.5, "y1": 0.5}):
         figure.add_shape(type="line", **line, line={"color": GREY, "dash": "dot", "width": 1}, layer="below")
     axis = {"range": [-0.04, 1.04], "tickformat": ".0%", "zeroline": False}
@@ -104,4 +106,4 @@ def _hover(head: Mapping[Any, Any]) -> str:
         parts.append(f"{name} {head.get(f'{name}_unclipped', head[name]):.2f}{error}")
     error = f" ± {head['contribution_se']:.2g}" if "contribution_se" in head else ""
     parts.append(f"contribution {head['contribution']:.2g}{error} nats per token")
-    return ", ".join(parts)
+    return ", ".join(parts) + (" (± standard error over texts)" if "where_se" in head else "")

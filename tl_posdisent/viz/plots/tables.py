@@ -91,12 +91,12 @@ def without_unit(title: str) -> str:
     return title.split(" (")[0]
 
 
-def add_title(figure: go.Figure, given: str | None, default: str, note: str = "") -> go.Figure:
+def add_title(figure: go.Figure, title: str | None, default: str, note: str = "") -> go.Figure:
     """Add the given title to a figure, or the default with a note below it."""
-    if given is not None and not isinstance(given, str):
-        raise ArgumentError("title", f"must be a string, got {type(given).__name__}")
-    small = f"<br><span style='font-size:0.75em'>{note}</span>" if note and given is None else ""
-    return figure.update_layout(title={"text": default + small if given is None else given}, margin={"t": 80, "b": 60})
+    if title is not None and not isinstance(title, str):
+        raise ArgumentError("title", f"must be a string, got {type(title).__name__}")
+    small = f"<br><span style='font-size:0.75em'>{note}</span>" if note and title is None else ""
+    return figure.update_layout(title={"text": default + small if title is None else title}, margin={"t": 80, "b": 60})
 
 
 def whole(values: Iterable[Any]) -> list[str]:
@@ -128,12 +128,12 @@ def head_index(table: Any) -> list[str]:
     return [name for name in ("layer", "head") if name in getattr(table, "columns", ())]
 
 
-By = Literal["head", "layer"]
+HeadOrLayer = Literal["head", "layer"]
 
 
-def over_heads(means: pd.DataFrame, by: By, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
+def over_heads(means: pd.DataFrame, by: HeadOrLayer, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
     """Return the table by head, or means over the heads of each layer, with the range ``low`` … ``high`` of a value."""
-    check_choice("by", by, get_args(By))
+    check_choice("by", by, get_args(HeadOrLayer))
     if by == "head":
         return means
     if "layer" not in means:
@@ -156,8 +156,8 @@ def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[
         raise ArgumentError("table", f"must name {' and '.join(names)} in every row: select rows first")
     texts = [*names, *(["batch"] if "batch" in table.columns else [])]
     if len(table) > 1 and (not texts or bool(table.duplicated(texts).any())):
-        each = ", ".join(texts) or "figure"
-        raise ArgumentError("table", f"must have one row for each {each}, got several: select rows first")
+        levels = ", ".join(texts) or "figure"
+        raise ArgumentError("table", f"must have one row for each {levels}, got several: select rows first")
     if not names:
         return table[list(values)].mean().to_frame().T
     return table.groupby(names)[list(values)].mean().reset_index()

@@ -1,0 +1,397 @@
+"""One head in words: its numbers against plain passes and tables, its answer against that of all heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+import torch
+from support import heads_by_hand as by_hand
+from support import zoo
+from support.tolerance import rounding
+from torch import Tensor
+
+from tl_posdisent import demo_tokens, describe_head, dummy_distance, load_demo_model, where_or_what
+from tl_posdisent.experiments import HeadDescription
+from tl_posdisent.experiments.needs.head_runs import DISTANCES
+from tl_posdisent.experiments.needs.sentences import (
+    Cost,
+    disagreement_sentence,
+    looks_like,
+    looks_sentences,
+    needs_sentences,
+)
+
+pytestmark = pytest.mark.tl4
+IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", ["bridge", "hooked"])
+REFERENCE, TEXTS = by_hand.draw_texts(12, seed=1), by_hand.draw_texts(12, seed=2)
+QUIET: dict[str, Any] = {"seeds": 0, "progress": False}
+
+
+def wrapped(wrapper: str) -> Any:
+    return {"bridge": zoo.as_bridge, "hooked": zoo.as_hooked}[wrapper](by_hand.model())
+
+
+def label(head: str) -> str:
+    return f"L0H{by_hand.HEADS.index(head)}"
+
+
+def log_predictions(model: Any, texts: Tensor, hooks: Any = ()) -> Tensor:
+    with torch.no_grad():
+        return model.run_with_hooks(texts, fwd_hooks=list(hooks))[:, :-1].double().log_softmax(-1)
+
+
+def divergences(model: Any, texts: Tensor, hooks: Any) -> Tensor:
+    """KL(unmodified ‖ under hooks) at each position but the last, by torch."""
+    clean, changed = log_predictions(model, texts), log_predictions(model, texts, hooks)
+    return torch.nn.functional.kl_div(changed, clean, reduction="none", log_target=True).sum(-1)
+
+
+def mean_output(model: Any, reference: Tensor, head: int) -> list[Any]:
+    """Put a head's mean over the reference in its place, by a plain hook."""
+    _, cache = model.run_with_cache(reference, names_filter="blocks.0.attn.hook_z")
+    mean = cache["blocks.0.attn.hook_z"][:, :, head].mean((0, 1))
+
+    def put(z: Tensor, hook: Any) -> Tensor:
+        z = z.clone()
+        z[:, :, head] = mean
+        return z
+
+    return [("blocks.0.attn.hook_z", put)]
+
+
+# --- needs --------------------------------------------------------------------------------------------------------
+
+
+@IN_BOTH_CLASSES
+@pytest.mark.parametrize("head", by_hand.HEADS)
+def test_the_answer_is_that_of_all_heads(wrapper: str, head: str) -> None:
+    """And it is what the head was made for."""
+    model = wrapped(wrapper)
+    found = describe_head(model, REFERENCE, label(head), TEXTS, **QUIET)
+    (expected,) = where_or_what(
+        model, REFERENCE, TEXTS, heads=[label(head)], exact="all", draws=1, progress=False
+    ).to_dict("records")
+    assert found.verdict == expected["verdict"] == head
+    (row,) = found.needs.to_dict("records")
+    numbers = [x for x in row if x not in ("exact", "verdict")]
+    close = rounding(1.0, 100)
+    assert [row[x] for x in numbers] == pytest.approx([expected[x] for x in numbers], abs=close, nan_ok=True)
+    assert [*row] == [*expected]
+    first = repr(found).splitlines()[0]
+    assert first == found.answer
+    assert first.startswith(f"{label(head)} contributes ")
+    assert f": {head}" in first
+
+
+@IN_BOTH_CLASSES
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_costs_are_those_of_plain_passes(wrapper: str, side: str) -> None:
+    """Of texts of several lengths, each run alone."""
+    model, head, lengths = wrapped(wrapper), by_hand.HEADS.index("both"), [40, 64, 40, 23]
+    texts = [row[:n] for row, n in zip(TEXTS, lengths, strict=False)]
+    ids, mask = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        columns = slice(64 - len(text), 64) if side == "left" else slice(len(text))
+        ids[row, columns], mask[row, columns] = text, 1
+    found = describe_head(model, REFERENCE, (0, head), {"input_ids": ids, "attention_mask": mask}, **QUIET)
+
+    def mean(hooks: Any) -> float:
+        return float(torch.cat([divergences(model, text[None], hooks)[0] for text in texts]).mean())
+
+    close = rounding(1.0, 10)
+    contribution = mean(mean_output(model, REFERENCE, head))
+    assert found.needs["contribution"].item() == pytest.approx(contribution, abs=close)
+    for distance, cost in zip(DISTANCES, found.costs, strict=True):
+        hooks = dummy_distance(model, distance, heads=[(0, head)])
+        assert cost.distance == distance
+        assert cost.kl == pytest.approx(mean(hooks), abs=close)
+        assert cost.excess == pytest.approx(mean(hooks) - contribution, abs=close)
+        losses = [
+            (-changed + clean).gather(-1, text[1:, None]).mean(-1)
+            for text in texts
+            for clean, changed in [[log_predictions(model, text[None], x)[0] for x in ([], hooks)]]
+        ]
+        assert cost.loss == pytest.approx(float(torch.cat(losses).mean()), abs=close)
+
+
+def test_halves_are_measured_with_what_was_fitted_to_the_other() -> None:
+    model, head = wrapped("hooked"), by_hand.HEADS.index("what")
+    found = describe_head(model, TEXTS, (0, head), **QUIET)
+    halves = [TEXTS[::2], TEXTS[1::2]]
+    means = [
+        divergences(model, text, mean_output(model, other, head))
+        for text, other in zip(halves, halves[::-1], strict=True)
+    ]
+    assert found.needs["contribution"].item() == pytest.approx(float(torch.cat(means).mean()), abs=rounding(1.0, 10))
+
+
+# --- why ----------------------------------------------------------------------------------------------------------
+
+
+@IN_BOTH_CLASSES
+def test_the_query_is_that_of_the_largest_contribution(wrapper: str) -> None:
+    model, head = wrapped(wrapper), by_hand.HEADS.index("where")
+    example = describe_head(model, REFERENCE, (0, head), TEXTS, **QUIET).example
+    by_token = divergences(model, TEXTS, mean_output(model, REFERENCE, head))[:, 1:]
+    assert example.contribution == pytest.approx(float(by_token.max()), abs=rounding(1.0, 10))
+    assert float(by_token[example.text, example.query - 1]) == pytest.approx(
+        example.contribution, abs=rounding(1.0, 10)
+    )
+    assert example.key == example.query - 1, "for which the head was made"
+    assert float(example.attention[example.key]) > 0.99
+    assert example.words == tuple(str(i) for i in TEXTS[example.text].tolist())
+
+
+@IN_BOTH_CLASSES
+@pytest.mark.parametrize("head", ["where", "both"])
+def test_parts_at_the_query_are_those_of_the_whole_table(wrapper: str, head: str) -> None:
+    """Of the query with all keys of the text at all of its distances, each turned by plain rotations."""
+    model, number = wrapped(wrapper), by_hand.HEADS.index(head)
+    text, query, key = 3, 41, 17
+    example = describe_head(model, REFERENCE, (0, number), TEXTS, query=(text, query), key=key, **QUIET).example
+    attention = by_hand.model().double().model.layers[0].self_attn
+    hidden = by_hand.model().double().model.embed_tokens.weight[TEXTS[text]].detach()  # whose norm changes nothing
+    q, k = (
+        (hidden @ x.weight.T).view(64, len(by_hand.HEADS), 2, by_hand.PLANES)[:, number].detach()
+        for x in (attention.q_proj, attention.k_proj)
+    )
+    q, k = (torch.complex(x[:, 0], x[:, 1]) for x in (q, k))
+    distances = torch.arange(64, dtype=torch.float64)
+    turns = torch.polar(torch.ones(64, by_hand.PLANES, dtype=torch.float64), distances[:, None] * by_hand.FREQUENCIES)
+    table = torch.einsum("c,kc,dc->kd", q[query], k.conj(), turns).real / by_hand.D_HEAD**0.5
+    content, of_distance = table.mean(1), table.mean(0)
+    assert example.prefers == int(content[: query + 1].argmax())
+    other = example.other
+    parts = {
+        "content": content[key] - content[other],
+        "distance": of_distance[query - key] - of_distance[query - other],
+    }
+    whole = table[key, query - key] - table[other, query - other]
+    parts["rest"] = whole - parts["content"] - parts["distance"]
+    close = rounding(table, 100)  # the model normalises in float32
+    for name, expected in parts.items():
+        assert getattr(example, name) == pytest.approx(float(expected), abs=close), name
+    assert example.sources is not None
+    assert float(example.sources.scores()) == pytest.approx(float(whole), abs=close)
+
+
+@IN_BOTH_CLASSES
+@pytest.mark.parametrize("head", ["where", "what"])
+def test_the_direct_effect_is_that_of_its_weights(wrapper: str, head: str) -> None:
+    """Of z, the output projection, the final norm with the scale of the run, and the unembedding."""
+    model, number, plain = wrapped(wrapper), by_hand.HEADS.index(head), by_hand.model()
+    text, query = 5, 30
+    effect = describe_head(model, REFERENCE, (0, number), TEXTS, query=(text, query), **QUIET).example.effect
+    assert effect is not None
+    _, cache = model.run_with_cache(TEXTS[text][None])
+    z = cache["blocks.0.attn.hook_z"][0, query, number].double()
+    weight = plain.model.layers[0].self_attn.o_proj.weight.detach().double()
+    added = weight.view(by_hand.D_MODEL, len(by_hand.HEADS), by_hand.D_HEAD)[:, number] @ z
+    stream = cache["blocks.0.hook_resid_post"][0, query].double()
+    size = (stream.square().mean() + plain.config.rms_norm_eps).sqrt()
+    gain, unembedding = (x.detach().double() for x in (plain.model.norm.weight, plain.lm_head.weight))
+    logits = unembedding @ (gain * added / size)
+    with torch.no_grad():
+        all_logits = model(TEXTS[text][None])[0, query]
+    close = rounding(all_logits, 10)
+    torch.testing.assert_close(effect.logits, logits - logits.mean(), rtol=0, atol=close)
+    assert float(effect.logits.abs().max()) > 100 * close
+    assert effect.next_token == int(TEXTS[text, query + 1])
+    assert float(all_logits[effect.likely_token]) == pytest.approx(float(all_logits.max()))
+
+
+def test_the_last_position_predicts_no_token_of_the_text() -> None:
+    example = describe_head(wrapped("bridge"), REFERENCE, (0, 0), TEXTS, query=(1, -1), **QUIET).example
+    assert example.query == 63
+    assert example.contribution is None
+    assert example.effect is not None
+    assert example.effect.next_token is None
+    assert "next token" not in example.sentences()[-1]
+
+
+def test_scores_that_cannot_be_split_are_told_in_words(shared_model: Any) -> None:
+    """Latent attention has no queries that are a linear function of the stream."""
+    model = shared_model("bridge", "deepseek_v3")
+    found = describe_head(model, zoo.random_tokens(batch=4), (1, 0), **QUIET)
+    assert found.example.sources is None
+    assert "The sources of this difference are unknown: score_sources needs" in repr(found)
+
+
+# --- the result ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> HeadDescription:
+    model, tokens = load_demo_model(), demo_tokens(length=384).view(6, 64)
+    return describe_head(model, tokens, "L4H2", progress=False)
+
+
+def test_it_is_read_in_25_lines(found: HeadDescription) -> None:
+    lines = repr(found).splitlines()
+    assert len(lines) <= 25
+    assert lines[0] == found.answer
+    assert [line for line in lines if not line.startswith(" ")][1:-1] == ["Needs:", "Looks:", "Why:"]
+    assert lines[-1] == f"{found.passes:.1f} forward passes of the measured texts."
+    example = found.example
+    assert repr(example.words[example.query]) in repr(found)
+
+
+def test_notebooks_show_tokens_as_text(found: HeadDescription) -> None:
+    words = ("<b>&",) * len(found.example.words)
+    shown = replace(found, example=replace(found.example, words=words))._repr_html_()
+    assert "<b>&" not in shown.replace("<b>L4H2", "")
+    assert "&lt;b&gt;&amp;" in shown
+
+
+def test_the_table_has_the_numbers(found: HeadDescription) -> None:
+    table = found.to_frame()
+    assert table.attrs["answer"] == found.answer
+    assert [*table["part"].unique()] == ["needs", "looks", "why"]
+    values = {(row.part, row.quantity): (row.value, row.se) for row in table.itertuples()}
+    assert len(values) == len(table)
+    needs = found.needs.iloc[0]
+    assert values["needs", "what"] == (needs["what_unclipped"], needs["what_se"])
+    cost = found.costs[DISTANCES.index(5)]
+    assert values["needs", "kl at distance 5"] == (cost.kl, cost.kl_se)
+    assert values["looks", "share_key"][0] == found.looks.shares["share_key"]
+    assert math.isnan(values["looks", "share_key"][1])
+
+
+def test_figures(found: HeadDescription) -> None:
+    plane = found.plot()
+    assert isinstance(plane, go.Figure)
+    assert [trace.name for trace in plane.data] == [found.verdict]
+    profile = found.show()
+    assert profile.data[0].y[1] == pytest.approx(found.looks.profile.set_index("distance")["attention"][1])
+
+
+def test_the_profile_is_the_mean_over_pairs_without_the_first_key(found: HeadDescription) -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=384).view(6, 64)
+    _, cache = model.run_with_cache(tokens, names_filter="blocks.4.attn.hook_pattern")
+    pattern = cache["blocks.4.attn.hook_pattern"][:, 2].double()
+    profile = found.looks.profile.set_index("distance")
+    assert [*profile.index] == [*range(63)]
+    for distance in (0, 1, 7, 62):
+        cells = pattern.diagonal(-distance, -2, -1)[:, 1:]
+        assert profile["cells"][distance] == cells.numel()
+        assert profile["attention"][distance] == pytest.approx(float(cells.mean()), abs=rounding(1.0))
+    assert found.looks.first_token == pytest.approx(float(pattern[:, 1:, 0].mean()), abs=rounding(1.0))
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"tokens": TEXTS[:1]},
+            "tokens must be at least two texts, because errors are over texts, got 1 text: give more",
+        ),
+        ({"heldout": TEXTS[:1]}, "heldout must be at least two texts"),
+        ({"head": 0}, r'head must be a label such as "L8H1" or a pair \(layer, head\), got 0'),
+        ({"head": "L0H9"}, "head must be L0H0 to L0H4, as labels or as pairs"),
+        ({"head": [(0, 1), (0, 2)]}, "head must be a label"),
+        ({"key": 3}, r"key must be None without query=\(text, position\), got 3"),
+        ({"query": 7}, r"query must be a pair \(text, position\), got 7"),
+        ({"query": (12, 7)}, "query must be an integer from 0 to 11"),
+        ({"query": (0, 64)}, "query must be an integer from -64 to 63"),
+        ({"query": (0, 0)}, "query must see two keys or more, got position 0, which sees one"),
+        ({"query": (0, 5), "key": 6}, "key must be a position that query 5 sees, got 6"),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
+)
+def test_refusals(changed: dict[str, Any], message: str) -> None:
+    arguments = {"tokens": TEXTS, "head": "L0H1"} | changed
+    with pytest.raises(ValueError, match=f"^{message}"):
+        describe_head(wrapped("bridge"), **arguments, **QUIET)
+
+
+# --- sentences ----------------------------------------------------------------------------------------------------
+
+ROW: dict[str, Any] = {
+    **{"layer": 8, "head": 1, "contribution": 0.0111, "contribution_se": 0.0023, "distance": 5},
+    **{"where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.41, "what_se": 0.02, "exact": True},
+    "verdict": "both",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer"),
+    [
+        ({}, "distances alone keep none of it, content alone 41 ± 2 %: both, where and what are needed together."),
+        ({"verdict": "undecided"}, "content alone 41 ± 2 %: undecided, whether more than half survives."),
+        (
+            {"where_unclipped": 0.984, "verdict": "where"},
+            "distances alone keep 98 ± 10 % of it, content alone 41 ± 2 %",
+        ),
+        ({"where_unclipped": -0.04, "verdict": "what"}, "distances alone keep −4 ± 10 % of it"),
+        (
+            {"verdict": "not used", "contribution": 2.5e-5},
+            "contributes 0.000025 ± 0.0023 nats per predicted token, which",
+        ),
+        ({"verdict": "either"}, "content alone 41 ± 2 %: either, where or what suffices."),
+        ({"exact": False}, "L8H1 contributes an estimated 0.011 ± 0.0023 nats per predicted token; "),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else ", ".join(x) or "as it is",
+)
+def test_answers(changed: dict[str, Any], answer: str) -> None:
+    assert answer in needs_sentences(ROW | changed)[0]
+
+
+def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
+    def cost(kl: float, error: float) -> Cost:
+        return Cost(5.0, kl, error, 0.0, 0.0, kl - ROW["contribution"], error)
+
+    assert needs_sentences(ROW, [cost(0.18, 0.02)])[1:] == [
+        "Attention by the distance alone costs 0.016 and every key at distance 5 costs 0.18, each more than the head "
+        "contributes: wrong attention does harm."
+    ]
+    harmless = ROW | {"where_unclipped": -0.1}
+    assert needs_sentences(harmless, [cost(0.012, 0.01), cost(0.002, 0.001)])[1:] == []
+    assert needs_sentences(harmless | {"what_unclipped": -1.0})[1:] == [
+        "Every key at distance 5 costs 0.022, more than the head contributes: wrong attention does harm."
+    ]
+    assert needs_sentences(ROW | {"verdict": "not used"}, [cost(0.18, 0.02)])[1:] == []
+
+
+SHARES = {"share_distance": 0.6, "share_key": 0.1, "share_query": 0.2, "r": 0.9}
+
+
+def test_scores_look_like_what_differs_from_random_weights() -> None:
+    assert looks_like(SHARES) == "where"
+    assert looks_like(SHARES, SHARES | {"share_key": 0.6}) == "where"
+    assert looks_like(SHARES, SHARES) is None
+    assert looks_like(SHARES | {"share_key": 0.9}) == "what"
+    assert looks_like(SHARES | {"share_key": 0.55}) is None
+
+
+@pytest.mark.parametrize("verdict", ["what", "both", "either", "neither", "not used"])
+def test_a_disagreement_is_told(verdict: str) -> None:
+    said = disagreement_sentence({"verdict": verdict}, SHARES)
+    assert said is not None
+    assert said.startswith(
+        "Its scores look like where (the distance explains 60 % of their variance, the key 10 %), but"
+    )
+    assert disagreement_sentence({"verdict": verdict}, SHARES, SHARES) is None
+
+
+@pytest.mark.parametrize("verdict", ["where", "undecided"])
+def test_agreement_is_silent(verdict: str) -> None:
+    assert disagreement_sentence({"verdict": verdict}, SHARES) is None
+
+
+def test_scores_that_do_not_vary() -> None:
+    nothing = dict.fromkeys(SHARES, math.nan)
+    assert looks_sentences(nothing, label="") == ["Its scores do not vary.", "Usual label: none."]
+    assert looks_like(nothing) is None
+    assert (
+        looks_sentences(pd.Series(SHARES), profile={}, first_token=0.5)[-1]
+        == "The first token gets 50 % of its attention."
+    )

@@ -1,0 +1,110 @@
+"""One head in words: whether it is looking at where or at what, what it looks like, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from tl_posdisent.experiments.needs.head_description import HeadDescription
+from tl_posdisent.experiments.needs.head_example import measure_example
+from tl_posdisent.experiments.needs.head_looks import measure_looks
+from tl_posdisent.experiments.needs.head_runs import DISTANCES, run_replacements
+from tl_posdisent.experiments.needs.replacements import CONSTANTS, folds
+from tl_posdisent.hooks.ablate import check_reach
+from tl_posdisent.hooks.hook_list import Chosen, any_heads
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.texts import Tokens
+from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.validation import check_seed, check_seeds, is_integer, shown
+
+Head = str | tuple[int, int]
+"""A label such as ``"L8H1"``, or a pair (layer, head)."""
+
+
+def describe_head(
+    model: Any,
+    tokens: Tokens,
+    head: Head,
+    heldout: Tokens | None = None,
+    *,
+    query: tuple[int, int] | None = None,
+    key: int | None = None,
+    seeds: int | Iterable[int] = 1,
+    seed: int = 0,
+    progress: bool = True,
+) -> HeadDescription:
+    """Say whether one head is looking at *where* or at *what*: the answer, and in words what it rests on.
+
+    * *Needs*: the shares of its contribution that survive with distances alone and with content alone, as in
+      ``where_or_what``, here by runs: ``where = 1 - K_distance / K_mean``, ``what = 1 - K_content / K_mean``. Also the
+      raw costs of every key at one distance. Where these exceed the contribution, wrong attention does harm.
+    * *Looks*: the variance of its scores by component, beside random weights (``additivity``, ``random_control``), its
+      usual label (``head_labels``), and its attention by distance. A variance weighs all pairs of tokens, a
+      contribution those that matter to predictions; where the two disagree, a sentence says so.
+    * *Why*: for one query, the attended key is compared with the key that content alone would choose, by the two-axis
+      parts of their scores: ``g(q, k)``, averaged over distances, and ``f(q, d)``, of the mean key. Then the largest
+      sources of the difference (``score_sources``), and what the head adds directly to the logits.
+
+    The cost in forward passes of the texts is 12 for *needs*, and for the others a few and a fixed number of tokens
+    (``passes`` is the sum).
+
+    Args:
+        model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; the layer must have RoPE,
+            and the model must return logits.
+        tokens, heldout: texts, as in ``where_or_what``: at least two.
+        head: a label such as ``"L8H1"``, or a pair (layer, head).
+        query: text and position of the query to explain, in the measured texts without padding; default that of the
+            largest contribution.
+        key: position of the key to explain there; default that of the largest attention.
+        seeds: number of random copies of the model for *looks*, or a list of their seeds; 0 for none.
+        seed: seed of the random tokens on which labels are measured.
+        progress: show a progress bar.
+
+    Returns:
+        A ``HeadDescription``: its ``repr`` begins with the answer, ``to_frame()`` has all numbers.
+
+    Raises:
+        ValueError: not one head; fewer than two texts; a query that is not in the texts or sees a single key; a key
+            that it does not see; what ``where_or_what`` refuses.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, describe_head, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
+        >>> found = describe_head(model, tokens, "L3H4", progress=False)
+        >>> print(found.answer)
+        L3H4 contributes ... nats per predicted token; distances alone keep ...
+        >>> found.to_frame().columns.tolist()
+        ['part', 'quantity', 'value', 'se']
+    """
+    numbers, seed = check_seeds(seeds, 0), check_seed(seed)
+    if key is not None and query is None:
+        raise ArgumentError("key", f"must be None without query=(text, position), got {shown(key)}")
+    reading = read_model(model)
+    model, chosen = reading.model, _one_head(reading, head)
+    ((spec, (number,)),) = chosen
+    check_reach(reading, [spec.layer])
+    with running(model) as p, p.counting_tokens() as counts:
+        texts, of_folds = folds(model, tokens, heldout, chosen)
+        total = len(texts.tokens) * (1 + len(of_folds[0].replacements) + len({*DISTANCES} - {*CONSTANTS}))
+        with tqdm(total=total, desc="runs", disable=not progress) as bar:
+            runs = run_replacements(model, of_folds, chosen, bar)
+        place = runs.largest() if query is None else query
+        example = measure_example(model, spec, number, texts, place, key)
+        example = replace(example, contribution=runs.contribution_at(example.text, example.query))
+        looks = measure_looks(reading, texts, chosen, numbers, seed)
+    passes = sum(counts) / sum(texts.lengths) / len(model.blocks)
+    needs = reading.note(runs.needs(spec.layer, number))
+    return HeadDescription(spec.layer, number, needs, runs.costs(), looks, example, passes)
+
+
+def _one_head(reading: ModelReading, head: Any) -> Chosen:
+    """Choose one head by its label or pair, or raise."""
+    pair = isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head))
+    if not pair and not isinstance(head, str):
+        raise ArgumentError("head", f'must be a label such as "L8H1" or a pair (layer, head), got {shown(head)}')
+    with naming(heads="head"):
+        return any_heads(reading, None, [head], "describe_head")

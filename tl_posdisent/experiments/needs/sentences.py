@@ -1,0 +1,232 @@
+"""What a head needs and what its scores look like, in sentences: pure functions of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any, Final, Literal
+
+from tl_posdisent.utils.validation import head_label
+
+Row = Mapping[Any, Any]
+"""A row of a table, such as ``row._asdict()`` of ``itertuples()`` or a ``pandas.Series``."""
+
+CLEAR: Final = 0.1
+"""A share of variance by which one component has to exceed the other, so that scores look like *where* or *what*."""
+_ERRORS: Final = 2.0  # standard errors by which a cost has to exceed the contribution
+_VERDICTS: Final = {
+    "where": "where",
+    "what": "what",
+    "both": "both, where and what are needed together",
+    "either": "either, where or what suffices",
+    "neither": "neither, the pattern does not matter",
+    "undecided": "undecided, whether more than half survives",
+}
+_NEEDS: Final = {
+    "where": "the predictions need where keys are",
+    "what": "the predictions need what keys are",
+    "both": "the predictions need where and what together",
+    "either": "either where or what suffices for the predictions",
+    "neither": "the predictions need neither: the pattern does not matter",
+    "not used": "the predictions do not use the head",
+}
+_PROFILE_SHOWN: Final = (0, 1, 5, 32)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What it costs to put every key at one distance.
+
+    Attributes:
+        distance: in positions.
+        kl, kl_se: KL(unmodified ‖ changed), nats per predicted token, and its standard error over texts.
+        loss, loss_se: change of the loss, nats per predicted token.
+        excess, excess_se: ``kl`` minus the head's contribution.
+    """
+
+    distance: float
+    kl: float
+    kl_se: float
+    loss: float
+    loss_se: float
+    excess: float
+    excess_se: float
+
+
+def needs_sentences(row: Row, costs: Sequence[Cost] | None = None) -> list[str]:
+    """Say what a head's contribution needs; the first sentence is the answer.
+
+    Args:
+        row: of the table of ``where_or_what``. Where ``exact`` is False, the numbers are called estimated.
+        costs: raw costs with every key at one distance; None to tell harm from the shares alone.
+
+    >>> row = {"layer": 8, "head": 1, "where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.88, "what_se": 0.05,
+    ...        "contribution": 0.011, "contribution_se": 0.002, "distance": 1, "exact": True, "verdict": "what"}
+    >>> for sentence in needs_sentences(row):
+    ...     print(sentence)
+    L8H1 contributes 0.011 ± 0.002 nats per predicted token; distances alone keep none of it, content alone ...: what.
+    Attention by the distance alone costs 0.015, more than the head contributes: wrong attention does harm.
+    """
+    return [_answer(row), *_harm(row, costs)]
+
+
+def looks_sentences(
+    shares: Row,
+    random: Row | None = None,
+    *,
+    label: str | None = None,
+    profile: Mapping[int, float] | None = None,
+    first_token: float | None = None,
+) -> list[str]:
+    """Say what a head's scores and its attention look like.
+
+    Args:
+        shares: means over texts of ``share_distance``, ``share_key``, ``share_query``, ``r`` and, if present,
+            ``r_held_out`` of ``additivity``.
+        random: the same of random weights.
+        label: of ``head_labels``; None if it was not measured, empty for a head that has none of the usual labels.
+        profile: mean attention by distance, without the first token if ``first_token``, its attention, is given.
+
+    >>> shares = {"share_distance": 0.62, "share_key": 0.08, "share_query": 0.1, "r": 0.91}
+    >>> random = {"share_distance": 0.01, "share_key": 0.5, "share_query": 0.3, "r": 0.88}
+    >>> for sentence in looks_sentences(shares, random, label="previous_token", profile={0: 0.1, 1: 0.7, 2: 0.05}):
+    ...     print(sentence)
+    Of the variance of its scores, the distance alone explains 62 %, the key 8 %, the query 10 % (random weights: ...).
+    The sum of the three correlates with the scores by 0.91 (random weights: 0.88).
+    Its attention is largest at distance 1: 0.70 on average (at 0: 0.10).
+    Usual label: previous token.
+    """
+    names = ("share_distance", "share_key", "share_query")
+    if not all(isfinite(shares[name]) for name in names):
+        return ["Its scores do not vary.", *_profile(profile, first_token), *_label(label)]
+    distance, key, query = (_percent(shares[name]) for name in names)
+    beside = "" if random is None else f" (random weights: {', '.join(_percent(random[x]) for x in names)} %)"
+    sentences = [
+        f"Of the variance of its scores, the distance alone explains {distance} %, the key {key} %, the query {query} %"
+        f"{beside}."
+    ]
+    column, means = "r", "The sum of the three correlates with the scores by"
+    if isfinite(shares.get("r_held_out", nan)):
+        column, means = "r_held_out", "With the other texts' distance profile, their sum correlates with the scores by"
+    if isfinite(shares[column]):
+        beside = "" if random is None else f" (random weights: {random[column]:.2f})"
+        sentences.append(f"{means} {shares[column]:.2f}{beside}.")
+    return [*sentences, *_profile(profile, first_token), *_label(label)]
+
+
+def looks_like(shares: Row, random: Row | None = None) -> Literal["where", "what"] | None:
+    """Say whether the scores vary with *where* a key is or with *what* it is; None if neither prevails.
+
+    The share of the variance that the key explains alone, minus that of the distance, has to differ from 0 by more than
+    ``CLEAR``, and on the same side from that of random weights.
+
+    >>> looks_like({"share_key": 0.5, "share_distance": 0.1}, {"share_key": 0.2, "share_distance": 0.1})
+    'what'
+    >>> looks_like({"share_key": 0.5, "share_distance": 0.1}, {"share_key": 0.6, "share_distance": 0.1})
+    """
+    own = _key_minus_distance(shares)
+    over = own if random is None else own - _key_minus_distance(random)
+    if min(own, over) > CLEAR:
+        return "what"
+    return "where" if max(own, over) < -CLEAR else None
+
+
+def disagreement_sentence(row: Row, shares: Row, random: Row | None = None) -> str | None:
+    """Say why scores that look like one thing may not be what the predictions need; None where the two agree.
+
+    Args:
+        row: of the table of ``where_or_what``.
+        shares, random: as in ``looks_sentences``.
+
+    >>> shares = {"share_distance": 0.7, "share_key": 0.1}
+    >>> disagreement_sentence({"verdict": "what"}, shares)[:75]
+    'Its scores look like where (the distance explains 70 % of their variance, t'
+    >>> disagreement_sentence({"verdict": "where"}, shares)
+    """
+    looks, verdict = looks_like(shares, random), row["verdict"]
+    if looks is None or verdict in (looks, "undecided"):
+        return None
+    distance, key = _percent(shares["share_distance"]), _percent(shares["share_key"])
+    return (
+        f"Its scores look like {looks} (the distance explains {distance} % of their variance, the key {key} %), but "
+        f"{_NEEDS[verdict]}: a share of variance weighs all pairs alike, most of them far apart, where attention may "
+        "be small, and says nothing of what the predictions use."
+    )
+
+
+def _answer(row: Row) -> str:
+    """Return the answer in one sentence."""
+    head = head_label(row["layer"], row["head"])
+    estimated = "" if row["exact"] else "an estimated "
+    size = _with_error(row["contribution"], row["contribution_se"])
+    contribution = f"{head} contributes {estimated}{size} nats per predicted token"
+    if row["verdict"] == "not used":
+        return f"{contribution}, which is negligible: not used."
+    where, what = (_kept(row[f"{name}_unclipped"], row[f"{name}_se"]) for name in ("where", "what"))
+    shares = f"distances alone keep {where} of it, content alone {what}"
+    return f"{contribution}; {shares}: {_VERDICTS[row['verdict']]}."
+
+
+def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
+    """Say which attention costs more than the head contributes."""
+    if row["verdict"] == "not used":
+        return []
+    found: list[tuple[str, float]] = []
+    if row["where_unclipped"] + _ERRORS * row["where_se"] < 0:
+        found.append(("attention by the distance alone", (1 - row["where_unclipped"]) * row["contribution"]))
+    if costs is None and row["what_unclipped"] + _ERRORS * row["what_se"] < 0:
+        found.append((f"every key at distance {row['distance']:g}", (1 - row["what_unclipped"]) * row["contribution"]))
+    worst = max(costs or (), key=lambda cost: cost.kl, default=None)
+    if worst is not None and worst.excess > _ERRORS * worst.excess_se:
+        found.append((f"every key at distance {worst.distance:g}", worst.kl))
+    if not found:
+        return []
+    estimated = "" if row["exact"] else "an estimated "
+    words = " and ".join(
+        f"{name} costs {estimated if n == 0 else ''}{_nats(cost)}" for n, (name, cost) in enumerate(found)
+    )
+    each = "each more" if len(found) > 1 else "more"
+    return [f"{words[0].upper()}{words[1:]}, {each} than the head contributes: wrong attention does harm."]
+
+
+def _profile(profile: Mapping[int, float] | None, first_token: float | None) -> list[str]:
+    first = "" if first_token is None else f"The first token gets {_percent(first_token)} % of its attention"
+    if not profile:
+        return [f"{first}."] if first else []
+    peak = max(profile, key=lambda distance: profile[distance])
+    others = [f"at {d}: {profile[d]:.2f}" for d in _PROFILE_SHOWN if d in profile and d != peak]
+    beside = f" ({', '.join(others)})" if others else ""
+    begin = f"{first}; that to others" if first else "Its attention"
+    return [f"{begin} is largest at distance {peak}: {profile[peak]:.2f} on average{beside}."]
+
+
+def _label(label: str | None) -> list[str]:
+    if label is None:
+        return []
+    words = label.replace("_", " ").replace("+", ", ") or "none"
+    return [f"Usual label{'s' if '+' in label else ''}: {words}."]
+
+
+def _key_minus_distance(shares: Row) -> float:
+    difference: float = shares["share_key"] - shares["share_distance"]
+    return difference
+
+
+def _kept(share: float, error: float) -> str:
+    """Format a share of the contribution, which is none where it is surely not above 0."""
+    digits = 1 if error < 0.01 else 0
+    return "none" if share + error < 0 else f"{_percent(share, digits)} ± {_percent(error, digits)} %"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{round(100 * share, digits) + 0.0:.{digits}f}".replace("-", "−")
+
+
+def _nats(value: float) -> str:
+    """Format a number of nats with two significant digits, without exponents."""
+    return f"{float(f'{value:.2g}'):.10f}".rstrip("0").rstrip(".").replace("-", "−") if value else "0"
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{_nats(value)} ± {_nats(error)}"
