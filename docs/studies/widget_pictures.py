@@ -27,15 +27,16 @@ def main() -> None:
         (FIGURES / f"gallery_{name}.png").write_bytes(notebooks.smaller(image))
     with tempfile.TemporaryDirectory() as folder:
         path = tp.report(model, tp.demo_text(), Path(folder, "report.html"))
-        (FIGURES / "gallery_report.png").write_bytes(notebooks.smaller(first_screen(path)))
+        (FIGURES / "gallery_report.png").write_bytes(notebooks.smaller(atlas(path)))
 
 
-def first_screen(path: Path) -> bytes:
-    """The first screen of a report."""
+def atlas(path: Path) -> bytes:
+    """The map and the table of all heads of a report."""
     import notebooks
 
     with notebooks.browser() as chromium:
         shown = chromium.new_page(viewport={"width": 1100, "height": 900})
         shown.goto(path.resolve().as_uri())
         shown.wait_for_timeout(3000)  # charts are drawn in several steps
+        shown.evaluate("document.querySelector('#atlas').scrollIntoView()")
         return bytes(shown.screenshot())

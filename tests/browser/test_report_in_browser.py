@@ -300,7 +300,7 @@ def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: 
     assert set(words) <= set(NEEDS)
     page.page.locator("#atlas .columns").check()
     page.page.locator("#atlas .rows").check()
-    assert (atlas.count(), verdicts.count()) == (16, 40)
+    assert (atlas.count(), verdicts.count()) == (17, 40)
     assert page.page.locator(".scroll").evaluate_all("all => all.every(x => x.scrollHeight <= x.clientHeight + 1)")
     page.page.locator("#atlas .rows").uncheck()
     last = page.page.locator("#table-atlas tbody tr").last.locator("a").inner_text()

@@ -246,7 +246,7 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     """In the table, which is sorted by contribution, in the plane, and in the map, where not all is told by colour."""
     _, document = made
     titles = {"where": "where_unclipped", "what": "what_unclipped", "error of where": "where_se"}
-    agrees(document, "atlas", titles | {"error of what": "what_se"}, needs, 2)
+    agrees(document, "atlas", titles | {"error of what": "what_se", "uniform": "uniform_unclipped"}, needs, 2)
     agrees(document, "atlas", {"contribution": "contribution", "error of contribution": "contribution_se"}, needs, 4)
     rows = document.rows("atlas")
     assert [row["verdict"] for row in rows] == needs["verdict"].tolist()

@@ -88,7 +88,7 @@ def report(
         ...         load_demo_model(), demo_tokens(length=64), pathlib.Path(folder, "report.html"),
         ...         sections=["additivity"], progress=False,
         ...     )
-        ...     path.name, "Headline numbers" in path.read_text(encoding="utf-8")
+        ...     path.name, "What the scores look like" in path.read_text(encoding="utf-8")
         ('report.html', True)
     """
     target = check_page(path)
@@ -183,7 +183,7 @@ def _document(
     ]
     titles = {"verdict": "Verdict"} | {name: SECTIONS[name].heading for name in first}
     titles |= {"atlas": "Atlas"} if opening else {}
-    titles |= {"analysed": "What was analysed", "headline": "Headline numbers"}
+    titles |= {"analysed": "What was analysed", "headline": "Correlations of the scores"}
     titles |= {name: SECTIONS[name].heading for name in html} | {"reproduce": "How to reproduce"}
     return page(title, parts, titles, [script for content in contents.values() for script in content.scripts])
 

@@ -29,6 +29,7 @@ _TITLES = {
     "where_se": "error of where",
     "what_se": "error of what",
     "exact": "exact",
+    "uniform_unclipped": "uniform",
     "contribution_se": "error of contribution",
     "distance": "best constant distance",
     "share_distance": "distance alone",
@@ -44,7 +45,7 @@ _TITLES = {
 }
 """The columns of the table of all heads and their titles; the first are shown, the others on request."""
 _DIGITS = {"range": 2, "effect": 4, "contribution": 4, "contribution_se": 4, "where_unclipped": 2, "what_unclipped": 2}
-_DIGITS |= {"where_se": 2, "what_se": 2}
+_DIGITS |= {"where_se": 2, "what_se": 2, "uniform_unclipped": 2}
 _WORDS = ("label", "profile", "verdict", "ladder", "between")
 
 

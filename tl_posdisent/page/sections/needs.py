@@ -58,7 +58,7 @@ def _measure_needs(subject: Subject, settings: Settings, *, exact: int) -> pd.Da
 
 def _passes(subject: Subject, settings: Settings) -> float:
     """Count two fits, the changes under each replacement, gradients of the metric and of draws, and runs of heads."""
-    n_replacements = 2 + len(CONSTANTS)
+    n_replacements = 3 + len(CONSTANTS)  # mean output, distances alone, uniform attention, content alone
     estimates = 3 + n_replacements + 2 * (1 + _DRAWS)
     runs = min(_EXACT, len(subject.pairs)) * n_replacements
     return (estimates * (1 + min(1, settings.copies)) + runs) * sum(_usable(subject).lengths)
