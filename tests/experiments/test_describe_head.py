@@ -205,6 +205,21 @@ def test_the_direct_effect_is_that_of_its_weights(wrapper: str, head: str) -> No
     assert float(all_logits[effect.likely_token]) == pytest.approx(float(all_logits.max()))
 
 
+def test_direct_effects_are_relative_to_the_mean_logit(found: HeadDescription) -> None:
+    """Of a trained model, from the tensors of TransformerLens."""
+    model, example = load_demo_model(), found.example
+    _, cache = model.run_with_cache(demo_tokens(length=384).view(6, 64)[example.text][None])
+    added = cache["blocks.4.attn.hook_z"][0, example.query, 2].double() @ model.W_O[4, 2].double()
+    stream = cache["blocks.4.hook_resid_post"][0, example.query].double()
+    size = (stream.square().mean() + model.cfg.eps).sqrt()
+    (gain,) = model.ln_final.parameters()
+    logits = (added / size * gain.double() @ model.W_U.double()).detach()
+    assert example.effect is not None
+    assert abs(float(logits.mean())) > 1e-3
+    close = rounding(cache["ln_final.hook_normalized"] @ model.W_U, 10)
+    torch.testing.assert_close(example.effect.logits, logits - logits.mean(), rtol=0, atol=close)
+
+
 def test_the_last_position_predicts_no_token_of_the_text() -> None:
     example = describe_head(wrapped("bridge"), REFERENCE, (0, 0), TEXTS, query=(1, -1), **QUIET).example
     assert example.query == 63
@@ -326,7 +341,7 @@ ROW: dict[str, Any] = {
     ("changed", "answer"),
     [
         ({}, "distances alone keep none of it, content alone 41 ± 2 %: both, where and what are needed together."),
-        ({"verdict": "undecided"}, "content alone 41 ± 2 %: undecided, whether more than half survives."),
+        ({"verdict": "undecided"}, "content alone 41 ± 2 %: undecided, more texts may decide."),
         (
             {"where_unclipped": 0.984, "verdict": "where"},
             "distances alone keep 98 ± 10 % of it, content alone 41 ± 2 %",

@@ -289,6 +289,7 @@ def test_refusals_say_what_is_needed(case: str, shared_model: Any) -> None:
 def test_one_long_text_among_short_ones_is_refused(shared_model: Any) -> None:
     """The longest text is measured with fits to the second longest and shorter ones."""
     ids = torch.nn.functional.pad(MEASURED, (0, 1))
+    ids[1, -1] = 5
     mask = torch.nn.functional.pad(torch.ones_like(MEASURED), (0, 1))
     mask[1, -1] = 1
     with pytest.raises(ValueError, match=r"tokens must be no longer than the texts of the fit, 11 tokens, got 12"):

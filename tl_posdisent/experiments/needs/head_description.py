@@ -11,7 +11,7 @@ import pandas as pd
 
 from tl_posdisent.experiments.needs.head_example import HeadExample
 from tl_posdisent.experiments.needs.head_looks import HeadLooks
-from tl_posdisent.experiments.needs.sentences import Cost, disagreement_sentence, needs_sentences
+from tl_posdisent.experiments.needs.sentences import Cost, disagreement_sentence, nats, needs_sentences
 from tl_posdisent.experiments.needs.shares import Verdict
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable
@@ -138,6 +138,6 @@ class HeadDescription(HasTable):
 def _costs_in_words(costs: tuple[Cost, ...]) -> str:
     distances = ", ".join(f"{cost.distance:g}" for cost in costs)
     return (
-        f"Every key at distance {distances}: KL {', '.join(f'{cost.kl:.2g}' for cost in costs)}; added loss "
-        f"{', '.join(f'{cost.loss:+.2g}' for cost in costs).replace('-', '−')} nats per predicted token."
+        f"Every key at distance {distances}: KL {', '.join(nats(cost.kl) for cost in costs)}; added loss "
+        f"{', '.join(nats(cost.loss, sign='+') for cost in costs)} nats per predicted token."
     )

@@ -10,6 +10,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.needs.direct_effect import DirectEffect, direct_effect
+from tl_posdisent.experiments.needs.sentences import nats
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources, score_sources
 from tl_posdisent.hooks.score_components import split_two_axis
 from tl_posdisent.models.capture import Captured, for_each_layer, some_heads
@@ -69,7 +70,7 @@ class HeadExample:
         return [self._looks_at(), self._compared(), self._sources(), self._effect()]
 
     def _looks_at(self) -> str:
-        cost = "" if self.contribution is None else f", where it contributes {self.contribution:.2g} nats"
+        cost = "" if self.contribution is None else f", where it contributes {nats(self.contribution)} nats"
         return (
             f"At the query {self.words[self.query]!r} (text {self.text}, position {self.query}{cost}), it looks at "
             f"{self._key(self.key)}."

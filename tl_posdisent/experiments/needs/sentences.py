@@ -21,14 +21,14 @@ _VERDICTS: Final = {
     "both": "both, where and what are needed together",
     "either": "either, where or what suffices",
     "neither": "neither, the pattern does not matter",
-    "undecided": "undecided, whether more than half survives",
+    "undecided": "undecided, more texts may decide",
 }
 _NEEDS: Final = {
     "where": "the predictions need where keys are",
     "what": "the predictions need what keys are",
     "both": "the predictions need where and what together",
     "either": "either where or what suffices for the predictions",
-    "neither": "the predictions need neither: the pattern does not matter",
+    "neither": "the predictions do not need the pattern",
     "not used": "the predictions do not use the head",
 }
 _PROFILE_SHOWN: Final = (0, 1, 5, 32)
@@ -184,7 +184,7 @@ def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
         return []
     estimated = "" if row["exact"] else "an estimated "
     words = " and ".join(
-        f"{name} costs {estimated if n == 0 else ''}{_nats(cost)}" for n, (name, cost) in enumerate(found)
+        f"{name} costs {estimated if n == 0 else ''}{nats(cost)}" for n, (name, cost) in enumerate(found)
     )
     each = "each more" if len(found) > 1 else "more"
     return [f"{words[0].upper()}{words[1:]}, {each} than the head contributes: wrong attention does harm."]
@@ -223,10 +223,15 @@ def _percent(share: float, digits: int = 0) -> str:
     return f"{round(100 * share, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
-def _nats(value: float) -> str:
-    """Format a number of nats with two significant digits, without exponents."""
-    return f"{float(f'{value:.2g}'):.10f}".rstrip("0").rstrip(".").replace("-", "−") if value else "0"
+def nats(value: float, *, sign: str = "-") -> str:
+    """Format a number of nats with two significant digits, and at most six decimals.
+
+    >>> nats(0.0123), nats(-0.00000312), nats(0.5, sign="+")
+    ('0.012', '−0.000003', '+0.5')
+    """
+    digits = f"{round(float(f'{value:.2g}'), 6) + 0.0:{sign}.6f}"
+    return digits.rstrip("0").rstrip(".").replace("-", "−")
 
 
 def _with_error(value: float, error: float) -> str:
-    return f"{_nats(value)} ± {_nats(error)}"
+    return f"{nats(value)} ± {nats(error)}"

@@ -67,15 +67,18 @@ def where_or_what(
     *undecided*    –             –            one of these shares is not surely above or below ½
     ============== ============= ============ ===============================================================
 
-    A share is surely above or below ½ with a confidence of 95 %, by a one-sided t-test over texts. Random weights are
-    at *neither*: training moves heads away from it. A share is negative where the replacement does more harm than the
-    head contributes: a head that idles at the first token is harmed by a pattern without its query. In texts of fewer
-    than about 32 tokens, few keys can be wrong, and shares are high; in texts that repeat at one distance, distance and
-    content say the same.
+    A share is surely above or below ½ with a confidence of 95 %, by a one-sided t-test over texts. Attention that is
+    nearly uniform, as that of most random weights, is at *neither*. Random weights with large scores may be at *what*
+    or *both* as well: compare with copies (``random_control``). A share is negative where the replacement does more
+    harm than the head contributes: a head that idles at the first token is harmed by a pattern without its query, and
+    may be at *both* although it contributes little. In texts of fewer than about 32 tokens, few keys can be wrong, and
+    shares are high; in texts that repeat at one distance, distance and content say the same.
 
     Mean outputs and distance profiles are fitted to other texts than those that are measured: fitted to the same text,
     a profile would contain the pattern of that text. Divergences are estimated for all heads by curvature, as in
-    ``head_effects``; for the heads of largest contribution, and others on request, they are measured by runs.
+    ``head_effects``, but of the change at each position alone; for the heads of largest contribution, and others on
+    request, they are measured by runs. In SmolLM2, estimates of the contribution are .77 of measured ones, and both
+    shares have a median error below .05. Where a later layer averages over many positions, estimates are far too small.
 
     Args:
         model, layers, heads, progress: as in ``head_ablation``; the model must return logits, and its layers must have
