@@ -488,6 +488,7 @@ def test_without_rotary_embeddings_there_are_reasons(
         assert f"{tool} needs rotary position embeddings (RoPE)" in document.text
     assert "where_or_what needs rotary position embeddings (RoPE)" in document.text
     check_grey(document)
+    assert "Mean attention with every key at distance 5: " in document.text  # and why there is none
     assert "rotary embeddings: none" in document.text
     assert {row["kind"] for row in document.rows("perturbation")} == {"order"}
     assert "Only the order of the text: " in document.text

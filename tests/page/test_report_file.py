@@ -52,9 +52,9 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
 def atlas_page(subject: Subject, measurement: Measurement) -> str:
     """The atlas of some heads, with the panels of those that are listed: 48 scores of 48 keys."""
     heads = measurement.trained
-    table = atlas_table(
-        [*heads[HEAD].itertuples(index=False, name=None)], needs=heads, additivity=heads, ablation=heads
-    )
+    every = [*heads[HEAD].itertuples(index=False, name=None)]
+    needs = heads.assign(verdict="what", exact=False)
+    table = atlas_table(every, needs=needs[[*HEAD, *NEEDED, "verdict", "exact"]], additivity=heads, ablation=heads)
     random, pairs = np.random.default_rng(0), listed(table.heads)
     scores = {pair: random.random((48, 48)) for pair in pairs}
     index = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]).repeat(256)
@@ -74,7 +74,7 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     columns = ["r", "r2_adjusted", *NEEDED, *SHARES, "r_two_axis", "r_three_axis", *tp.rope.COMPONENTS]
     columns += ["baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
-    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns)).assign(verdict="what", exact=False)
+    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     first = table.nlargest(512, "contribution")
     path = tmp_path / "section.html"
     measurement = Measurement(table, table.assign(seed=0))

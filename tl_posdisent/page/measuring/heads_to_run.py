@@ -17,7 +17,7 @@ def heads_to_run(subject: Subject) -> list[tuple[int, int]]:
 
     >>> from tl_posdisent import demo_tokens, load_demo_model
     >>> from tl_posdisent.page.measuring.subject import read_subject
-    >>> len(heads_to_run(read_subject(load_demo_model(), demo_tokens(length=8), None, None, None)))
+    >>> len(heads_to_run(read_subject(load_demo_model(), demo_tokens(length=8))))
     40
     """
     pairs = subject.pairs
