@@ -10,13 +10,14 @@ import torch
 from shared.texts import demo_texts, parts
 from torch import Tensor
 
+from tl_posdisent.experiments.needs.replacements import CONSTANTS
 from tl_posdisent.experiments.needs.shares import shares, verdicts
 from tl_posdisent.hooks import fitted_attention
 
 
 def table(model: Any, texts: int = 8, length: int = 96, step: int = 1) -> pd.DataFrame:
     """One row for every ``step``-th head: its attention is its own fit to one set of texts; then its mean output, its
-    fit to a second set, uniform attention and every key at one distance take its place, each in a run, on a third set.
+    fit to a second set, uniform attention and every other key at one distance take its place, in runs of a third set.
 
     Both shares of such a head, and the verdict: *where*, *either* or *neither* are right, *what* and *both* are wrong.
     """
@@ -31,11 +32,11 @@ def table(model: Any, texts: int = 8, length: int = 96, step: int = 1) -> pd.Dat
         mean = results(model, second, place, own).double().mean((0, 1)).float()
         unmodified = log_p(model, measured, place, own)
         uniform = torch.ones_like(own).tril() / torch.arange(1, length + 1)[:, None]
-        replaced = [(own, mean), (other, None), (uniform, None), (at_one_distance(own), None)]
+        replaced = [(own, mean), (other, None), (uniform, None), *((others_at(own, d), None) for d in CONSTANTS)]
         found.append([divergence(unmodified, log_p(model, measured, place, *x)) for x in replaced])
     k = torch.stack([torch.stack(x) for x in found], -1)  # replacement, text, head
     n_predictions = torch.full((texts,), length - 1.0, dtype=torch.float64)
-    heads = shares(k[0], k[1], k[2], k[3:], n_predictions, (1,))
+    heads = shares(k[0], k[1], k[2], k[3:], n_predictions, CONSTANTS)
     heads["verdict"] = verdicts(heads, n_predictions, 0.0005)
     return pd.concat([pd.DataFrame(places, columns=["layer", "head"]), heads], axis=1)
 
@@ -53,14 +54,14 @@ def patterns(model: Any, fitted: Tensor, text: Tensor, places: Sequence[tuple[in
     return [kept[layer][head] for layer, head in places]
 
 
-def at_one_distance(pattern: Tensor) -> Tensor:
-    """The same attention with every key at one distance: uniform, but for the first key's own term."""
+def others_at(pattern: Tensor, place: int) -> Tensor:
+    """The same attention with every key but the query's own at one distance."""
     log = pattern.double().log()
     n = len(log)
     # Row n - 1 has d at distances up to n - 2; in row n - 2, the first key has d at n - 2 and its own term.
     distance = log[-1].flip(0) - log[-1, -1]
     term = (log[-2, 0] - log[-2, -2]) - distance[n - 2]
-    logits = torch.zeros_like(log)
+    logits = torch.full_like(log, float(distance[place])).fill_diagonal_(float(distance[0]))
     logits[:, 0] += term
     return logits.masked_fill(~torch.ones_like(log).tril().bool(), -torch.inf).softmax(-1).float()
 

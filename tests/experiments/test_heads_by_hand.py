@@ -13,7 +13,7 @@ from support import zoo
 from support.tolerance import rounding
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, dummy_distance
+from tl_posdisent import ablate_heads, dummy_distance, remap_distance
 from tl_posdisent.experiments import where_or_what
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks
@@ -89,12 +89,15 @@ def divergence(v: Tensor, other: Tensor) -> Tensor:
 
 
 def interventions(model: Any, head: str, reference: Tensor) -> dict[str, list[Hooks]]:
-    """Return those of K_mean, K_D and K_C, where the smallest divergence counts, and uniform attention."""
+    """Return those of K_mean, K_D and K_C, where the smallest divergence counts, and two more."""
     chosen = [(0, by_hand.HEADS.index(head))]
+    n = reference.shape[1]
+    others = [torch.full((n, n), float(d)).fill_diagonal_(0) for d in (1, 5, 32)]
     return {
         "mean": [ablate_heads(model, chosen, mode="mean", reference=reference)],
         "distance": [fitted_attention(model, reference, "distance+sink", heads=chosen)],
-        "content": [dummy_distance(model, d, heads=chosen) for d in (1, 5, 32)],
+        "content": [remap_distance(model, distances, heads=chosen) for distances in others],
+        "one distance": [dummy_distance(model, d, heads=chosen) for d in (1, 5, 32)],
         "uniform": [substitute_attention(model, "uniform", heads=chosen)],
     }
 
@@ -130,13 +133,13 @@ def test_heads_attend_to_what_they_are_made_for(wrapper: str) -> None:
 
 @IN_BOTH_CLASSES
 def test_divergences_are_those_of_what_heads_read(wrapper: str) -> None:
-    """K_mean and K_C, from the tokens alone."""
+    """K_mean, and K with every key at one distance, from the tokens alone."""
     model = wrapped(wrapper)
     for head in by_hand.HEADS:
         exact, v = exact_divergences(model, head), plain_values(head, TEXTS)
         expected = {
             "mean": divergence(v, plain_values(head, REFERENCE).mean()),
-            "content": divergence(v, plain_values(head, TEXTS, keys_at_one_distance)),
+            "one distance": divergence(v, plain_values(head, TEXTS, keys_at_one_distance)),
         }
         for name, of_tokens in expected.items():
             off = 0 if head in ("neither", "not used") else 2 * leak(head)  # error of v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, dummy_distance, where_or_what
+from tl_posdisent import ablate_heads, remap_distance, where_or_what
 from tl_posdisent.experiments.needs import where_or_what as experiment
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
@@ -36,13 +37,18 @@ def divergence(model: Any, text: Tensor, hooks: Any) -> float:
     return float(torch.nn.functional.kl_div(changed, clean, log_target=True, reduction="sum")) / len(clean)
 
 
+def own_apart(distance: float, distances: Tensor) -> Tensor:
+    """Put every key at one distance but the query's own."""
+    return torch.where(distances == 0, 0.0, distance)
+
+
 def plain_row(model: Any, fitted: Any, texts: list[Tensor], layer: int, head: int) -> dict[str, float]:
     """Return one row of the table by one run for each replacement and text; the constants are chosen by loops."""
     one: dict[str, Any] = {"layers": layer, "heads": [head]}
     mean = ablate_heads(model, mode="mean", reference=fitted, **one)
     distance = fitted_attention(model, fitted, "distance+sink", **one)
     uniform = substitute_attention(model, "uniform", **one)
-    constants = [dummy_distance(model, d, **one) for d in (1, 5, 32)]
+    constants = [remap_distance(model, partial(own_apart, d), **one) for d in (1, 5, 32)]
     k = np.array(
         [[divergence(model, text, hooks) for text in texts] for hooks in (mean, distance, uniform, *constants)]
     )

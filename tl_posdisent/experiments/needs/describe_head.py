@@ -12,7 +12,7 @@ from tl_posdisent.experiments.needs.head_description import HeadDescription
 from tl_posdisent.experiments.needs.head_example import measure_example
 from tl_posdisent.experiments.needs.head_looks import measure_looks
 from tl_posdisent.experiments.needs.head_runs import DISTANCES, run_replacements
-from tl_posdisent.experiments.needs.replacements import CONSTANTS, folds
+from tl_posdisent.experiments.needs.replacements import folds
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Chosen, any_heads
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -89,7 +89,7 @@ def describe_head(
     check_reach(reading, [spec.layer])
     with running(model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(model, tokens, heldout, chosen)
-        total = len(texts.tokens) * (1 + len(of_folds[0].replacements) + len({*DISTANCES} - {*CONSTANTS}))
+        total = len(texts.tokens) * (1 + len(of_folds[0].replacements) + len(DISTANCES))
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
             runs = run_replacements(model, of_folds, chosen, bar)
         place = runs.largest() if query is None else query

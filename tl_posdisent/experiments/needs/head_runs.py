@@ -22,8 +22,8 @@ from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.utils.statistics import weighted_means
 
-DISTANCES: Final = (0, 1, 2, 5, 16, 32, 64)
-"""Distances at which every key is put, in positions: those of ``where_or_what`` and a few more."""
+DISTANCES: Final = (0, 1, 5, 32)
+"""Distances at which every key is put, in positions, to measure the harm of wrong attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class HeadRuns:
         contribution = kl[self.names.index(MEAN)]
         costs = []
         for distance in DISTANCES:
-            n = self.names.index(content_alone(distance))
+            n = self.names.index(_every_key_at(distance))
             measured = torch.stack([kl[n], losses[n], kl[n] - contribution], 1)
             means, errors = weighted_means(measured, self.n_predictions)
             (own, loss, excess), (own_se, loss_se, excess_se) = means.tolist(), errors.tolist()
@@ -83,6 +83,10 @@ class HeadRuns:
         return divergences[position].item() if position < len(divergences) else None
 
 
+def _every_key_at(distance: float) -> str:
+    return f"every key at distance {distance:g}"
+
+
 def _means(by_text: Sequence[Float64[Tensor, "replacement predicted"]]) -> Float64[Tensor, "replacement text"]:
     return torch.stack([x.mean(1) for x in by_text], 1)
 
@@ -100,7 +104,7 @@ def run_replacements(model: Any, of_folds: Sequence[Fold], chosen: Chosen, bar: 
         ValueError: a model that returns no logits of next tokens.
     """
     constants: dict[str, Hooks] = {
-        content_alone(d): dummy_distance(model, d, heads=pairs_of(chosen)) for d in DISTANCES
+        _every_key_at(d): dummy_distance(model, d, heads=pairs_of(chosen)) for d in DISTANCES
     }
     names = tuple(of_folds[0].replacements | constants)
     by_row: dict[int, tuple[Tensor, Tensor]] = {}

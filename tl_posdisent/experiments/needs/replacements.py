@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
+
+from torch import Tensor
 
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
-from tl_posdisent.hooks.positions import dummy_distance
+from tl_posdisent.hooks.positions import remap_distance
 from tl_posdisent.hooks.substitute import substitute_attention
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
@@ -36,8 +39,13 @@ class Fold:
 
 
 def content_alone(distance: float) -> str:
-    """Return the name of the replacement that puts every key at one distance."""
-    return f"every key at distance {distance:g}"
+    """Return the name of the replacement that puts every other key than the query's own at one distance."""
+    return f"every other key at distance {distance:g}"
+
+
+def _others_at(distance: float, distances: Tensor) -> Tensor:
+    # The own token stays at distance 0: otherwise a head for earlier copies of a token cannot tell them from the token.
+    return distances.abs().clamp(max=1) * distance
 
 
 def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) -> tuple[Texts, list[Fold]]:
@@ -75,7 +83,7 @@ def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]
         MEAN: ablate_heads(model, heads, mode="mean", reference=fitted),
         DISTANCE: fitted_attention(model, fitted, "distance+sink", heads=heads),
         UNIFORM: substitute_attention(model, "uniform", heads=heads),
-        **{content_alone(distance): dummy_distance(model, distance, heads=heads) for distance in CONSTANTS},
+        **{content_alone(d): remap_distance(model, partial(_others_at, d), heads=heads) for d in CONSTANTS},
     }
 
 

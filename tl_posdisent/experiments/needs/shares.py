@@ -44,7 +44,7 @@ def shares(
         contribution: divergences under the mean output, nats per predicted token of each text.
         distance: under attention by the distance alone.
         uniform: under uniform attention.
-        content: with every key at one distance, for each of ``constants``.
+        content: with every other key at one distance, for each of ``constants``.
 
     Returns:
         One row per head: ``where``, ``what``, ``uniform`` (from 0 to 1), the same ``…_unclipped``, ``contribution``,

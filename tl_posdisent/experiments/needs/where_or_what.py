@@ -52,7 +52,7 @@ def where_or_what(
 
     * *distances alone*: the best attention that depends on the distance and the first token only (``fitted_attention``,
       ``"distance+sink"``); the share of the contribution that survives is ``where = 1 - K_distance / K_mean``;
-    * *content alone*: every key at one distance, the best of 1, 5 and 32 (``dummy_distance``);
+    * *content alone*: every key but the query's own at one distance, the best of 1, 5 and 32 (``remap_distance``);
       ``what = 1 - K_content / K_mean``.
 
     ============== ============= ============ ===============================================================
