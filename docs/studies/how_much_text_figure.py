@@ -8,9 +8,9 @@ from plotly.subplots import make_subplots
 from shared.rows import TABLES
 
 SIZE = (900, 420)
-NAMES = {"r": "r of one text", "r_held_out": "r, profile of other texts", "what - where": "what − where"}
+NAMES = {"r": "r of one text", "r_held_out": "r, profile of other texts"}
 KL = {"mean output": "KL, mean output", "distance 5": "KL, every distance 5"}
-COLOURS = ("#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7")
+COLOURS = ("#999999", "#0072b2", "#d55e00", "#cc79a7")
 SHOWN = 16  # draws of labels in the figure
 
 

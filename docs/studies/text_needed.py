@@ -36,9 +36,4 @@ def table(model: Any, of: int = TEXTS) -> pd.DataFrame:
 
 def by_text(model: Any, texts: Tensor) -> dict[str, list[Tensor]]:
     """For each text a number per head."""
-    by_measure: dict[str, list[Tensor]] = {"r": [], "what - where": []}
-    for text in texts[:, None]:
-        table = additivity(model, text)
-        by_measure["r"].append(column(table, "r"))
-        by_measure["what - where"].append(column(table, "share_key") - column(table, "share_distance"))
-    return by_measure
+    return {"r": [column(additivity(model, text), "r") for text in texts[:, None]]}
