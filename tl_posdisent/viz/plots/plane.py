@@ -15,10 +15,10 @@ from tl_posdisent.viz.plots.tables import add_title, check_table
 _LARGEST = 34.0  # diameter of the head of largest contribution, in pixels
 _LEAST = 5.0
 _CORNERS = {
-    (0.02, 0.02, "left", "bottom"): "both together",
-    (0.98, 0.02, "right", "bottom"): "where",
-    (0.02, 0.98, "left", "top"): "what",
-    (0.98, 0.98, "right", "top"): "either, or the pattern does not matter",
+    (0.0, -0.03, "left", "top"): "both together",
+    (1.0, -0.03, "right", "top"): "where",
+    (0.0, 1.06, "left", "bottom"): "what",
+    (1.0, 1.06, "right", "bottom"): "either, or the pattern does not matter",
 }
 
 
@@ -58,15 +58,13 @@ def plot_where_or_what(table: pd.DataFrame, *, labels: int = 10, title: str | No
     )
     figure = go.Figure([_markers(points[points["verdict"] == verdict], verdict) for verdict in _present(points)])
     for (x, y, across, up), text in _CORNERS.items():
-        figure.add_annotation(
-            x=x, y=y, text=text, xanchor=across, yanchor=up, showarrow=False, bgcolor="rgba(255,255,255,0.8)"
-        )
+        figure.add_annotation(x=x, y=y, text=text, xanchor=across, yanchor=up, showarrow=False)
     for line in ({"x0": 0.5, "x1": 0.5, "y0": 0, "y1": 1}, {"x0": 0, "x1": 1, "y0": 0.5, "y1": 0.5}):
         figure.add_shape(type="line", **line, line={"color": GREY, "dash": "dot", "width": 1}, layer="below")
-    axis = {"range": [-0.04, 1.04], "tickformat": ".0%", "zeroline": False}
+    axis = {"tickformat": ".0%", "zeroline": False}
     figure.update_layout(
-        xaxis={"title": "where: share that survives with distances alone", **axis},
-        yaxis={"title": "what: share that survives with content alone", **axis},
+        xaxis={"title": "where: share that survives with distances alone", "range": [-0.04, 1.04], **axis},
+        yaxis={"title": "what: share that survives with content alone", "range": [-0.11, 1.13], **axis},
         legend={"title": "verdict", "itemsizing": "constant"},
     )
     counted = ", ".join(f"{(table['verdict'] == verdict).sum()} {verdict}" for verdict in _present(table))
