@@ -23,6 +23,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
+from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz import (
     plot_attention_by_distance,
     plot_deposit,
@@ -32,8 +33,21 @@ from tl_posdisent.viz import (
     plot_subspaces,
     plot_substitution,
     plot_verdicts,
+    plot_where_or_what,
 )
-from tl_posdisent.viz.palette import DIVERGING, GREY, NEGATIVE, POSITIVE, SKY, VERDICTS, ZERO, faint, on_scale, rgb
+from tl_posdisent.viz.palette import (
+    DIVERGING,
+    GREY,
+    NEEDS,
+    NEGATIVE,
+    POSITIVE,
+    SKY,
+    VERDICTS,
+    ZERO,
+    faint,
+    on_scale,
+    rgb,
+)
 
 NAN = float("nan")
 PATH = ["heads", "accuracy", "loss"]
@@ -83,6 +97,11 @@ HEAD_VERDICTS = by_head(2, 3).assign(gap=[0.1, 0.2, 0.3, 0.4, 0.5, 0.0], error=0
 HEAD_VERDICTS["verdict"] = ["static", "distance", "more than additive", "undecided", "static", "no effect"]
 HEAD_VERDICTS["between"] = ["", "", "", "static and additive", "", ""]
 
+PLANE = by_head(2, 3).sort_values(["layer", "head"], ignore_index=True)
+PLANE["verdict"] = ["where", "undecided", "what", "both", "not used", "where"]
+PLANE["where"], PLANE["what"] = [0.9, 0.5, 0.0, 0.2, NAN, 1.0], [0.1, 0.4, 1.0, 0.3, NAN, 0.2]
+PLANE["contribution"] = [0.04, 0.01, 0.16, 0.02, 0.0, 0.09]
+
 ATTENTION = pd.DataFrame({"intervention": ["unmodified"] * 2 + ["changed"] * 2, "layer": 1, "head": 2})
 ATTENTION = ATTENTION.assign(distance=[0, 1, 0, 1], attention=[0.5, 0.25, 0.75, 0.125], cells=[4, 3, 4, 3])
 PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
@@ -97,9 +116,10 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_dynamics, value="margin"), MARGINS, ["step", "layer", "margin"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
     (plot_attention_by_distance, ATTENTION, [*ATTENTION]),
+    (plot_where_or_what, PLANE, ["layer", "head", "verdict", "where", "what", "contribution"]),
 ]
 NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation"]
-NAMES += ["length", "dynamics", "verdicts", "attention"]
+NAMES += ["length", "dynamics", "verdicts", "attention", "plane"]
 
 
 # --- what holds for all of them ---------------------------------------------------------------------------------
@@ -473,6 +493,36 @@ def test_verdicts_have_their_colours_and_are_counted() -> None:
         plot_verdicts(HEAD_VERDICTS.astype({"head": "Int64"}).assign(head=pd.NA))
     with pytest.raises(ValueError, match="one row for each layer, head, got several"):
         plot_verdicts(pd.concat([HEAD_VERDICTS, HEAD_VERDICTS]))
+
+
+def test_the_plane_has_each_head_at_its_shares() -> None:
+    figure = plot_where_or_what(PLANE, labels=2)
+    names = [head_label(layer, head) for layer, head in zip(PLANE["layer"], PLANE["head"], strict=True)]
+    drawn = {
+        name: (trace.name, x, y, size, label, trace.marker.color, trace.marker.symbol)
+        for trace in figure.data
+        for x, y, size, label, (name, _) in zip(
+            trace.x, trace.y, trace.marker.size, trace.text, trace.customdata, strict=True
+        )
+    }
+    known = [n for n in range(len(PLANE)) if names[n] != "L1H1"]  # which has no shares
+    assert sorted(drawn) == [names[n] for n in known]
+    largest = drawn["L0H2"][3]
+    for n in known:
+        verdict, x, y, size, label, colour, symbol = drawn[names[n]]
+        row = PLANE.loc[n]
+        assert (verdict, x, y, colour) == (row["verdict"], row["where"], row["what"], NEEDS[row["verdict"]])
+        assert size**2 == pytest.approx(largest**2 * row["contribution"] / 0.16)  # areas
+        assert label == (names[n] if names[n] in ("L0H2", "L1H2") else "")
+        assert symbol == ("circle-open" if verdict == "undecided" else "circle")
+    assert "2 where, 1 what, 1 both, 1 undecided, 1 not used" in figure.layout.title.text
+    errors = {"where_se": 0.03, "what_se": 0.2, "uniform_se": 0.1, "contribution_se": 0.004}
+    full = PLANE.assign(where_unclipped=PLANE["where"] - 1, what_unclipped=PLANE["what"], **errors)
+    hover = next(trace.customdata[0][1] for trace in plot_where_or_what(full).data if trace.name == "both")
+    assert hover == (
+        "both, where -0.80 ± 0.03, what 0.30 ± 0.20, contribution 0.02 ± 0.004 nats per token "
+        "(± standard error over texts)"
+    )
 
 
 def test_error_bars_are_those_of_the_table() -> None:
