@@ -57,7 +57,7 @@ def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its detector divides by all rows, ours by the queries that the label is about."""
-    monkeypatch.setattr(module, "_N_SEQUENCES", 1)
+    monkeypatch.setattr(module, "N_SEQUENCES", 1)
     detector = pytest.importorskip("transformer_lens.head_detector")
     model = shared_model(kind, name)
     table = labels(model, None)
