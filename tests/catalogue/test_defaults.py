@@ -65,9 +65,10 @@ def _case(name: str, set_default: str) -> Any:
     return pytest.param(name, set_default, marks=[pytest.mark.slow] * with_model(name), id=f"{name}-{set_default}")
 
 
-# Functions of a model take long. The dtype in which the weights lose most stands for the others; test_accelerator.py
-# has another default device.
+# Functions of a model take long: each is tried with the dtype in which weights lose most, some with each other default.
+OF_MODELS = [name for name in NAMES if with_model(name)]
 CASES = [_case(name, x) for name in NAMES for x in DEFAULTS if not with_model(name) or x == "bfloat16"]
+CASES += [_case(name, x) for n, x in enumerate(("float64", "float16", "meta")) for name in OF_MODELS[n::9]]
 
 
 @pytest.mark.parametrize(("name", "set_default"), CASES)
