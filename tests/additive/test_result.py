@@ -64,7 +64,9 @@ def test_a_component_table_has_a_row_for_each_coefficient(part: Any, pool: bool)
 
 def test_methods_refuse(unchecked: None) -> None:
     fit: Any = fit_additive(noise(2, 5, 5))
-    with pytest.raises(ValueError, match="name cannot be 'keys': did you mean 'key'. It must be 'distance', 'query' or 'key'"):
+    with pytest.raises(
+        ValueError, match=r"name cannot be 'keys': did you mean 'key'\? It must be 'distance', 'query' or"
+    ):
         fit.component("keys")
     with pytest.raises(ValueError, match="component must be 'summary', 'distance', 'query' or 'key', got 'all'"):
         fit.to_frame("all")
