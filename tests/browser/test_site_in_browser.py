@@ -48,7 +48,7 @@ def test_the_side_bar_leads_to_every_page() -> None:
 def test_the_page_of_reports_leads_to_one(opened: Callable[..., Any]) -> None:
     page = opened(SITE / "report.html", may_fail=True).page
     page.get_by_role("link", name="report of the demo model").click()
-    assert page.get_by_role("heading", level=1).inner_text().startswith("Position and content in")
+    assert page.get_by_role("heading", level=1).inner_text().startswith("Where and what in")
 
 
 @pytest.mark.parametrize("width", [390, 1300])

@@ -26,7 +26,6 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import answering, check_out, show
 from tl_posdisent.page.sections.names import ON_REQUEST, SectionName
-from tl_posdisent.utils.validation import check_choice
 
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
@@ -87,6 +86,8 @@ def report(
 
 def _sections(given: list[str] | None) -> list[str] | None:
     """Validate sections before a model is loaded, and drop duplicates."""
+    from tl_posdisent.utils.validation import check_choice  # which imports torch
+
     for name in given or ():
         check_choice("section", name, SECTIONS)
     return list(dict.fromkeys(given)) if given else None

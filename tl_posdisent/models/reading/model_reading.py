@@ -62,7 +62,7 @@ class ModelReading(HasTable):
 
         Each tool also compares the scores with the reading whenever it runs, so a text can be refused for its padding.
         """
-        rows, no_results = [], why_no_result_edits(self.model, [spec.layer for spec in self.attention])
+        rows, no_results = [], result_edit_problems(self, [spec.layer for spec in self.attention])
         for spec in self.attention:
             rotary, obstacles = spec.rotary, _obstacles(spec, no_results[spec.layer])
             rows.append(
@@ -189,6 +189,9 @@ def _why_not(obstacles: dict[str, str]) -> str:
 _READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], tuple[AttentionSpec, ...]]] = WeakKeyDictionary()
 """The last state and specs of each model, so that a model is read once; without it all results would be the same."""
 
+_RESULT_EDITS: WeakKeyDictionary[Any, tuple[tuple[AttentionSpec, ...], dict[int, str]]] = WeakKeyDictionary()
+"""The last specs of each model, and why heads of a layer cannot be ablated, measured once as well."""
+
 
 def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
     """Read the attention of a model's layers; later calls return the same specs until the model changes.
@@ -247,6 +250,16 @@ def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
     if fresh or known is None or known[0] != state or not _is_certain(known[1]):
         known = _READINGS[model] = state, tuple(probe(model, attending))
     return ModelReading(model, n, known[1], state)
+
+
+def result_edit_problems(model: Any, layers: Iterable[int]) -> dict[int, str]:
+    """Return for each layer why its heads cannot be ablated, empty if they can; measured again if the model changes."""
+    reading = read_model(model)
+    known = _RESULT_EDITS.get(reading.model)
+    if known is None or known[0] is not reading.attention:
+        known = _RESULT_EDITS[reading.model] = reading.attention, {}
+    known[1].update(why_no_result_edits(reading.model, [layer for layer in layers if layer not in known[1]]))
+    return {layer: known[1][layer] for layer in layers}
 
 
 def _is_certain(attention: Iterable[AttentionSpec]) -> bool:
