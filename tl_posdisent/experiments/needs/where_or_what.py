@@ -148,9 +148,9 @@ def statement(table: pd.DataFrame) -> str:
     count = {verdict: int((table["verdict"] == verdict).sum()) for verdict in get_args(Verdict)}
     return (
         f"What the predictions need: where keys are in {count['where']} of {plural(len(table), 'head')}, what they are "
-        f"in {count['what']}, both together in {count['both']}, either of them in {count['either']}; in "
-        f"{count['neither']} the pattern does not matter, "
-        f"{count['not used']} contribute nothing measurable, and {count['undecided']} are undecided."
+        f"in {count['what']}, both together in {count['both']}, either of them in {count['either']}; "
+        f"in {count['neither']} the pattern does not matter, {count['not used']} contribute nothing measurable, "
+        f"and {count['undecided']} are undecided."
     )
 
 

@@ -13,7 +13,7 @@ from tl_posdisent.page.drawing.maps import UNKNOWN, grey_cells, name_layers
 from tl_posdisent.page.drawing.markup import remove_cell_text
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import BLACK, GREY, NEEDS
-from tl_posdisent.viz.plots.heatmaps import bar_title, plot_heads, plot_verdicts
+from tl_posdisent.viz.plots.heatmaps import bar_title, category_map, plot_heads, plot_verdicts
 from tl_posdisent.viz.plots.tables import whole
 
 _COLOURS = {
@@ -73,18 +73,8 @@ def _need_colours(heads: pd.DataFrame) -> dict[str, Any]:
     names = [name for name in NEEDS if (verdicts == name).any()]
     codes = [None if pd.isna(verdict) else names.index(verdict) for verdict in verdicts]
     cells = heads[["layer", "head"]].assign(code=pd.array(codes, dtype="Float64"))
-    grid, n = cells.pivot(index="layer", columns="head", values="code"), max(1, len(names))
-    heat = go.Heatmap(
-        x=whole(grid.columns),
-        y=whole(grid.index),
-        z=grid.to_numpy(dtype=float, na_value=float("nan")),
-        zmin=-0.5,
-        zmax=n - 0.5,
-        colorscale=[((k + part) / n, NEEDS[name]) for k, name in enumerate(names) for part in (0, 1)] or None,
-        colorbar={"title": "verdict", "tickvals": list(range(len(names))), "ticktext": names},
-        showscale=bool(names),
-        name="",
-    )
+    grid = cells.pivot(index="layer", columns="head", values="code")
+    heat = category_map(grid, names, [NEEDS[name] for name in names]).update(showscale=bool(names))
     marks = [_marks(heads[verdicts == name], name, symbol) for name, symbol in _MARKS.items() if name in names]
     return _choice("What the contribution needs", heat, codes, marks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 
@@ -44,17 +45,19 @@ def with_baseline(
     return Measurement(table, random, note=join_notes(failures_note(table), note), read=subject)
 
 
+def measure_subject(experiment: Callable[..., pd.DataFrame], subject: Subject) -> pd.DataFrame:
+    """Run an experiment on all texts, in the layers and heads that were asked for."""
+    return experiment(
+        subject.reading,
+        subject.tokens,
+        attention_mask=subject.mask,
+        layers=subject.asked_layers,
+        heads=subject.asked_heads,
+        progress=False,
+    )
+
+
 def measure_with_baseline(experiment: Callable[..., pd.DataFrame], subject: Subject, settings: Settings) -> Measurement:
     """Run an experiment on all texts, in the layers and heads that were asked for, and with random weights."""
-
-    def measure_table(measured: Subject) -> pd.DataFrame:
-        return experiment(
-            measured.reading,
-            measured.tokens,
-            attention_mask=measured.mask,
-            layers=measured.asked_layers,
-            heads=measured.asked_heads,
-            progress=False,
-        )
-
+    measure_table = partial(measure_subject, experiment)
     return with_baseline(measure_table(subject), measure_table, subject, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import pandas as pd
 from markupsafe import Markup
@@ -16,7 +17,7 @@ from tl_posdisent.page.deciding.words import number
 from tl_posdisent.page.drawing.maps import head_map, with_attention
 from tl_posdisent.page.drawing.markup import ROWS, render, table
 from tl_posdisent.page.measuring.measurement import HEAD, Measurement, Settings, by_head
-from tl_posdisent.page.measuring.random_copies import with_baseline
+from tl_posdisent.page.measuring.random_copies import measure_subject, with_baseline
 from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.utils.validation import head_label
@@ -35,15 +36,7 @@ _FITS = {
 
 def measure_additivity(subject: Subject, *, controls: Collection[ScoreControl] = ()) -> pd.DataFrame:
     """Run ``additivity`` on all texts."""
-    return additivity(
-        subject.reading,
-        subject.tokens,
-        attention_mask=subject.mask,
-        layers=subject.asked_layers,
-        heads=subject.asked_heads,
-        controls=controls,
-        progress=False,
-    )
+    return measure_subject(partial(additivity, controls=controls), subject)
 
 
 def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:

@@ -317,25 +317,31 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
             f"<br>{x:.0%}" if is_known else "" for x, is_known in zip(table["recovered"], known, strict=True)
         ]
     grids = cells.pivot(index="layer", columns="head")
-    codes, n = grids["number"], len(names)
-    colours = [VERDICTS.get(name, GREY) for name in names]
-    heat = go.Heatmap(
+    codes: Any = grids["number"]  # a table
+    heat = category_map(codes, names, [VERDICTS.get(name, GREY) for name in names]).update(
+        text=grids["letter"].fillna("").to_numpy(),
+        texttemplate="%{text}" if codes.size <= WRITTEN else None,
+        customdata=grids["hover"].fillna("").to_numpy(),
+        hovertemplate="layer %{y}, head %{x}: %{customdata}",
+    )
+    counted = ", ".join(f"{(verdicts == name).sum()} {name}" for name in names)
+    figure = add_title(go.Figure(heat), title, "What the predictions need of each head's attention", counted)
+    return _as_map(figure, "head", "layer")
+
+
+def category_map(codes: pd.DataFrame, names: Sequence[str], colours: Sequence[str]) -> go.Heatmap:
+    """Colour a grid of layers and heads by verdict: ``codes`` has the place of each cell's verdict in ``names``."""
+    n = max(1, len(names))
+    return go.Heatmap(
         x=whole(codes.columns),
         y=whole(codes.index),
         z=codes.to_numpy(dtype=float, na_value=float("nan")),
         zmin=-0.5,
         zmax=n - 0.5,
-        colorscale=[((k + part) / n, colour) for k, colour in enumerate(colours) for part in (0, 1)],  # ends at 1.0
-        colorbar={"title": "verdict", "tickvals": list(range(n)), "ticktext": names},
-        text=grids["letter"].fillna("").to_numpy(),
-        texttemplate="%{text}" if codes.size <= WRITTEN else None,
-        customdata=grids["hover"].fillna("").to_numpy(),
-        hovertemplate="layer %{y}, head %{x}: %{customdata}",
+        colorscale=[((k + part) / n, colour) for k, colour in enumerate(colours) for part in (0, 1)] or None,
+        colorbar={"title": "verdict", "tickvals": list(range(len(names))), "ticktext": names},
         name="",
     )
-    counted = ", ".join(f"{(verdicts == name).sum()} {name}" for name in names)
-    figure = add_title(go.Figure(heat), title, "What the predictions need of each head's attention", counted)
-    return _as_map(figure, "head", "layer")
 
 
 def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
