@@ -133,6 +133,25 @@ def test_without_a_pseudo_count_nothing_raises(kind: str, seed: int) -> None:
     assert bool(((fit.explained > 0) | fit.explained.isnan()).all())
 
 
+@pytest.mark.parametrize("features", [None, 0, 3])
+def test_the_optimum_is_found_from_far_away(features: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problem is convex. A whole step of Newton's from coefficients that are wrong by 10 nats leads nowhere."""
+    g = torch.Generator().manual_seed(0)
+    scores = 4 * torch.randn(2, 4, 48, 48, generator=g)
+    scores[..., 0] += 12
+    options = {} if features is None else {"keys": torch.randn(2, 48, 1, features, generator=g), "pool": True}
+    expected, begin = fit_attention(scores, **options), newton._begin
+
+    def far_away(problem: newton.Problem) -> Tensor:
+        start = begin(problem)
+        return start + 10 * torch.randn(start.shape, generator=g, dtype=torch.float64)
+
+    monkeypatch.setattr(newton, "_begin", far_away)
+    fit = fit_attention(scores, **options)
+    assert bool(fit.converged.all())
+    torch.testing.assert_close(fit.kl, expected.kl, rtol=0, atol=1e-8)
+
+
 def two_easy_and_one_hopeless() -> Tensor:
     scores = torch.randn(3, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores[1] = 300 * scores[1]

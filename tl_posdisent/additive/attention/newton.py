@@ -32,6 +32,7 @@ CONVERGED_GAP = 1e-10
 """Nats per query: a divergence this close to its minimum, at three successive steps, counts as solved."""
 _CELLS_AT_ONCE = 2**23  # number of cells that are solved together: 64 MiB for each pattern that is kept
 _LONGEST_SWEEP = 8.0  # most nats by which a sweep changes a coefficient: a larger ratio of marginals is not trusted
+_LONGEST_STEP = 8.0  # most nats by which Newton's step changes a coefficient: further away, its parabola says nothing
 _MAX_STEPS = 60  # Newton steps; 4 to 10 are enough for 512 tokens of smooth to sharp attention
 _MAX_PRODUCTS = 400  # products with the Hessian for one step; a better direction is then cheaper from the next point
 _MAX_HALVINGS = 40  # of a step, which is then below the rounding of the coefficients
@@ -227,14 +228,16 @@ def _line_search(problem: Problem, here: Point, step: Coefficients) -> Coefficie
     """Halve the step of each system until it lowers the objective sufficiently; keep the point if no step does."""
     slope = (here.gradient * step).sum(-1, keepdim=True)
     rounding = 1e-11 * here.value.abs().clamp_min(1)
-    moved, length = here.x.clone(), 1.0
+    longest = problem.expand(step).abs().amax((-2, -1))[:, None]
+    moved, length = here.x.clone(), (_LONGEST_STEP / longest).clamp_max(1)
     left = (slope[:, 0] != 0).nonzero()[:, 0]  # the systems that search
     for _ in range(_MAX_HALVINGS):
         if not len(left):
             break
         part = problem if len(left) == len(moved) else problem.select(left)
-        there = Point.at(part, torch.add(here.x[left], step[left], alpha=length))
-        enough = (there.value <= here.value[left] + _SUFFICIENT_DECREASE * length * slope[left] + rounding[left])[:, 0]
+        there = Point.at(part, here.x[left] + length[left] * step[left])
+        expected = _SUFFICIENT_DECREASE * length[left] * slope[left]
+        enough = (there.value <= here.value[left] + expected + rounding[left])[:, 0]
         moved[left[enough]] = there.x[enough]
         left, length = left[~enough], length / 2
     return moved
