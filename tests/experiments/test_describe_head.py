@@ -15,9 +15,9 @@ from support import zoo
 from support.tolerance import rounding
 from torch import Tensor
 
-from tl_posdisent import demo_tokens, describe_head, dummy_distance, load_demo_model, where_or_what
+from tl_posdisent import demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
 from tl_posdisent.experiments import HeadDescription
-from tl_posdisent.experiments.needs.head_runs import DISTANCES
+from tl_posdisent.experiments.needs.replacements import CONSTANTS
 from tl_posdisent.experiments.needs.sentences import (
     Cost,
     disagreement_sentence,
@@ -106,8 +106,8 @@ def test_costs_are_those_of_plain_passes(wrapper: str, side: str) -> None:
     close = rounding(1.0, 10)
     contribution = mean(mean_output(model, REFERENCE, head))
     assert found.needs["contribution"].item() == pytest.approx(contribution, abs=close)
-    for distance, cost in zip(DISTANCES, found.costs, strict=True):
-        hooks = dummy_distance(model, distance, heads=[(0, head)])
+    for distance, cost in zip(CONSTANTS, found.costs, strict=True):
+        hooks = remap_distance(model, lambda d, x=distance: torch.where(d == 0, 0.0, x), heads=[(0, head)])
         assert cost.distance == distance
         assert cost.kl == pytest.approx(mean(hooks), abs=close)
         assert cost.excess == pytest.approx(mean(hooks) - contribution, abs=close)
@@ -271,7 +271,7 @@ def test_the_table_has_the_numbers(found: HeadDescription) -> None:
     assert len(values) == len(table)
     needs = found.needs.iloc[0]
     assert values["needs", "what"] == (needs["what_unclipped"], needs["what_se"])
-    cost = found.costs[DISTANCES.index(5)]
+    cost = found.costs[CONSTANTS.index(5)]
     assert values["needs", "kl at distance 5"] == (cost.kl, cost.kl_se)
     assert values["looks", "share_key"][0] == found.looks.shares["share_key"]
     assert math.isnan(values["looks", "share_key"][1])
@@ -365,13 +365,13 @@ def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
         return Cost(5.0, kl, error, 0.0, 0.0, kl - ROW["contribution"], error)
 
     assert needs_sentences(ROW, [cost(0.18, 0.02)])[1:] == [
-        "Attention by the distance alone costs 0.016 and every key at distance 5 costs 0.18, each more than the head "
-        "contributes: wrong attention does harm."
+        "Attention by the distance alone costs 0.016 and every other key at distance 5 costs 0.18, each more than the "
+        "head contributes: wrong attention does harm."
     ]
     harmless = ROW | {"where_unclipped": -0.1}
     assert needs_sentences(harmless, [cost(0.012, 0.01), cost(0.002, 0.001)])[1:] == []
     assert needs_sentences(harmless | {"what_unclipped": -1.0})[1:] == [
-        "Every key at distance 5 costs 0.022, more than the head contributes: wrong attention does harm."
+        "Every other key at distance 5 costs 0.022, more than the head contributes: wrong attention does harm."
     ]
     assert needs_sentences(ROW | {"verdict": "not used"}, [cost(0.18, 0.02)])[1:] == []
 

@@ -255,7 +255,7 @@ def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(arguments)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(experiment, "exact_effects", fails)
+    monkeypatch.setattr(experiment, "run_heads", fails)
     with pytest.raises(ZeroDivisionError):
         measured(model, FITTED)
     assert calls

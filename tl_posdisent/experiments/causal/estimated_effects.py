@@ -22,6 +22,9 @@ from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch, own_sums
 from tl_posdisent.utils.validation import shown
 
+InterventionHead = tuple[str, int, int]
+"""The name of an intervention, a layer and a head."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerIntervention:
@@ -68,13 +71,13 @@ class Estimates:
     """Estimates for each head under each intervention, this head changed alone.
 
     Attributes:
-        rows: name of the intervention, layer and head.
+        rows: what each column belongs to.
         first: first-order effects on the metric.
         curvature: estimates of the divergence of the predictions, in nats per prediction; NaN without draws.
         n_predictions: number of predictions of each text.
     """
 
-    rows: list[tuple[str, int, int]]
+    rows: list[InterventionHead]
     first: Float64[Tensor, "text row"]
     curvature: Float64[Tensor, "text row"]
     n_predictions: Float64[Tensor, " text"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention
 from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.experiments.measuring.metrics import as_numbers, is_loss, values_of
 from tl_posdisent.experiments.measuring.result_gradients import predictions
-from tl_posdisent.experiments.measuring.runs import Change, Runs
+from tl_posdisent.experiments.measuring.runs import Change, Run, Runs
 from tl_posdisent.experiments.measuring.token_losses import divergences, losses_and_divergences
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.utils.errors import ArgumentError
@@ -47,30 +47,44 @@ def exact_effects(
     Raises:
         ValueError: outputs under an intervention that cannot be measured.
     """
-    outcomes = [Outcome(x, _nan_by_text(n_texts), _nan_by_text(n_texts)) for x in interventions]
+    outcomes = {x: Outcome(x, _nan_by_text(n_texts), _nan_by_text(n_texts)) for x in interventions}
+    for part, clean_outputs, changed_runs in intervention_runs(model, interventions, parts):
+        texts = part.texts
+        baseline = as_numbers(values_of(part.metric, clean_outputs, texts), len(texts.tokens))
+        clean = [predictions(output, group.tokens) for output, group in zip(clean_outputs, texts.groups, strict=True)]
+        for changed, run in changed_runs:
+            try:
+                values, divergences_by_text = _values_and_divergences(run(), clean, part)
+            except ArgumentError as error:
+                problem = f"must leave outputs that can be measured; {changed.name!r} in layer {changed.layer}: {error}"
+                raise ArgumentError("interventions", problem) from error
+            outcomes[changed].effects[part.places] = values - baseline
+            outcomes[changed].divergences[part.places] = divergences_by_text
+            bar.update(len(part.places))
+    return list(outcomes.values())
+
+
+def intervention_runs(
+    model: Any, interventions: Sequence[LayerIntervention], parts: Sequence[Part]
+) -> Iterator[tuple[Part, list[Any], Iterator[tuple[LayerIntervention, Run]]]]:
+    """Yield each part, what the model returns for it unmodified, and its run under each intervention."""
     layers = sorted({x.layer for x in interventions})
     for part in parts if layers else []:
-        texts = part.texts
-        runs = Runs(model, texts, layers)
-        baseline = as_numbers(values_of(part.metric, runs.clean, texts), len(texts.tokens))
-        clean = [predictions(output, group.tokens) for output, group in zip(runs.clean, texts.groups, strict=True)]
-        shortcuts = runs.shortcuts
-        for layer in layers:
-            in_layer = [x for x in outcomes if x.changed.layer == layer]
-            changes = [Change(x.changed.name, x.changed.heads, partial(_hooks_on, x.changed)) for x in in_layer]
-            layer_runs = runs.changed(layer, changes, shortcuts)
-            for outcome, (run, known) in zip(in_layer, layer_runs, strict=True):
-                try:
-                    values, divergences_by_text = _values_and_divergences(run(), clean, part)
-                except ArgumentError as error:
-                    place = f"{outcome.changed.name!r} in layer {layer}"
-                    problem = f"must leave outputs that can be measured; {place}: {error}"
-                    raise ArgumentError("interventions", problem) from error
-                outcome.effects[part.places] = values - baseline
-                outcome.divergences[part.places] = divergences_by_text
-                shortcuts = known  # for the next layer
-                bar.update(len(part.places))
-    return outcomes
+        runs = Runs(model, part.texts, layers)
+        yield part, runs.clean, _changed_runs(runs, interventions)
+
+
+def _changed_runs(runs: Runs, interventions: Sequence[LayerIntervention]) -> Iterator[tuple[LayerIntervention, Run]]:
+    """Yield the run of each intervention, layer after layer."""
+    shortcuts = runs.shortcuts
+    if len({x.name for x in interventions}) == len(interventions):  # each would be compared with its full pass
+        shortcuts = tuple(replace(shortcut, valid=False) for shortcut in shortcuts)
+    for layer in sorted({x.layer for x in interventions}):
+        in_layer = [x for x in interventions if x.layer == layer]
+        changes = [Change(x.name, x.heads, partial(_hooks_on, x)) for x in in_layer]
+        for intervention, (run, known) in zip(in_layer, runs.changed(layer, changes, shortcuts), strict=True):
+            yield intervention, run
+            shortcuts = known  # for the next layer
 
 
 def _nan_by_text(n_texts: int) -> Float64[Tensor, " text"]:

@@ -26,7 +26,12 @@ from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
+from tl_posdisent.experiments.causal.estimated_effects import (
+    InterventionHead,
+    LayerIntervention,
+    estimated_effects,
+    separate_layers,
+)
 from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, differentiable_texts, parts_of
 from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
@@ -40,8 +45,6 @@ from tl_posdisent.utils.statistics import weighted_means
 from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed
 from tl_posdisent.utils.words import plural
 
-InterventionHead = tuple[str, int, int]
-"""The name of an intervention, a layer and a head: what a row is about."""
 _ROW_KEYS = ["intervention", "layer", "head"]
 
 

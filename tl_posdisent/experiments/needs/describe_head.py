@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.experiments.needs.head_description import HeadDescription
 from tl_posdisent.experiments.needs.head_example import measure_example
 from tl_posdisent.experiments.needs.head_looks import measure_looks
-from tl_posdisent.experiments.needs.head_runs import DISTANCES, run_replacements
+from tl_posdisent.experiments.needs.head_runs import measure_head
 from tl_posdisent.experiments.needs.replacements import folds
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Chosen, any_heads
@@ -41,7 +41,7 @@ def describe_head(
 
     * *Needs*: the shares of its contribution that survive with distances alone and with content alone, as in
       ``where_or_what``, here by runs: ``where = 1 - K_distance / K_mean``, ``what = 1 - K_content / K_mean``. Also the
-      raw costs of every key at one distance. Where these exceed the contribution, wrong attention does harm.
+      raw costs of every other key at one distance. Where these exceed the contribution, wrong attention does harm.
     * *Looks*: the variance of its scores by component, beside random weights (``additivity``, ``random_control``), its
       usual label (``head_labels``), and its attention by distance. A variance weighs all pairs of tokens, a
       contribution those that matter to predictions; where the two disagree, a sentence says so.
@@ -49,7 +49,7 @@ def describe_head(
       parts of their scores: ``g(q, k)``, averaged over distances, and ``f(q, d)``, of the mean key. Then the largest
       sources of the difference (``score_sources``), and what the head adds directly to the logits.
 
-    The cost in forward passes of the texts is 12 for *needs*, and for the others a few and a fixed number of tokens
+    The cost in forward passes of the texts is 9 for *needs*, and for the others a few and a fixed number of tokens
     (``passes`` is the sum).
 
     Args:
@@ -89,9 +89,9 @@ def describe_head(
     check_reach(reading, [spec.layer])
     with running(model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(model, tokens, heldout, chosen)
-        total = len(texts.tokens) * (1 + len(of_folds[0].replacements) + len(DISTANCES))
+        total = len(texts.tokens) * len(of_folds[0].replacements)
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
-            runs = run_replacements(model, of_folds, chosen, bar)
+            runs = measure_head(model, of_folds, chosen, bar)
         place = runs.largest() if query is None else query
         example = measure_example(model, spec, number, texts, place, key)
         example = replace(example, contribution=runs.contribution_at(example.text, example.query))

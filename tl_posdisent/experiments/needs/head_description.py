@@ -27,8 +27,8 @@ class HeadDescription(HasTable):
     Attributes:
         layer, head: the head.
         needs: its row of the table of ``where_or_what``, a table of one row, measured by runs.
-        costs: what it costs to put every key at one distance, for several distances: KL(unmodified ‖ changed) and the
-            change of the loss, in nats per predicted token, with standard errors over texts.
+        costs: what it costs to put every key but the query's own at one distance, for several distances: KL(unmodified
+            ‖ changed) and the change of the loss, in nats per predicted token, with standard errors over texts.
         looks: what its scores and its attention look like, beside random weights.
         example: why it looks at a key, at one query.
         passes: the cost in forward passes of all measured texts, without those of random copies.
@@ -138,6 +138,6 @@ class HeadDescription(HasTable):
 def _costs_in_words(costs: tuple[Cost, ...]) -> str:
     distances = ", ".join(f"{cost.distance:g}" for cost in costs)
     return (
-        f"Every key at distance {distances}: KL {', '.join(nats(cost.kl) for cost in costs)}; added loss "
+        f"Every other key at distance {distances}: KL {', '.join(nats(cost.kl) for cost in costs)}; added loss "
         f"{', '.join(nats(cost.loss, sign='+') for cost in costs)} nats per predicted token."
     )

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.estimated_effects import InterventionHead, LayerIntervention, separate_layers
+from tl_posdisent.experiments.causal.exact_effects import intervention_runs
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.measuring.runs import run_under
-from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, losses_and_divergences
+from tl_posdisent.experiments.measuring.token_losses import ByToken, Unmodified
 from tl_posdisent.experiments.needs.replacements import CONSTANTS, DISTANCE, MEAN, UNIFORM, Fold, content_alone
 from tl_posdisent.experiments.needs.sentences import Cost
 from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, shares, verdicts
-from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
-from tl_posdisent.hooks.positions import dummy_distance
+from tl_posdisent.hooks.hook_list import Chosen
 from tl_posdisent.utils.statistics import weighted_means
-
-DISTANCES: Final = (0, 1, 5, 32)
-"""Distances at which every key is put, in positions, to measure the harm of wrong attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +55,12 @@ class HeadRuns:
         return row
 
     def costs(self) -> tuple[Cost, ...]:
-        """Return what it costs to put every key at each of ``DISTANCES``."""
+        """Return what it costs to put every other key at each of ``CONSTANTS``."""
         kl, losses = _means(self.divergences), _means(self.losses)
         contribution = kl[self.names.index(MEAN)]
         costs = []
-        for distance in DISTANCES:
-            n = self.names.index(_every_key_at(distance))
+        for distance in CONSTANTS:
+            n = self.names.index(content_alone(distance))
             measured = torch.stack([kl[n], losses[n], kl[n] - contribution], 1)
             means, errors = weighted_means(measured, self.n_predictions)
             (own, loss, excess), (own_se, loss_se, excess_se) = means.tolist(), errors.tolist()
@@ -83,47 +80,51 @@ class HeadRuns:
         return divergences[position].item() if position < len(divergences) else None
 
 
-def _every_key_at(distance: float) -> str:
-    return f"every key at distance {distance:g}"
-
-
 def _means(by_text: Sequence[Float64[Tensor, "replacement predicted"]]) -> Float64[Tensor, "replacement text"]:
     return torch.stack([x.mean(1) for x in by_text], 1)
 
 
+def measure_head(model: Any, of_folds: Sequence[Fold], chosen: Chosen, bar: Any) -> HeadRuns:
+    """Run all texts under each replacement of one chosen head."""
+    changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
+    costs = run_heads(model, of_folds, changes, bar)
+    by_text = [*zip(*costs.values(), strict=True)]
+    return HeadRuns(
+        tuple(name for name, _, _ in costs),
+        [torch.stack([x.divergences for x in text]) for text in by_text],
+        [torch.stack([x.losses for x in text]) for text in by_text],
+    )
+
+
 @torch.no_grad()
-def run_replacements(model: Any, of_folds: Sequence[Fold], chosen: Chosen, bar: Any) -> HeadRuns:
-    """Run all texts unmodified, and under each replacement of a head; a full pass each.
+def run_heads(
+    model: Any, of_folds: Sequence[Fold], changes: Sequence[Sequence[LayerIntervention]], bar: Any
+) -> dict[InterventionHead, list[ByToken]]:
+    """Run all texts under replacements of heads, one head at a time.
 
     Args:
-        of_folds: the measured texts, with the replacements of the head.
-        chosen: the head.
+        of_folds: the measured texts.
+        changes: for each fold, replacements of single heads, fitted to the other texts.
         bar: a progress bar, which counts runs of a text.
+
+    Returns:
+        For the name of each replacement, its layer and head: the changes of the losses and the divergences of each
+        text.
 
     Raises:
         ValueError: a model that returns no logits of next tokens.
     """
-    constants: dict[str, Hooks] = {
-        _every_key_at(d): dummy_distance(model, d, heads=pairs_of(chosen)) for d in DISTANCES
-    }
-    names = tuple(of_folds[0].replacements | constants)
-    by_row: dict[int, tuple[Tensor, Tensor]] = {}
-    for fold in of_folds:
-        hooks = (fold.replacements | constants).values()
-        for part in parts_of(fold.texts, next_token_loss, tokens=RUN_TOKENS):
-            (group,) = part.texts.groups
-            tokens = group.tokens
-            output = run_under(model, tokens, [])
-            clean = as_log_probabilities(output)
-            unmodified, _ = losses_and_divergences(output, tokens, clean)
-            bar.update(len(tokens))
-            divergences, losses = list[Tensor](), list[Tensor]()
-            for replacement in hooks:
-                replaced, kl = losses_and_divergences(run_under(model, tokens, replacement), tokens, clean)
-                divergences.append(kl.double().cpu())
-                losses.append((replaced - unmodified).double().cpu())
-                bar.update(len(tokens))
-            for n, place in enumerate(part.places.tolist()):
-                by_row[fold.rows[place]] = torch.stack(divergences)[:, n], torch.stack(losses)[:, n]
-    ordered = [by_row[row] for row in sorted(by_row)]
-    return HeadRuns(names, [kl for kl, _ in ordered], [losses for _, losses in ordered])
+    costs: dict[InterventionHead, dict[int, ByToken]] = {}
+    for fold, of_fold in zip(of_folds, changes, strict=True):
+        parts = parts_of(fold.texts, next_token_loss, tokens=RUN_TOKENS)
+        for part, clean, changed_runs in intervention_runs(model, of_fold, parts):
+            unmodified, rows = Unmodified.of(clean, part.texts), [fold.rows[place] for place in part.places.tolist()]
+            for changed, run in changed_runs:
+                found, (head,) = unmodified.compare(run()), changed.heads
+                losses, divergences = (
+                    x.cpu().chunk(len(rows)) for x in (found.losses - unmodified.losses, found.divergences)
+                )
+                by_row = costs.setdefault((changed.name, changed.layer, head), {})
+                by_row.update(zip(rows, map(ByToken, losses, divergences), strict=True))
+                bar.update(len(rows))
+    return {replaced: [by_row[row] for row in sorted(by_row)] for replaced, by_row in costs.items()}

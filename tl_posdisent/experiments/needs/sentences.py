@@ -36,7 +36,7 @@ _PROFILE_SHOWN: Final = (0, 1, 5, 32)
 
 @dataclass(frozen=True)
 class Cost:
-    """What it costs to put every key at one distance.
+    """What it costs to put every key but the query's own at one distance.
 
     Attributes:
         distance: in positions.
@@ -59,7 +59,7 @@ def needs_sentences(row: Row, costs: Sequence[Cost] | None = None) -> list[str]:
 
     Args:
         row: of the table of ``where_or_what``. Where ``exact`` is False, the numbers are called estimated.
-        costs: raw costs with every key at one distance; None to tell harm from the shares alone.
+        costs: raw costs with every other key at one distance; None to tell harm from the shares alone.
 
     >>> row = {"layer": 8, "head": 1, "where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.88, "what_se": 0.05,
     ...        "contribution": 0.011, "contribution_se": 0.002, "distance": 1, "exact": True, "verdict": "what"}
@@ -176,10 +176,12 @@ def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
     if row["where_unclipped"] + _ERRORS * row["where_se"] < 0:
         found.append(("attention by the distance alone", (1 - row["where_unclipped"]) * row["contribution"]))
     if costs is None and row["what_unclipped"] + _ERRORS * row["what_se"] < 0:
-        found.append((f"every key at distance {row['distance']:g}", (1 - row["what_unclipped"]) * row["contribution"]))
+        found.append(
+            (f"every other key at distance {row['distance']:g}", (1 - row["what_unclipped"]) * row["contribution"])
+        )
     worst = max(costs or (), key=lambda cost: cost.kl, default=None)
     if worst is not None and worst.excess > _ERRORS * worst.excess_se:
-        found.append((f"every key at distance {worst.distance:g}", worst.kl))
+        found.append((f"every other key at distance {worst.distance:g}", worst.kl))
     if not found:
         return []
     estimated = "" if row["exact"] else "an estimated "

@@ -13,9 +13,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
-from tl_posdisent.experiments.causal.exact_effects import exact_effects
-from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
+from tl_posdisent.experiments.causal.text_parts import parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
+from tl_posdisent.experiments.needs.head_runs import run_heads
 from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold, folds
 from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, Verdict, shares, verdicts
 from tl_posdisent.hooks.ablate import check_reach
@@ -207,18 +207,18 @@ def _with_runs(
 ) -> Float64[Tensor, "replacement text head"]:
     """Return the divergences with those of some heads measured, by one run of each replacement of each head alone."""
     divergences, names = estimated.clone(), list(of_folds[0].replacements)
+    to_run_alone = [
+        [
+            replace(x, heads=(head,))
+            for x in interventions
+            for head in x.heads
+            if places.index((x.layer, head)) in to_run
+        ]
+        for interventions in changes
+    ]
     total = len(to_run) * len(names) * divergences.shape[1]
     with tqdm(total=total, desc="runs", disable=not progress or not to_run) as bar:
-        for fold, interventions in zip(of_folds, changes, strict=True):
-            heads = [
-                replace(x, heads=(head,))
-                for x in interventions
-                for head in x.heads
-                if places.index((x.layer, head)) in to_run
-            ]
-            parts = parts_of(fold.texts, next_token_loss, tokens=RUN_TOKENS)
-            for outcome in exact_effects(model, heads, parts, len(fold.texts.tokens), bar):
-                ((head,), layer) = outcome.changed.heads, outcome.changed.layer
-                row = names.index(outcome.changed.name)
-                divergences[row, fold.rows, places.index((layer, head))] = outcome.divergences
+        for (name, *place), by_text in run_heads(model, of_folds, to_run_alone, bar).items():
+            means = torch.stack([x.divergences.mean() for x in by_text])
+            divergences[names.index(name), :, places.index(tuple(place))] = means
     return divergences
