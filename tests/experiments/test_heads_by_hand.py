@@ -175,6 +175,24 @@ def test_where_distance_tells_content_either_replaces_the_pattern(wrapper: str) 
     assert (by_head["what"], by_head["neither"]) == ("either", "neither")
 
 
+@IN_BOTH_CLASSES
+def test_a_duplicate_head_needs_its_own_token_apart(wrapper: str) -> None:
+    """With every key at one distance, a token gets as much attention as its other copy: half of the signs are wrong."""
+    model = {"bridge": zoo.as_bridge, "hooked": zoo.as_hooked}[wrapper](by_hand.with_duplicate_head())
+    reference, texts = (by_hand.draw_read_twice(16, seed) for seed in (1, 2))
+    sign = by_hand.attributes(texts)[3].double()
+    copies = texts[:, :, None] // 2 == texts[:, None] // 2
+    first = copies.int().argmax(-1)  # of each token, itself in the first half
+    v, confused = sign.gather(1, first), (sign + sign.gather(1, first)) / 2
+    exact = exact_divergences(model, "what", texts, reference)
+    close = 4 * exp(-by_hand.PER_POSITION * cos(0.32)) + rounding(1.0)
+    one_distance = float(divergence(v, confused)[:, :-1].mean())
+    assert one_distance > exact["mean"] / 5
+    assert exact["one distance"] == pytest.approx(one_distance, abs=close)
+    assert exact["content"] == pytest.approx(0, abs=close)
+    assert verdicts(model, reference, texts, exact="all")[by_hand.HEADS.index("what")] == "what"
+
+
 # --- where_or_what ----------------------------------------------------------------------------------------------
 
 

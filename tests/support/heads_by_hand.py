@@ -98,6 +98,39 @@ def model() -> transformers.LlamaForCausalLM:
     return llama
 
 
+def with_duplicate_head() -> transformers.LlamaForCausalLM:
+    """Build the model with another head in the place of *what*: it attends to the other copy of a token.
+
+    Copies are tokens that agree in all attributes but the sign, which the head reads. What it looks for is what it
+    looks from, so content cannot tell an earlier copy from the token itself; that farther keys are preferred does.
+    """
+    llama, head = model(), HEADS.index("what")
+    attention = llama.model.layers[0].self_attn
+    with torch.no_grad():
+        q, k, v = (
+            x.weight.view(len(HEADS), D_HEAD, D_MODEL)[head].zero_()
+            for x in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        for kind in range(KINDS):
+            q[STILL + kind, KIND + kind] = NEXT_KIND
+            k[STILL + kind, KIND + kind] = 1
+        for plane, attribute in ((STILL - 1, LABEL), (STILL - 1 + PLANES, TOPIC)):
+            q[plane, attribute], k[plane, attribute] = NEXT_KIND / 2, 1
+        slope = PER_POSITION / FREQUENCIES[2].item()
+        _add_wave(q, k, 2, slope, peak=32 + torch.pi / 2 / FREQUENCIES[2].item())
+        q *= D_HEAD**0.5
+        v[0, SIGN] = 1
+    return llama
+
+
+def draw_read_twice(n_texts: int, seed: int = 0) -> Int[Tensor, "text pos"]:
+    """Draw texts of 32 tokens: one with each topic, kind and label, in some order, then the same in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    n = VOCAB // 2
+    halves = [torch.rand(n_texts, n, generator=generator).argsort(-1) for _ in range(2)]
+    return 2 * torch.cat(halves, 1) + torch.randint(2, (n_texts, 2 * n), generator=generator)
+
+
 def _add_wave(q: Tensor, k: Tensor, plane: int, amplitude: float, peak: float) -> None:
     """Add ``amplitude · cos(θ (distance − peak))`` to the scores of a head, whatever the tokens are."""
     angle = FREQUENCIES[plane] * torch.tensor(peak, dtype=torch.float64)
