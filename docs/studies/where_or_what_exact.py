@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,40 +22,55 @@ from tl_posdisent.hooks.hook_list import any_heads, pairs_of
 from tl_posdisent.models.running.forward_pass import running
 
 DRAWS = (4, 16)
+LENGTHS = (96, 256, 1024)
 
 
-def table(model: Any, texts: int = 8, length: int = 96, heads: int = 40) -> pd.DataFrame:
-    """One row per kind of texts, way of summing curvature and number of draws: estimates of heads at equal steps of
-    contribution against runs of these heads."""
-    small = model.cfg.d_vocab < 10_000
-    plain = demo_texts(texts, length) if small else parts(model, "speeches", texts, length)
+def table(model: Any, heads: int = 40) -> pd.DataFrame:
+    """One row per kind and length of texts, way of summing curvature and number of draws: estimates of heads at equal
+    steps of contribution against runs of these heads. Eight texts of 96 tokens, or 256 with half of the heads, or four
+    of 1024 with a fifth; the demo model, and one of more than 100 000 tokens with six texts and half of the heads, at 96
+    tokens."""
     rows = []
-    for name, tokens in {"texts": plain, "passages read twice": repeated(plain)}.items():
-        by_kind, exact, n_predictions, layers = measured(model, tokens, heads)
+    for name, tokens, number, draws in cases(model, heads):
+        by_kind, exact, n_predictions, layers = measured(model, tokens, number, max(draws))
         rows += [
-            {"texts": name, "number": texts, "length": tokens.shape[1], "curvature": kind, "draws": draws}
-            | compared(x[..., :draws].mean(-1), exact, n_predictions, layers)
+            {"texts": name, "number": len(tokens), "length": tokens.shape[1], "curvature": kind, "draws": n}
+            | compared(x[..., :n].mean(-1), exact, n_predictions, layers)
             for kind, x in by_kind.items()
-            for draws in DRAWS
+            for n in draws
         ]
         print(pd.DataFrame(rows).round(3).to_string(), flush=True)
     return pd.DataFrame(rows)
 
 
-def measured(model: Any, tokens: Tensor, heads: int) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+def cases(model: Any, heads: int) -> Iterator[tuple[str, Tensor, int, tuple[int, ...]]]:
+    """The name of the texts, the texts, how many heads to run, and numbers of draws."""
+    if model.cfg.d_vocab < 10_000:
+        texts = demo_texts(8, LENGTHS[0])
+        yield "texts", texts, heads, DRAWS
+        yield "passages read twice", repeated(texts), heads, DRAWS
+    elif model.cfg.d_vocab > 100_000:
+        yield "speeches", parts(model, "speeches", 6, LENGTHS[0]), heads // 2, DRAWS
+    else:
+        for length, n, share in zip(LENGTHS, (8, 8, 4), (1, 2, 5), strict=True):
+            draws = DRAWS if length == LENGTHS[0] else DRAWS[:1]
+            yield "speeches", parts(model, "speeches", n, length), heads // share, draws
+
+
+def measured(model: Any, tokens: Tensor, heads: int, draws: int) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
     """Estimates ``[replacement, text, head, draw]`` by kind, divergences of runs ``[replacement, text, head]``, the
     number of predictions of each text, and the layer of each head that was run."""
     chosen = any_heads(model, None, None)
     _, of_folds = folds(model, tokens, None, chosen)
     names, places = list(of_folds[0].replacements), pairs_of(chosen)
     changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
-    shape = (len(names), len(tokens), len(places), max(DRAWS))
+    shape = (len(names), len(tokens), len(places), draws)
     found = {kind: torch.zeros(shape, dtype=torch.float64) for kind in ("by position", "by text")}
     n_predictions = torch.zeros(len(tokens), dtype=torch.float64)
     with running(model), tqdm(disable=True) as bar:
         for fold, of_fold in zip(of_folds, changes, strict=True):
             part = parts_of(fold.texts, next_token_loss)
-            for x in changes_of_results(model, of_fold, part, draws=max(DRAWS), seed=0, bar=bar):
+            for x in changes_of_results(model, of_fold, part, draws=draws, seed=0, bar=bar):
                 products = torch.einsum("gtphd,tphd->gtph", x.gradients[1:], x.change)
                 rows = torch.tensor([fold.rows[text] for text in x.texts.tolist()])
                 n_predictions[rows] = float(x.n_predictions)
