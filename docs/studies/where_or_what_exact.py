@@ -28,7 +28,7 @@ LENGTHS = (96, 256, 1024)
 def table(model: Any, heads: int = 40) -> pd.DataFrame:
     """One row per kind and length of texts, way of summing curvature and number of draws: estimates of heads at equal
     steps of contribution against runs of these heads. Eight texts of 96 tokens, or 256 with half of the heads, or four
-    of 1024 with a fifth; the demo model, and one of more than 100 000 tokens with six texts and half of the heads, at 96
+    of 1024 with a fifth; the demo model, and one of over 100 000 tokens with six texts and half of the heads, at 96
     tokens."""
     rows = []
     for name, tokens, number, draws in cases(model, heads):
