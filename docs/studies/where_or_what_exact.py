@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,19 @@ from tl_posdisent.hooks.hook_list import any_heads, pairs_of
 from tl_posdisent.models.running.forward_pass import running
 
 DRAWS = (4, 16)
-LENGTHS = (96, 256, 1024)
+SIZES = ((8, 96, 40), (8, 256, 20), (4, 1024, 8))
+"""Numbers of texts, their length, and the number of heads that are run."""
+GEMMA = {"sizes": ((6, 96, 20),)}
 
 
-def table(model: Any, heads: int = 40) -> pd.DataFrame:
-    """One row per kind and length of texts, way of summing curvature and number of draws: estimates of heads at equal
-    steps of contribution against runs of these heads. Eight texts of 96 tokens, or 256 with half of the heads, or four
-    of 1024 with a fifth; the demo model, and one of over 100 000 tokens with six texts and half of the heads, at 96
-    tokens."""
+def table(model: Any, sizes: Sequence[tuple[int, int, int]] = SIZES) -> pd.DataFrame:
+    """One row per kind and length of texts, way of summing curvature and number of draws (four in longer texts):
+    estimates of heads at equal steps of contribution against runs of these heads. For the demo model, the first size
+    and the same texts with passages that are read twice."""
     rows = []
-    for name, tokens, number, draws in cases(model, heads):
-        by_kind, exact, n_predictions, layers = measured(model, tokens, number, max(draws))
+    for name, tokens, heads in cases(model, sizes):
+        draws = DRAWS if tokens.shape[1] <= sizes[0][1] else DRAWS[:1]
+        by_kind, exact, n_predictions, layers = measured(model, tokens, heads, max(draws))
         rows += [
             {"texts": name, "number": len(tokens), "length": tokens.shape[1], "curvature": kind, "draws": n}
             | compared(x[..., :n].mean(-1), exact, n_predictions, layers)
@@ -43,18 +45,15 @@ def table(model: Any, heads: int = 40) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def cases(model: Any, heads: int) -> Iterator[tuple[str, Tensor, int, tuple[int, ...]]]:
-    """The name of the texts, the texts, how many heads to run, and numbers of draws."""
-    if model.cfg.d_vocab < 10_000:
-        texts = demo_texts(8, LENGTHS[0])
-        yield "texts", texts, heads, DRAWS
-        yield "passages read twice", repeated(texts), heads, DRAWS
-    elif model.cfg.d_vocab > 100_000:
-        yield "speeches", parts(model, "speeches", 6, LENGTHS[0]), heads // 2, DRAWS
+def cases(model: Any, sizes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, Tensor, int]]:
+    """The name of the texts, the texts, and how many heads to run."""
+    if model.cfg.d_vocab > 10_000:
+        for n, length, heads in sizes:
+            yield "speeches", parts(model, "speeches", n, length), heads
     else:
-        for length, n, share in zip(LENGTHS, (8, 8, 4), (1, 2, 5), strict=True):
-            draws = DRAWS if length == LENGTHS[0] else DRAWS[:1]
-            yield "speeches", parts(model, "speeches", n, length), heads // share, draws
+        n, length, heads = sizes[0]
+        texts = demo_texts(n, length)
+        yield from (("texts", texts, heads), ("passages read twice", repeated(texts), heads))
 
 
 def measured(model: Any, tokens: Tensor, heads: int, draws: int) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
