@@ -13,7 +13,7 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, remap_distance, where_or_what
+from tl_posdisent import ablate_heads, demo_tokens, load_demo_model, remap_distance, where_or_what
 from tl_posdisent.experiments.needs import where_or_what as experiment
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
@@ -289,6 +289,12 @@ def test_refusals_say_what_is_needed(case: str, shared_model: Any) -> None:
     arguments, options, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         measured(shared_model("bridge", "llama-gqa"), *arguments, **options)
+
+
+def test_texts_beyond_the_context_are_refused_by_their_name() -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=1026).view(2, 513)
+    with pytest.raises(ValueError, match=r"^tokens are 513 long, and the model fails beyond its context of 512"):
+        where_or_what(model, tokens, layers=0, progress=False)
 
 
 @pytest.mark.usefixtures("unchecked")

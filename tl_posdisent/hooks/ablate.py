@@ -150,6 +150,8 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
                 with running(model) as p:
                     p.run(group.tokens, listeners, stop=max(layers) + 1)
         except ValueError as error:
+            if isinstance(reference, Texts):  # of a caller that has its own name for them
+                raise
             raise ValueError(f"reference: {error}") from error
 
     return partial(_replaced, mode=mode, means=means, seed=seed)
