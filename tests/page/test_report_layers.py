@@ -120,6 +120,8 @@ def test_maps_have_all_layers_and_heads_and_mark_those_without_a_value() -> None
         }
         after = complete(drawn, subject)
         heat, crosses = after.data
+        ends = [(axis.autorange, axis.range) for axis in (after.layout.xaxis, after.layout.yaxis)]
+        assert ends == [(False, (-0.5, 7.5)), (False, (4.5, -0.5))]  # the edges of cells, not beyond the crosses
         assert [*heat.x] == [str(n) for n in range(8)]
         assert [*heat.y] == [str(n) for n in range(5)]
         missing = set(zip(crosses.y, crosses.x, strict=True))

@@ -81,6 +81,14 @@ def test_lines_and_bars_are_told_apart(vision: str) -> None:
 
 
 @pytest.mark.parametrize("vision", VISION)
+def test_verdicts_are_told_apart(vision: str) -> None:
+    """Undecided and unused heads have a mark of their own, but *neither* is not grey to anybody either."""
+    named = [colour for name, colour in palette.NEEDS.items() if name not in ("undecided", "not used")]
+    pairs = [*itertools.combinations(named, 2), (palette.NEEDS["neither"], palette.NEEDS["undecided"])]
+    assert min(apart(a, b, vision) for a, b in pairs) > 27
+
+
+@pytest.mark.parametrize("vision", VISION)
 def test_scales_have_an_order_that_everybody_sees(vision: str) -> None:
     light = [seen(colour, vision)[0] for _, colour in palette.SEQUENTIAL]
     assert min(-np.diff(light)) > 3  # from light to dark

@@ -525,6 +525,72 @@ def test_the_plane_has_each_head_at_its_shares() -> None:
     )
 
 
+def drawn_at(figure: go.Figure, width: float, height: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The rectangles of labels and of markers, if the area inside the axes has this size: left, top, right, bottom."""
+    labels, markers = {}, {}
+    (left, right), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
+    for trace in figure.data:
+        columns = (trace.x, trace.y, trace.marker.size, trace.text, trace.textposition, trace.customdata)
+        for x, y, size, text, side, (name, _) in zip(*columns, strict=True):
+            at = np.array([width * (x - left) / (right - left), height * (high - y) / (high - low)])
+            markers[name] = np.concatenate([at - size / 2, at + size / 2])
+            if text:
+                move = {"top": (0, -1), "bottom": (0, 1), "middle right": (1, 0), "middle left": (-1, 0)}
+                (direction,) = [np.array(x) for word, x in move.items() if side.startswith(word)]
+                half = np.array([7 * len(text), 12]) / 2
+                middle = at + direction * (half + size / 1.6 + 1)  # as plotly places text
+                labels[name] = np.concatenate([middle - half, middle + half])
+    return labels, markers
+
+
+def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool((one[2:] <= other[:2]).any() or (other[2:] <= one[:2]).any())
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, [(240, 280), (240, 450), (500, 310), (760, 450), (1000, 280)]),
+        ({"width": 340, "height": 300}, [(140, 140)]),
+    ],
+    ids=["free", "small"],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_labels_of_the_plane_lie_over_nothing(options: Any, sizes: list[tuple[int, int]], seed: int) -> None:
+    """No other label, no large marker of another head, nor the edge of the axes; some are there."""
+    chance = np.random.default_rng(seed)
+    table = by_head(4, 6).assign(verdict="both", where=chance.beta(0.5, 0.5, 24), what=chance.beta(0.5, 0.5, 24))
+    figure = plot_where_or_what(table.assign(contribution=chance.exponential(size=24)), **options)
+    for width, height in sizes:
+        labels, markers = drawn_at(figure, width, height)
+        assert len(labels) >= 3
+        for name, box in labels.items():
+            assert box.min() >= 0
+            assert (box[2:] <= (width, height)).all()
+            others = [other for other, marker in markers.items() if other != name and marker[2] - marker[0] >= 16]
+            assert [other for other in others if not are_apart(box, markers[other])] == []
+            assert [other for other in labels if other != name and not are_apart(box, labels[other])] == []
+
+
+def test_a_plane_of_one_head_names_it_and_has_its_errors() -> None:
+    """An error bar is that of the share without clipping, as far as it is drawn."""
+    one = PLANE.query("layer == 0 and head == 0").assign(where_unclipped=0.9, where_se=0.2, what_se=0.25)
+    figure = plot_where_or_what(one.assign(what_unclipped=-0.1, what=0.0))
+    assert figure.layout.title.text == "What L0H0 needs"
+    (trace,) = figure.data
+    ends = [(bar.array[0], bar.arrayminus[0]) for bar in (trace.error_x, trace.error_y)]
+    assert ends == [pytest.approx((0.1, 0.2)), pytest.approx((0.15, 0.0))]
+    two = plot_where_or_what(PLANE.head(2).assign(where_se=0.2, what_se=0.25))
+    assert [trace.error_x.array for trace in two.data] == [None, None]
+    without = plot_where_or_what(PLANE.query("layer == 0 and head == 0"))
+    assert without.data[0].error_x.array is None
+
+
+def test_a_head_is_in_a_plane_once() -> None:
+    with pytest.raises(ValueError, match="one row for each layer and head, got several for L0H0: select the rows of"):
+        plot_where_or_what(pd.concat([PLANE, PLANE.query("layer == 0")]))
+
+
 def test_error_bars_are_those_of_the_table() -> None:
     errors = HEADS.assign(effect_se=HEADS["r"] / 100)
     (bars,) = plot_deposit(errors, better="lower").data

@@ -15,6 +15,7 @@ import numpy as np
 BLACK, WHITE = "#000000", "#ffffff"
 BLUE, ORANGE, GREEN, RUST = "#0342a7", "#d97d00", "#01a46c", "#9e4a00"
 PINK, SKY, PLUM, GREY = "#d15eb4", "#1a8efa", "#684761", "#858585"
+BROWN = "#5c3a00"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RUST, PLUM, GREY)
 """At least 3:1 against white. Grey is for what is not in focus."""
 HUES = COLOURS[:-1]
@@ -52,11 +53,11 @@ NEEDS = {
     "what": ORANGE,
     "both": PINK,
     "either": GREEN,
-    "neither": SKY,
+    "neither": BROWN,
     "undecided": GREY,
     "not used": "#dcdcdc",
 }
-"""The colour of each verdict of ``where_or_what``."""
+"""The colour of each verdict of ``where_or_what``; figures mark undecided heads and those not used by a shape as well."""
 
 
 def component_colour(name: str) -> str:

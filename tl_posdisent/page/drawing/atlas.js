@@ -29,7 +29,7 @@ function points(chosen, x, y) {
 function drawAtlas() {
   const chosen = colours[colour.value], isMap = across.value === "map", { layout } = shownFirst;
   const [x, y] = [axes[across.value], axes[up.value]];
-  const titled = ({ title }) => ({ title: { text: title }, ticks: "outside", zeroline: false });
+  const titled = ({ title }) => ({ title: { text: title }, ticks: "outside", zeroline: false, automargin: true });
   up.disabled = isMap;
   atlas.style.height = isMap ? mapHeight : "420px";
   const [coloured, grey] = isMap ? [[], []] : kept(chosen, x.values, y.values);
@@ -43,7 +43,15 @@ function drawAtlas() {
   const free = { ...layout, plot_bgcolor: "#fff", xaxis: x && titled(x), yaxis: titled(y), hovermode: "closest" };
   return isMap ? Plotly.react(atlas, map(), layout) : Plotly.react(atlas, points(chosen, x.values, y.values), free);
 }
-for (const menu of [colour, across, up]) menu.addEventListener("change", drawAtlas);
+colour.addEventListener("change", drawAtlas);
+// The axes show two measures: choosing that of the other axis exchanges them, or gives that axis the first other one.
+let before = [across.value, up.value];
+for (const [n, menu] of [across, up].entries()) menu.addEventListener("change", () => {
+  const other = [up, across][n], free = [before[n], ...Object.keys(axes)];
+  if (across.value === up.value) other.value = free.find((name) => name in axes && name !== menu.value) ?? menu.value;
+  before = [across.value, up.value];
+  drawAtlas();
+});
 atlas.on("plotly_click", ({ points: [{ x, y, customdata }] }) =>
   openHead(across.value === "map" ? `L${y}H${x}` : customdata[0]));
 

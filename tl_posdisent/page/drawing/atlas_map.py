@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.page.drawing.maps import UNKNOWN, grey_cells, name_layers
+from tl_posdisent.page.drawing.maps import UNKNOWN, frame_cells, grey_cells, name_layers
 from tl_posdisent.page.drawing.markup import remove_cell_text
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.palette import BLACK, GREY, NEEDS
@@ -62,7 +62,8 @@ def map_figure(
     drawn = go.Figure(first["map"])
     grid = heads.assign(hover=hover_texts).pivot(index="layer", columns="head", values="hover").fillna("")
     drawn.update_traces(customdata=grid.to_numpy(), selector={"type": "heatmap"})
-    drawn.update_xaxes(title="head", type="category").update_yaxes(title="layer", type="category", autorange="reversed")
+    drawn.update_xaxes(title="head", type="category").update_yaxes(title="layer", type="category")
+    frame_cells(drawn, *grid.shape)
     layers = [int(layer) for layer in sorted(heads["layer"].unique())]
     return name_layers(drawn, layers, attention).update_layout(plot_bgcolor=UNKNOWN)
 

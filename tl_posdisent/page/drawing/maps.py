@@ -57,6 +57,7 @@ def complete(drawn: go.Figure, subject: Subject) -> go.Figure:
                 full.to_numpy(dtype=float) if name == "z" else full.astype(object).where(full.notna(), "").to_numpy()
             )
     heat.update(x=columns, y=rows, hoverongaps=False)
+    frame_cells(drawn, len(rows), len(columns))
     known = np.isfinite(np.array(heat.z, dtype=float))
     missing = [
         (str(head), str(layer))
@@ -71,6 +72,12 @@ def complete(drawn: go.Figure, subject: Subject) -> go.Figure:
             x=x, y=y, mode="markers", marker=cross, name="not measured", hoverinfo="name", showlegend=True
         )
     return drawn if known.all() else drawn.update_layout(plot_bgcolor=UNKNOWN)
+
+
+def frame_cells(drawn: go.Figure, n_rows: int, n_columns: int) -> go.Figure:
+    """End the axes of a map at the edges of its cells, the first row at the top; marks in cells would widen them."""
+    drawn.update_xaxes(autorange=False, range=[-0.5, n_columns - 0.5])
+    return drawn.update_yaxes(autorange=False, range=[n_rows - 0.5, -0.5])
 
 
 def name_layers(drawn: go.Figure, layers: Sequence[int], attention: dict[int, str]) -> go.Figure:

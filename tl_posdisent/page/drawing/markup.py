@@ -95,7 +95,8 @@ def figure(
 ) -> Markup:
     """Render a plotly figure with its caption, as data that the page's script draws.
 
-    ``linked`` is for maps of heads: a click on a cell leads to the row of its head. ``choices`` is what else the script
+    ``linked`` is for maps of heads, and for points whose custom data begin with a head's label: a click opens the panel
+    of the head. ``choices`` is what else the script
     may draw in the figure's place.
     """
     drawn = go.Figure(drawn).for_each_trace(remove_cell_text)

@@ -4,8 +4,9 @@ for (const plot of document.querySelectorAll(".plot")) {
   layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
   const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
   Plotly.newPlot(plot, data, layout, { responsive: true, displaylogo: false, modeBarButtons });
-  if (layout.meta === "linked")
-    plot.on("plotly_click", ({ points: [{ x, y }] }) => { location.hash = `L${y}H${x}`; });
+  if (layout.meta === "linked") // a cell of a map, or a point with its head's label; the atlas has the panels
+    plot.on("plotly_click", ({ points: [{ x, y, customdata }] }) =>
+      window.openHead?.(Array.isArray(customdata) ? customdata[0] : `L${y}H${x}`));
   addEventListener("beforeprint", () => Plotly.relayout(plot, { width: Math.min(680, plot.offsetWidth) }));
   addEventListener("afterprint", () => Plotly.relayout(plot, { width: null, autosize: true }));
 }

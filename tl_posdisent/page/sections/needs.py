@@ -24,8 +24,8 @@ _POSITIONS, _TOKENS = 96, 576
 """Positions of each text, and tokens altogether, that are read."""
 _DRAWS, _EXACT = 4, 4
 """Draws of labels of the estimates; heads of the largest contribution that are run."""
-_HEIGHT = 560
-"""Height of the plane in pixels."""
+_HEIGHT, _LABELS = 560, 8
+"""Height of the plane in pixels; heads of the largest contribution that are labelled in it."""
 
 
 def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
@@ -65,8 +65,11 @@ def _passes(subject: Subject, settings: Settings) -> float:
 
 
 def _show(subject: Subject, measurement: Measurement) -> Content:
-    drawn = plot_where_or_what(measurement.trained, labels=0)
-    caption = "What the contribution of each head needs: share that survives with distances alone, and content alone"
+    drawn = plot_where_or_what(measurement.trained, labels=_LABELS)
+    caption = (
+        "What the contribution of each head needs: share that survives with distances alone, and content alone; a "
+        "click on a head opens its panel"
+    )
     if measurement.random is not None:
         _add_copy(drawn, measurement.random)
         caption += "; crosses: heads of a random copy of the weights"
@@ -74,7 +77,7 @@ def _show(subject: Subject, measurement: Measurement) -> Content:
         "constants": ", ".join(map(str, CONSTANTS[:-1])) + f" or {CONSTANTS[-1]}",
         "negligible": f"{NEGLIGIBLE:g}",
         "n_exact": int(measurement.trained["exact"].sum()),
-        "plane": figure(drawn, caption, height=_HEIGHT),
+        "plane": figure(drawn, caption, height=_HEIGHT, linked=True),
     }
     return Content(render("sections/where_or_what", **values))
 
@@ -84,7 +87,7 @@ def _add_copy(drawn: go.Figure, random: pd.DataFrame) -> None:
     used = random[random["verdict"] != "not used"]
     marker = {"symbol": "x-thin", "size": 6, "line": {"color": GREY, "width": 1}}
     crosses = go.Scatter(
-        x=used["where"], y=used["what"], mode="markers", name="random copy", marker=marker, hoverinfo="name"
+        x=used["where"], y=used["what"], mode="markers", name="random copy", marker=marker, hoverinfo="skip"
     )
     drawn.add_trace(crosses)
     drawn.data = (drawn.data[-1], *drawn.data[:-1])

@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer, head_label
 from tl_posdisent.viz.palette import GREY, NEEDS
+from tl_posdisent.viz.plots.label_places import Sizes, corner_word, disc, label_positions
 from tl_posdisent.viz.plots.tables import add_title, check_table
 
 _LARGEST = 34.0  # diameter of the head of largest contribution, in pixels
 _LEAST = 5.0
-_CORNERS = {
-    (0.0, -0.03, "left", "top"): "both together",
-    (1.0, -0.03, "right", "top"): "where",
-    (0.0, 1.06, "left", "bottom"): "what",
-    (1.0, 1.06, "right", "bottom"): "either, or the pattern does not matter",
-}
+_OBSTACLE = 16.0  # diameter from which no label may lie over a marker; over a smaller one it can be read
+_X_RANGE, _Y_RANGE = (-0.04, 1.04), (-0.11, 1.13)
+_CORNERS = {(0, 0): "both", (1, 0): "where", (0, 1): "what", (1, 1): "either or neither"}
+"""The verdict of each quarter, by the corner in which it is written: (0, 0) is the lower left one."""
+_AROUND = (200, 160)
+"""Width and height of what is around the axes: titles, ticks and the legend; in pixels."""
+_CHARACTER, _LINE = 7.0, 20
+"""Width and height of a character in the counts below the title, in pixels."""
+_USUAL: Sizes = ((240.0, 1000.0), (280.0, 450.0))
+"""The sizes of the area inside the axes for which labels are placed if that of the figure is free."""
 
 
-def plot_where_or_what(table: pd.DataFrame, *, labels: int = 10, title: str | None = None) -> go.Figure:
+def plot_where_or_what(
+    table: pd.DataFrame,
+    *,
+    labels: int = 10,
+    width: int | None = None,
+    height: int | None = None,
+    title: str | None = None,
+) -> go.Figure:
     """Plot each head by the share of its contribution that survives with distances alone (x) and content alone (y).
 
     Each quarter of the plane is a verdict of ``where_or_what``. The area of a marker is proportional to the head's
-    contribution; markers of undecided heads are hollow. Hovering shows the numbers with their errors.
+    contribution; markers of undecided heads are hollow. Hovering shows the numbers with their errors. A single head has
+    its standard errors over texts as error bars, which end at 0 and 1 as the shares do.
 
     Args:
         table: table of ``where_or_what``.
-        labels: how many heads of the largest contribution are labelled.
-        title: title of the figure; default a description with the number of heads per verdict.
+        labels: how many heads of the largest contribution are labelled. A label that would overlap a large marker or
+            another label is left out: hover over the head instead.
+        width, height: size of the figure in pixels, for which labels are placed; default as large as its page allows,
+            with labels for the usual sizes.
+        title: title of the figure; default a description with the number of heads per verdict, or the name of a single
+            head.
 
     Raises:
-        ValueError: a table without these columns or rows; labels that are not an integer from 0 on.
+        ValueError: a table without these columns or rows, or with several rows for a head; labels that are not an
+            integer from 0 on; a width or a height below 250.
 
     Example:
         >>> import pandas as pd
@@ -47,28 +67,48 @@ def plot_where_or_what(table: pd.DataFrame, *, labels: int = 10, title: str | No
     numbers = ["where", "what", "contribution"]
     table = check_table(table, ["layer", "head", "verdict"], numbers, "where_or_what")
     check_integer("labels", labels, 0)
-    known = table[table["where"].notna() & table["what"].notna()]
-    names = [head_label(layer, head) for layer, head in zip(known["layer"], known["head"], strict=True)]
-    shown = known["contribution"].rank(ascending=False, method="first") <= labels
-    points = known.assign(
-        name=names,
-        label=[name if here else "" for name, here in zip(names, shown, strict=True)],
-        size=(known["contribution"] / known["contribution"].max()).clip(0, 1) ** 0.5 * _LARGEST,
-        hover=[_hover(row) for row in known.to_dict("records")],
-    )
-    figure = go.Figure([_markers(points[points["verdict"] == verdict], verdict) for verdict in _present(points)])
-    for (x, y, across, up), text in _CORNERS.items():
-        figure.add_annotation(x=x, y=y, text=text, xanchor=across, yanchor=up, showarrow=False)
+    given = [size if size is None else check_integer(name, size, 250) for name, size in (("width", width), ("height", height))]
+    _check_heads(table)
+    inside = [
+        usual if size is None else (float(size - around),) * 2
+        for size, around, usual in zip(given, _AROUND, _USUAL, strict=True)
+    ]
+    figure = go.Figure(_traces(table, labels, (inside[0], inside[1])))
+    for (x, y), text in _CORNERS.items():
+        across, up = ("left", "right")[x], ("bottom", "top")[y]
+        place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": across, "yanchor": up}
+        figure.add_annotation(text=text, showarrow=False, borderpad=0, **place)
     for line in ({"x0": 0.5, "x1": 0.5, "y0": 0, "y1": 1}, {"x0": 0, "x1": 1, "y0": 0.5, "y1": 0.5}):
-        figure.add_shape(type="line", **line, line={"color": GREY, "dash": "dot", "width": 1}, layer="below")
+        figure.add_shape(type="line", **line, line={"color": GREY, "dash": "dot", "width": 1}, layer="between")
     axis = {"tickformat": ".0%", "zeroline": False}
     figure.update_layout(
-        xaxis={"title": "where: share that survives with distances alone", "range": [-0.04, 1.04], **axis},
-        yaxis={"title": "what: share that survives with content alone", "range": [-0.11, 1.13], **axis},
+        xaxis={"title": "where (distances alone)", "range": _X_RANGE, **axis},
+        yaxis={"title": "what (content alone)", "range": _Y_RANGE, **axis},
         legend={"title": "verdict", "itemsizing": "constant"},
+        width=width,
+        height=height,
     )
+    if len(table) == 1:
+        return add_title(figure, title, f"What {_names(table)[0]} needs")
     counted = ", ".join(f"{(table['verdict'] == verdict).sum()} {verdict}" for verdict in _present(table))
-    return add_title(figure, title, "What the contribution of each head needs", counted)
+    lines = textwrap.wrap(counted, int((width or sum(_USUAL[0]) / 2) / _CHARACTER))
+    add_title(figure, title, "What each head needs", "<br>".join(lines))
+    return figure if title is not None else figure.update_layout(margin_t=figure.layout.margin.t + _LINE * (len(lines) - 1))
+
+
+def _check_heads(table: pd.DataFrame) -> None:
+    """Raise if a head has several rows."""
+    repeated = table[table.duplicated(["layer", "head"])]
+    if len(repeated):
+        raise ArgumentError(
+            "table",
+            f"must have one row for each layer and head, got several for {_names(repeated)[0]}: select the rows of one "
+            "model, or draw a figure for each",
+        )
+
+
+def _names(table: pd.DataFrame) -> list[str]:
+    return [head_label(layer, head) for layer, head in zip(table["layer"], table["head"], strict=True)]
 
 
 def _present(table: pd.DataFrame) -> list[str]:
@@ -76,16 +116,49 @@ def _present(table: pd.DataFrame) -> list[str]:
     return [verdict for verdict in NEEDS if (table["verdict"] == verdict).any()]
 
 
-def _markers(heads: pd.DataFrame, verdict: str) -> go.Scatter:
+def _traces(table: pd.DataFrame, n_labels: int, sizes: Sizes) -> list[go.Scatter]:
+    """Draw the heads that have shares, those of one verdict as a trace; the heads that contribute most are labelled."""
+    known = table[table["where"].notna() & table["what"].notna()]
+    size = (known["contribution"] / known["contribution"].max()).clip(0, 1) ** 0.5 * _LARGEST
+    points = known.assign(
+        name=_names(known),
+        size=size.clip(lower=_LEAST),
+        hover=[_hover(row) for row in known.to_dict("records")],
+    ).sort_values("contribution", ascending=False, kind="stable")
+    discs = [
+        disc((_share_of(x, _X_RANGE), _share_of(y, _Y_RANGE)), diameter)
+        for x, y, diameter in points[["where", "what", "size"]].itertuples(index=False)
+    ]
+    words = [corner_word(corner, text) for corner, text in _CORNERS.items()]
+    large = [one for one, diameter in zip(discs, points["size"], strict=True) if diameter >= _OBSTACLE]
+    labels = [*zip(points["name"], discs, strict=True)][:n_labels]
+    positions = label_positions(labels, [*words, *large], sizes)
+    positions += [None] * (len(points) - len(positions))
+    points = points.assign(
+        label=[name if position else "" for name, position in zip(points["name"], positions, strict=True)],
+        position=[position or "top center" for position in positions],
+    )
+    bars = len(table) == 1
+    return [_markers(points[points["verdict"] == verdict], verdict, bars=bars) for verdict in _present(points)]
+
+
+def _share_of(value: float, limits: tuple[float, float]) -> float:
+    """Return the place of a value in the range of an axis, from 0 to 1."""
+    return (value - limits[0]) / (limits[1] - limits[0])
+
+
+def _markers(heads: pd.DataFrame, verdict: str, *, bars: bool) -> go.Scatter:
     return go.Scatter(
         x=heads["where"],
         y=heads["what"],
         mode="markers+text",
         name=verdict,
         text=heads["label"],
-        textposition="top center",
+        textposition=heads["position"],
+        error_x=_error_bar(heads, "where") if bars else None,
+        error_y=_error_bar(heads, "what") if bars else None,
         marker={
-            "size": heads["size"].clip(lower=_LEAST),
+            "size": heads["size"],
             "color": NEEDS[verdict],
             "symbol": "circle-open" if verdict == "undecided" else "circle",
             "opacity": 0.75,
@@ -94,6 +167,15 @@ def _markers(heads: pd.DataFrame, verdict: str) -> go.Scatter:
         hovertemplate="%{customdata[0]}: %{customdata[1]}<extra></extra>",
         cliponaxis=False,
     )
+
+
+def _error_bar(heads: pd.DataFrame, name: str) -> dict[str, Any] | None:
+    """Return the error bar of a share, of one standard error about its unclipped value; None without errors."""
+    if f"{name}_se" not in heads:
+        return None
+    middle, error = heads.get(f"{name}_unclipped", heads[name]), heads[f"{name}_se"]
+    up, down = ((middle + error).clip(0, 1) - heads[name], heads[name] - (middle - error).clip(0, 1))
+    return {"type": "data", "array": up, "arrayminus": down, "thickness": 1.5}
 
 
 def _hover(head: Mapping[Any, Any]) -> str:
