@@ -189,6 +189,60 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
     assert page.page.evaluate(_OVERLAPS) == []
 
 
+def test_axes_are_different_measures(path: Path, opened: Open) -> None:
+    """Choosing the measure of the other axis exchanges them; no title is cut."""
+    page = opened(path)
+    page.settle(CANVASES)
+    across, up = (page.page.get_by_label(f"{name} axis") for name in ("Horizontal", "Vertical"))
+    titles = page.page.locator("#atlas .plot").first.locator(".xtitle, .ytitle")
+    shown = []
+    for menu, choice in ((across, "where"), (across, "what"), (up, "what"), (up, "contribution"), (across, "map")):
+        menu.select_option(choice)
+        shown.append((across.input_value(), up.input_value()))
+        assert page.page.evaluate(_CUT) == []
+        assert page.page.evaluate(_OVERLAPS) == []
+    assert shown == [
+        ("where", "what"),
+        ("what", "where"),
+        ("where", "what"),
+        ("where", "contribution"),
+        ("map", "contribution"),
+    ]
+    across.select_option("contribution")
+    assert (across.input_value(), up.input_value()) == ("contribution", "where")
+    assert titles.all_inner_texts() == [
+        "contribution (nats per token)",
+        "where (share that survives with distances alone)",
+    ]
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+def test_a_click_in_the_plane_opens_the_panel(width: int, path: Path, opened: Open) -> None:
+    """Of the head that is labelled there; a second click leads to it again."""
+    page = opened(path, width=width)
+    page.settle(CANVASES)
+    plane = page.page.locator("#where_or_what .plot").first
+    assert 4 <= plane.locator(".textpoint text").count() <= 8
+    rows = page.page.locator("#table-atlas tbody tr a")
+    label = rows.first.inner_text()  # of the largest contribution
+    assert label in plane.locator(".textpoint text").all_inner_texts()
+    numbers = plane.evaluate(
+        """(plot, label) => plot._fullData.flatMap((trace, n) => (trace.customdata ?? []).map(([name], at) => [n, at, name]))
+        .filter(([, , name]) => name === label).map(([n, at]) => [plot._fullData[n].x[at], plot._fullData[n].y[at],
+        plot._fullLayout.xaxis._offset, plot._fullLayout.yaxis._offset,
+        plot._fullLayout.xaxis.d2p(plot._fullData[n].x[at]), plot._fullLayout.yaxis.d2p(plot._fullData[n].y[at])])[0]""",
+        label,
+    )
+    for _ in range(2):
+        plane.scroll_into_view_if_needed()
+        box = plane.bounding_box()
+        page.page.mouse.click(box["x"] + numbers[2] + numbers[4], box["y"] + numbers[3] + numbers[5])
+        page.page.wait_for_url(f"**#{label}")
+        expect(page.page.locator("#panel h3")).to_have_text(label)
+        expect(page.page.locator("#panel")).to_be_in_viewport()
+        page.page.evaluate("() => scrollTo(0, 0)")
+
+
 def test_undecided_heads_are_marked_by_a_line(path: Path, opened: Open) -> None:
     """And a click on the line opens the panel of the head."""
     page = opened(path)

@@ -12,6 +12,9 @@ from support import zoo
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import attention_by_distance, intervention_losses
+from tl_posdisent.experiments.attention_scores.attention_by_distance import mean_attention
+from tl_posdisent.experiments.needs.head_looks import first_token_share, profile_without_first
+from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.viz import plot_attention_by_distance
 
 TOKENS = zoo.random_tokens(length=24, batch=3)
@@ -32,6 +35,32 @@ def by_hand(model: Any, texts: list[torch.Tensor], hooks: Any, layer: int, head:
                 if spec.window is None or query - key < spec.window:
                     weights.setdefault(query - key, []).append(float(seen["x"][0, head, query, key]))
     return weights
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
+def test_the_first_token_is_kept_apart(kind: str, name: str, shared_model: Any) -> None:
+    """By loops over queries and other keys, in texts of unequal length, also where a window hides the first token."""
+    model, mask = shared_model(kind, name), torch.ones_like(TOKENS)
+    mask[1, :9] = 0
+    reading = tp.read_model(model)
+    specs = reading.specs([0, 1])
+    table = mean_attention(reading, read_texts(model, TOKENS, mask), [(s, [0, 3]) for s in specs], [], whole=False)
+    for spec in specs:
+        others: dict[int, list[float]] = {}
+        first: list[float] = []
+        for row, real in zip(TOKENS, mask, strict=True):
+            _, cache = model.run_with_cache(row[real.bool()][None], names_filter=str(spec.taps.pattern))
+            pattern = cache[str(spec.taps.pattern)][0, 3].double()
+            first += pattern[1:, 0].tolist()
+            for query, key in spec.mask(len(pattern)).nonzero().tolist():
+                if key > 0:
+                    others.setdefault(query - key, []).append(float(pattern[query, key]))
+        rows = table[(table["layer"] == spec.layer) & (table["head"] == 3)]
+        profile = profile_without_first(rows)
+        assert profile["distance"].tolist() == sorted(others)
+        assert profile["cells"].tolist() == [len(others[d]) for d in sorted(others)]
+        assert profile["attention"].tolist() == pytest.approx([np.mean(others[d]) for d in sorted(others)], abs=1e-6)
+        assert first_token_share(rows) == pytest.approx(np.mean(first), abs=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "gemma2"))

@@ -280,7 +280,10 @@ def test_the_table_has_the_numbers(found: HeadDescription) -> None:
 def test_figures(found: HeadDescription) -> None:
     plane = found.plot()
     assert isinstance(plane, go.Figure)
-    assert [trace.name for trace in plane.data] == [found.verdict]
+    (point,) = plane.data
+    assert point.name == found.verdict
+    assert plane.layout.title.text == f"What L{found.layer}H{found.head} needs"
+    assert point.error_x.array[0] > 0
     profile = found.show()
     assert profile.data[0].y[1] == pytest.approx(found.looks.profile.set_index("distance")["attention"][1])
 

@@ -309,6 +309,23 @@ def test_a_panel_begins_with_the_description_of_its_head(made: tuple[Any, Docume
         assert [int(x) for x in shown] == pytest.approx([distance, key], abs=0.56)
 
 
+def test_a_panel_keeps_the_first_token_apart(made: tuple[Any, Document]) -> None:
+    """Its share of the attention, and the largest mean attention to another key at a distance that is frequent."""
+    model, document = made
+    for layer in range(5):
+        name = f"blocks.{layer}.attn.hook_pattern"
+        pattern = model.run_with_cache(TOKENS, names_filter=name)[1][name].double()
+        means = torch.stack([pattern.diagonal(-d, -2, -1)[..., 1:].mean((0, -1)) for d in range(24)], 1)
+        for head, of_head in enumerate(means):
+            says = " ".join(document.data["panels"]["heads"][f"L{layer}H{head}"]["says"])
+            share = 100 * float(pattern[:, head, 1:, 0].mean())
+            found = re.findall(r"The first token gets (\d+) % .* others is largest at distance (\d+): ([\d.]+)", says)
+            assert [float(x) for x in found[0]] == pytest.approx(
+                [share, int(of_head.argmax()), float(of_head.max())], abs=0.51
+            )
+            assert float(found[0][2]) == pytest.approx(float(of_head.max()), abs=0.0051)
+
+
 def test_each_number_of_the_atlas_is_that_of_its_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
     model, document = made
     atlas = document.rows("atlas")
@@ -351,6 +368,23 @@ def test_sections_that_run_each_head_are_on_request(tmp_path: Path, capsys: pyte
     assert ids & set(SECTIONS) == set(SECTIONS) - {"ablation", "ladder"} == set(DEFAULT)
     said = capsys.readouterr().err
     assert re.search(r"report: about \d+ forward passes of 2 texts of 48 tokens \(where_or_what \d", said)
+    bars = [x.strip() for x in re.split(r"[\r\n]", said)]
+    assert sum(x.startswith("passes:   0%") for x in bars) == 1  # of the model, not of its copy
+
+
+def test_the_bar_counts_passes_and_names_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, sections = tp.load_demo_model(), ["additivity", "perturbation"]
+    options: dict[str, Any] = {"layers": [1], "control": 0, "sections": sections}
+    tp.report(model, TOKENS, tmp_path / "r.html", **options)
+    said = capsys.readouterr().err
+    first, second = (float(x) for x in re.findall(r"additivity ([\d.]+), perturbation ([\d.]+)", said)[0])
+    bars = [x for x in re.split(r"[\r\n]", said) if x.startswith("report: ") and "passes [" in x]
+    counts = [tuple(map(int, re.findall(r"(\d+)/(\d+) passes", x)[0])) for x in bars]
+    assert {total for _, total in counts} == {round(first + second)}
+    running = [(n, name) for (n, _), x in zip(counts, bars, strict=True) for name in re.findall(r", (\w+)\]", x)]
+    assert (0, "additivity") in running
+    assert (round(first), "perturbation") in running
+    assert counts[-1] == (round(first + second),) * 2
 
 
 def test_the_passes_that_are_said_are_those_that_run() -> None:

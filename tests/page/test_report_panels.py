@@ -89,6 +89,11 @@ def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
     (figure,) = [one for one in document.figures if "choices" in one]
     offered, rows = figure["choices"], document.rows("atlas")
     assert offered["labels"] == [row["head"] for row in rows]
+    axes = figure["layout"]["xaxis"], figure["layout"]["yaxis"]
+    assert [axis["range"] for axis in axes] == [
+        [-0.5, 7.5],
+        [4.5, -0.5],
+    ]  # the edges of cells, whatever marks are in them
     titles = {"share_distance": "distance alone", "share_key": "key alone", "r_held_out": "held-out r"}
     titles |= {"effect": "added loss"}
     assert set(offered["colours"]) == {"verdict", *titles}

@@ -516,6 +516,7 @@ def test_the_plane_has_each_head_at_its_shares() -> None:
         assert label == (names[n] if names[n] in ("L0H2", "L1H2") else "")
         assert symbol == ("circle-open" if verdict == "undecided" else "circle")
     assert "2 where, 1 what, 1 both, 1 undecided, 1 not used" in figure.layout.title.text
+    assert [shape.layer for shape in figure.layout.shapes] == ["between"] * 2  # over the grid, which may be at a half
     errors = {"where_se": 0.03, "what_se": 0.2, "uniform_se": 0.1, "contribution_se": 0.004}
     full = PLANE.assign(where_unclipped=PLANE["where"] - 1, what_unclipped=PLANE["what"], **errors)
     hover = next(trace.customdata[0][1] for trace in plot_where_or_what(full).data if trace.name == "both")

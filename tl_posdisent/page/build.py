@@ -66,6 +66,7 @@ def report(
             all of its measurements, but not on random initialisations. It is read once.
         text: ids ``[batch, pos]``; ids with their mask as a tokenizer returns them; or, if the model has a tokenizer,
             a string or a list of strings of any lengths. Each text is run without its padding.
+        path: file to write, ending in .html. Missing folders are created.
         layers: default all.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"where_or_what"``, ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``,
@@ -74,7 +75,8 @@ def report(
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
         title: title of the page; the default names the model.
         seed: seed of random initialisations, estimates and perturbations.
-        progress: say the number of passes, and show a bar of the sections and one within those that run heads.
+        progress: say the number of passes, and show a bar of the passes of the sections, with the name of the one that
+            runs, and another within those that run single heads.
 
     Raises:
         ValueError: invalid arguments; a path that does not end in .html, or where no file can be written; a model for

@@ -57,7 +57,7 @@ NEEDS = {
     "undecided": GREY,
     "not used": "#dcdcdc",
 }
-"""The colour of each verdict of ``where_or_what``; figures mark undecided heads and those not used by a shape as well."""
+"""The colour of each verdict of ``where_or_what``; figures mark undecided and unused heads by a shape as well."""
 
 
 def component_colour(name: str) -> str:

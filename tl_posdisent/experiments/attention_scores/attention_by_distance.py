@@ -96,36 +96,60 @@ def mean_attention(
     """Average the pattern of each chosen head over the cells of each distance, in a run of all texts under hooks.
 
     Without ``whole``, runs end at the last of these layers: hooks of later ones do not fire.
+
+    Returns:
+        One row per layer, head and distance: ``attention`` and ``cells`` as in ``attention_by_distance``;
+        ``first_attention``, the sum of the weights of the first key of each text at this distance, and ``first_cells``,
+        the number of queries that see it there.
     """
     heads = {spec.layer: of_layer for spec, of_layer in chosen}
-    sums = {
-        layer: torch.zeros(len(of_layer), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
-        for layer, of_layer in heads.items()
-    }
+    sums, first_sums = (
+        {
+            layer: torch.zeros(len(of_layer), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+            for layer, of_layer in heads.items()
+        }
+        for _ in range(2)
+    )
 
     def add(spec: AttentionSpec, pattern: Pattern) -> None:
-        of_texts = of_heads(pattern, heads[spec.layer]).sum(0, dtype=torch.float64).flatten(1).cpu()
-        sums[spec.layer].index_add_(1, _columns(texts, pattern.shape[-1]), of_texts)
+        of_texts = of_heads(pattern, heads[spec.layer]).sum(0, dtype=torch.float64).cpu()
+        columns = _columns(texts, pattern.shape[-1])
+        sums[spec.layer].index_add_(1, columns.flatten(), of_texts.flatten(1))
+        first_sums[spec.layer].index_add_(1, columns[:, 0], of_texts[:, :, 0])
 
     with applied(reading.model, hooks):
         for group in texts.groups:
             for_each_pattern(reading.model, group.tokens, [spec for spec, _ in chosen], add, whole=whole)
-    return pd.concat([_table(spec, of_layer, texts, sums[spec.layer]) for spec, of_layer in chosen], ignore_index=True)
+    tables = [_table(spec, of_layer, texts, sums[spec.layer], first_sums[spec.layer]) for spec, of_layer in chosen]
+    return pd.concat(tables, ignore_index=True)
 
 
-def _columns(texts: Texts, length: int) -> Int64[Tensor, " cell"]:
+def _columns(texts: Texts, length: int) -> Int64[Tensor, "query key"]:
     """Return the column of each cell of a text in the sums: distances from −(longest − 1) on."""
-    return cell_distances(length, length, "cpu").flatten() + texts.longest - 1
+    return cell_distances(length, length, "cpu") + texts.longest - 1
 
 
-def _table(spec: AttentionSpec, heads: list[int], texts: Texts, sums: Float64[Tensor, "head distance"]) -> pd.DataFrame:
+def _table(
+    spec: AttentionSpec,
+    heads: list[int],
+    texts: Texts,
+    sums: Float64[Tensor, "head distance"],
+    first_sums: Float64[Tensor, "head distance"],
+) -> pd.DataFrame:
     """Divide sums by the number of visible cells at each distance; distances without any have no rows."""
-    cells = torch.zeros(sums.shape[1], dtype=torch.int64, device="cpu")
+    cells, first_cells = torch.zeros(2, sums.shape[1], dtype=torch.int64, device="cpu")
     for group in texts.groups:
-        length, n = group.tokens.shape[1], len(group.tokens)
-        cells.index_add_(0, _columns(texts, length), n * spec.mask(length).flatten().long().cpu())
+        columns, visible = _columns(texts, group.tokens.shape[1]), spec.mask(group.tokens.shape[1]).long().cpu()
+        cells.index_add_(0, columns.flatten(), len(group.tokens) * visible.flatten())
+        first_cells.index_add_(0, columns[:, 0], len(group.tokens) * visible[:, 0])
     seen = cells.nonzero().squeeze(1)
     means = (sums[:, seen] / cells[seen]).flatten()
     index = {"layer": spec.layer, "head": torch.tensor(heads, device="cpu").repeat_interleave(len(seen))}
-    distances = (seen - texts.longest + 1).repeat(len(heads))
-    return pd.DataFrame({**index, "distance": distances, "attention": means, "cells": cells[seen].repeat(len(heads))})
+    columns = {
+        "distance": (seen - texts.longest + 1).repeat(len(heads)),
+        "attention": means,
+        "cells": cells[seen].repeat(len(heads)),
+        "first_attention": first_sums[:, seen].flatten(),
+        "first_cells": first_cells[seen].repeat(len(heads)),
+    }
+    return pd.DataFrame({**index, **columns})

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from math import nan
+from typing import Final
 
 import pandas as pd
-import torch
-from jaxtyping import Int64
-from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.additivity import additivity
+from tl_posdisent.experiments.attention_scores.attention_by_distance import mean_attention
 from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.needs.sentences import looks_sentences
 from tl_posdisent.hooks.hook_list import Chosen
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Texts
 
 _MEASURES: Final = ("share_distance", "share_key", "share_query", "r", "r_held_out")
@@ -75,33 +72,39 @@ def measure_looks(reading: ModelReading, texts: Texts, chosen: Chosen, seeds: Se
         random = _shares(pd.concat(tables))
     labels = head_labels(reading, texts, heads=pairs, seeds=seeds, seed=seed, progress=False)
     (label,) = labels["label"]
-    (first_token,) = labels["first_token"]
-    return HeadLooks(shares, random, str(label), float(first_token), _profile(reading.model, texts, spec, heads[0]))
+    attention = mean_attention(reading, texts, chosen, [], whole=False)
+    return HeadLooks(shares, random, str(label), first_token_share(attention), profile_without_first(attention))
 
 
 def _shares(table: pd.DataFrame) -> dict[str, float]:
     return {name: float(table[name].mean()) for name in _MEASURES if name in table}
 
 
-def _profile(model: Any, texts: Texts, spec: AttentionSpec, head: int) -> pd.DataFrame:
-    """Average a head's attention over the pairs of each distance, without the first token of each text."""
-    sums, cells = torch.zeros(2, 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+def profile_without_first(attention: pd.DataFrame) -> pd.DataFrame:
+    """Return a head's mean attention by distance over all pairs but those with the first token of a text as key.
 
-    def add(_: AttentionSpec, pattern: Pattern) -> None:
-        columns, visible = _columns(spec, pattern.shape[-1], texts.longest)
-        sums.index_add_(0, columns, pattern[:, head].double().sum(0).cpu()[visible])
-        cells.index_add_(0, columns, torch.full(columns.shape, float(len(pattern)), dtype=torch.float64, device="cpu"))
+    Args:
+        attention: rows of one head of ``mean_attention``.
 
-    for group in texts.groups:
-        for_each_pattern(model, group.tokens, [spec], add)
-    seen = cells.nonzero()[:, 0]
-    means, distances = sums[seen] / cells[seen], seen - texts.longest + 1
-    return pd.DataFrame({"distance": distances, "attention": means, "cells": cells[seen].long()})
+    Returns:
+        ``distance``, ``attention`` and ``cells``, the number of pairs; without distances that only the first token has.
+    """
+    rows = attention[attention["cells"] > attention["first_cells"]]
+    cells = rows["cells"] - rows["first_cells"]
+    sums = (rows["attention"] * rows["cells"] - rows["first_attention"]).clip(lower=0)  # not −0 where it has it all
+    return pd.DataFrame({"distance": rows["distance"], "attention": sums / cells, "cells": cells}).reset_index(
+        drop=True
+    )
 
 
-def _columns(spec: AttentionSpec, length: int, longest: int) -> tuple[Int64[Tensor, " pair"], Tensor]:
-    """Return the column of each pair in the sums, distances from −(longest − 1) on, and which cells are pairs."""
-    visible = spec.mask(length).cpu().clone()
-    visible[:, 0] = False
-    query, key = visible.nonzero().T
-    return query - key + longest - 1, visible
+def first_token_share(attention: pd.DataFrame) -> float:
+    """Return a head's mean attention to the first token, over queries that see others; NaN without any.
+
+    Args:
+        attention: rows of one head of ``mean_attention``.
+    """
+    own = attention[attention["distance"] == 0]
+    n_queries, rows = int(own["cells"].sum()), attention
+    if (attention["distance"] >= 0).all():  # causal: the first query sees itself alone
+        n_queries, rows = n_queries - int(own["first_cells"].sum()), attention[attention["distance"] > 0]
+    return float(rows["first_attention"].sum()) / n_queries if n_queries else nan

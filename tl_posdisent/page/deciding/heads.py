@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import pandas as pd
 
-from tl_posdisent.experiments.needs.head_looks import frequent_distances
+from tl_posdisent.experiments.needs.head_looks import first_token_share, frequent_distances, profile_without_first
 from tl_posdisent.experiments.needs.sentences import (
     Row,
     disagreement_sentence,
@@ -31,7 +32,7 @@ def describe_heads(
         needs: table of ``where_or_what``.
         additivity: the section; a head is compared with the mean of the random heads of its layer.
         labels: table of ``head_labels``.
-        attention: table of ``attention_by_distance``.
+        attention: table of ``mean_attention`` by ``intervention``.
 
     Returns:
         Sentences by layer and head.
@@ -44,14 +45,15 @@ def describe_heads(
         means = by_head(additivity.random).groupby("layer", as_index=False).mean()
         random = {int(row["layer"]): row for row in means.to_dict("records")}
     labels_by_head = {} if labels is None else rows_by_head(labels)
-    profiles = _profiles(attention)
+    attention_by_head = _unmodified(attention)
     sentences = {}
     for pair in {**answers, **shares}:
         answer, looks, chance = answers.get(pair), shares.get(pair), random.get(pair[0])
         said = [] if answer is None else needs_sentences(answer)
         if looks is not None:
             label = labels_by_head[pair]["label"] if pair in labels_by_head else None
-            said += looks_sentences(looks, chance, label=label, profile=profiles.get(pair))
+            profile, first_token = _profile(attention_by_head.get(pair))
+            said += looks_sentences(looks, chance, label=label, profile=profile, first_token=first_token)
             said += [x for x in [answer and disagreement_sentence(answer, looks, chance)] if x]
         sentences[pair] = said
     return sentences
@@ -62,8 +64,15 @@ def rows_by_head(table: pd.DataFrame) -> dict[Pair, Row]:
     return {(int(row["layer"]), int(row["head"])): row for row in table.to_dict("records")}
 
 
-def _profiles(attention: pd.DataFrame) -> dict[Pair, dict[int, float]]:
-    """Return each head's mean attention by distance in the unmodified model."""
-    own = attention[attention["intervention"] == UNMODIFIED]
-    groups: Any = dict([*own.groupby(HEAD)])
-    return {(int(layer), int(head)): frequent_distances(rows) for (layer, head), rows in groups.items()}
+def _unmodified(attention: pd.DataFrame) -> dict[Pair, pd.DataFrame]:
+    """Return each head's rows of the unmodified model."""
+    groups: Any = dict([*attention[attention["intervention"] == UNMODIFIED].groupby(HEAD)])
+    return {(int(layer), int(head)): rows for (layer, head), rows in groups.items()}
+
+
+def _profile(attention: pd.DataFrame | None) -> tuple[dict[int, float] | None, float | None]:
+    """Return mean attention by distance without the first token, and the attention to it; None where unknown."""
+    if attention is None:
+        return None, None
+    first_token = first_token_share(attention)
+    return frequent_distances(profile_without_first(attention)), first_token if isfinite(first_token) else None

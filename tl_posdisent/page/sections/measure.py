@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tqdm.auto import tqdm
 
@@ -14,7 +14,7 @@ from tl_posdisent.page.measuring.subject import Subject
 from tl_posdisent.page.sections.names import SectionName
 from tl_posdisent.page.sections.section import Measured, Section
 
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+_BAR = "{l_bar}{bar}| {n:.0f}/{total:.0f} passes [{elapsed}{postfix}]"
 
 
 def measure_sections(
@@ -22,26 +22,35 @@ def measure_sections(
 ) -> dict[SectionName, Measurement]:
     """Measure the sections; raise ``ValueError`` if none of them can be measured."""
     measurements: dict[SectionName, Measurement] = {}
+    passes = _passes(sections, subject, settings)
     if settings.progress:
-        tqdm.write(say_passes(sections, subject, settings), file=sys.stderr)
-    with tqdm(total=len(sections), desc="report", bar_format=_BAR, disable=not settings.progress) as bar:
+        tqdm.write(_say_passes(passes, subject), file=sys.stderr)
+    total = sum(passes.values())
+    with tqdm(total=total, desc="report", bar_format=_BAR, disable=not settings.progress) as bar:
         for section in sections:
             bar.set_postfix_str(section.name)
             measurements[section.name] = _measure_or_refuse(section, subject, settings, measurements)
-            bar.update()
+            bar.update(passes[section.name])
     if all(measurement.refused for measurement in measurements.values()):
         reason = measurements[sections[0].name].refused
         raise ValueError(f"none of the requested sections can be measured: {reason}")
     return measurements
 
 
-def say_passes(sections: Sequence[Section], subject: Subject, settings: Settings) -> str:
-    """Say how many forward passes of all texts the report takes, and how many of them are for each section."""
+def _passes(sections: Sequence[Section], subject: Subject, settings: Settings) -> dict[SectionName, float]:
+    """Return the forward passes of all texts that each section takes."""
     n_tokens = sum(subject.lengths)
-    passes = {section.name: section.passes(subject, settings) / n_tokens for section in sections}
-    total = sum(passes.values()) + panel_tokens(subject) / n_tokens
-    each = ", ".join(f"{name} {count:.1f}" for name, count in passes.items())
-    return f"report: about {total:.0f} forward passes of {subject.sizes()} ({each}; a backward pass counts as two)"
+    return {section.name: section.passes(subject, settings) / n_tokens for section in sections}
+
+
+def _say_passes(passes: Mapping[SectionName, float], subject: Subject) -> str:
+    """Say how many forward passes the report takes, and how many of them are for each section and for the panels."""
+    each: dict[str, float] = {**passes, "panels of heads": panel_tokens(subject) / sum(subject.lengths)}
+    listed = ", ".join(f"{name} {count:.1f}" for name, count in each.items())
+    return (
+        f"report: about {sum(each.values()):.0f} forward passes of {subject.sizes()} ({listed}; a backward pass counts "
+        "as two)"
+    )
 
 
 def _measure_or_refuse(section: Section, subject: Subject, settings: Settings, measured: Measured) -> Measurement:

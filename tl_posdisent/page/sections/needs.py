@@ -32,8 +32,8 @@ def _measure(subject: Subject, settings: Settings, _: Measured) -> Measurement:
     """Measure the model, and one random copy of its weights without runs of single heads."""
     part = _usable(subject)
     table = _measure_needs(part, settings, exact=_EXACT)
-    one_copy = replace(settings, copies=min(1, settings.copies))
-    random, note = measure_copies(lambda copy: _measure_needs(copy, settings, exact=0), part, one_copy)
+    one_copy = replace(settings, copies=min(1, settings.copies), progress=False)  # its bar would look like the model's
+    random, note = measure_copies(lambda copy: _measure_needs(copy, one_copy, exact=0), part, one_copy)
     return Measurement(table, random, note=note, read=part)
 
 

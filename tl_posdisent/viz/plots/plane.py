@@ -67,7 +67,10 @@ def plot_where_or_what(
     numbers = ["where", "what", "contribution"]
     table = check_table(table, ["layer", "head", "verdict"], numbers, "where_or_what")
     check_integer("labels", labels, 0)
-    given = [size if size is None else check_integer(name, size, 250) for name, size in (("width", width), ("height", height))]
+    given = [
+        size if size is None else check_integer(name, size, 250)
+        for name, size in (("width", width), ("height", height))
+    ]
     _check_heads(table)
     inside = [
         usual if size is None else (float(size - around),) * 2
@@ -93,7 +96,11 @@ def plot_where_or_what(
     counted = ", ".join(f"{(table['verdict'] == verdict).sum()} {verdict}" for verdict in _present(table))
     lines = textwrap.wrap(counted, int((width or sum(_USUAL[0]) / 2) / _CHARACTER))
     add_title(figure, title, "What each head needs", "<br>".join(lines))
-    return figure if title is not None else figure.update_layout(margin_t=figure.layout.margin.t + _LINE * (len(lines) - 1))
+    return (
+        figure
+        if title is not None
+        else figure.update_layout(margin_t=figure.layout.margin.t + _LINE * (len(lines) - 1))
+    )
 
 
 def _check_heads(table: pd.DataFrame) -> None:
