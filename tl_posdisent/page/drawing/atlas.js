@@ -5,7 +5,7 @@ const { colours, axes, labels, unknown } = shownFirst.choices;
 const [colour, across, up] = ["colour", "x", "y"].map((name) => document.getElementById(`atlas-${name}`));
 const hover = shownFirst.data[0].customdata; // by row and column of the map
 const [layers, columns] = [shownFirst.data[0].y, shownFirst.data[0].x];
-const mapHeight = atlas.style.height;
+const mapHeight = parseInt(atlas.style.height);
 const place = (label) => label.match(/\d+/g); // layer and head
 const told = (label) => hover[layers.indexOf(place(label)[0])][columns.indexOf(place(label)[1])];
 
@@ -31,7 +31,8 @@ function drawAtlas() {
   const [x, y] = [axes[across.value], axes[up.value]];
   const titled = ({ title }) => ({ title: { text: title }, ticks: "outside", zeroline: false, automargin: true });
   up.disabled = isMap;
-  atlas.style.height = isMap ? mapHeight : "420px";
+  layout.height = isMap ? mapHeight : 420; // the figure does not follow its element's height by itself
+  atlas.style.height = `${layout.height}px`;
   const [coloured, grey] = isMap ? [[], []] : kept(chosen, x.values, y.values);
   const caption = isMap ? chosen.caption : `${y.title} against ${x.title}; colour: ${chosen.title}` +
     counted(grey.length, "grey: # without this number") +
