@@ -189,9 +189,10 @@ def test_menus_choose_colours_and_axes(path: Path, opened: Open) -> None:
     assert page.page.evaluate(_OVERLAPS) == []
 
 
-def test_axes_are_different_measures(path: Path, opened: Open) -> None:
+@pytest.mark.parametrize("width", [1100, 390])
+def test_axes_are_different_measures(width: int, path: Path, opened: Open) -> None:
     """Choosing the measure of the other axis exchanges them; no title is cut."""
-    page = opened(path)
+    page = opened(path, width=width)
     page.settle(CANVASES)
     across, up = (page.page.get_by_label(f"{name} axis") for name in ("Horizontal", "Vertical"))
     plot = page.page.locator("#atlas .plot").first
@@ -211,8 +212,7 @@ def test_axes_are_different_measures(path: Path, opened: Open) -> None:
     ]
     across.select_option("contribution")
     assert (across.input_value(), up.input_value()) == ("contribution", "where")
-    title = plot.locator(".ytitle")
-    expect(title).to_have_text("where (share that survives with distances alone)")
+    expect(plot.locator(".ytitle")).to_have_text("where(share that survives with distances alone)")  # in two lines
 
 
 # Where on the page the marker of a head is, in CSS pixels from the figure's corner.

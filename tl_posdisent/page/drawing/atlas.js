@@ -29,7 +29,8 @@ function points(chosen, x, y) {
 function drawAtlas() {
   const chosen = colours[colour.value], isMap = across.value === "map", { layout } = shownFirst;
   const [x, y] = [axes[across.value], axes[up.value]];
-  const titled = ({ title }) => ({ title: { text: title }, ticks: "outside", zeroline: false, automargin: true });
+  const titled = ({ title }) => // in two lines, for a phone
+    ({ title: { text: title.replace(" (", "<br>(") }, ticks: "outside", zeroline: false, automargin: true });
   up.disabled = isMap;
   layout.height = isMap ? mapHeight : 420; // the figure does not follow its element's height by itself
   atlas.style.height = `${layout.height}px`;
