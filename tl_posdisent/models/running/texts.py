@@ -69,6 +69,10 @@ class Texts:
         """Return some of the texts, in this order."""
         return Texts.of(self.tokens[rows], self.real[rows])
 
+    def cut(self, length: int) -> Texts:
+        """Return the first tokens of each text, at most so many."""
+        return Texts.of(self.tokens, self.real & (self.real.cumsum(1) <= length))
+
     @property
     def lengths(self) -> list[int]:
         return [int(n) for n in self.real.sum(1)]
@@ -299,7 +303,10 @@ def special_id(model: Any, which: Literal["pad", "bos", "eos"]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-_MASK = "pass attention_mask= (1 at tokens, 0 at padding; all ones if these are tokens of the text)"
+_MASK = (
+    'give the mask with the ids, {"input_ids": ids, "attention_mask": mask} (1 at tokens, 0 at padding; all ones if '
+    "these are tokens of the text), or the texts as a list of strings"
+)
 
 
 def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "tokens", advice: str = _MASK) -> None:
