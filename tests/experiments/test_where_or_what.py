@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         r"exact must lie within the chosen heads, got L1",
     ),
     "negative number": ((FITTED,), {"exact": -1}, r"exact must be .* got -1"),
-    "another word": ((FITTED,), {"exact": "most"}, r"exact must be .*most"),
+    "another word": ((FITTED,), {"exact": "most"}, r"exact given as text must be labels .*most"),
     "negligible": ((FITTED,), {"negligible": 0}, r"negligible must be .*0"),
 }
 
@@ -321,6 +321,12 @@ def test_sentences_are_measured_as_they_are() -> None:
     pd.testing.assert_frame_equal(one, other)
     with pytest.raises(ValueError, match=r'without padding, .*\{"input_ids": ids, "attention_mask": mask\}'):
         where_or_what(model, with_mask["input_ids"], progress=False)
+
+
+def test_short_texts_are_warned_of() -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=32).view(2, 16)
+    with pytest.warns(UserWarning, match=r"texts have 16 tokens on average: below about 32 few keys can be wrong"):
+        where_or_what(model, tokens, layers=0, exact=0, progress=False)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -25,6 +25,8 @@ CONSTANTS: Final = (1, 5, 32)
 """Distances at which content alone is tried, in positions: near, further, far. The best of these is within .03 of the
 best of eight from 0 to 64 in half of the heads of SmolLM2 and of the demo model."""
 
+_SHORT: Final = 32  # tokens: texts of 8 pull heads that need one thing to the corner where the pattern does not matter
+
 
 @dataclass(frozen=True, eq=False)
 class Fold:
@@ -73,11 +75,11 @@ def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) ->
                 f"must be no longer than tokens, {texts.longest} tokens, got {measured.longest}: attention by the "
                 "distance has no value for larger distances. Cut them, or give longer tokens",
             )
-        _warn_of_equal_texts(measured, [*texts.unpadded(), *measured.unpadded()])
+        _warn_of_texts(measured, [*texts.unpadded(), *measured.unpadded()])
         return measured, [Fold(measured, range(len(measured.tokens)), replacements(model, texts, chosen))]
     _require_two(texts)
     texts = texts.cut(sorted(texts.lengths)[-2])
-    _warn_of_equal_texts(texts, texts.unpadded())
+    _warn_of_texts(texts, texts.unpadded())
     by_length = sorted(range(len(texts.tokens)), key=lambda row: -texts.lengths[row])
     halves = [by_length[::2], by_length[1::2]]
     others = [replacements(model, texts.take(half), chosen) for half in halves[::-1]]
@@ -108,13 +110,19 @@ def _require_two(texts: Texts) -> None:
         )
 
 
-def _warn_of_equal_texts(measured: Texts, texts: Sequence[Tensor]) -> None:
-    """Warn of measured texts that occur twice among those that are measured or fitted."""
+def _warn_of_texts(measured: Texts, texts: Sequence[Tensor]) -> None:
+    """Warn of measured texts that are short, or that occur twice among those that are measured or fitted."""
+    n_texts, mean = len(measured.tokens), sum(measured.lengths) / len(measured.tokens)
+    if mean < _SHORT:
+        warnings.warn(
+            f"texts have {mean:.0f} tokens on average: below about {_SHORT} few keys can be wrong, so that any "
+            "attention seems to suffice. Give longer texts",
+            stacklevel=4,
+        )
     times = Counter(tuple(text.tolist()) for text in texts)
     if equal := sum(times[tuple(text.tolist())] > 1 for text in measured.unpadded()):
         warnings.warn(
-            f"{equal} of {plural(len(measured.tokens), 'measured text')} occur more than once among the texts: "
-            "attention by the distance is then fitted to what it is measured on, and errors are too small. Give "
-            "different texts",
+            f"{equal} of {plural(n_texts, 'measured text')} occur more than once among the texts: attention by the "
+            "distance is then fitted to what it is measured on, and errors are too small. Give different texts",
             stacklevel=4,
         )
