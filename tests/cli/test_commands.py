@@ -337,7 +337,7 @@ REFUSED = [
     *((f"fit --length 16 --layers '{x}'", "layers must be integers") for x in ("", "[b]0", "0, 1", "3-1", "0-99999")),
     ("fit --length 16 --layers 0-9999", "layers must be integers from 0 to 4"),
     ("fit --length 16 --heads 8", "heads must be integers from 0 to 7"),
-    ("fit --length 16 --heads L4H2,x", "heads must be "),
+    ("fit --length 16 --heads L4H2,x", "heads given as text must be labels such as"),
     *((f"fit --length 16 --std {x}", f"std must be a finite number above 0, got {x}") for x in ("-1.0", "nan", "0.0")),
     ("fit --length 16 --std confg", "std must be a finite number above 0, got 'confg'"),
     ("fit --device abacus", 'device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''),

@@ -334,7 +334,7 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
 # --- sentences ----------------------------------------------------------------------------------------------------
 
 ROW: dict[str, Any] = {
-    **{"layer": 8, "head": 1, "contribution": 0.0111, "contribution_se": 0.0023, "distance": 5},
+    **{"layer": 8, "head": 1, "contribution": 0.0111, "contribution_se": 0.0023, "content_distance": 5},
     **{"where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.41, "what_se": 0.02, "exact": True},
     "verdict": "both",
 }
@@ -352,10 +352,10 @@ ROW: dict[str, Any] = {
         ({"where_unclipped": -0.04, "verdict": "what"}, "distances alone keep −4 ± 10 % of it"),
         (
             {"verdict": "not used", "contribution": 2.5e-5},
-            "contributes 0.000025 ± 0.0023 nats per predicted token, which",
+            "contributes 0.000025 ± 0.002 nats per predicted token, which",
         ),
         ({"verdict": "either"}, "content alone 41 ± 2 %: either, where or what suffices."),
-        ({"exact": False}, "L8H1 contributes an estimated 0.011 ± 0.0023 nats per predicted token; "),
+        ({"exact": False}, "L8H1 contributes an estimated 0.011 ± 0.002 nats per predicted token; "),
     ],
     ids=lambda x: "" if isinstance(x, str) else ", ".join(x) or "as it is",
 )

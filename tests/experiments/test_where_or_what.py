@@ -13,7 +13,7 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, demo_tokens, load_demo_model, remap_distance, where_or_what
+from tl_posdisent import ablate_heads, demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
 from tl_posdisent.experiments.needs import where_or_what as experiment
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
@@ -61,7 +61,7 @@ def plain_row(model: Any, fitted: Any, texts: list[Tensor], layer: int, head: in
         "uniform_unclipped": 1 - k[2] @ n / contributed,
         "what_unclipped": 1 - sum(chosen) / contributed,
         "contribution": contributed / n.sum(),
-        "distance": (1, 5, 32)[int(np.argmin(of_constant.sum(1)))],
+        "content_distance": (1, 5, 32)[int(np.argmin(of_constant.sum(1)))],
     }
 
 
@@ -72,7 +72,7 @@ def same_as_plain(model: Any, table: pd.DataFrame, fitted: Any, texts: list[Tens
         for name in ("where_unclipped", "what_unclipped", "uniform_unclipped"):
             close = 2 * KL_CLOSE / expected["contribution"] * (1 + abs(expected[name]))
             assert row[name] == pytest.approx(expected[name], abs=close)
-        assert row["distance"] == expected["distance"]
+        assert row["content_distance"] == expected["content_distance"]
 
 
 # --- exact rows -------------------------------------------------------------------------------------------------
@@ -184,15 +184,17 @@ def test_rows_columns_and_attributes(shared_model: Any) -> None:
     columns = ["layer", "head"]
     for name in ("where", "what", "uniform"):
         columns += [name, f"{name}_se", f"{name}_unclipped"]
-    assert list(table) == [*columns, "contribution", "contribution_se", "distance", "exact", "verdict"]
+    assert list(table) == [*columns, "contribution", "contribution_se", "content_distance", "exact", "verdict"]
     assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in (0, 1) for head in range(8)]
     assert table["exact"].sum() == 3
-    assert set(table["distance"]) <= {1, 5, 32}
+    assert set(table["content_distance"]) <= {1, 5, 32}
     for name in ("where", "what", "uniform"):
         assert table[name].tolist() == table[f"{name}_unclipped"].clip(0, 1).tolist()
-    counts = table["verdict"].value_counts()
-    assert f"in {counts.get('neither', 0)} the pattern does not matter" in table.attrs["statement"]
-    assert f"and {counts.get('undecided', 0)} are undecided" in table.attrs["statement"]
+    for verdict, words in (("neither", "the pattern does not matter"), ("undecided", "are undecided")):
+        of_verdict = table["verdict"] == verdict
+        part = 100 * table["contribution"][of_verdict].sum() / table["contribution"].sum()
+        said = f" {of_verdict.sum()} ({part:.0f} %) {words}" if of_verdict.any() else f" 0 {words}"
+        assert said in table.attrs["statement"]
     assert table.attrs["passes"] > 4
 
 
@@ -269,7 +271,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         r"tokens must be at least two texts, .* got 1 text: give more, or cut",
     ),
     "one text to measure": ((FITTED, MEASURED[:1]), {}, r"heldout must be at least two texts, .* got 1 text"),
-    "longer texts": ((MEASURED, FITTED), {}, r"heldout must be no longer than the texts of the fit, 11 tokens, got 12"),
+    "longer texts": ((MEASURED, FITTED), {}, r"heldout must be no longer than tokens, 11 tokens, got 12"),
     "no draws": ((FITTED,), {"draws": 0}, r"draws must be .*1.* got 0"),
     "unknown head": ((FITTED,), {"exact": ["L9H0"]}, r"exact.*L9H0|exact.*9"),
     "head not chosen": (
@@ -278,7 +280,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         r"exact must lie within the chosen heads, got L1",
     ),
     "negative number": ((FITTED,), {"exact": -1}, r"exact must be .* got -1"),
-    "another word": ((FITTED,), {"exact": "most"}, r"exact must be .*most"),
+    "another word": ((FITTED,), {"exact": "most"}, r"exact given as text must be labels .*most"),
     "negligible": ((FITTED,), {"negligible": 0}, r"negligible must be .*0"),
 }
 
@@ -298,14 +300,55 @@ def test_texts_beyond_the_context_are_refused_by_their_name() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_one_long_text_among_short_ones_is_refused(shared_model: Any) -> None:
-    """The longest text is measured with fits to the second longest and shorter ones."""
+def test_one_long_text_among_short_ones_is_cut(shared_model: Any) -> None:
+    """There is no profile for its last distances."""
     ids = torch.nn.functional.pad(MEASURED, (0, 1))
     ids[1, -1] = 5
     mask = torch.nn.functional.pad(torch.ones_like(MEASURED), (0, 1))
     mask[1, -1] = 1
-    with pytest.raises(ValueError, match=r"tokens must be no longer than the texts of the fit, 11 tokens, got 12"):
-        measured(shared_model("bridge", "llama-gqa"), {"input_ids": ids, "attention_mask": mask})
+    model, batch = shared_model("bridge", "llama-gqa"), {"input_ids": ids, "attention_mask": mask}
+    pd.testing.assert_frame_equal(measured(model, batch), measured(model, MEASURED))
+
+
+def test_sentences_are_measured_as_they_are() -> None:
+    """Strings of any lengths, beside the same ids with a mask."""
+    model = load_demo_model()
+    sentences = ["We the people of this land.", "Peace.", "The nation must act, and it will act now.", "No one can."]
+    tokenizer = model.tokenizer
+    padded = tokenizer(sentences, padding=True, return_tensors="pt")
+    with_mask = {name: padded[name] for name in ("input_ids", "attention_mask")}
+    one, other = (where_or_what(model, x, exact=0, progress=False) for x in (sentences, with_mask))
+    pd.testing.assert_frame_equal(one, other)
+    with pytest.raises(ValueError, match=r'without padding, .*\{"input_ids": ids, "attention_mask": mask\}'):
+        where_or_what(model, with_mask["input_ids"], progress=False)
+
+
+def test_short_texts_are_warned_of() -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=32).view(2, 16)
+    with pytest.warns(UserWarning, match=r"texts have 16 tokens on average: below about 32 few keys can be wrong"):
+        where_or_what(model, tokens, layers=0, exact=0, progress=False)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_equal_texts_are_warned_of(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for texts in ((torch.cat([MEASURED, MEASURED[:1]]),), (FITTED[:, :11], torch.cat([FITTED[:2, :11], MEASURED[:1]]))):
+        with pytest.warns(UserWarning, match=r"2 of [34] measured texts occur more than once among the texts"):
+            measured(model, *texts)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_hooks_of_the_user_are_named(shared_model: Any) -> None:
+    """They are in force, and what is said does not hide it."""
+    model, point = shared_model("bridge", "llama-gqa"), "blocks.1.attn.hook_z"
+    assert "hooks" not in measured(model, FITTED, exact=0).attrs
+    with model.hooks(fwd_hooks=[(point, lambda z, hook: 0 * z)]):
+        table = measured(model, FITTED, exact=0)
+        description = describe_head(model, FITTED, "L1H0", seeds=0, progress=False)
+    assert table.attrs["hooks"] == [point]
+    assert table.attrs["statement"].endswith(f" are undecided. Measured under hooks of your own at {point}.")
+    assert f"Measured under hooks of your own at {point}." in repr(description)
+    assert (table[table["layer"] == 1]["verdict"] == "not used").all()
 
 
 @pytest.mark.usefixtures("unchecked")

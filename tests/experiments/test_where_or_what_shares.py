@@ -134,12 +134,12 @@ def test_shares_are_those_of_loops() -> None:
         close = rounding(max(abs(where), abs(what), 1.0), len(n), torch.float64)
         assert [row["where_unclipped"], row["what_unclipped"]] == pytest.approx([where, what], abs=close)
         assert [row["where"], row["what"]] == pytest.approx(np.clip([where, what], 0, 1), abs=close)
-        assert row["distance"] == CONSTANTS[best]
+        assert row["content_distance"] == CONSTANTS[best]
         uniform = 1 - sum(n * even[:, head]) / sum(n * contribution[:, head])
         assert row["uniform_unclipped"] == pytest.approx(float(uniform), abs=close)
         assert row["contribution"] == pytest.approx(np.average(of_head[0], weights=n.numpy()), abs=close)
     assert table["where_unclipped"].lt(0).any()
-    assert len(set(table["distance"])) > 1
+    assert len(set(table["content_distance"])) > 1
 
 
 def test_the_error_is_that_of_the_jackknife() -> None:

@@ -41,7 +41,7 @@ def plain(page: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", "", page).split())
 
 
-NUMBERS = {"contribution": 0.1, "contribution_se": 0.01, "exact": False, "distance": 1}
+NUMBERS = {"contribution": 0.1, "contribution_se": 0.01, "exact": False, "content_distance": 1}
 
 
 def needed(where: list[float], what: list[float], verdicts: list[str]) -> pd.DataFrame:
@@ -53,7 +53,7 @@ def needed(where: list[float], what: list[float], verdicts: list[str]) -> pd.Dat
 def test_what_heads_need_is_counted_beside_a_random_copy() -> None:
     table = needed([0.9, 0.1, 0.2, 0.5], [0.1, 0.9, 0.3, 0.5], ["where", "what", "both", "undecided"])
     said = plain(verdict({"where_or_what": Measurement(table)}))
-    counts = "What the predictions need: where keys are in 1 of 4 heads, what they are in 1, both together in 1"
+    counts = "need: where keys are in 1 of 4 heads (25 % of the sum of their contributions), what they are in 1 (25 %)"
     assert counts in statement(table)
     assert statement(table).removesuffix(".") + " (where_or_what). The shares that survive" in said
     assert "have standard errors over texts of 0.04 and 0.03 (medians of the heads that contribute)." in said

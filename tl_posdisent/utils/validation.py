@@ -378,16 +378,17 @@ def check_heads(
         raise ArgumentError(
             "heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}'
         )
-    entries = [_from_label(x) for x in entries]
+    given = list(entries)
+    entries = [_from_label(x) for x in given]
     if not any(_is_pair(x) for x in entries):
         return {layer: check_indices("heads", entries, n_heads) for layer in in_each}
     by_layer: dict[int, list[int]] = {}
-    for x in entries:
+    for x, as_given in zip(entries, given, strict=True):
         if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):
             raise ArgumentError(
                 "heads",
                 f"must be L0H0 to {head_label(n_layers - 1, n_heads - 1)}, as labels or as pairs (layer, head) "
-                f"(or negative, counted from the end), got {shown(x)}",
+                f"(or negative, counted from the end), got {shown(as_given)}",
             )
         by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
     if any(len(set(of_layer)) < len(of_layer) for of_layer in by_layer.values()):
@@ -420,7 +421,7 @@ def _from_label(x: Any) -> Any:
         return x
     label = re.fullmatch(r"L(\d+)H(\d+)", x)
     if label is None:
-        raise ArgumentError("heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(x)}')
+        raise ArgumentError("heads", f'given as text must be labels such as "L16H0", got {shown(x)}')
     return int(label[1]), int(label[2])
 
 

@@ -1,8 +1,8 @@
-"""``tl-posdisent head``: whether one head is looking at where or at what."""
+"""``tl-posdisent head``: whether one head, or each, is looking at where or at what."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -20,13 +20,15 @@ from tl_posdisent.cli.options import (
     Seed,
     TextFile,
 )
-from tl_posdisent.cli.output import answering, check_out, save, show
+from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
+from tl_posdisent.utils.validation import head_label
 
 _TEXTS = 6
+_SHOWN = 12
 
 
 def head(
-    name: Annotated[str, Argument(metavar="HEAD", help="A head such as L8H1.")],
+    name: Annotated[str | None, Argument(metavar="[HEAD]", help="A head such as L8H1; all heads without it.")] = None,
     model: Model = "demo",
     text: TextFile = None,
     out: Out = None,
@@ -41,27 +43,57 @@ def head(
     seed: Seed = 0,
     progress: Progress = True,
 ) -> None:
-    """Say whether one head is looking at where or at what, and what that rests on. The first line is the answer.
+    """Say whether a head is looking at where or at what, and what that rests on. The first line is the answer.
 
     What its contribution to the predictions needs, what its scores look like beside those of random weights, and why it
     looks at one key, at the query where it contributes most.
 
+    Without HEAD: what each head needs; a table of the largest.
+
     Columns:
       part, quantity       needs, looks or why, and what is measured
       value, se            number, and its standard error over texts
+      Without HEAD, those of where_or_what:
+      where, what, uniform share of the contribution that survives, and its error
+      contribution         nats per predicted token
+      verdict              where, what, both, either, neither, not used, undecided
 
     Examples:
+      tl-posdisent head
       tl-posdisent head L4H2
       tl-posdisent head L8H1 --model smollm2 --text book.txt --length 128
     """
     with answering():
         check_out(out)
-        from tl_posdisent.experiments.needs.describe_head import describe_head
-
         loaded, words = load_and_read(model, text, backend, device, dtype)
         tokens = cut_tokens(loaded, words, length, texts)
-        seeds = range(seed, seed + control)
-        found = describe_head(loaded, tokens, name, seeds=seeds, seed=seed, progress=progress)
-        save(found.to_frame(), out)
-        lines = repr(found).splitlines()
+        if name is None:
+            table, lines = _all_heads(loaded, tokens, seed, progress=progress)
+        else:
+            table, lines = _one_head(loaded, tokens, name, range(seed, seed + control), progress=progress)
+        save(table, out)
     show(lines)
+
+
+def _one_head(model: Any, tokens: Any, name: str, seeds: range, *, progress: bool) -> tuple[Any, list[str]]:
+    from tl_posdisent.experiments.needs.describe_head import describe_head
+
+    found = describe_head(model, tokens, name, seeds=seeds, seed=seeds.start, progress=progress)
+    return found.to_frame(), repr(found).splitlines()
+
+
+def _all_heads(model: Any, tokens: Any, seed: int, *, progress: bool) -> tuple[Any, list[str]]:
+    from tl_posdisent.experiments.needs.where_or_what import where_or_what
+
+    table = where_or_what(model, tokens, seed=seed, progress=progress)
+    rows = [
+        [
+            head_label(row["layer"], row["head"]),
+            *(f"{number(row[f'{x}_unclipped'])} ± {number(row[f'{x}_se'])}" for x in ("where", "what", "uniform")),
+            number(row["contribution"], 4),
+            row["verdict"],
+        ]
+        for row in table.nlargest(_SHOWN, "contribution").to_dict("records")
+    ]
+    columns = {"head": False, "where": True, "what": True, "uniform": True, "contribution": True, "verdict": False}
+    return table, [table.attrs["statement"], *grid("Heads of the largest contribution", columns, rows)]

@@ -11,7 +11,7 @@ import pandas as pd
 
 from tl_posdisent.experiments.needs.head_example import HeadExample
 from tl_posdisent.experiments.needs.head_looks import HeadLooks
-from tl_posdisent.experiments.needs.sentences import Cost, disagreement_sentence, nats, needs_sentences
+from tl_posdisent.experiments.needs.sentences import Cost, disagreement_sentence, hooks_sentences, nats, needs_sentences
 from tl_posdisent.experiments.needs.shares import Verdict
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable
@@ -63,7 +63,7 @@ class HeadDescription(HasTable):
         _, *harm = needs_sentences(self._row, self.costs)
         differs = disagreement_sentence(self._row, self.looks.shares, self.looks.random)
         return {
-            "needs": [*harm, _costs_in_words(self.costs)],
+            "needs": [*harm, _costs_in_words(self.costs), *hooks_sentences(self.needs)],
             "looks": [*self.looks.sentences(), *([differs] if differs else [])],
             "why": self.example.sentences(),
         }

@@ -34,8 +34,8 @@ class HeadRuns:
     """
 
     names: tuple[str, ...]
-    divergences: list[Float64[Tensor, "replacement predicted"]]
-    losses: list[Float64[Tensor, "replacement predicted"]]
+    divergences: list[Float64[Tensor, "replacement _predicted"]]
+    losses: list[Float64[Tensor, "replacement _predicted"]]
 
     @property
     def n_predictions(self) -> Float64[Tensor, " text"]:
@@ -80,7 +80,7 @@ class HeadRuns:
         return divergences[position].item() if position < len(divergences) else None
 
 
-def _means(by_text: Sequence[Float64[Tensor, "replacement predicted"]]) -> Float64[Tensor, "replacement text"]:
+def _means(by_text: Sequence[Float64[Tensor, "replacement _predicted"]]) -> Float64[Tensor, "replacement text"]:
     return torch.stack([x.mean(1) for x in by_text], 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,8 @@ MEAN, DISTANCE, UNIFORM = "mean output", "distance alone", "uniform"
 CONSTANTS: Final = (1, 5, 32)
 """Distances at which content alone is tried, in positions: near, further, far. The best of these is within .03 of the
 best of eight from 0 to 64 in half of the heads of SmolLM2 and of the demo model."""
+
+_SHORT: Final = 32  # tokens: texts of 8 pull heads that need one thing to the corner where the pattern does not matter
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,22 +55,32 @@ def _others_at(distance: float, distances: Tensor) -> Tensor:
 def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) -> tuple[Texts, list[Fold]]:
     """Separate the texts that replacements are fitted to from those that are measured.
 
-    Without ``heldout``, each half of the texts is measured with what was fitted to the other half.
+    Without ``heldout``, each half of the texts is measured with what was fitted to the other half. A text that is
+    longer than all others is cut to the length of the second longest, because a distance profile ends with its texts.
 
     Returns:
         All measured texts, and their folds.
 
     Raises:
-        ValueError: fewer than two measured texts; measured texts that are longer than those of the fit.
+        ValueError: fewer than two measured texts; ``heldout`` that is longer than the texts of the fit.
     """
     texts = read_texts(model, tokens)
     if heldout is not None:
         with naming(tokens="heldout"):
             measured = read_texts(model, heldout)
-            _check_texts(measured, "tokens", texts.longest)
+            _require_two(measured)
+        if measured.longest > texts.longest:
+            raise ArgumentError(
+                "heldout",
+                f"must be no longer than tokens, {texts.longest} tokens, got {measured.longest}: attention by the "
+                "distance has no value for larger distances. Cut them, or give longer tokens",
+            )
+        _warn_of_texts(measured, [*texts.unpadded(), *measured.unpadded()])
         return measured, [Fold(measured, range(len(measured.tokens)), replacements(model, texts, chosen))]
+    _require_two(texts)
+    texts = texts.cut(sorted(texts.lengths)[-2])
+    _warn_of_texts(texts, texts.unpadded())
     by_length = sorted(range(len(texts.tokens)), key=lambda row: -texts.lengths[row])
-    _check_texts(texts, "heldout", texts.lengths[by_length[min(1, len(by_length) - 1)]])
     halves = [by_length[::2], by_length[1::2]]
     others = [replacements(model, texts.take(half), chosen) for half in halves[::-1]]
     return texts, [Fold(texts.take(half), half, fitted) for half, fitted in zip(halves, others, strict=True)]
@@ -87,17 +101,28 @@ def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]
     }
 
 
-def _check_texts(texts: Texts, other: str, longest: int) -> None:
-    """Raise for a single text, or for one longer than the longest of the texts that it is measured with."""
+def _require_two(texts: Texts) -> None:
     if len(texts.tokens) < 2:
         raise ArgumentError(
             "tokens",
             f"must be at least two texts, because errors are over texts, got {plural(len(texts.tokens), 'text')}: give "
             "more, or cut one in parts, such as tokens[0, :512].view(8, 64)",
         )
-    if texts.longest > longest:
-        raise ArgumentError(
-            "tokens",
-            f"must be no longer than the texts of the fit, {longest} tokens, got {texts.longest}: attention by the "
-            f"distance has no value for larger distances. Cut them, or give longer texts, or pass other {other}",
+
+
+def _warn_of_texts(measured: Texts, texts: Sequence[Tensor]) -> None:
+    """Warn of measured texts that are short, or that occur twice among those that are measured or fitted."""
+    n_texts, mean = len(measured.tokens), sum(measured.lengths) / len(measured.tokens)
+    if mean < _SHORT:
+        warnings.warn(
+            f"texts have {mean:.0f} tokens on average: below about {_SHORT} few keys can be wrong, so that any "
+            "attention seems to suffice. Give longer texts",
+            stacklevel=4,
+        )
+    times = Counter(tuple(text.tolist()) for text in texts)
+    if equal := sum(times[tuple(text.tolist())] > 1 for text in measured.unpadded()):
+        warnings.warn(
+            f"{equal} of {plural(n_texts, 'measured text')} occur more than once among the texts: attention by the "
+            "distance is then fitted to what it is measured on, and errors are too small. Give different texts",
+            stacklevel=4,
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import floor, isfinite, log10, nan
 from typing import Any, Final, Literal
 
+import pandas as pd
+
+from tl_posdisent.experiments.needs.shares import HALF
 from tl_posdisent.utils.validation import head_label
 
-Row = Mapping[Any, Any]
+Row = Mapping[Any, Any] | pd.Series
 """A row of a table, such as ``row._asdict()`` of ``itertuples()`` or a ``pandas.Series``."""
 
 CLEAR: Final = 0.1
@@ -62,7 +65,7 @@ def needs_sentences(row: Row, costs: Sequence[Cost] | None = None) -> list[str]:
         costs: raw costs with every other key at one distance; None to tell harm from the shares alone.
 
     >>> row = {"layer": 8, "head": 1, "where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.88, "what_se": 0.05,
-    ...        "contribution": 0.011, "contribution_se": 0.002, "distance": 1, "exact": True, "verdict": "what"}
+    ...        "contribution": 0.011, "contribution_se": 0.002, "content_distance": 1, "exact": True, "verdict": "what"}
     >>> for sentence in needs_sentences(row):
     ...     print(sentence)
     L8H1 contributes 0.011 ± 0.002 nats per predicted token; distances alone keep none of it, content alone ...: what.
@@ -155,6 +158,12 @@ def disagreement_sentence(row: Row, shares: Row, random: Row | None = None) -> s
     )
 
 
+def hooks_sentences(table: pd.DataFrame) -> list[str]:
+    """Say under which hooks of the user's a table was measured, if any."""
+    names = table.attrs.get("hooks", ())
+    return [f"Measured under hooks of your own at {', '.join(names)}."] if names else []
+
+
 def _answer(row: Row) -> str:
     """Return the answer in one sentence."""
     head = head_label(row["layer"], row["head"])
@@ -165,6 +174,8 @@ def _answer(row: Row) -> str:
         return f"{contribution}, which is negligible: not used."
     where, what = (_kept(row[f"{name}_unclipped"], row[f"{name}_se"]) for name in ("where", "what"))
     shares = f"distances alone keep {where} of it, content alone {what}"
+    if min(row["where_unclipped"], row["what_unclipped"]) > HALF:  # uniform attention tells what that means
+        shares += f", uniform attention {_kept(row['uniform_unclipped'], row['uniform_se'])}"
     return f"{contribution}; {shares}: {_VERDICTS[row['verdict']]}."
 
 
@@ -176,9 +187,8 @@ def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
     if row["where_unclipped"] + _ERRORS * row["where_se"] < 0:
         found.append(("attention by the distance alone", (1 - row["where_unclipped"]) * row["contribution"]))
     if costs is None and row["what_unclipped"] + _ERRORS * row["what_se"] < 0:
-        found.append(
-            (f"every other key at distance {row['distance']:g}", (1 - row["what_unclipped"]) * row["contribution"])
-        )
+        cost = (1 - row["what_unclipped"]) * row["contribution"]
+        found.append((f"every other key at distance {row['content_distance']:g}", cost))
     worst = max(costs or (), key=lambda cost: cost.kl, default=None)
     if worst is not None and worst.excess > _ERRORS * worst.excess_se:
         found.append((f"every other key at distance {worst.distance:g}", worst.kl))
@@ -236,4 +246,14 @@ def nats(value: float, *, sign: str = "-") -> str:
 
 
 def _with_error(value: float, error: float) -> str:
-    return f"{nats(value)} ± {nats(error)}"
+    """Format a number and its error with as many decimals as the error needs: one digit, two if the first is 1.
+
+    >>> _with_error(0.11342, 0.00744), _with_error(0.0312, 0.00193), _with_error(0.000025, 0.0023)
+    ('0.113 ± 0.007', '0.0312 ± 0.0019', '0.000025 ± 0.002')
+    """
+    if not error > 0:
+        return f"{nats(value)} ± {nats(error)}"
+    first = floor(log10(error))
+    decimals = min(6, max(0, -first + (error < 2 * 10**first)))
+    shown = f"{value:.{decimals}f}" if round(abs(value), decimals) else nats(value)
+    return f"{shown} ± {error:.{decimals}f}".replace("-", "−")

@@ -48,7 +48,8 @@ def shares(
 
     Returns:
         One row per head: ``where``, ``what``, ``uniform`` (from 0 to 1), the same ``…_unclipped``, ``contribution``,
-        each with its standard error over texts ``…_se``, and ``distance``, the constant of the smallest divergence.
+        each with its standard error over texts ``…_se``, and ``content_distance``, the constant of the smallest
+        divergence.
     """
     weights = (n_predictions / n_predictions.sum())[:, None]
     sums = (weights * content).sum(1)
@@ -60,7 +61,7 @@ def shares(
         table[name], table[f"{name}_se"] = share.clamp(0, 1).numpy(), error.numpy()
         table[f"{name}_unclipped"] = share.numpy()
     table["contribution"], table["contribution_se"] = weighted_means(contribution, n_predictions)
-    table["distance"] = [constants[n] for n in sums.argmin(0).tolist()]
+    table["content_distance"] = [constants[n] for n in sums.argmin(0).tolist()]
     return table
 
 

@@ -17,6 +17,7 @@ from tl_posdisent.experiments.causal.text_parts import parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
 from tl_posdisent.experiments.needs.head_runs import run_heads
 from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold, folds
+from tl_posdisent.experiments.needs.sentences import hooks_sentences
 from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, Verdict, shares, verdicts
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
@@ -84,8 +85,9 @@ def where_or_what(
         model, layers, heads, progress: as in ``head_ablation``; the model must return logits, and its layers must have
             RoPE.
         tokens: texts, as in ``head_ablation``, or with their mask as a tokenizer returns them. Each half is measured
-            with what was fitted to the other half.
-        heldout: texts to measure, no longer than those of ``tokens``, which are then all used to fit.
+            with what was fitted to the other half. A text that is longer than all others is read up to the length of
+            the second longest. Equal texts are warned of.
+        heldout: other texts to measure, no longer than those of ``tokens``, which are then all used to fit.
         draws: as in ``head_effects``, at least 1.
         exact: how many heads of the largest contribution are run, or ``"all"``, or which: labels or pairs.
         negligible: the contribution in nats per predicted token below which a head is not used.
@@ -95,15 +97,16 @@ def where_or_what(
         One row per layer and head: ``layer``, ``head``; ``where``, ``what``, and ``uniform``, the share under uniform
         attention, from 0 to 1; the same ``…_unclipped``, which may be negative; ``contribution``, K_mean in nats per
         predicted token; standard errors over texts ``where_se``, ``what_se``, ``uniform_se`` (of the unclipped
-        values) and ``contribution_se``; ``distance``, the constant distance at which most survives; ``exact``, whether
-        the head was run; ``verdict``.
+        values) and ``contribution_se``; ``content_distance``, the distance of the other keys at which most survives;
+        ``exact``, whether the head was run; ``verdict``. (``table["where"]``: ``table.where`` is a method of pandas.)
 
         The constant behind ``what`` is chosen for each text in the other texts, so that the best of several does not
-        look better than it is. ``attrs["statement"]`` counts the verdicts in a sentence. ``attrs["passes"]`` is the
+        look better than it is. ``attrs["statement"]`` counts the verdicts in a sentence, with the part of the summed
+        contributions that these heads have. ``attrs["passes"]`` is the
         cost in forward passes of all measured texts; a backward pass counts as two.
 
     Raises:
-        ValueError: fewer than two texts; measured texts that are longer than fitted ones; layers without RoPE, or whose
+        ValueError: fewer than two texts; ``heldout`` that is longer than all ``tokens``; layers without RoPE, or whose
             scores cannot be changed; what ``head_effects`` refuses.
 
     Example:
@@ -138,19 +141,24 @@ def where_or_what(
     table = table.join(shares(contribution, distance, uniform, torch.stack(content), n_predictions, CONSTANTS))
     table["exact"] = [n in to_run for n in range(len(places))]
     table["verdict"] = verdicts(table, n_predictions, negligible)
-    table.attrs["statement"] = statement(table)
+    table = reading.note(table)
+    table.attrs["statement"] = " ".join([statement(table), *hooks_sentences(table)])
     table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * (1 + draws)
-    return reading.note(table)
+    return table
 
 
 def statement(table: pd.DataFrame) -> str:
-    """Count the verdicts of a table of ``where_or_what`` in a sentence."""
-    count = {verdict: int((table["verdict"] == verdict).sum()) for verdict in get_args(Verdict)}
+    """Count the verdicts of a table of ``where_or_what`` in a sentence, with their parts of all contributions."""
+    found = table.groupby("verdict")["contribution"].agg(["size", "sum"])
+    total = table["contribution"].sum() or 1.0
+    number = {verdict: int(found["size"].get(verdict, 0)) for verdict in get_args(Verdict)}
+    part = {name: f"{100 * found['sum'].get(name, 0) / total:.0f} %" for name in number}
+    count = {name: f"{n} ({part[name]})" if n else "0" for name, n in number.items()}
     return (
-        f"What the predictions need: where keys are in {count['where']} of {plural(len(table), 'head')}, what they are "
-        f"in {count['what']}, both together in {count['both']}, either of them in {count['either']}; "
-        f"in {count['neither']} the pattern does not matter, {count['not used']} contribute nothing measurable, "
-        f"and {count['undecided']} are undecided."
+        f"What the predictions need: where keys are in {number['where']} of {plural(len(table), 'head')} "
+        f"({part['where']} of the sum of their contributions), what they are in {count['what']}, both together in "
+        f"{count['both']}, either of them in {count['either']}; in {count['neither']} the pattern does not matter, "
+        f"{number['not used']} contribute nothing measurable, and {count['undecided']} are undecided."
     )
 
 

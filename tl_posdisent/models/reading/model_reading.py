@@ -13,7 +13,7 @@ import pandas as pd
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.result_edits import why_no_result_edits
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.model_parts import architecture, device_of, model_state, n_layers
+from tl_posdisent.models.running.model_parts import architecture, device_of, model_state, n_layers, user_hooks
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices, shown
@@ -152,9 +152,15 @@ class ModelReading(HasTable):
         return found
 
     def note(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Record the layers without attention, if any, in the ``attrs`` of a table over layers."""
+        """Record what else a reader of a table over layers has to know in its ``attrs``.
+
+        ``"layers_without_attention"``, if there are any, and ``"hooks"``, the names of hook points with hooks of the
+        user's, under which it was measured.
+        """
         if self.without_attention:
             table.attrs["layers_without_attention"] = list(self.without_attention)
+        if names := user_hooks(self.model):
+            table.attrs["hooks"] = names
         return table
 
     def _refuse_without_attention(self, layers: list[int]) -> None:

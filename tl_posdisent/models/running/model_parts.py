@@ -55,6 +55,12 @@ def architecture(model: Any) -> str:
     return type(model).__name__
 
 
+def user_hooks(model: Any) -> list[str]:
+    """Return the names of the hook points on which the user has put hooks."""
+    names = {point: name for name, point in model.hook_dict.items()}  # of a point with aliases, the last one
+    return [name for point, name in names.items() if any(not handle.is_permanent for handle in point.fwd_hooks)]
+
+
 def implementation(attn: Any) -> Any:
     """Return the attention implementation of a Hugging Face layer (eager, sdpa …); None for other models."""
     config = getattr(getattr(attn, "original_component", None), "config", None)

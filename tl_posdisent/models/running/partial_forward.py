@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Hook, running
-from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.model_parts import hook_name, user_hooks
 from tl_posdisent.models.running.results import by_heads
 from tl_posdisent.utils.precision import mismatch
 
@@ -107,7 +107,7 @@ def attempted(shortcut: Callable[[], _Result]) -> _Result | None:
 
 def has_hooks(model: Any) -> bool:
     """Say whether the model has hooks of the user, which may rely on every block to run."""
-    return any(not handle.is_permanent for point in model.hook_dict.values() for handle in point.fwd_hooks)
+    return bool(user_hooks(model))
 
 
 def of_texts(output: Any, texts: Any) -> Any:

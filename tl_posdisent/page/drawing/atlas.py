@@ -31,7 +31,7 @@ _TITLES = {
     "what_se": "error of what",
     "exact": "exact",
     "contribution_se": "error of contribution",
-    "distance": "best constant distance",
+    "content_distance": "best constant distance",
     "share_distance": "distance alone",
     "share_key": "key alone",
     "r_held_out": "held-out r",
