@@ -103,25 +103,22 @@ def mean_attention(
         the number of queries that see it there.
     """
     heads = {spec.layer: of_layer for spec, of_layer in chosen}
-    sums, first_sums = (
-        {
-            layer: torch.zeros(len(of_layer), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
-            for layer, of_layer in heads.items()
-        }
-        for _ in range(2)
-    )
+    sums = {  # of all keys, and of the first
+        layer: torch.zeros(2, len(of_layer), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+        for layer, of_layer in heads.items()
+    }
 
     def add(spec: AttentionSpec, pattern: Pattern) -> None:
         of_texts = of_heads(pattern, heads[spec.layer]).sum(0, dtype=torch.float64).cpu()
         columns = _columns(texts, pattern.shape[-1])
-        sums[spec.layer].index_add_(1, columns.flatten(), of_texts.flatten(1))
-        first_sums[spec.layer].index_add_(1, columns[:, 0], of_texts[:, :, 0])
+        of_all, of_first = sums[spec.layer]
+        of_all.index_add_(1, columns.flatten(), of_texts.flatten(1))
+        of_first.index_add_(1, columns[:, 0], of_texts[:, :, 0])
 
     with applied(reading.model, hooks):
         for group in texts.groups:
             for_each_pattern(reading.model, group.tokens, [spec for spec, _ in chosen], add, whole=whole)
-    tables = [_table(spec, of_layer, texts, sums[spec.layer], first_sums[spec.layer]) for spec, of_layer in chosen]
-    return pd.concat(tables, ignore_index=True)
+    return pd.concat([_table(spec, of_layer, texts, sums[spec.layer]) for spec, of_layer in chosen], ignore_index=True)
 
 
 def _columns(texts: Texts, length: int) -> Int64[Tensor, "query key"]:
@@ -130,26 +127,24 @@ def _columns(texts: Texts, length: int) -> Int64[Tensor, "query key"]:
 
 
 def _table(
-    spec: AttentionSpec,
-    heads: list[int],
-    texts: Texts,
-    sums: Float64[Tensor, "head distance"],
-    first_sums: Float64[Tensor, "head distance"],
+    spec: AttentionSpec, heads: list[int], texts: Texts, sums: Float64[Tensor, "2 head distance"]
 ) -> pd.DataFrame:
     """Divide sums by the number of visible cells at each distance; distances without any have no rows."""
-    cells, first_cells = torch.zeros(2, sums.shape[1], dtype=torch.int64, device="cpu")
+    cells, first_cells = torch.zeros(2, sums.shape[-1], dtype=torch.int64, device="cpu")
     for group in texts.groups:
-        columns, visible = _columns(texts, group.tokens.shape[1]), spec.mask(group.tokens.shape[1]).long().cpu()
-        cells.index_add_(0, columns.flatten(), len(group.tokens) * visible.flatten())
-        first_cells.index_add_(0, columns[:, 0], len(group.tokens) * visible[:, 0])
+        length, n = group.tokens.shape[1], len(group.tokens)
+        places, visible = _columns(texts, length), n * spec.mask(length).long().cpu()
+        cells.index_add_(0, places.flatten(), visible.flatten())
+        first_cells.index_add_(0, places[:, 0], visible[:, 0])
     seen = cells.nonzero().squeeze(1)
-    means = (sums[:, seen] / cells[seen]).flatten()
-    index = {"layer": spec.layer, "head": torch.tensor(heads, device="cpu").repeat_interleave(len(seen))}
+    of_all, of_first = sums[:, :, seen]
     columns = {
+        "layer": spec.layer,
+        "head": torch.tensor(heads, device="cpu").repeat_interleave(len(seen)),
         "distance": (seen - texts.longest + 1).repeat(len(heads)),
-        "attention": means,
+        "attention": (of_all / cells[seen]).flatten(),
         "cells": cells[seen].repeat(len(heads)),
-        "first_attention": first_sums[:, seen].flatten(),
+        "first_attention": of_first.flatten(),
         "first_cells": first_cells[seen].repeat(len(heads)),
     }
-    return pd.DataFrame({**index, **columns})
+    return pd.DataFrame(columns)

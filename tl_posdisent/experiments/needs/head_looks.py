@@ -92,9 +92,8 @@ def profile_without_first(attention: pd.DataFrame) -> pd.DataFrame:
     rows = attention[attention["cells"] > attention["first_cells"]]
     cells = rows["cells"] - rows["first_cells"]
     sums = (rows["attention"] * rows["cells"] - rows["first_attention"]).clip(lower=0)  # not −0 where it has it all
-    return pd.DataFrame({"distance": rows["distance"], "attention": sums / cells, "cells": cells}).reset_index(
-        drop=True
-    )
+    profile = pd.DataFrame({"distance": rows["distance"], "attention": sums / cells, "cells": cells})
+    return profile.reset_index(drop=True)
 
 
 def first_token_share(attention: pd.DataFrame) -> float:

@@ -45,12 +45,10 @@ def _passes(sections: Sequence[Section], subject: Subject, settings: Settings) -
 
 def _say_passes(passes: Mapping[SectionName, float], subject: Subject) -> str:
     """Say how many forward passes the report takes, and how many of them are for each section and for the panels."""
-    each: dict[str, float] = {**passes, "panels of heads": panel_tokens(subject) / sum(subject.lengths)}
-    listed = ", ".join(f"{name} {count:.1f}" for name, count in each.items())
-    return (
-        f"report: about {sum(each.values()):.0f} forward passes of {subject.sizes()} ({listed}; a backward pass counts "
-        "as two)"
-    )
+    each = [*passes.items(), ("panels of heads", panel_tokens(subject) / sum(subject.lengths))]
+    total = sum(count for _, count in each)
+    listed = ", ".join(f"{name} {count:.1f}" for name, count in each)
+    return f"report: about {total:.0f} forward passes of {subject.sizes()} ({listed}; a backward pass counts as two)"
 
 
 def _measure_or_refuse(section: Section, subject: Subject, settings: Settings, measured: Measured) -> Measurement:

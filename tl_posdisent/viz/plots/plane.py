@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -21,12 +21,14 @@ _OBSTACLE = 16.0  # diameter from which no label may lie over a marker; over a s
 _X_RANGE, _Y_RANGE = (-0.04, 1.04), (-0.11, 1.13)
 _CORNERS = {(0, 0): "both", (1, 0): "where", (0, 1): "what", (1, 1): "either or neither"}
 """The verdict of each quarter, by the corner in which it is written: (0, 0) is the lower left one."""
-_AROUND = (200, 160)
-"""Width and height of what is around the axes: titles, ticks and the legend; in pixels."""
+_AROUND = {"width": 200, "height": 160}
+"""Pixels around the axes: titles, ticks and the legend."""
+_USUAL = {"width": (240.0, 1000.0), "height": (280.0, 450.0)}
+"""The sizes of the area inside the axes, in pixels, for which labels are placed if that of the figure is free."""
+_FREE_WIDTH = 700
+"""Width in pixels for which the title of a figure of free width is broken into lines."""
 _CHARACTER, _LINE = 7.0, 20
 """Width and height of a character in the counts below the title, in pixels."""
-_USUAL: Sizes = ((240.0, 1000.0), (280.0, 450.0))
-"""The sizes of the area inside the axes for which labels are placed if that of the figure is free."""
 
 
 def plot_where_or_what(
@@ -67,22 +69,10 @@ def plot_where_or_what(
     numbers = ["where", "what", "contribution"]
     table = check_table(table, ["layer", "head", "verdict"], numbers, "where_or_what")
     check_integer("labels", labels, 0)
-    given = [
-        size if size is None else check_integer(name, size, 250)
-        for name, size in (("width", width), ("height", height))
-    ]
+    inside = _size_inside("width", width), _size_inside("height", height)
     _check_heads(table)
-    inside = [
-        usual if size is None else (float(size - around),) * 2
-        for size, around, usual in zip(given, _AROUND, _USUAL, strict=True)
-    ]
-    figure = go.Figure(_traces(table, labels, (inside[0], inside[1])))
-    for (x, y), text in _CORNERS.items():
-        across, up = ("left", "right")[x], ("bottom", "top")[y]
-        place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": across, "yanchor": up}
-        figure.add_annotation(text=text, showarrow=False, borderpad=0, **place)
-    for line in ({"x0": 0.5, "x1": 0.5, "y0": 0, "y1": 1}, {"x0": 0, "x1": 1, "y0": 0.5, "y1": 0.5}):
-        figure.add_shape(type="line", **line, line={"color": GREY, "dash": "dot", "width": 1}, layer="between")
+    figure = go.Figure(_traces(table, labels, inside))
+    _name_quarters(figure)
     axis = {"tickformat": ".0%", "zeroline": False}
     figure.update_layout(
         xaxis={"title": "where (distances alone)", "range": _X_RANGE, **axis},
@@ -94,13 +84,28 @@ def plot_where_or_what(
     if len(table) == 1:
         return add_title(figure, title, f"What {_names(table)[0]} needs")
     counted = ", ".join(f"{(table['verdict'] == verdict).sum()} {verdict}" for verdict in _present(table))
-    lines = textwrap.wrap(counted, int((width or sum(_USUAL[0]) / 2) / _CHARACTER))
+    lines = textwrap.wrap(counted, int((width or _FREE_WIDTH) / _CHARACTER))
     add_title(figure, title, "What each head needs", "<br>".join(lines))
-    return (
-        figure
-        if title is not None
-        else figure.update_layout(margin_t=figure.layout.margin.t + _LINE * (len(lines) - 1))
-    )
+    more = 0 if title is not None else _LINE * (len(lines) - 1)
+    return figure.update_layout(margin_t=figure.layout.margin.t + more)
+
+
+def _size_inside(name: Literal["width", "height"], size: int | None) -> tuple[float, float]:
+    """Return the least and the largest size of the area inside the axes; both are the same for a figure of a size."""
+    if size is None:
+        return _USUAL[name]
+    inside = float(check_integer(name, size, 250) - _AROUND[name])
+    return inside, inside
+
+
+def _name_quarters(figure: go.Figure) -> None:
+    """Write the verdict of each quarter in its corner, and draw the lines between quarters over the grid."""
+    for (x, y), text in _CORNERS.items():
+        across, up = ("left", "right")[x], ("bottom", "top")[y]
+        place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": across, "yanchor": up}
+        figure.add_annotation(text=text, showarrow=False, borderpad=0, **place)
+    for line in ({"x0": 0.5, "x1": 0.5, "y0": 0, "y1": 1}, {"x0": 0, "x1": 1, "y0": 0.5, "y1": 0.5}):
+        figure.add_shape(type="line", **line, line={"color": GREY, "dash": "dot", "width": 1}, layer="between")
 
 
 def _check_heads(table: pd.DataFrame) -> None:
