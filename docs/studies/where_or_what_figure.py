@@ -13,4 +13,5 @@ SIZE = (760, 560)
 
 def figure() -> go.Figure:
     """Draw the picture, from the table that the study ``where_or_what`` writes."""
-    return plot_where_or_what(pd.read_csv(TABLES / "smollm2" / "where_or_what.csv"))
+    heads = pd.read_csv(TABLES / "smollm2" / "where_or_what.csv")
+    return plot_where_or_what(heads, width=SIZE[0], height=SIZE[1])
