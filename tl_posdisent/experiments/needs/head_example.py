@@ -79,7 +79,8 @@ class HeadExample:
     def _compared(self) -> str:
         key, other = self.words[self.key], self._key(self.other)
         if self.prefers == self.key:
-            begin = f"Content, averaged over distances, prefers it too: compared with {other}, content adds {_signed(self.content)}"
+            begin = "Content, averaged over distances, prefers it too: "
+            begin += f"compared with {other}, content adds {_signed(self.content)}"
         else:
             begin = f"By content, averaged over distances, it prefers {other} by {_signed(-self.content, plus=False)}"
         total = self.content + self.distance + self.rest
