@@ -130,9 +130,9 @@ def test_padding_without_a_mask(
     if text:
         assert torch.equal(check_tokens(model, tokens), tokens)
     else:
-        with pytest.raises(ValueError, match=r"tokens must be without padding.*text 1.*attention_mask="):
+        with pytest.raises(ValueError, match=r"tokens must be without padding.*text 1.*\"attention_mask\": mask"):
             check_tokens(model, tokens)
-        with pytest.raises(ValueError, match=r"attention_mask="):
+        with pytest.raises(ValueError, match=r"\"attention_mask\": mask"):
             read_texts(model, tokens)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -164,3 +164,19 @@ def test_nested_tensors_are_refused(demo: Any) -> None:
     for tokens in (nested, torch.ones(2, 4, dtype=torch.long).to_sparse()):
         with pytest.raises(ValueError, match="tokens must be a dense tensor"):
             check_tokens(demo, tokens)
+
+
+def test_what_is_no_text_is_named(demo: Any) -> None:
+    with pytest.raises(ValueError, match=r"tokens must be texts of at least two tokens, got '' as text 1"):
+        read_texts(demo, ["We the people", "", "of this land"])
+    with pytest.raises(
+        ValueError, match=r"tokens must be text or an integer tensor .*got list: torch.tensor makes one"
+    ):
+        read_texts(demo, [[1, 2, 3]])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cut_texts_are_their_first_tokens(demo: Any, side: str) -> None:
+    tokens, mask, texts = padded(side)
+    for found, text in zip(read_texts(demo, tokens, mask).cut(6).unpadded(), texts, strict=True):
+        assert found.tolist() == text[:6].tolist()

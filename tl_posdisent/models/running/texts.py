@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_values
+from tl_posdisent.utils.validation import check_values, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,12 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     if (several or isinstance(tokens, str)) and attention_mask is not None:
         raise ArgumentError("attention_mask", "must be None for tokens that are given as text: text needs no padding")
     if several and tokens:
-        rows = [check_tokens(model, row, padded=True)[0] for row in encode(model, tokens)]
+        rows = [row[0] for row in encode(model, tokens)]
+        if short := [n for n, row in enumerate(rows) if len(row) < 2]:
+            raise ArgumentError(
+                "tokens", f"must be texts of at least two tokens, got {shown(tokens[short[0]])} as text {short[0]}"
+            )
+        rows = [check_tokens(model, row, padded=True)[0] for row in rows]
         side = getattr(model.tokenizer, "padding_side", "right")
         ids = pad_sequence(rows, True, special_id(model, "pad") or 0, side)
         real = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool()
@@ -254,7 +259,7 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
             )
         tokens = torch.cat(rows)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
-        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        kind = tokens.dtype if isinstance(tokens, Tensor) else f"{type(tokens).__name__}: torch.tensor makes one of ids"
         raise ArgumentError("tokens", f"must be text or an integer tensor of shape (batch, pos), got {kind}")
     device = device_of(model)
     if device.type == "meta":
