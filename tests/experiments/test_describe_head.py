@@ -256,6 +256,15 @@ def test_it_is_read_in_25_lines(found: HeadDescription) -> None:
     assert repr(example.words[example.query]) in repr(found)
 
 
+def test_the_key_that_content_prefers_is_told(found: HeadDescription) -> None:
+    example = found.example
+    other, own = (replace(example, prefers=key).sentences()[1] for key in (example.other, example.key))
+    assert other.startswith("By content, averaged over distances, it prefers ")
+    assert own.startswith("Content, averaged over distances, prefers it too: compared with ")
+    assert f"{example.words[example.other]!r} (distance {example.query - example.other}, " in other
+    assert f"{example.words[example.other]!r} (distance {example.query - example.other}, " in own
+
+
 def test_notebooks_show_tokens_as_text(found: HeadDescription) -> None:
     words = ("<b>&",) * len(found.example.words)
     shown = replace(found, example=replace(found.example, words=words))._repr_html_()

@@ -45,7 +45,7 @@ def describe_head(
     * *Looks*: the variance of its scores by component, beside random weights (``additivity``, ``random_control``), its
       usual label (``head_labels``), and its attention by distance. A variance weighs all pairs of tokens, a
       contribution those that matter to predictions; where the two disagree, a sentence says so.
-    * *Why*: for one query, the attended key is compared with the key that content alone would choose, by the two-axis
+    * *Why*: for one query, the attended key is compared with the key of the largest content part, by the two-axis
       parts of their scores: ``g(q, k)``, averaged over distances, and ``f(q, d)``, of the mean key. Then the largest
       sources of the difference (``score_sources``), and what the head adds directly to the logits.
 

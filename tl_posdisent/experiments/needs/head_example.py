@@ -33,9 +33,9 @@ class HeadExample:
 
     Attributes:
         text: row of the measured texts.
-        query, key, other: positions in this text, without padding. ``other`` is the key that content alone would
-            choose, the largest g, or, if that is ``key``, the key of the next largest attention.
-        prefers: the key that content alone would choose.
+        query, key, other: positions in this text, without padding. ``other`` is the key of the largest g, or, if that
+            is ``key``, that of the next largest attention.
+        prefers: the key of the largest g.
         words: tokens of the text.
         contribution: KL(unmodified ‖ mean output) of the prediction at the query, nats; None at the last position.
         attention: of the query to every position of the text.
@@ -79,9 +79,10 @@ class HeadExample:
     def _compared(self) -> str:
         key, other = self.words[self.key], self._key(self.other)
         if self.prefers == self.key:
-            begin = f"Content alone prefers it too: compared with {other}, content adds {_signed(self.content)}"
+            begin = "Content, averaged over distances, prefers it too: "
+            begin += f"compared with {other}, content adds {_signed(self.content)}"
         else:
-            begin = f"Content alone prefers {other} by {_signed(-self.content, plus=False)}"
+            begin = f"By content, averaged over distances, it prefers {other} by {_signed(-self.content, plus=False)}"
         total = self.content + self.distance + self.rest
         return (
             f"{begin}; the distance adds {_signed(self.distance)} for {key!r} and what depends on both "
