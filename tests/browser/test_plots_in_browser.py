@@ -1,4 +1,4 @@
-"""Colour bars of heat maps: their titles cover no label of a tick, and nothing is cut off, at several sizes."""
+"""Colour bars of heat maps, labels of the where–what plane: no text covers another or is cut off, at several sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 
 import tl_posdisent as tp
-from tl_posdisent.viz import plot_score_sources, plot_subspaces, plot_verdicts
+from tl_posdisent.viz import plot_score_sources, plot_subspaces, plot_verdicts, plot_where_or_what
 
 pytestmark = pytest.mark.slow
 
@@ -66,3 +66,50 @@ def test_the_title_of_a_colour_bar_covers_no_tick(
         assert n_labels >= 3, name
         assert wrong == [], name
     page.page.screenshot(path=tmp_path / "plots.png", full_page=True)
+
+
+# Of the only figure: texts that lie over each other, that lie over a large marker that is not their own (plotly draws
+# the markers and the labels of a trace in the same order), or that the figure's edge cuts off.
+_LABELS = """() => {
+  const plot = document.querySelector(".js-plotly-plot"), edge = plot.getBoundingClientRect();
+  const box = (x) => x.getBoundingClientRect();
+  const meet = (p, q) =>
+    p.left + 0.5 < q.right && q.left + 0.5 < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom;
+  const texts = [...plot.querySelectorAll("text")].filter((x) => x.textContent);
+  const markers = [...plot.querySelectorAll(".trace")].flatMap((trace) => {
+    const names = [...trace.querySelectorAll(".textpoint")].map((x) => x.textContent);
+    return [...trace.querySelectorAll("path.point")].map((x, n) => [names[n], box(x)]).filter(([, b]) => b.width >= 16);
+  });
+  const labels = [...plot.querySelectorAll(".textpoint text")].filter((x) => x.textContent);
+  const over = texts.flatMap((a, n) => texts.slice(n + 1).filter((b) => meet(box(a), box(b)))
+    .map((b) => `${a.textContent} over ${b.textContent}`));
+  const hidden = labels.flatMap((x) => markers.filter(([name, b]) => name !== x.textContent && meet(box(x), b))
+    .map(([name]) => `${x.textContent} over the marker of ${name}`));
+  const cut = texts.filter((x) => { const b = box(x); return b.left < edge.left || b.right > edge.right ||
+    b.top < edge.top || b.bottom > edge.bottom; }).map((x) => `${x.textContent} is cut`);
+  return [labels.length, markers.length, ...over, ...hidden, ...cut];
+}"""
+
+
+PLANES = [((340, 300), True), *((size, given) for size in [(500, 440), *SIZES[2:]] for given in (True, False))]
+
+
+@pytest.mark.parametrize(("size", "is_given"), PLANES, ids=[f"{w}-{'given' if x else 'free'}" for (w, _), x in PLANES])
+def test_texts_of_the_plane_cover_nothing(
+    size: tuple[int, int], is_given: bool, opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Of a figure that was made for its size, and of one for the usual sizes, which are larger than the first here."""
+    width, height = size
+    chance = np.random.default_rng(0)
+    shares = {name: chance.beta(0.5, 0.5, len(HEADS)) for name in ("where", "what")}
+    verdicts = ["where", "what", "both", "either", "neither", "undecided", "not used", "both"] * 4
+    table = HEADS.assign(**shares, verdict=verdicts, contribution=chance.exponential(size=len(HEADS)))
+    figure = plot_where_or_what(table, **({"width": width, "height": height} if is_given else {}))
+    html = figure.update_layout(width=width, height=height).to_html(full_html=False)
+    (tmp_path / "plane.html").write_text(f'<!doctype html><meta charset="utf-8">{html}', encoding="utf-8")
+    page = opened(tmp_path / "plane.html", width=1100)
+    page.page.wait_for_selector(".textpoint text")
+    n_labels, n_large, *wrong = page.page.evaluate(_LABELS)
+    assert wrong == []
+    assert 3 <= n_labels <= 10
+    assert n_large > 5
