@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
+from tl_posdisent.page.deciding.heads import describe_heads
 from tl_posdisent.page.drawing.atlas_map import choices
 from tl_posdisent.page.drawing.atlas_table import atlas_table
+from tl_posdisent.page.measuring.measurement import Measurement
+from tl_posdisent.page.measuring.panels import _attention
+from tl_posdisent.page.measuring.subject import read_subject
 from tl_posdisent.page.sections.additivity import SHARES
 
 TOKENS = tp.demo_tokens(length=161)[:, 1:].view(2, 80)
@@ -164,3 +169,16 @@ def test_the_panel_has_the_attention_by_distance_of_its_head(tmp_path: Path) -> 
         ]
         assert panels["heads"]["L3H6"]["attention"][name] == pytest.approx(rows["attention"].tolist(), rel=6e-3)
     assert panels["heads"]["L3H6"]["attention"]["unmodified"] != panels["heads"]["L3H6"]["attention"][name]
+
+
+def test_heads_without_attention_are_described_all_the_same() -> None:
+    """Of layers that show neither a pattern nor scores; nothing is said of their attention."""
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=65)[:, 1:].view(2, 32)
+    subject = read_subject(model, tokens)
+    blind = [replace(spec, taps=replace(spec.taps, pattern=None, scores=None)) for spec in subject.specs]
+    attention, reasons = _attention(subject, blind, subject.pairs)
+    assert (len(attention), reasons) == (0, {})
+    table = tp.additivity(model, tokens, layers=[2], progress=False)
+    says = describe_heads(None, Measurement(table), None, attention)
+    assert [*says] == [(2, head) for head in range(8)]
+    assert not [x for sentences in says.values() for x in sentences if "attention" in x]

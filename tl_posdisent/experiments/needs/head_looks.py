@@ -73,7 +73,9 @@ def measure_looks(reading: ModelReading, texts: Texts, chosen: Chosen, seeds: Se
     labels = head_labels(reading, texts, heads=pairs, seeds=seeds, seed=seed, progress=False)
     (label,) = labels["label"]
     attention = mean_attention(reading, texts, chosen, [], whole=False)
-    return HeadLooks(shares, random, str(label), first_token_share(attention), profile_without_first(attention))
+    first_token = first_token_share(attention)
+    profile = profile_without_first(attention)[["distance", "attention", "cells"]].reset_index(drop=True)
+    return HeadLooks(shares, random, str(label), nan if first_token is None else first_token, profile)
 
 
 def _shares(table: pd.DataFrame) -> dict[str, float]:
@@ -81,23 +83,23 @@ def _shares(table: pd.DataFrame) -> dict[str, float]:
 
 
 def profile_without_first(attention: pd.DataFrame) -> pd.DataFrame:
-    """Return a head's mean attention by distance over all pairs but those with the first token of a text as key.
+    """Return mean attention by distance over all pairs but those with the first token of a text as key.
 
     Args:
-        attention: rows of one head of ``mean_attention``.
+        attention: table of ``mean_attention``.
 
     Returns:
-        ``distance``, ``attention`` and ``cells``, the number of pairs; without distances that only the first token has.
+        ``layer``, ``head``, ``distance``, ``attention`` and ``cells``, the number of pairs; without distances that only
+        the first token has.
     """
     rows = attention[attention["cells"] > attention["first_cells"]]
     cells = rows["cells"] - rows["first_cells"]
     sums = (rows["attention"] * rows["cells"] - rows["first_attention"]).clip(lower=0)  # not −0 where it has it all
-    profile = pd.DataFrame({"distance": rows["distance"], "attention": sums / cells, "cells": cells})
-    return profile.reset_index(drop=True)
+    return rows[["layer", "head", "distance"]].assign(attention=sums / cells, cells=cells)
 
 
-def first_token_share(attention: pd.DataFrame) -> float:
-    """Return a head's mean attention to the first token, over queries that see others; NaN without any.
+def first_token_share(attention: pd.DataFrame) -> float | None:
+    """Return a head's mean attention to the first token, over queries that see others; None without any.
 
     Args:
         attention: rows of one head of ``mean_attention``.
@@ -106,4 +108,4 @@ def first_token_share(attention: pd.DataFrame) -> float:
     n_queries, rows = int(own["cells"].sum()), attention
     if (attention["distance"] >= 0).all():  # causal: the first query sees itself alone
         n_queries, rows = n_queries - int(own["first_cells"].sum()), attention[attention["distance"] > 0]
-    return float(rows["first_attention"].sum()) / n_queries if n_queries else nan
+    return float(rows["first_attention"].sum()) / n_queries if n_queries else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -45,15 +45,17 @@ def describe_heads(
         means = by_head(additivity.random).groupby("layer", as_index=False).mean()
         random = {int(row["layer"]): row for row in means.to_dict("records")}
     labels_by_head = {} if labels is None else rows_by_head(labels)
-    attention_by_head = _unmodified(attention)
+    unmodified = attention[attention["intervention"] == UNMODIFIED]
+    shares_of_first = {pair: first_token_share(rows) for pair, rows in _by_head(unmodified)}
+    profiles = {pair: frequent_distances(rows) for pair, rows in _by_head(profile_without_first(unmodified))}
     sentences = {}
     for pair in {**answers, **shares}:
         answer, looks, chance = answers.get(pair), shares.get(pair), random.get(pair[0])
         said = [] if answer is None else needs_sentences(answer)
         if looks is not None:
             label = labels_by_head[pair]["label"] if pair in labels_by_head else None
-            profile, first_token = _profile(attention_by_head.get(pair))
-            said += looks_sentences(looks, chance, label=label, profile=profile, first_token=first_token)
+            first = shares_of_first.get(pair)
+            said += looks_sentences(looks, chance, label=label, profile=profiles.get(pair), first_token=first)
             said += [x for x in [answer and disagreement_sentence(answer, looks, chance)] if x]
         sentences[pair] = said
     return sentences
@@ -64,15 +66,8 @@ def rows_by_head(table: pd.DataFrame) -> dict[Pair, Row]:
     return {(int(row["layer"]), int(row["head"])): row for row in table.to_dict("records")}
 
 
-def _unmodified(attention: pd.DataFrame) -> dict[Pair, pd.DataFrame]:
-    """Return each head's rows of the unmodified model."""
-    groups: Any = dict([*attention[attention["intervention"] == UNMODIFIED].groupby(HEAD)])
-    return {(int(layer), int(head)): rows for (layer, head), rows in groups.items()}
-
-
-def _profile(attention: pd.DataFrame | None) -> tuple[dict[int, float] | None, float | None]:
-    """Return mean attention by distance without the first token, and the attention to it; None where unknown."""
-    if attention is None:
-        return None, None
-    first_token = first_token_share(attention)
-    return frequent_distances(profile_without_first(attention)), first_token if isfinite(first_token) else None
+def _by_head(attention: pd.DataFrame) -> Iterator[tuple[Pair, pd.DataFrame]]:
+    """Yield the rows of each layer and head."""
+    groups: Any = attention.groupby(HEAD)
+    for (layer, head), rows in groups:
+        yield (int(layer), int(head)), rows

@@ -38,6 +38,7 @@ SHOWN = 48
 SAME = 5
 """The distance of all keys in the intervention whose attention is shown."""
 _READ, _ATTENTION = 128, 256  # tokens of each text and altogether of attention by distance
+_COLUMNS = ["distance", "attention", "cells", "first_attention", "first_cells"]  # of ``mean_attention``
 
 Pair = tuple[int, int]
 
@@ -49,7 +50,7 @@ class Panels:
     Attributes:
         words: tokens of the first text.
         causal: whether keys after the query are masked in all layers.
-        attention: table of ``attention_by_distance``, with and without ``dummy_distance`` in the layer itself.
+        attention: table of ``mean_attention`` by ``intervention``: none, and ``dummy_distance`` in the layer itself.
         scores: by layer and head, the scores of the first positions, ``[query, key]``; NaN where they are masked.
         reasons: why attention was not measured, with the layers for which it was not.
     """
@@ -94,7 +95,7 @@ def _attention(
     reading, texts = subject.reading, _texts_of_attention(subject)
     shown = [spec for spec in specs if spec.taps.pattern or spec.taps.scores]
     chosen = [(spec, sorted(head for layer, head in pairs if layer == spec.layer)) for spec in shown]
-    tables = [pd.DataFrame(columns=["intervention", *HEAD, "distance", "attention"])]
+    tables = [pd.DataFrame(columns=["intervention", *HEAD, *_COLUMNS])]
     reasons: dict[str, list[int]] = {}
     if not chosen:
         return tables[0], reasons

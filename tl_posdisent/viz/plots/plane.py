@@ -17,6 +17,7 @@ from tl_posdisent.viz.plots.tables import add_title, check_table
 
 _LARGEST = 34.0  # diameter of the head of largest contribution, in pixels
 _LEAST = 5.0
+_ALONE = 10.0  # diameter of a single head, from which its error bars stand out
 _OBSTACLE = 16.0  # diameter from which no label may lie over a marker; over a smaller one it can be read
 _X_RANGE, _Y_RANGE = (-0.04, 1.04), (-0.11, 1.13)
 _CORNERS = {(0, 0): "both", (1, 0): "where", (0, 1): "what", (1, 1): "either or neither"}
@@ -131,7 +132,8 @@ def _present(table: pd.DataFrame) -> list[str]:
 def _traces(table: pd.DataFrame, n_labels: int, sizes: Sizes) -> list[go.Scatter]:
     """Draw the heads that have shares, those of one verdict as a trace; the heads that contribute most are labelled."""
     known = table[table["where"].notna() & table["what"].notna()]
-    size = (known["contribution"] / known["contribution"].max()).clip(0, 1) ** 0.5 * _LARGEST
+    largest = _ALONE if len(table) == 1 else _LARGEST
+    size = (known["contribution"] / known["contribution"].max()).clip(0, 1) ** 0.5 * largest
     points = known.assign(
         name=_names(known),
         size=size.clip(lower=_LEAST),
