@@ -60,8 +60,9 @@ def main(
     Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, or a bug.
 
     Examples:
-      tl-posdisent fit --model demo --out table.csv
-      cat book.txt | tl-posdisent fit --model EleutherAI/pythia-70m --text -
+      tl-posdisent head
+      tl-posdisent head L8H1 --model smollm2 --text book.txt
+      cat book.txt | tl-posdisent fit --model EleutherAI/pythia-70m --text - --out table.csv
     """
     spin_briefly()
     for stream in (sys.stdout, sys.stderr):

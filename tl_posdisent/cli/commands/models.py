@@ -20,7 +20,7 @@ def models(
     ] = False,
     out: Out = None,
 ) -> None:
-    """List names for --model: demo, smollm2 (from a Python package), and models of the installed TransformerLens.
+    """List names for --model: demo, smollm2 and gemma3-270m (from Python packages), and those of TransformerLens.
 
     Columns:
       name           name for --model
