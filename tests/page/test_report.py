@@ -238,7 +238,7 @@ def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
 @pytest.fixture(scope="module")
 def needs(made: tuple[Any, Document]) -> pd.DataFrame:
     """What the report's heads need, by the experiment alone; the heads that contribute most first."""
-    table = tp.where_or_what(made[0], TOKENS, exact=4, seed=5, progress=False)
+    table = tp.where_or_what(made[0], TOKENS, exact=8, seed=5, progress=False)
     return table.sort_values("contribution", ascending=False, kind="stable")
 
 

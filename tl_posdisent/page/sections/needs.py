@@ -20,9 +20,9 @@ from tl_posdisent.page.sections.section import Content, Measured, Section
 from tl_posdisent.viz.palette import GREY
 from tl_posdisent.viz.plots.plane import plot_where_or_what
 
-_POSITIONS, _TOKENS = 96, 576
+_POSITIONS, _TOKENS = 72, 576
 """Positions of each text, and tokens altogether, that are read."""
-_DRAWS, _EXACT = 4, 4
+_DRAWS, _EXACT = 4, 8
 """Draws of labels of the estimates; heads of the largest contribution that are run."""
 _HEIGHT, _LABELS = 560, 8
 """Height of the plane in pixels; heads of the largest contribution that are labelled in it."""
