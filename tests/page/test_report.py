@@ -251,7 +251,7 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     rows = document.rows("atlas")
     assert [row["verdict"] for row in rows] == needs["verdict"].tolist()
     assert [row["exact"] == "yes" for row in rows] == needs["exact"].tolist()
-    assert needs["exact"].sum() == 4
+    assert needs["exact"].sum() == 8
     points = [trace for trace in document.drawn("share that survives") if trace["name"] in set(needs["verdict"])]
     drawn = {
         label: (x, y)
