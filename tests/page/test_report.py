@@ -238,7 +238,7 @@ def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
 @pytest.fixture(scope="module")
 def needs(made: tuple[Any, Document]) -> pd.DataFrame:
     """What the report's heads need, by the experiment alone; the heads that contribute most first."""
-    table = tp.where_or_what(made[0], TOKENS, exact=8, seed=5, progress=False)
+    table = tp.where_or_what(made[0], TOKENS, exact=6, seed=5, progress=False)
     return table.sort_values("contribution", ascending=False, kind="stable")
 
 
@@ -251,7 +251,7 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     rows = document.rows("atlas")
     assert [row["verdict"] for row in rows] == needs["verdict"].tolist()
     assert [row["exact"] == "yes" for row in rows] == needs["exact"].tolist()
-    assert needs["exact"].sum() == 8
+    assert needs["exact"].sum() == 6
     points = [trace for trace in document.drawn("share that survives") if trace["name"] in set(needs["verdict"])]
     drawn = {
         label: (x, y)

@@ -22,7 +22,7 @@ from tl_posdisent.viz.plots.plane import plot_where_or_what
 
 _POSITIONS, _TOKENS = 72, 576
 """Positions of each text, and tokens altogether, that are read."""
-_DRAWS, _EXACT = 4, 8
+_DRAWS, _EXACT = 4, 6
 """Draws of labels of the estimates; heads of the largest contribution that are run."""
 _HEIGHT, _LABELS = 560, 8
 """Height of the plane in pixels; heads of the largest contribution that are labelled in it."""
