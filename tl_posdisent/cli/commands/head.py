@@ -21,7 +21,6 @@ from tl_posdisent.cli.options import (
     TextFile,
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
-from tl_posdisent.utils.validation import head_label
 
 _TEXTS = 6
 _SHOWN = 12
@@ -84,6 +83,7 @@ def _one_head(model: Any, tokens: Any, name: str, seeds: range, *, progress: boo
 
 def _all_heads(model: Any, tokens: Any, seed: int, *, progress: bool) -> tuple[Any, list[str]]:
     from tl_posdisent.experiments.needs.where_or_what import where_or_what
+    from tl_posdisent.utils.validation import head_label
 
     table = where_or_what(model, tokens, seed=seed, progress=progress)
     rows = [
