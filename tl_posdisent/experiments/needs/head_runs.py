@@ -16,7 +16,7 @@ from tl_posdisent.experiments.causal.exact_effects import intervention_runs
 from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, parts_of
 from tl_posdisent.experiments.measuring.metrics import next_token_loss
 from tl_posdisent.experiments.measuring.token_losses import ByToken, Unmodified
-from tl_posdisent.experiments.needs.replacements import CONSTANTS, DISTANCE, MEAN, UNIFORM, Fold, content_alone
+from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold
 from tl_posdisent.experiments.needs.sentences import Cost
 from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, shares, verdicts
 from tl_posdisent.hooks.hook_list import Chosen
@@ -25,15 +25,13 @@ from tl_posdisent.utils.statistics import weighted_means
 
 @dataclass(frozen=True, eq=False)
 class HeadRuns:
-    """What each replacement of a head costs at each predicted token of each text, in nats.
+    """What each of the ``replacements`` of a head costs at each predicted token of each text, in nats.
 
     Attributes:
-        names: of the replacements.
         divergences: KL(unmodified ‖ replaced) at each position but the last, by text.
         losses: change of the loss of the next token, by text.
     """
 
-    names: tuple[str, ...]
     divergences: list[Float64[Tensor, "replacement _predicted"]]
     losses: list[Float64[Tensor, "replacement _predicted"]]
 
@@ -44,9 +42,7 @@ class HeadRuns:
 
     def needs(self, layer: int, head: int) -> pd.DataFrame:
         """Return the head's row of the table of ``where_or_what``."""
-        means = _means(self.divergences)
-        names = (MEAN, DISTANCE, UNIFORM, *map(content_alone, CONSTANTS))
-        contribution, distance, uniform, *content = (means[self.names.index(name)][:, None] for name in names)
+        contribution, distance, uniform, *content = _means(self.divergences)[..., None]
         row = shares(contribution, distance, uniform, torch.stack(content), self.n_predictions, CONSTANTS)
         row["exact"] = True
         row["verdict"] = verdicts(row, self.n_predictions, NEGLIGIBLE)
@@ -56,12 +52,10 @@ class HeadRuns:
 
     def costs(self) -> tuple[Cost, ...]:
         """Return what it costs to put every other key at each of ``CONSTANTS``."""
-        kl, losses = _means(self.divergences), _means(self.losses)
-        contribution = kl[self.names.index(MEAN)]
+        (contribution, _, _, *kl), (_, _, _, *losses) = _means(self.divergences), _means(self.losses)
         costs = []
-        for distance in CONSTANTS:
-            n = self.names.index(content_alone(distance))
-            measured = torch.stack([kl[n], losses[n], kl[n] - contribution], 1)
+        for distance, of_kl, of_losses in zip(CONSTANTS, kl, losses, strict=True):
+            measured = torch.stack([of_kl, of_losses, of_kl - contribution], 1)
             means, errors = weighted_means(measured, self.n_predictions)
             (own, loss, excess), (own_se, loss_se, excess_se) = means.tolist(), errors.tolist()
             costs.append(Cost(float(distance), own, own_se, loss, loss_se, excess, excess_se))
@@ -69,14 +63,13 @@ class HeadRuns:
 
     def largest(self) -> tuple[int, int]:
         """Find the text and the position where the head contributes most, but for first positions, with one key."""
-        n = self.names.index(MEAN)
-        later = [x[n, 1:] for x in self.divergences]
+        later = [x[0, 1:] for x in self.divergences]
         text = max(range(len(later)), key=lambda row: float(later[row].max()) if len(later[row]) else -1.0)
         return text, 1 + int(later[text].argmax()) if len(later[text]) else 1
 
     def contribution_at(self, text: int, position: int) -> float | None:
         """Return the divergence under the mean output at one position; None at the last, which predicts nothing."""
-        divergences = self.divergences[text][self.names.index(MEAN)]
+        divergences = self.divergences[text][0]
         return divergences[position].item() if position < len(divergences) else None
 
 
@@ -90,7 +83,6 @@ def measure_head(model: Any, of_folds: Sequence[Fold], chosen: Chosen, bar: Any)
     costs = run_heads(model, of_folds, changes, bar)
     by_text = [*zip(*costs.values(), strict=True)]
     return HeadRuns(
-        tuple(name for name, _, _ in costs),
         [torch.stack([x.divergences for x in text]) for text in by_text],
         [torch.stack([x.losses for x in text]) for text in by_text],
     )

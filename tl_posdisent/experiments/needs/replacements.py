@@ -87,7 +87,7 @@ def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) ->
 
 
 def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]:
-    """Return the hooks that replace the heads, fitted to these texts.
+    """Return the hooks that replace the heads, fitted to these texts; readers of results rely on their order.
 
     Raises:
         ValueError: heads whose scores or rotation cannot be changed.
