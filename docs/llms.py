@@ -1,7 +1,4 @@
-"""``llms.txt``, an index for programs: made of the pages, the stubs and the docstrings.
-
-``python docs/llms.py`` writes it; ``tests/docs/test_generated_pages.py`` checks that it is current.
-"""
+"""``llms.txt``, an index for programs: made of the pages, the stubs and the docstrings when the site is built."""
 
 from __future__ import annotations
 
@@ -94,7 +91,3 @@ def llms() -> str:
 def write() -> None:
     if not LLMS.is_file() or LLMS.read_text(encoding="utf-8") != llms():
         LLMS.write_text(llms(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write()
