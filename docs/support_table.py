@@ -1,7 +1,7 @@
 """Which tool works with which architecture in which model class: tried, not typed.
 
 Builds the tiny models of `tests/support/zoo.py` and tries the laws of `tests/support/support_laws.py` on each of them,
-on whole texts and on padded ones. A tool that refuses is noted with its error; one that breaks a law stops this script.
+on whole texts and on padded ones. What a tool refuses has a name in its cell; one that breaks a law stops this script.
 
     .venv/bin/python docs/support_table.py       # writes what holds for the installed TransformerLens
     .venv-tl4/bin/python docs/support_table.py   # and for the other one; what is there of the rest stays
@@ -33,17 +33,14 @@ from support import zoo  # noqa: E402
 from support.support_laws import PADDED, TOOLS, try_laws  # noqa: E402
 
 OK = "✓"
-PADDED_REFUSED = f"{OK}; {PADDED}: "
-MISSING = "not tried"
-SHORT = {  # what a message says: what it is called in a cell, from the most particular
-    "multi-head latent attention": "latent attention",
+WHOLE_ONLY = f"{OK} not {PADDED}"
+REFUSALS = {  # words of an error: what it is called in a cell
     "additive bias such as ALiBi": "additive bias",
     "no rotary position embedding": "no rotation",
-    "hook_z": "z not by heads",
 }
 CLASSES = {"H3": "hooked", "B3": "bridge", "B4": "bridge"}  # code in the table: kind in the zoo
 Row = dict[str, str]
-"""One architecture in one class: for every tool OK, or the error with which it refuses."""
+"""One architecture in one class: the cell of every tool, OK, WHOLE_ONLY or the name of its refusal."""
 Table = dict[tuple[str, str], Row]
 """By (architecture, class code)."""
 
@@ -57,24 +54,18 @@ def try_tools(model: Any, tools: Sequence[str] = tuple(TOOLS)) -> Row:
     wrong = table[table["verdict"] == "wrong"]
     if len(wrong):
         raise AssertionError(f"a tool does something else than it says:\n{wrong.to_string()}")
-    return {tool: _outcome(table[table["tool"] == tool]) for tool in tools}
+    return {tool: _cell(table[table["tool"] == tool]) for tool in tools}
 
 
-def _outcome(rows: pd.DataFrame) -> str:
-    """OK, the refusal, or OK but why it refuses padded texts."""
+def _cell(rows: pd.DataFrame) -> str:
+    """OK, that padded texts are refused, or the name of the refusal."""
     refused = rows[rows["verdict"] == "refused"]
     if not len(refused):
         return OK
-    (text,), (reason,) = refused["text"], refused["reason"].map(_shortened)
-    return f"{PADDED_REFUSED}{reason}" if text == PADDED else reason
-
-
-def _shortened(error: str) -> str:
-    """An error without what differs between tools and models, so that the same reason is given once."""
-    words = error.replace("`", "'").split(" ")
-    own = ("ForCausalLM", "LMHeadModel")  # ends of architectures' names
-    words = ["…" if (bare := w.rstrip(":")).endswith(own) or bare in TOOLS else w for w in words]
-    return re.sub(r"\d+", "…", " ".join(words))
+    (text,), (error,) = refused["text"], refused["reason"]
+    if text == PADDED:
+        return WHOLE_ONLY
+    return next(name for words, name in REFUSALS.items() if words in error)
 
 
 def codes() -> list[str]:
@@ -101,21 +92,17 @@ def written() -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """Architectures that behave alike are a group, tools that do so share a row; refusals are quoted beneath."""
-    outcomes = [outcome for row in table.values() for outcome in row.values()]
-    reasons = list(dict.fromkeys(x.removeprefix(PADDED_REFUSED) for x in outcomes if x not in (OK, MISSING)))
+    """Architectures that behave alike are a group, and tools that do so share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for tool in TOOLS:
-        rows.setdefault(tuple(row.get(tool, MISSING) for row in table.values()), []).append(tool)
+        rows.setdefault(tuple(row[tool] for row in table.values()), []).append(tool)
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for (name, code), row in table.items():
-        cells = tuple(_cell(row.get(tools[0], MISSING), reasons) for tools in rows.values())
-        groups.setdefault(cells, {}).setdefault(name, []).append(code)
+        groups.setdefault(tuple(row[tools[0]] for tools in rows.values()), {}).setdefault(name, []).append(code)
     letters = string.ascii_uppercase[: len(groups)]
     titles = [", ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in tools) for tools in rows.values()]
     lines = [NOTE, "", *_table(["group", "architectures"], zip(letters, map(_names, groups.values()), strict=True))]
-    lines += ["", *_table(["tool", *letters], zip(titles, *groups, strict=True))]
-    return "\n".join([*lines, "", *(f"{n}. `{text}`" for n, text in enumerate(reasons, 1)), "", ""])
+    return "\n".join([*lines, "", *_table(["tool", *letters], zip(titles, *groups, strict=True)), "", ""])
 
 
 def _table(titles: list[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -130,24 +117,12 @@ def _names(where: dict[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(names)} ({found})" for found, names in alike.items())
 
 
-def _cell(outcome: str, reasons: list[str]) -> str:
-    """OK, or a word or two for a refusal, and the number under which it is quoted."""
-    if outcome in (OK, MISSING):
-        return outcome
-    if outcome.startswith(PADDED_REFUSED):
-        return f"{OK} not {PADDED} ({reasons.index(outcome.removeprefix(PADDED_REFUSED)) + 1})"
-    short = next((short for words, short in SHORT.items() if words in outcome), "refused")
-    return f"{short} ({reasons.index(outcome) + 1})"
-
-
 def from_markdown(text: str) -> Table:
     """The inverse."""
-    lines = text.splitlines()
-    reasons = {line.split(".")[0]: line.split("`")[1] for line in lines if line[:1].isdigit()}
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     groups, tools = [row for row in rows if len(row) == 2][2:], [row for row in rows if len(row) > 2][2:]
     found = {
-        (name, code): {tool.strip("`"): _outcome_of(row[n], reasons) for row in tools for tool in row[0].split(", ")}
+        (name, code): {tool.strip("`"): row[n] for row in tools for tool in row[0].split(", ")}
         for n, (_, architectures) in enumerate(groups, start=1)
         for names, codes in re.findall(r"([^;()]+) \(([^()]+)\)", architectures)
         for name in names.strip().split(", ")
@@ -160,13 +135,6 @@ def in_order(table: Table) -> Table:
     """By architecture and class, as the zoo has them."""
     order = [(name, code) for name in (*zoo.NAMES, *zoo.HYBRID_NAMES) for code in CLASSES]
     return {case: table[case] for case in order if case in table}
-
-
-def _outcome_of(cell: str, reasons: dict[str, str]) -> str:
-    if cell in (OK, MISSING):
-        return cell
-    reason = reasons[cell.rpartition("(")[2].rstrip(")")]
-    return f"{PADDED_REFUSED}{reason}" if cell.startswith(OK) else reason
 
 
 def main(tools: Sequence[str]) -> None:
