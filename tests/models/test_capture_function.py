@@ -155,16 +155,6 @@ def test_no_more_than_one_layer_is_held(kind: str, name: str, shared_model: Any)
     assert len(seen) == 5 * model.cfg.n_layers
 
 
-def test_a_list_of_more_than_fits_is_refused(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = shared_model("bridge", "llama-gqa"), zoo.random_tokens(120)
-    one, every = (n * 2 * 8 * 120**2 * 4 for n in (1, 2))
-    monkeypatch.setattr("tl_posdisent.models.running.memory.free_memory", lambda devices: (one + every) // 2)
-    with pytest.raises(MemoryError, match=r"scores of all layers take 0\.00184 GB, .*: give a function"):
-        capture(model, tokens)
-    assert capture(model, tokens, lambda layer: layer.layer) == [0, 1]
-    assert len(capture(model, tokens, scores=False)) == 2
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_a_function_that_cannot_be_called_is_refused(shared_model: Any) -> None:
     with pytest.raises(ValueError, match=r"function must be callable with a Captured, got \[0\]"):

@@ -20,7 +20,6 @@ from tl_posdisent.models.agreement import check_pattern, check_scores, checked_r
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec, most_limited
 from tl_posdisent.models.running.forward_pass import Ended, Hook, running
-from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate
 from tl_posdisent.utils.errors import ArgumentError
@@ -129,7 +128,6 @@ def capture(
         ValueError: invalid tokens or layers; texts of unequal length, or longer than ``spec.limits.holds_to``; a layer
             whose scores cannot be recomputed from queries and keys (``additivity`` still fits those); scores that
             differ from the recomputed ones.
-        MemoryError: the score matrices of all layers do not fit into memory: give a function.
 
     Example:
         >>> from tl_posdisent import capture, demo_tokens, fit_additive, load_demo_model
@@ -147,9 +145,6 @@ def capture(
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("capture")
     specs, found = reading.specs(layers), list[Any]()
     wanted = [_vectors(spec, scores) for spec in specs]
-    if function is None and scores:
-        n_matrices = len(tokens) * sum(spec.n_heads for spec in specs)
-        require_room(reading.model, n_matrices, tokens.shape[1], of="all layers", instead="give a function")
     _called_back(reading.model, tokens, wanted, lambda layer: found.append(function(layer) if function else layer))
     return found
 

@@ -26,7 +26,6 @@ from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
 from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.memory import require_room
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns, number_heads
@@ -92,7 +91,6 @@ def additivity(
     Raises:
         ValueError: invalid arguments; scores that have no hook and cannot be recomputed from queries and keys; controls
             for a layer whose scores cannot be recomputed, or foreign keys where no other layer has any.
-        MemoryError: one layer's scores exceed free memory.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model
@@ -114,9 +112,6 @@ def additivity(
     _check_mask(mask, texts.tokens.shape[1])
     if not pool:
         _warn_of_repeated_texts(texts)
-    n_heads = max(spec.n_heads for spec, _ in chosen)  # the model computes them all
-    for group in texts.groups:
-        require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
     total = (1 + len(controls)) * len(chosen) * len(texts.groups)
     with tqdm(total=total, desc="layers", disable=not progress) as bar:
         sums = [_group_sums(model, texts, group, chosen, mask, sinks, controls, bar) for group in texts.groups]
