@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 
 import tl_posdisent as tp
-from tl_posdisent.viz import plot_score_sources, plot_subspaces, plot_verdicts, plot_where_or_what
+from tl_posdisent.viz import plot_subspaces, plot_verdicts, plot_where_or_what
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +32,13 @@ _COLLISIONS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((pl
 
 
 def figures() -> dict[str, go.Figure]:
-    """Signed and unsigned colours, short and long titles, ends that stand for values beyond them, and verdicts."""
+    """Signed and unsigned colours, short and long titles, and verdicts."""
     model, tokens = tp.load_demo_model(), tp.demo_tokens(length=64)
-    sources = tp.score_sources(model, tokens, 3, 1, query=40, keys=[39, 38, 37, 36])
     share = HEADS.assign(share_distance=np.linspace(0, 0.53, len(HEADS)))
     effect = HEADS.assign(baseline=3.0, effect=np.linspace(-0.03, 0.05, len(HEADS)))
     effect.attrs["metric"] = "loss"
     verdicts = HEADS.assign(verdict=["static", "distance", "more than additive", "no effect"] * 8, gap=0.1)
     return {
-        "sources": plot_score_sources(sources, top=8),
         "a share": tp.plot_heads(share, "share_distance"),
         "a change": tp.plot_heads(effect, "effect"),
         "a change, cut": tp.plot_heads(effect, "effect", limits=(-0.001, 0.002)),

@@ -119,8 +119,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
 # By function, where a name means another kind there.
 ELSEWHERE = {
     **({} if has_hooked() else {("hooked_from_hf", "hf_model"): ""}),
-    **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
-    ("plot_heads", "random"): "",
+    **dict.fromkeys([("plot_distance", "value"), ("plot_heads", "value")], "column"),
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
@@ -145,14 +144,7 @@ ELSEWHERE = {
 }
 # Only the result that they take is tried: the rest is tested where there is such a result.
 OF_A_RESULT = {
-    *(
-        "plot_attention_by_distance",
-        "plot_deposit",
-        "plot_dynamics",
-        "plot_length",
-        "plot_perturbation",
-        "plot_shares",
-    ),
+    *("plot_length", "plot_perturbation", "plot_shares"),
     *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_where_or_what"),
     *("dynamics", "sweep"),
 }

@@ -15,7 +15,6 @@ from tl_posdisent.experiments import attention_by_distance, intervention_losses
 from tl_posdisent.experiments.attention_scores.attention_by_distance import mean_attention
 from tl_posdisent.experiments.needs.head_looks import first_token_share, profile_without_first
 from tl_posdisent.models.running.texts import read_texts
-from tl_posdisent.viz import plot_attention_by_distance
 
 TOKENS = zoo.random_tokens(length=24, batch=3)
 QUIET: dict[str, Any] = {"progress": False}
@@ -95,19 +94,6 @@ def test_an_intervention_on_one_layer_leaves_the_layers_before_it() -> None:
     changed = table.groupby(["layer", "head", "distance"])["attention"].agg(np.ptp).groupby("layer").max()
     assert (changed[[0, 1]] == 0).all()
     assert (changed[[2, 3, 4]] > 0.01).all()
-
-
-def test_lines_are_the_means_of_the_table_in_the_order_of_interventions() -> None:
-    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=32)
-    named = {"z last": tp.dummy_distance(model, 5), "a first": tp.dummy_distance(model, 1)}
-    table = attention_by_distance(model, tokens, named, layers=[3], **QUIET)
-    figure = plot_attention_by_distance(table)
-    assert [line.name for line in figure.data] == ["unmodified", "z last", "a first"]
-    assert figure.layout.title.text.startswith("Mean attention of 8 heads, by distance")
-    for line in figure.data:
-        means = table.query("intervention == @line.name").groupby("distance")["attention"].mean()
-        assert list(line.customdata) == means.index.tolist()
-        assert list(line.y) == pytest.approx(means.tolist())
 
 
 def test_what_the_other_tool_refuses_is_refused() -> None:

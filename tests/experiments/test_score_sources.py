@@ -28,7 +28,6 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.models.running.model_parts import hook_name
-from tl_posdisent.viz import plot_score_sources, show_score_sources
 
 Model = Callable[[str, str], Any]
 CASES = zoo.cases("llama-gqa", "gptj", "gemma2", "olmo2", "llama-yarn", "gpt_oss", "gpt2")
@@ -394,22 +393,6 @@ def test_tables() -> None:
     assert len(source) == 3
     assert "7" in repr(found)
     assert "<table" in found._repr_html_()
-
-
-def test_pictures() -> None:
-    model = small_model(encoding="rope", causal=True)
-    found = score_sources(model, SMALL, 1, 0, 8, against=3)
-    figure = found.plot(top=20)
-    assert list(figure.data[0].y) == list(found.sources)
-    torch.testing.assert_close(torch.tensor(figure.data[0].z).T, found.terms("key").sum(1))
-    few = plot_score_sources(found, "query", piece="content", top=2)
-    sizes = found.terms("query")[:, 0].abs().amax(0)
-    assert set(few.data[0].y) == {found.sources[n] for n in sizes.argsort(descending=True)[:2]}
-    for draw in (plot_score_sources, show_score_sources):
-        with pytest.raises(ValueError, match=r"piece must be None, 'content' or 'distance', got"):
-            draw(found, piece="distance_below_3")
-        with pytest.raises(ValueError, match=r"by must be .*got 'pair'"):
-            draw(found, "pair")
 
 
 @pytest.mark.parametrize("remove", [(), ["L0H1", "L0 MLP"]])

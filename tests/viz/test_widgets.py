@@ -15,7 +15,6 @@ from circuitsvis.utils.render import RenderedHTML
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import zoo
-from support.small_models import small_model
 
 import tl_posdisent as tp
 from tl_posdisent.viz.widgets import layout as choice
@@ -214,21 +213,6 @@ def test_loss_added_to_each_token(kind: str, name: str, shared_model: Any) -> No
     assert f"{(after - before).mean():+.3f} on average" in str(widget)
     with pytest.raises(ValueError, match="text must be an integer from 0 to 1, got 2"):
         tp.viz.show_loss_change(model, tokens, hooks, text=2)
-
-
-def test_sources_of_scores() -> None:
-    """All of them, then those of the largest terms; tokens that are no keys are 0."""
-    model, text = small_model(encoding="rope", causal=True), torch.arange(1, 9)
-    found = tp.score_sources(model, text, 1, 0, 7, [6, 2])
-    terms = found.terms("key").sum(1)
-    largest = terms.abs().amax(0).argsort(descending=True)[:3].tolist()
-    widget = found.show(top=3)
-    expected = torch.zeros(4, N, dtype=torch.float64)
-    expected[:, [6, 2]] = torch.stack([found.scores(), *(terms[:, at] for at in largest)])
-    assert near(matrices(widget)[:, 0], expected, float(expected.abs().max()))
-    assert re.findall(r"<option>([^<]*)", str(widget)) == ["all", *(found.sources[at] for at in largest)]
-    content = tp.viz.show_score_sources(found, "query", piece="content", top=1)
-    assert near(matrices(content)[0, 0, [6, 2]], found.terms("query")[:, 0].sum(-1), float(expected.abs().max()))
 
 
 def test_fewer_queries_than_keys() -> None:

@@ -1,13 +1,9 @@
-from .plots.bars import plot_deposit as plot_deposit
 from .plots.bars import plot_shares as plot_shares
 from .plots.bars import plot_substitution as plot_substitution
-from .plots.curves import plot_attention_by_distance as plot_attention_by_distance
 from .plots.curves import plot_distance as plot_distance
-from .plots.curves import plot_dynamics as plot_dynamics
 from .plots.curves import plot_length as plot_length
 from .plots.curves import plot_perturbation as plot_perturbation
 from .plots.heatmaps import plot_heads as plot_heads
-from .plots.heatmaps import plot_score_sources as plot_score_sources
 from .plots.heatmaps import plot_subspaces as plot_subspaces
 from .plots.heatmaps import plot_verdicts as plot_verdicts
 from .plots.plane import plot_where_or_what as plot_where_or_what
@@ -18,4 +14,3 @@ from .widgets.score_matrices import show_patterns as show_patterns
 from .widgets.score_matrices import show_scores as show_scores
 from .widgets.token_colours import show_key_importance as show_key_importance
 from .widgets.token_colours import show_loss_change as show_loss_change
-from .widgets.token_colours import show_score_sources as show_score_sources

@@ -28,7 +28,6 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import (
     Numbers,
@@ -191,14 +190,6 @@ class ScoreSources(HasTable):
             falls = {name: x[n].item() for name, x in self.removed.items()}
             table["removed"] = table["source"].map(falls).astype(float)
         return table.assign(score=self.scores()[n].item())
-
-    def plot(self, **options: Any) -> Any:
-        """Plot the terms of sources by key: ``plot_score_sources`` of this result, with its options."""
-        return public_name("viz", "plot_score_sources")(self, **options)
-
-    def show(self, **options: Any) -> Any:
-        """Return a widget of the text with coloured keys: ``show_score_sources`` of this result, with its options."""
-        return public_name("viz", "show_score_sources")(self, **options)
 
     def __repr__(self) -> str:
         minus = "" if self.against is None else f", minus the score of {self._named(self.against)}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from tl_posdisent.synthetic.analysis.sufficient_heads import STATES, SufficientHeads
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, head_label
 from tl_posdisent.utils.words import plural
@@ -55,11 +54,6 @@ class DepositReport(HasTable):
         row = {name: [getattr(self, name)] for name in _MEASURES}
         row |= {STATES[result.by]: [len(result.heads)] for result in self.sufficient}
         return pd.DataFrame(row).astype({"layer": "Int64", "head": "Int64"})
-
-    def plot(self, *, title: str | None = None) -> Any:
-        """Plot the drops, and the sufficient sets if there are any: see ``plot_deposit``."""
-        table = self.drops.rename(columns={"drop": "effect"})
-        return public_name("viz", "plot_deposit")(table, better="lower", sufficient=self.sufficient, title=title)
 
     def __repr__(self) -> str:
         layers = self.drops.groupby("layer")["share"].sum()

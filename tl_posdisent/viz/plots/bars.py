@@ -1,24 +1,23 @@
-"""Bar charts: variance shares, head ablation, additive substitution."""
+"""Bar charts: variance shares, additive substitution."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
-from tl_posdisent.synthetic.analysis.sufficient_heads import SufficientHeads
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
-from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
+from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, component_colour
 
 from .heatmaps import head_axis, head_names, head_ticks
-from .tables import HeadOrLayer, add_title, check_table, head_index, mean_over_texts, metric_title, over_heads, title_of
+from .tables import add_title, check_table, head_index, mean_over_texts, title_of
 
 
-def plot_shares(table: pd.DataFrame, *, by: HeadOrLayer = "head", title: str | None = None) -> go.Figure:
+def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     From below: ``distance``, ``query`` and ``key``, which make the three-axis sum; ``query:key`` and
@@ -28,7 +27,6 @@ def plot_shares(table: pd.DataFrame, *, by: HeadOrLayer = "head", title: str | N
     Args:
         table: table of ``controlled_distance``, or of ``to_frame`` of ``VarianceShares``: one row per head or layer,
             with a column for each of ``COMPONENTS``.
-        by: ``"layer"`` for the mean over the heads of each layer.
         title: title of the figure; default a description.
 
     Raises:
@@ -43,12 +41,11 @@ def plot_shares(table: pd.DataFrame, *, by: HeadOrLayer = "head", title: str | N
     """
     index = head_index(table) or ["head"]
     means = mean_over_texts(check_table(table, index, COMPONENTS, "controlled_distance"), index, COMPONENTS)
-    means = over_heads(means, by, [], COMPONENTS)
     order = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
     figure = stacked_shares(head_axis(means), means, order, names=head_names(means))
     figure.update_xaxes(**head_ticks(means))
     figure.update_yaxes(range=[0, 1.0001])  # shares add up to 1
-    return add_title(figure, title, f"Variance decomposition of the scores of each {by}")
+    return add_title(figure, title, "Variance decomposition of the scores of each head")
 
 
 def stacked_shares(
@@ -68,79 +65,6 @@ def stacked_shares(
     ]
     figure = go.Figure(bars).update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
     return figure.update_yaxes(title="share of the variance")
-
-
-def plot_deposit(
-    table: pd.DataFrame,
-    *,
-    better: Literal["lower", "higher"],
-    sufficient: Iterable[SufficientHeads] = (),
-    title: str | None = None,
-) -> go.Figure:
-    """Plot how much worse the model is without each head, the heads with the largest drops first.
-
-    Args:
-        table: table of ``head_ablation``.
-        better: which values of its metric are better: ``"lower"``, as for a loss, or ``"higher"``, as for an accuracy.
-        sufficient: results of ``sufficient_heads`` on the same model.
-        title: title of the figure; default a description.
-
-    Returns:
-        A figure with a bar for each head, in the units of the metric, with standard errors if the table has a column
-        ``effect_se``. With ``sufficient``, a second panel shows the accuracy with only the most important heads against
-        their number, and the sufficient set as a larger marker.
-
-    Raises:
-        ValueError: a table without these columns or rows; several rows for a head; an unknown option.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
-        >>> from tl_posdisent.viz import plot_deposit
-        >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
-        >>> bool(plot_deposit(table, better="lower").data[0].y[5] == table["effect"][5])
-        True
-    """
-    check_choice("better", better, ("lower", "higher"))
-    sufficient = list(sufficient)
-    for result in sufficient:
-        if not isinstance(result, SufficientHeads):
-            raise ArgumentError("sufficient", f"must hold results of sufficient_heads, got {type(result).__name__}")
-    table = check_table(table, ["layer", "head"], ["effect"], "head_ablation")
-    columns = [column for column in ("effect", "effect_se") if column in table]
-    means = mean_over_texts(table, ["layer", "head"], columns)
-    worse = means["effect"] if better == "lower" else -means["effect"]
-    most, names = int(worse.argmax()), head_names(means)
-    figure = go.Figure().set_subplots(rows=2 if sufficient else 1, vertical_spacing=0.2)
-    figure.add_bar(
-        x=head_axis(means),
-        y=worse.to_numpy(),
-        error_y=_errors(means, "effect"),
-        marker={"color": [RUST if n == most else BLUE for n in range(len(worse))], "line": {"width": 0}},
-        name="",
-        showlegend=False,
-        customdata=names,
-        hovertemplate="%{customdata}: %{y:.4g}",
-    )
-    figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
-    figure.update_xaxes(**head_ticks(means), row=1, col=1)
-    figure.update_yaxes(title=f"how much worse without the head<br>{metric_title(table)}", row=1, col=1)
-    remaining = {"rotation": "if only these rotate", "attention": "if only these attend"}
-    for result, colour in zip(sufficient, (RUST, BLUE, GREY), strict=False):
-        path = result.path.sort_values("heads")
-        figure.add_scatter(
-            x=path["heads"].to_numpy(),
-            y=path["accuracy"].to_numpy(),
-            name=remaining[result.by],
-            mode="lines+markers",
-            line={"color": colour},
-            marker={"size": [12 if n == len(result.heads) else 6 for n in path["heads"]]},
-            row=2,
-            col=1,
-        )
-    if sufficient:
-        figure.update_xaxes(title="heads kept", row=2, col=1)
-        figure.update_yaxes(title="accuracy (share)", rangemode="tozero", row=2, col=1)
-    return add_title(figure, title, "Effect of removing each head")
 
 
 def plot_substitution(

@@ -1,4 +1,4 @@
-"""Line charts over distances, perturbed fractions, positions of a text, and training steps."""
+"""Line charts over distances, perturbed fractions, and positions of a text."""
 
 from __future__ import annotations
 
@@ -13,26 +13,20 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_flag, check_integer, head_label
+from tl_posdisent.utils.validation import check_flag, check_integer
 from tl_posdisent.utils.words import plural
-from tl_posdisent.viz.palette import GREY, HUES, SEQUENTIAL, faint, line_style, on_scale
+from tl_posdisent.viz.palette import GREY, HUES, faint, line_style
 
 from .tables import (
-    HeadOrLayer,
     add_title,
     check_table,
     head_index,
     mean_over_texts,
-    natural_range,
-    over_heads,
     title_of,
-    widened,
     without_unit,
 )
 
 _MAX_EXACT_DISTANCE = 32  # largest distance that is drawn without averaging
-_MIN_AXIS_RANGE = 0.2  # least height of an axis of plot_length, relative to the largest number
-_PANELS_PER_ROW = 6  # panels of layers per row
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
 
@@ -42,7 +36,6 @@ def plot_distance(
     wavelengths: Sequence[float] | None = None,
     value: str = "value",
     top: int = 8,
-    by: HeadOrLayer = "head",
     log: bool | None = None,
     title: str | None = None,
 ) -> go.Figure:
@@ -57,7 +50,6 @@ def plot_distance(
         wavelengths: wavelengths of RoPE, in positions, to mark by dotted lines.
         value: the column to draw.
         top: largest number of heads in colour, those whose profile varies most. The others are grey.
-        by: ``"layer"`` for the mean over the heads of each layer.
         log: whether the axis is logarithmic, in 1 + distance; default True if no distance is negative.
         title: title of the figure; default a description.
 
@@ -78,8 +70,8 @@ def plot_distance(
     table = check_table(table, [], ["distance", value], 'AdditiveFit.to_frame("distance")')
     heads = head_index(table)
     columns = [value, *(["cells"] if "cells" in table else [])]
-    means = over_heads(mean_over_texts(table, [*heads, "distance"], columns), by, ["distance"], columns)
-    heads, distances = ["layer"] if by == "layer" else heads, means["distance"]
+    means = mean_over_texts(table, [*heads, "distance"], columns)
+    distances = means["distance"]
     if log is not None:
         check_flag("log", log)
     logarithmic = bool(distances.min() >= 0) if log is None else log
@@ -111,50 +103,11 @@ def plot_distance(
     _distance_axis(figure, distances, logarithmic)
     named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
-    note = f"In colour: the {top} of {len(lines)} {by}s whose profile varies most" if others else ""
+    note = f"In colour: the {top} of {len(lines)} {heads[-1]}s whose profile varies most" if others else ""
     if sum(map(len, lines.values())) < n_values:
         note += f"{'<br>' if note else ''}Beyond distance {_MAX_EXACT_DISTANCE}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
     return add_title(figure, title, default, note).update_layout(margin_t=100 if "<br>" in note else 80)
-
-
-def plot_attention_by_distance(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
-    """Plot the mean attention by distance, a line per intervention; several heads are averaged.
-
-    Beyond distance 32 the lines are means over an eighth of an octave, as in ``plot_distance``.
-
-    Args:
-        table: table of ``attention_by_distance``, or some rows of it, such as those of one head.
-        title: title of the figure; default names the heads.
-
-    Raises:
-        ValueError: a table without ``intervention``, ``layer``, ``head``, ``distance``, ``attention`` and ``cells``, or
-            with several rows for a distance of a head.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
-        >>> from tl_posdisent.experiments import attention_by_distance
-        >>> from tl_posdisent.viz import plot_attention_by_distance
-        >>> model = load_demo_model()
-        >>> five = {"every distance 5": dummy_distance(model, 5)}
-        >>> table = attention_by_distance(model, demo_tokens(length=64), five, layers=[3], progress=False)
-        >>> figure = plot_attention_by_distance(table.query("head == 4"))
-        >>> [line.name for line in figure.data], figure.layout.title.text.partition("<br>")[0]
-        (['unmodified', 'every distance 5'], 'Mean attention of L3H4, by distance')
-    """
-    numbers = ["layer", "head", "distance", "attention", "cells"]
-    table = check_table(table, ["intervention"], numbers, "attention_by_distance")
-    mean_over_texts(table, ["intervention", *numbers[:3]], ["attention"])  # raises for several rows
-    heads = table[["layer", "head"]].drop_duplicates()
-    of = head_label(*heads.iloc[0].astype(int)) if len(heads) == 1 else f"{len(heads)} heads"
-    means = table.groupby(["intervention", "distance"], sort=False)[["attention", "cells"]].mean().reset_index()
-    logarithmic = bool(means["distance"].min() >= 0)
-    figure = go.Figure()
-    for number, (name, rows) in enumerate(means.groupby("intervention", sort=False)):
-        line = _profile(_neighbours_averaged(rows, "attention"), "attention", logarithmic)
-        figure.add_trace(line.update(line=line_style(number), name=str(name)))
-    _distance_axis(figure, means["distance"], logarithmic).update_yaxes(title="mean attention", rangemode="tozero")
-    return add_title(figure, title, f"Mean attention of {of}, by distance")
 
 
 def _distance_axis(figure: go.Figure, distances: pd.Series, logarithmic: bool) -> go.Figure:
@@ -284,8 +237,7 @@ def plot_length(
 
     Args:
         tables: a table of ``length_generalization`` with ``by="bucket"``, or several by name.
-        measures: columns to draw. Each bucket is a horizontal line over its positions. The range of a panel is at
-            least a fifth of its largest number, so that small changes look small.
+        measures: columns to draw. Each bucket is a horizontal line over its positions.
         in_range: length of the training texts, to mark by a dotted line.
         title: title of the figure; default a description.
 
@@ -320,76 +272,10 @@ def plot_length(
             line = line_style(number) | {"simplify": False}  # simplification would tilt horizontal lines
             figure.add_scatter(x=x, y=y, name=name, line=line, mode="lines", row=row, col=1, **style)
     for row, measure in enumerate(measures, start=1):
-        y = np.concatenate([table[measure].to_numpy(dtype=float) for table in named.values()])
-        y = y[np.isfinite(y)] if np.isfinite(y).any() else np.zeros(1)
-        margin = 0.05 * (y.max() - y.min())
-        ends = widened(float(y.min() - margin), float(y.max() + margin), _MIN_AXIS_RANGE * float(abs(y).max()) or 1.0)
-        figure.update_yaxes(title=title_of(measure, next(iter(named.values()))), range=ends, row=row, col=1)
+        figure.update_yaxes(title=title_of(measure, next(iter(named.values()))), row=row, col=1)
         if in_range is not None:
             label = {"annotation_text": "in range", "annotation_position": "top left"} if row == 1 else {}
             figure.add_vline(x=in_range, line={"color": GREY, "dash": "dot"}, row=row, col=1, **label)
     figure.update_layout(height=140 + 200 * len(measures))
     figure.update_xaxes(title="position in the text (tokens)", row=len(measures), col=1)
     return add_title(figure, title, "Loss and attention by position in the text")
-
-
-def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str | None = None) -> go.Figure:
-    """Plot a measure of every head, or of every layer, over training steps.
-
-    Args:
-        table: table of ``dynamics`` or ``gradient_margins``, or any other table by head with a column ``step``.
-        value: the column to draw.
-        title: title of the figure; default names the measure.
-
-    Returns:
-        A figure with a panel for each layer and a line for each of its heads; for a table with one row per step and
-        layer, one panel with a line for each layer.
-
-    Raises:
-        ValueError: a table without these columns or rows; several rows for a step of one head.
-
-    Example:
-        >>> import pandas as pd
-        >>> from tl_posdisent.viz import plot_dynamics
-        >>> rows = [(step, 0, head, head + step / 100) for step in (0, 10) for head in (0, 1)]
-        >>> figure = plot_dynamics(pd.DataFrame(rows, columns=["step", "layer", "head", "r_two_axis"]))
-        >>> [(line.name, line.x.tolist(), line.y.tolist()) for line in figure.data]
-        [('head 0', [0, 10], [0.0, 0.1]), ('head 1', [0, 10], [1.0, 1.1])]
-    """
-    makers = "dynamics or gradient_margins"
-    table = check_table(table, [], ["step", "layer", value], makers)
-    by_head = "head" in table.columns and bool(table.duplicated(["step", "layer"]).any())
-    key = ["step", "layer", *(["head"] if by_head else [])]
-    if bool(table.duplicated(key).any()):
-        raise ArgumentError("table", f"must have one row for each {', '.join(key)}, got several: select rows first")
-    table = table.sort_values(key)
-    layers = sorted(table["layer"].unique())
-    titles = [f"layer {int(layer)}" for layer in layers] if by_head else None
-    panels = len(layers) if by_head else 1
-    columns, panel_rows = min(panels, _PANELS_PER_ROW), -(-panels // _PANELS_PER_ROW)
-    spacing = {"horizontal_spacing": 0.1 / columns, "vertical_spacing": 0.25 / panel_rows}
-    figure = go.Figure().set_subplots(
-        rows=panel_rows, cols=columns, shared_xaxes="all", shared_yaxes="all", subplot_titles=titles, **spacing
-    )
-    line_of, lines = ("head", ["layer", "head"]) if by_head else ("layer", ["layer"])
-    named = {number: n for n, number in enumerate(sorted(table[line_of].unique()))}
-    for _, rows in table.groupby(lines):
-        number = rows[line_of].iloc[0]
-        style = line_style(named[number])
-        if line_of == "layer" and len(named) > len(HUES):  # from light to dark with depth
-            style = {"color": on_scale(SEQUENTIAL, 0.25 + 0.75 * named[number] / len(named))}
-        row, column = divmod(layers.index(rows["layer"].iloc[0]) if by_head else 0, columns)
-        x, y = rows["step"].to_numpy(), rows[value].to_numpy()
-        first = not any(trace.legendgroup == str(number) for trace in figure.data)
-        figure.add_scatter(
-            x=x, y=y, name=f"{line_of} {int(number)}", mode="lines", line=style, row=row + 1, col=column + 1
-        )
-        figure.data[-1].update(legendgroup=str(number), showlegend=first)
-    low, high = float(table[value].min()), float(table[value].max())
-    natural = natural_range(value, low, high)
-    figure.update_yaxes(range=natural) if natural else figure.update_yaxes(rangemode="tozero")
-    figure.update_yaxes(title=title_of(value, table), row=(panel_rows + 1) // 2, col=1)
-    figure.update_xaxes(title="training step", row=panel_rows, col=(columns + 1) // 2)
-    figure.update_xaxes(ticklabeloverflow="hide past domain" if panels > 1 else None)
-    figure.update_layout(height=150 + 150 * panel_rows if panel_rows > 1 else None)
-    return add_title(figure, title, f"{without_unit(title_of(value, table))}, during training")

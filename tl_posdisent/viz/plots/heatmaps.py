@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,12 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float64
-from torch import Tensor
 
-from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_integer, head_label
+from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import GREY, SEQUENTIAL, SKY, VERDICTS, diverging, faint
 
 from .tables import (
@@ -25,28 +20,22 @@ from .tables import (
     check_table,
     head_index,
     mean_over_texts,
-    natural_range,
-    over_heads,
     title_of,
     whole,
-    widened,
     without_unit,
 )
 
 WRITTEN = 160
 """Largest number of cells in which numbers are shown."""
 _MAX_TICK_LABELS = 48  # largest number of heads with a tick label each, which are 10 pixels apart
-_MAX_POSITION_ROWS = 24  # largest number of heads with a row of positions each
 _MAX_TITLE_LINE = 16  # largest number of characters of a line above a colour bar
-_MIN_COLOUR_RANGE = 0.2  # least range of the colours of measures between 0 and 1, so that small differences look small
 
 
 def plot_heads(
     table: pd.DataFrame,
     value: str,
     *,
-    by: Literal["head", "layer", "position"] = "head",
-    random: pd.DataFrame | None = None,
+    by: Literal["head", "layer"] = "head",
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
     title: str | None = None,
@@ -58,19 +47,14 @@ def plot_heads(
             layer and head (column ``batch``), which is averaged over texts.
         value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
         by: ``"layer"`` draws the mean over the heads of each layer as a line, and the range from the lowest to the
-            highest head as a band. ``"position"`` draws heads on y and positions on x, for a table with the column
-            ``position``, as from ``head_patching(..., positions=...)``: of more than 24 heads,
-            those with the largest values.
-        random: for ``by="layer"``: a table of random weights with the same columns, drawn beside the other.
+            highest head as a band.
         signed: whether to use a diverging colour scale, white at 0. Default: if a value is negative.
-        limits: limits of the colour scale; default from 0, or symmetric about it; for correlations and shares, from
-            the lowest 5 % of the heads to the highest, at least 0.2 apart. An end that stands for values beyond it,
-            too, is marked ≤ or ≥ in the colour bar.
+        limits: limits of the colour scale; default the lowest and the highest value, or symmetric about 0 for a
+            diverging scale.
         title: title of the figure; default names the measure.
 
     Raises:
-        ValueError: a table without these columns or rows; several rows for a head; limits that are not ascending;
-            ``random`` for another ``by``.
+        ValueError: a table without these columns or rows; several rows for a head; limits that are not ascending.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, plot_heads
@@ -80,28 +64,14 @@ def plot_heads(
         >>> float(figure.data[0].z[4][2]) == r > 0.8
         True
     """
-    check_choice("by", by, ("head", "layer", "position"))
-    if random is not None and by != "layer":
-        raise ArgumentError("random", f'must be None unless by="layer", got a table with by={by!r}')
-    index, makers = ["layer", "head"], "additivity, controlled_distance or head_ablation"
-    if by == "position":
-        table = check_table(table, [*index, by], [value], "head_patching(..., positions=...)")
-        return _positions(
-            mean_over_texts(table, [*index, by], [value]), value, signed, limits, title_of(value, table), title
-        )
-    table = check_table(table, index, [value], makers)
+    check_choice("by", by, ("head", "layer"))
+    index = ["layer", "head"]
+    table = check_table(table, index, [value], "additivity, controlled_distance or head_ablation")
     means = mean_over_texts(table, index, [value])
     if by == "layer":
-        both = [over_heads(means, by, [], [value])]
-        if random is not None:
-            both.append(
-                over_heads(
-                    mean_over_texts(check_table(random, index, [value], makers), index, [value]), by, [], [value]
-                )
-            )
-        return _layers(both, value, limits, title_of(value, table), title)
+        return _layers(means.groupby("layer")[value], limits, title_of(value, table), title)
     grid = means.pivot(index="layer", columns="head", values=value)
-    heat = _heat_map(grid, title_of(value, table), signed, limits, value)
+    heat = _heat_map(grid, title_of(value, table), signed, limits)
     heat.update(x=whole(grid.columns), y=whole(grid.index), hovertemplate="layer %{y}, head %{x}: %{z:.4g}")
     error = f"{value}_se"
     if error in table and not table.duplicated(["layer", "head"]).any():
@@ -114,46 +84,25 @@ def plot_heads(
     return _as_map(figure, "head", "layer")
 
 
-def _layers(both: Sequence[pd.DataFrame], value: str, limits: Any, axis: str, title: str | None) -> go.Figure:
-    """Draw a line through the means of the layers, and a band from the lowest to the highest head.
-
-    ``both`` are the tables of a model and, if given, of random weights, which are drawn in grey below it.
-    """
-    figure = go.Figure()
-    styles = [(SKY, "solid", ""), (GREY, "dot", "random weights, ")]
-    for means, (colour, dash, of) in reversed(list(zip(both, styles, strict=False))):
-        x, low, high = (means[name].to_numpy() for name in ("layer", "low", "high"))
-        edge: dict[str, Any] = {"line": {"width": 0}, "mode": "lines", "hoverinfo": "skip"}
-        figure.add_scatter(x=x, y=low, name=f"{of}lowest", showlegend=False, **edge)
-        band = {"fill": "tonexty", "fillcolor": faint(colour), **edge}
-        figure.add_scatter(x=x, y=high, name=f"{of}lowest to highest head", **band)
-        hover = f"{of}layer %{{x}}: %{{y:.4g}}, heads from %{{customdata[0]:.4g}} to %{{customdata[1]:.4g}}"
-        line = {"line": {"color": colour, "dash": dash}, "mode": "lines+markers", "hovertemplate": hover}
-        mean = {"name": f"{of}mean over heads", "customdata": np.stack([low, high], 1)}
-        figure.add_scatter(x=x, y=means[value].to_numpy(), **mean, **line)
-    least = float(np.nanmin(np.concatenate([means["low"] for means in both])))
-    most = float(np.nanmax(np.concatenate([means["high"] for means in both])))
-    bounds = natural_range(value, least, most)
-    ends = _limits(limits) if limits is not None else None
-    if ends is None and bounds:
-        ends = widened(least, most, _MIN_COLOUR_RANGE, bounds)
-    figure.update_yaxes(title=axis.replace(" (", "<br>("), range=ends, rangemode=None if ends else "tozero")
+def _layers(heads: Any, limits: Any, axis: str, title: str | None) -> go.Figure:
+    """Draw a line through the means of the heads, grouped by layer, and a band from the lowest to the highest head."""
+    low, high, mean = heads.min(), heads.max(), heads.mean()
+    edge: dict[str, Any] = {"line": {"width": 0}, "mode": "lines", "hoverinfo": "skip"}
+    figure = go.Figure().add_scatter(x=mean.index, y=low, name="lowest", showlegend=False, **edge)
+    figure.add_scatter(
+        x=mean.index, y=high, name="lowest to highest head", fill="tonexty", fillcolor=faint(SKY), **edge
+    )
+    figure.add_scatter(
+        x=mean.index,
+        y=mean,
+        name="mean over heads",
+        customdata=np.stack([low, high], 1),
+        hovertemplate="layer %{x}: %{y:.4g}, heads from %{customdata[0]:.4g} to %{customdata[1]:.4g}",
+        line={"color": SKY},
+        mode="lines+markers",
+    )
+    figure.update_yaxes(title=axis.replace(" (", "<br>("), range=None if limits is None else _limits(limits))
     return add_title(figure.update_xaxes(title="layer"), title, f"{without_unit(axis)}, by layer")
-
-
-def _positions(
-    means: pd.DataFrame, value: str, signed: bool | None, limits: Any, axis: str, title: str | None
-) -> go.Figure:
-    """Draw a row for each head, or for those with the largest values, and a column for each position."""
-    grid = means.pivot(index=["layer", "head"], columns="position", values=value)
-    sizes, n = grid.abs().max(axis=1), len(grid)
-    grid = grid[sizes.rank(ascending=False, method="first") <= _MAX_POSITION_ROWS]
-    heat = _heat_map(grid, axis, signed, limits, value)
-    names = [head_label(layer, head) for layer, head in grid.index]
-    heat.update(x=whole(grid.columns), y=names, hovertemplate="%{y}, position %{x}: %{z:.4g}")
-    note = f"the {_MAX_POSITION_ROWS} of {n} heads with the largest values" if n > _MAX_POSITION_ROWS else ""
-    figure = add_title(go.Figure(heat), title, f"{without_unit(axis)}, by head and position", note)
-    return _as_map(figure, "position", "head")
 
 
 def plot_subspaces(
@@ -189,7 +138,7 @@ def plot_subspaces(
     table = check_table(table, index, ["subspace", "frequency", value], "subspace_patterns")
     means = mean_over_texts(table, [*index, "subspace"], [value, "frequency"])
     grid = means.pivot(index="subspace", columns=index, values=value)
-    heat = _heat_map(grid, title_of(value, table), signed, limits, value, room=0)
+    heat = _heat_map(grid, title_of(value, table), signed, limits, room=0)
     names, heads = wavelengths(means), grid.columns.to_frame(index=False)
     heat.update(
         x=head_axis(heads),
@@ -207,71 +156,6 @@ def plot_subspaces(
         autorange="reversed",
     )
     return figure.update_xaxes(**head_ticks(heads))
-
-
-def plot_score_sources(
-    found: ScoreSources,
-    by: Literal["key", "query", "source"] = "key",
-    *,
-    piece: str | None = None,
-    top: int = 12,
-    limits: tuple[float | int, float | int] | None = None,
-    title: str | None = None,
-) -> go.Figure:
-    """Plot the terms of a query's scores: sources on y, keys on x.
-
-    Args:
-        found: the result of ``score_sources``.
-        by: side of the sources, as in ``ScoreSources.terms``. The columns of ``"key"`` and ``"query"`` add up to the
-            scores over all sources.
-        piece: one of ``found.pieces``, such as ``"content"``; default their sum.
-        top: number of sources to show, those with the largest absolute term of a key.
-        limits, title: as in ``plot_heads``.
-
-    Raises:
-        ValueError: invalid arguments.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, score_sources
-        >>> from tl_posdisent.viz import plot_score_sources
-        >>> found = score_sources(load_demo_model(), demo_tokens(length=64), 3, 1, query=40, keys=[39, 38])
-        >>> plot_score_sources(found, top=4).data[0].z.shape
-        (4, 2)
-    """
-    terms, largest = score_terms(found, by, piece, top)
-    order = sorted(largest, key=lambda n: _place_in_stream(found.sources[n]))
-    names = [found.sources[n] for n in order]
-    keys = [html.escape(f"{key} {found.words[key]!r}") for key in found.keys]
-    grid = pd.DataFrame(terms[:, order].T.cpu().numpy(), index=names, columns=keys)
-    what = "score" if piece is None else piece.replace("_", " ")
-    heat = _heat_map(grid, what if found.against is None else f"{what}, difference", True, limits, "term")
-    heat.update(x=keys, y=names, hovertemplate=f"{SIDES[by]} %{{y}}, key %{{x}}: %{{z:.4g}}")
-    name = f"Sources of the scores of {head_label(found.layer, found.head)}"
-    minus = "" if found.against is None else f", minus the scores of key {found.against}"
-    figure = add_title(go.Figure(heat), title, f"{name} at query {found.query}{minus}")
-    return _as_map(figure, "key", SIDES[by])
-
-
-SIDES = {"key": "source of the key", "query": "source of the query", "source": "source on either side"}
-
-
-def score_terms(found: Any, by: Any, piece: Any, top: Any) -> tuple[Float64[Tensor, "key source"], list[int]]:
-    """Return the terms to draw of a result of ``score_sources`` (one piece of them, or their sum), and the sources with
-    the largest."""
-    if not isinstance(found, ScoreSources):
-        raise ArgumentError("found", f"must be the result of score_sources, got {type(found).__name__}")
-    check_choice("by", by, SIDES)
-    check_choice("piece", piece, (None, *found.pieces))
-    check_integer("top", top, 1)
-    terms = found.terms(by)
-    terms = terms.sum(1) if piece is None else terms[:, found.pieces.index(piece)]
-    return terms, terms.abs().amax(0).argsort(descending=True, stable=True)[:top].tolist()
-
-
-def _place_in_stream(source: str) -> list[float]:
-    """Return the place of a source: embeddings, then by layer heads, bias and MLP, then the layer's own bias."""
-    first = {"embedding": "-2", "positional embedding": "-1"}.get(source, "inf")
-    return [*map(float, re.findall(r"\d+", source) or [first]), math.inf, source.endswith("MLP")]
 
 
 _LETTERS = {"not used": "·", "no effect": "–", "undecided": "?"}
@@ -400,26 +284,25 @@ def head_names(heads: pd.DataFrame) -> list[str]:
     return [", ".join(names) for names in zip(*columns, strict=True)]
 
 
-def _heat_map(
-    grid: pd.DataFrame, title: str, signed: bool | None, limits: Any, value: str, room: int = WRITTEN
-) -> go.Heatmap:
+def _heat_map(grid: pd.DataFrame, title: str, signed: bool | None, limits: Any, room: int = WRITTEN) -> go.Heatmap:
+    """Colour a grid of numbers; in a small one they are written."""
     z = grid.to_numpy(dtype=float, na_value=np.nan)
-    low, high = float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0))
+    known = z[~np.isnan(z)] if (~np.isnan(z)).any() else np.zeros(1)
+    low, high = float(known.min()), float(known.max())
     signed = low < 0 if signed is None else signed
     if limits is not None:
         low, high = _limits(limits)
     elif signed:
         high = max(-low, high) or 1.0
         low = -high
-    else:
-        high = high if high > low else low + 1.0
-        low, high = bounded_limits(value, z) or (low, high)
+    elif low == high:
+        high = low + 1.0
     return go.Heatmap(
         z=z,
         zmin=low,
         zmax=high,
         colorscale=diverging(low, high) if signed else SEQUENTIAL,
-        colorbar={"title": {"text": bar_title(title), "side": "top"}, **_ticks_of_clipped(z, low, high)},
+        colorbar={"title": {"text": bar_title(title), "side": "top"}},
         texttemplate=f"%{{z:.{max(2, 1 - math.floor(math.log10(high)))}f}}" if z.size <= room and high > 0 else None,
         name="",
     )
@@ -437,30 +320,9 @@ def bar_title(title: str) -> str:
     return "<br>".join(line for part in lines for line in part)
 
 
-def _ticks_of_clipped(z: Any, low: float, high: float) -> dict[str, Any]:
-    """Make ticks of a colour bar that say where its end stands for values beyond it; none if there are no such."""
-    below, above = bool(np.nanmin(z, initial=low) < low), bool(np.nanmax(z, initial=high) > high)
-    if not (below or above):
-        return {}
-    size = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step = next(size * x for x in (5, 2, 1) if size * x <= (high - low) / 3)
-    inner = step * np.arange(math.ceil(low / step), math.floor(high / step) + 1)
-    inner = inner[(inner > low + step * below / 2) & (inner < high - step * above / 2)]
-    digits = max(0, 1 - math.floor(math.log10(step)))  # one more than the step's, for the ends
-    ends = {low: "≤ "} if below else {}
-    ends |= {high: "≥ "} if above else {}
-    ticks = {float(x): f"{x:.{max(0, digits - 1)}f}" for x in inner} | {
-        x: f"{s}{x:.{digits}f}" for x, s in ends.items()
-    }
-    return {"tickvals": list(ticks), "ticktext": list(ticks.values())}
-
-
 def bounded_limits(value: str, values: Any) -> tuple[float, float] | None:
-    """Return colour limits of a measure between 0 and 1, without its lowest 5 %, ``_MIN_COLOUR_RANGE`` or more."""
-    known = np.asarray(values, dtype=float)
-    known = known[np.isfinite(known)]
-    bounds = natural_range(value, float(known.min()), float(known.max())) if known.size else None
-    return widened(float(np.quantile(known, 0.05)), float(known.max()), _MIN_COLOUR_RANGE, bounds) if bounds else None
+    """Return the lowest and the highest value, as the colour limits of several figures."""
+    return float(values.min()), float(values.max())
 
 
 def _limits(limits: Any) -> tuple[float, float]:

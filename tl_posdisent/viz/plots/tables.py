@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice
 
 _SHARE = "share of variance"
 _TITLES = {
@@ -51,22 +49,6 @@ _TITLES = {
     "share_query": f"query alone ({_SHARE})",
     "turn": "turn (0: no rotation … 1)",
 }
-_FROM_0_TO_1 = {"accuracy", "key_concentration", "query_concentration", "outside"}
-_FROM_0_TO_1 |= {"r", "r2", "r_held_out", "r_no_distance", "r_three_axis", "r_two_axis"}
-
-
-def natural_range(name: str, low: float, high: float) -> tuple[float, float] | None:
-    """Return (0, 1) for correlations, shares and accuracies; None for other measures, and for values outside."""
-    bounded = name in _FROM_0_TO_1 or name.startswith(("share", "explained", "positional", "symbolic"))
-    return (0.0, 1.0) if bounded and low >= 0 and high <= 1 else None
-
-
-def widened(low: float, high: float, span: float, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Widen limits about their middle until they are ``span`` apart, so that small differences look small."""
-    more = max(span - (high - low), 0.0) / 2
-    low, high = low - more, high + more
-    least, most = bounds or (-math.inf, math.inf)
-    return max(low - max(high - most, 0.0), least), min(high + max(least - low, 0.0), most)
 
 
 def title_of(name: str, table: pd.DataFrame) -> str:
@@ -126,24 +108,6 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
 def head_index(table: Any) -> list[str]:
     """Return the columns that identify a head or a layer: ``layer`` and ``head``, or the one of them that exists."""
     return [name for name in ("layer", "head") if name in getattr(table, "columns", ())]
-
-
-HeadOrLayer = Literal["head", "layer"]
-
-
-def over_heads(means: pd.DataFrame, by: HeadOrLayer, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
-    """Return the table by head, or means over the heads of each layer, with the range ``low`` … ``high`` of a value."""
-    check_choice("by", by, get_args(HeadOrLayer))
-    if by == "head":
-        return means
-    if "layer" not in means:
-        raise ArgumentError("table", "must have the column layer to be drawn by layer, got a table without it")
-    groups = means.groupby(["layer", *index])
-    table = groups[list(values)].mean()
-    if len(values) == 1:
-        of_value = groups[values[0]]
-        table = table.assign(low=of_value.min(), high=of_value.max())
-    return table.reset_index()
 
 
 def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,14 +12,12 @@ from torch.nn.functional import pad
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
-from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import check_tokens, read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_integer, head_label
-from tl_posdisent.viz.plots.heatmaps import SIDES, score_terms
+from tl_posdisent.utils.validation import check_integer
 
 from .layout import Layout, check_positions, check_scale, check_title, check_words, coloured_text, pick, pick_heads
 from .offline import Widget, text_token
@@ -72,47 +69,6 @@ def show_key_importance(
     scale = check_scale(scale, shown.values(), first=at[0] == 0)
     layout = Layout(scale, check_title(title, "Key importance"), note)
     return coloured_text(shown, [str(head) for head in chosen], [text_token(words[i]) for i in at], layout)
-
-
-def show_score_sources(
-    found: ScoreSources,
-    by: Literal["key", "query", "source"] = "key",
-    *,
-    piece: str | None = None,
-    top: int = 12,
-    scale: float | None = None,
-    title: str | None = None,
-) -> Widget:
-    """Show the text with keys coloured by what a source, which a menu selects, contributes to one query's scores.
-
-    Red keys get a higher score for it, blue ones a lower one. The first choice is the sum of all sources.
-
-    Args:
-        found: the result of ``score_sources``; tokens that are not among its keys are 0.
-        by, piece: as in ``plot_score_sources``.
-        top: number of sources in the menu, those with the largest absolute term of a key.
-        scale, title: as in ``show_scores``.
-
-    Raises:
-        ValueError: invalid arguments.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, score_sources
-        >>> from tl_posdisent.viz import show_score_sources
-        >>> show_score_sources(score_sources(load_demo_model(), demo_tokens(length=64), 3, 1, query=40))
-        Widget('Sources of the scores of L3H1')
-    """
-    terms, chosen = score_terms(found, by, piece, top)
-    pieces = found.terms("key").sum(-1)
-    total = pieces.sum(1) if piece is None else pieces[:, found.pieces.index(piece)]
-    values = terms.new_zeros(1 + len(chosen), len(found.words))
-    values[:, list(found.keys)] = torch.stack([total, *(terms[:, n] for n in chosen)])
-    minus = "" if found.against is None else f", minus the score of key {found.against} {found.words[found.against]!r}"
-    note = f"Contribution to the score of query {found.query} {found.words[found.query]!r}{minus}; {SIDES[by]}."
-    name = f"Sources of the scores of {head_label(found.layer, found.head)}"
-    layout = Layout(check_scale(scale, [values]), check_title(title, name), note, choice="source")
-    menu = ["all", *(found.sources[n] for n in chosen)]
-    return coloured_text({"": values.cpu()}, menu, [text_token(word) for word in found.words], layout)
 
 
 def show_loss_change(
