@@ -2,8 +2,7 @@
 
 A page says ``<!-- api: hooks -->`` where the public names defined in ``tl_posdisent.hooks`` (or several modules, with
 spaces between) belong: a table with one line for each, then the entries. ``<!-- api-tables -->`` becomes the tables of
-all pages of ``api/``. On every page, public names in text and tables become links to their entries, also those that a
-page links to their source files for its readers on a code host.
+all pages of ``api/``. On every page, public names in text and tables become links to their entries.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PAGES = Path(__file__).with_name("api")
 _NAMES = re.compile(r"<!-- api: ([\w. ]+) -->")
 _TABLES = "<!-- api-tables -->"
 _BLOCKS = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # code, and headings
-_CODE = re.compile(r"\[`([\w.]+)`\]\(\.\./tl_posdisent/[\w/]+\.py\)|(?<!})`([\w.]+)`(?!\])")
+_CODE = re.compile(r"(?<!})`([\w.]+)`(?!\])")
 
 
 @functools.cache
@@ -114,9 +113,8 @@ def expanded(page: str) -> str:
 
 def _linked(code: re.Match[str]) -> str:
     """A public name as users import it, linked to its entry; other code stays."""
-    name = code[1] or code[2]
-    path = f"tl_posdisent.{name}"
-    return f"{{py:obj}}`{name} <{path}>`" if path in public_names() else code[0]
+    path = f"tl_posdisent.{code[1]}"
+    return f"{{py:obj}}`{code[1]} <{path}>`" if path in public_names() else code[0]
 
 
 def insert(app: Any, name: str, content: list[str]) -> None:
