@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.page.sections.all_sections import SECTIONS as BY_NAME
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -164,29 +162,6 @@ def check_same_but_for_the_call(by_command: Path, by_python: Path, line: str) ->
     assert call.sub("", pages[0]) == call.sub("", pages[1])
 
 
-# The list of models
-
-
-def test_models(tmp_path: Path) -> None:
-    out = tmp_path / "models.csv"
-    result = run_command("models --untested", "--out", out)
-    table = pd.read_csv(out).set_index("name")
-    assert list(table.index[:2]) == ["demo", "smollm2"]
-    assert table.index.is_unique
-    of_lens = list(table.index[1 + len(PACKAGED) :])
-    assert of_lens == sorted(of_lens, key=lambda name: (name.lower(), name)), "also those that differ in capitals"
-    assert table.loc["EleutherAI/pythia-70m", "bridge"] == "tested"
-    assert (table["hooked"] == "yes").any() == has_hooked()
-    lines = result.stdout.splitlines()
-    assert lines[-1] == f"{len(table)} models"
-    assert [line.split()[0] for line in lines[3:-2]] == list(table.index)
-    brief = run_command("models --search PYTHIA-70m").stdout.splitlines()
-    names = [line.split()[0] for line in brief if "/" in line]
-    kept = table[(table["bridge"] == "tested") | (table["hooked"] == "yes")]
-    assert names == [name for name in kept.index if "pythia-70m" in name]
-    assert len(names) < sum("pythia-70m" in name for name in table.index)
-
-
 # Formats
 
 
@@ -199,7 +174,6 @@ TYPES = {"layer": int, "r": float, "big": float}
 READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".csv": lambda path: pd.read_csv(path, dtype=str).astype(TYPES),
     ".parquet": pd.read_parquet,
-    ".json": lambda path: pd.DataFrame(json.loads(path.read_text(encoding="utf-8"))),
 }
 
 
@@ -321,7 +295,7 @@ def test_a_defect_and_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stderr is None or result.stderr == stderr
 
 
-ENDS = "must be a file such as table.csv, ending in .csv, .parquet or .json, got"
+ENDS = "must be a file such as table.csv, ending in .csv or .parquet, got"
 REFUSED = [
     ("fit --text nowhere.txt", "text cannot be read: [Errno 2] No such file or directory: 'nowhere.txt'"),
     ("fit --text short.txt --length 32", "text has 2 tokens, too few for 1 × 32"),
@@ -342,7 +316,7 @@ REFUSED = [
     ("fit --length 16 --std confg", "std must be a finite number above 0, got 'confg'"),
     ("fit --device abacus", 'device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''),
     *((f"fit --device {x}", f"device must be one that torch can use, got {x!r} (") for x in ("meta", "cuda:77")),
-    *((f"fit --out {x}", f"out {ENDS} '{x}'") for x in ("table.xls", ".", "..", "/", "new", ".csv")),
+    *((f"fit --out {x}", f"out {ENDS} '{x}'") for x in ("table.xls", "table.json", ".", "..", "/", "new", ".csv")),
     ("fit --out short.txt/table.csv", "out must be a file that can be written, got 'short.txt/table.csv': "),
     ("fit --out folder.csv", "out must be a file that can be written, got 'folder.csv', which is a folder"),
     ("report --out /sys/x.html", "out must be a file that can be written, got '/sys/x.html': no file can be created"),
@@ -359,7 +333,6 @@ REFUSED = [
     ("fit --model short.txt", "model must be the folder of a model, or a model's name, but short.txt is not a folder"),
     ("fit --length 600", "tokens are 600 long, and the model fails beyond its context of 512: "),
     ("fit --length 32 --texts 1000", "text has 3257 tokens, too few for 1000 × 32"),
-    ("models --search 'no such model'", "no model matches; more are listed with --untested"),
     ("report --section ladders", "section cannot be 'ladders': did you mean 'ladder'? It must be 'where_or_what', "),
 ]
 
@@ -425,7 +398,7 @@ def test_errors_are_one_line_with_the_words_of_the_function(
         pytest.skip("TransformerLens 4")
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    result = run_command(line, *([] if line.startswith("models") else ["--no-progress"]), code=2)
+    result = run_command(line, "--no-progress", code=2)
     assert result.stderr.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in result.output
     assert result.stdout == ""

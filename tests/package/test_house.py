@@ -28,10 +28,10 @@ def test_imports_only_from_layers_below() -> None:
 
 
 def test_experiments_and_interventions_meet_other_libraries_in_models_alone() -> None:
-    """Elsewhere only the demo model and synthetic models are theirs, and a command lists the names of their models."""
+    """Elsewhere only the demo model and synthetic models are theirs."""
     pattern = re.compile(r"^\s*(?:from|import) (?:transformer_lens|transformers)\b", re.MULTILINE)
     folders = {name[0] for name, path in sources().items() if pattern.search(path.read_text(encoding="utf-8"))}
-    assert folders == {"models", "synthetic", "demo", "cli"}
+    assert folders == {"models", "synthetic", "demo"}
 
 
 def test_no_file_and_no_folder_imports_itself_by_way_of_others() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
 from typing import Any
-from unittest import mock
 
 from typer.testing import CliRunner, Result
 
@@ -19,8 +17,7 @@ ENVIRONMENT |= {"GOMP_SPINCOUNT": None}
 def run_command(line: str, *more: Any, code: int = 0, stdin: bytes | None = None, charset: str = "utf-8") -> Result:
     """Run a command, given as a line of a shell and further arguments."""
     words = [*shlex.split(line), *map(str, more)]
-    with mock.patch.object(gc, "freeze"):  # which is for the process of a command, that ends with it
-        result = CliRunner(charset).invoke(app, words, input=stdin, env=ENVIRONMENT)
+    result = CliRunner(charset).invoke(app, words, input=stdin, env=ENVIRONMENT)
     assert result.exit_code == code, (result.output, result.exc_info)
     assert not code or len(result.stderr.rpartition("error: ")[2]) <= 1000, result.stderr
     return result

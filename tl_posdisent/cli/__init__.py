@@ -1,8 +1,7 @@
 """The command line: ``tl-posdisent fit --model demo --out table.csv``.
 
 Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 success, 2 wrong
-usage or input, 130 interrupted, 1 if stdout cannot be written, or for a bug. Nothing here imports torch until a command
-runs.
+usage or input, 130 interrupted, 1 for a bug. Nothing here imports torch until a command runs.
 """
 
 from __future__ import annotations
@@ -10,29 +9,16 @@ from __future__ import annotations
 import io
 import sys
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from .commands.fit import fit
 from .commands.head import head
-from .commands.models import models
 from .commands.report import report
-from .output import delivering
-from .process import spin_briefly
-
-
-class Program(TyperGroup):
-    """The commands, which end with an exit code if stdout cannot be written."""
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        with delivering():
-            return super().main(*args, **options)
-
+from .threads import spin_briefly
 
 app = typer.Typer(
-    cls=Program,
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="rich",
@@ -57,7 +43,7 @@ def main(
 
     Results go to stdout, progress and errors to stderr. --out saves the whole table.
 
-    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 stdout cannot be written, or a bug.
+    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 a bug.
 
     Examples:
       tl-posdisent head
@@ -70,5 +56,5 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-for command in (fit, head, report, models):
+for command in (fit, head, report):
     app.command()(command)

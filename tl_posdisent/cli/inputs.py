@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_posdisent.cli.output import note
-from tl_posdisent.cli.process import settle
+from tl_posdisent.cli.threads import limit_threads
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.files import decode_text, found_at
 
@@ -75,7 +75,7 @@ def load(model: str, backend: str, device: str | None, dtype: str) -> Any:
         loaded = loaded.to(kind)  # its weights are stored in float16, and loaded as float32
     if getattr(loaded, "tokenizer", None) is None:
         raise ArgumentError("model", f"must have a tokenizer, so that it can read a text, got {model}, which has none")
-    settle(loaded)
+    limit_threads(loaded)
     return loaded
 
 
@@ -87,8 +87,6 @@ def read_text(text: Path | None) -> str:
         return demo_text()
     name = "stdin" if str(text) == "-" else str(text)
     try:
-        if name == "stdin" and sys.stdin is None:
-            raise OSError("stdin is closed")
         with contextlib.nullcontext(sys.stdin.buffer) if name == "stdin" else text.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ Model = Annotated[
     str,
     Option(
         metavar="demo|NAME|PATH",
-        help="A name such as smollm2 (see 'models'), or a directory.",
+        help="A name such as smollm2 or EleutherAI/pythia-70m, or a directory.",
         autocompletion=lambda: ["demo", "smollm2", "gemma3-270m"],  # shells complete paths themselves
     ),
 ]
@@ -32,7 +32,7 @@ TextFile = Annotated[
     Path | None,
     Option(metavar="demo|FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; default the demo text."),
 ]
-Out = Annotated[Path | None, Option(help="File for the whole table: .csv, .parquet or .json.")]
+Out = Annotated[Path | None, Option(help="File for the whole table: .csv or .parquet.")]
 Backend = Annotated[
     Literal["auto", "hooked", "bridge"],
     Option(help="HookedTransformer, TransformerBridge, or the first that is supported."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -14,32 +13,12 @@ from typing import Any
 
 import typer
 
-from tl_posdisent.cli.process import collecting_late
 from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.files import check_writable, whole_file
 
 QUIET = "TQDM_DISABLE"  # environment variable that --no-progress sets
-FAILED = 1  # also a bug, with its traceback
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
-
-
-@contextlib.contextmanager
-def delivering() -> Iterator[None]:
-    """End the program with exit code 1 if stdout cannot be written; stderr says why, unless the pipe was closed."""
-    try:
-        if sys.stdout is None:  # Python's stdout, if it was closed before the program began
-            raise OSError("it is closed")
-        try:
-            yield
-        finally:
-            sys.stdout.flush()  # or the error would come when Python ends, with a traceback
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # a reader that has seen enough, such as head
-            typer.echo(f"error: standard output cannot be written: {error.strerror or error}", err=True)
-        with contextlib.suppress(OSError, AttributeError):  # none to redirect: closed, or a test's own stream
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        raise SystemExit(FAILED) from None
 
 
 @contextlib.contextmanager
@@ -51,7 +30,7 @@ def answering() -> Iterator[None]:
     """
     plain, warnings.formatwarning = warnings.formatwarning, _warning_line  # type: ignore[assignment]
     try:
-        with contextlib.redirect_stdout(sys.stderr), collecting_late():
+        with contextlib.redirect_stdout(sys.stderr):
             yield
     except (ValueError, OSError, MemoryError) as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
@@ -85,7 +64,7 @@ def note(message: str) -> None:
         typer.echo(message, err=True)
 
 
-FORMATS = (".csv", ".parquet", ".json")
+FORMATS = (".csv", ".parquet")
 
 
 def check_out(out: Path | None, formats: Sequence[str] = FORMATS) -> None:
@@ -93,7 +72,7 @@ def check_out(out: Path | None, formats: Sequence[str] = FORMATS) -> None:
     if out is None:
         return
     if out.suffix.lower() not in formats:
-        endings = " or ".join(filter(None, [", ".join(formats[:-1]), formats[-1]]))
+        endings = " or ".join(formats)
         raise ArgumentError("out", f"must be a file such as table{formats[0]}, ending in {endings}, got {brief(out)}")
     check_writable("out", out)
 
@@ -106,23 +85,9 @@ def save(table: Any, out: Path | None) -> None:
     with whole_file(out) as file:
         if out.suffix.lower() == ".csv":
             table.to_csv(file, index=False)
-        elif out.suffix.lower() == ".parquet":
-            table.to_parquet(file, index=False)
         else:
-            file.write(as_json(table).encode("utf-8"))
+            table.to_parquet(file, index=False)
     note(f"table: {out} ({len(table)} rows)")
-
-
-def as_json(table: Any) -> str:
-    """Convert a table to a JSON list of records, numbers in full; NaN, infinity and missing values are null.
-
-    >>> import pandas as pd
-    >>> as_json(pd.DataFrame({"head": [0, 1], "r": [0.1, float("-inf")]}))
-    '[{"head": 0, "r": 0.1}, {"head": 1, "r": null}]\\n'
-    """
-    cells = table.astype(object).replace([math.inf, -math.inf], None)
-    rows = cells.where(cells.notna(), None).to_dict("records")
-    return json.dumps(rows, ensure_ascii=False, allow_nan=False, default=lambda x: x.item()) + "\n"
 
 
 def number(value: float, digits: int = 2) -> str:
