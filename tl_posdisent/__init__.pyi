@@ -18,9 +18,7 @@ from .experiments.attention_scores.additivity import additivity as additivity
 from .experiments.attention_scores.controlled_distance import controlled_distance as controlled_distance
 from .experiments.attention_scores.controlled_distance import disentanglement as disentanglement
 from .experiments.attention_scores.head_labels import head_labels as head_labels
-from .experiments.attention_scores.queries_and_keys import positional_symbolic as positional_symbolic
-from .experiments.attention_scores.queries_and_keys import preference_flips as preference_flips
-from .experiments.attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
+from .experiments.attention_scores.subspace_patterns import subspace_patterns as subspace_patterns
 from .experiments.causal.additive_substitution import additive_substitution as additive_substitution
 from .experiments.causal.head_ablation import head_ablation as head_ablation
 from .experiments.causal.head_effects import head_effects as head_effects

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.public_calls import ROTARY, TOKENS, call, callables, numbers, synthetic, takes_synthetic
+from support.public_calls import TOKENS, call, callables, synthetic, takes_synthetic
 from support.results import assert_same
 
 import tl_posdisent as tp
 from tl_posdisent.hooks.hook_list import Hooks
-from tl_posdisent.rope import preference_flips_qk
 
 pytestmark = pytest.mark.tl4
 
@@ -73,15 +72,6 @@ def test_a_model_made_in_inference_mode_is_refused_where_gradients_are_needed() 
         model = synthetic()
     with pytest.raises(ValueError, match="model must be created outside"):
         call(tp.synthetic.positional_gradients, model)
-
-
-def test_counts_beyond_256_under_autocast() -> None:
-    """More distances than bfloat16 can count."""
-    q, k = numbers(40, 1, 4, seed=3), numbers(50, 1, 4, seed=4)
-    near, far = range(300), range(300, 700)
-    expected = preference_flips_qk(q, k, ROTARY, near, far)["near_far"]
-    with autocast():
-        assert_same(preference_flips_qk(q, k, ROTARY, near, far)["near_far"], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

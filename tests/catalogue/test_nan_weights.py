@@ -14,7 +14,7 @@ from support.public_calls import call, callables
 pytestmark = pytest.mark.tl4
 
 TOOLS = ["ablate_heads", "additivity", "attention_ladder", "choice_scores", "head_ablation", "head_patching"]
-TOOLS += ["length_generalization", "output_projection", "preference_flips", "substitute_attention"]
+TOOLS += ["length_generalization", "output_projection", "substitute_attention"]
 
 
 def broken(kind: str, name: str, value: float) -> Any:

@@ -73,7 +73,7 @@ def test_rows_of_chosen_heads(function: Call, shared_reading: Any) -> None:
 VARIANTS: dict[str, Call] = {
     "pooled": lambda model, **more: tp.additivity(model, **TEXTS, pool=True, **more),
     "controls": lambda model, **more: tp.additivity(model, **TEXTS, controls=CONTROLS, **more),
-    "by subspace": lambda model, **more: tp.positional_symbolic(model, **TEXTS, by_subspace=True, sinks=1, **more),
+    "by subspace": lambda model, **more: tp.subspace_patterns(model, **TEXTS, sinks=1, **more),
     "interventions": lambda model, **more: ex.attention_by_distance(
         model, interventions={"five": tp.dummy_distance(model, 5)}, **TEXTS, **more
     ),

@@ -12,24 +12,13 @@ from support import zoo
 from support.rotary_layers import all_scores, anova
 from torch import Tensor
 
-from tl_posdisent import (
-    capture,
-    controlled_distance,
-    positional_symbolic,
-    preference_flips,
-    subspace_patterns,
-)
+from tl_posdisent import capture, controlled_distance, subspace_patterns
 from tl_posdisent.rope import COMPONENTS
 
 Model = Callable[[str, str], Any]
 CASES = zoo.cases("llama-gqa", "gptj", "olmo2", "gemma2")
 TOKENS = zoo.random_tokens(length=10, batch=2)
-ROTARY_TOOLS = [
-    controlled_distance,
-    positional_symbolic,
-    preference_flips,
-    subspace_patterns,
-]
+ROTARY_TOOLS = [controlled_distance, subspace_patterns]
 
 
 def dense(model: Any, layer: int, distances: Any, sinks: int = 0) -> Tensor:

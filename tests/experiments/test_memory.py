@@ -10,7 +10,7 @@ from support.live_bytes import LiveBytes
 
 import tl_posdisent as tp
 
-LAYER_BY_LAYER = ("additivity", "controlled_distance", "subspace_patterns", "positional_symbolic")
+LAYER_BY_LAYER = ("additivity", "controlled_distance", "subspace_patterns")
 
 
 @pytest.mark.parametrize("tool", [*LAYER_BY_LAYER[:2], *slow(LAYER_BY_LAYER[2:])])

@@ -45,8 +45,6 @@ def same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
 
 BY_TEXT: dict[str, Call] = {
     "additivity": tp.additivity,
-    "positional_symbolic": tp.positional_symbolic,
-    "preference_flips": lambda *x, **y: tp.preference_flips(*x, far=[8, 11], **y),
 }
 """One row or more for each text, with its number in ``batch``."""
 

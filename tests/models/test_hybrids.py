@@ -18,8 +18,8 @@ from tl_posdisent import (
     capture,
     head_ablation,
     head_labels,
-    preference_flips,
     read_model,
+    subspace_patterns,
     swap_positions,
 )
 from tl_posdisent.hooks.edits import layer
@@ -51,7 +51,7 @@ def test_the_layers_that_attend_are_taken(shared_model: Any) -> None:
         additivity(reading, TOKENS, progress=False),
         head_ablation(reading, TOKENS, heads=2, progress=False),
         head_labels(reading, TOKENS, length=6, progress=False),
-        preference_flips(reading, TOKENS, queries=2, progress=False),
+        subspace_patterns(reading, TOKENS, progress=False),
     ]
     for table in tables:
         assert set(table["layer"]) == {1, 3}

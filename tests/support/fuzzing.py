@@ -124,9 +124,9 @@ class Heads:
 
 
 @st.composite
-def drawn_heads(draw: Any, least: int = 0, positions: int = 9) -> Heads:
-    rotary = draw(rotaries(least))
-    n_kv, group, batch, pos = (draw(st.integers(1, n)) for n in (3, 3, 3, positions))
+def drawn_heads(draw: Any) -> Heads:
+    rotary = draw(rotaries())
+    n_kv, group, batch, pos = (draw(st.integers(1, n)) for n in (3, 3, 3, 9))
     d_head = max(1, rotary.dim + draw(st.integers(0, 3)))  # what is left over is not rotated
     seed, mean = draw(st.integers(0, 2**31)), draw(st.sampled_from([0.0, 1.0, 100.0]))
     q = normal(seed, batch, max(2, pos), n_kv * group, d_head) + mean * normal(seed + 1, 1, 1, n_kv * group, d_head)

@@ -140,7 +140,6 @@ OWN: dict[str, dict[str, Any]] = {
     "MultipleChoice": QUESTION,
     "plot_distance": {"profiles": FIT},
     "plot_heads": {"value": "r"},
-    "preference_flips_qk": {"near": [1], "far": [5]},
     "preset": {"name": "small"},
     "principal_angles": {"a": SCORES[0, 0], "b": SCORES[1, 0]},
     "remap_distance": {"distances": lambda d: d},

@@ -3,9 +3,7 @@ from .attention_scores.attention_by_distance import attention_by_distance as att
 from .attention_scores.controlled_distance import controlled_distance as controlled_distance
 from .attention_scores.controlled_distance import disentanglement as disentanglement
 from .attention_scores.head_labels import head_labels as head_labels
-from .attention_scores.queries_and_keys import positional_symbolic as positional_symbolic
-from .attention_scores.queries_and_keys import preference_flips as preference_flips
-from .attention_scores.queries_and_keys import subspace_patterns as subspace_patterns
+from .attention_scores.subspace_patterns import subspace_patterns as subspace_patterns
 from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_effects import head_effects as head_effects

@@ -18,16 +18,12 @@ _ROWS_CHECKED = 32
 
 
 def checked_rows(length: int, device: torch.device) -> Int[Tensor, " row"]:
-    """Choose the rows that are compared."""
-    return spread_rows(length, _ROWS_CHECKED, device)
-
-
-def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, " row"]:
-    """Choose evenly spaced rows of a matrix with n rows, first and last included.
+    """Choose the rows that are compared: evenly spaced, first and last included.
 
     Computed in float64, which represents the indices of long texts exactly.
     """
-    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64, device="cpu").round().long()
+    n = min(length, _ROWS_CHECKED)
+    rows: Tensor = torch.linspace(0, length - 1, n, dtype=torch.float64, device="cpu").round().long()
     return rows.to(device)
 
 

@@ -4,8 +4,6 @@ from .factorial_variance_decomposition import COMPONENTS as COMPONENTS
 from .factorial_variance_decomposition import VarianceShares as VarianceShares
 from .factorial_variance_decomposition import decompose as decompose
 from .moments import Moments as Moments
-from .positional_symbolic import positional_symbolic_qk as positional_symbolic_qk
-from .preference_flips import preference_flips_qk as preference_flips_qk
 from .principal_angles import principal_angles as principal_angles
 from .rotary import Rotary as Rotary
 from .rotary import rotary_from_table as rotary_from_table

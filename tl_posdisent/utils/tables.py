@@ -39,20 +39,6 @@ def number_heads(table: pd.DataFrame, heads: Sequence[int]) -> pd.DataFrame:
     return table.assign(head=table["head"].map(dict(enumerate(heads))))
 
 
-def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], order: Sequence[str]) -> pd.DataFrame:
-    """Join tables of some texts each, whose column ``batch`` counts from 0, into one table of the whole batch.
-
-    ``rows`` has, for each table, the row in the batch of each of its texts. Several tables are sorted by ``order``.
-
-    >>> table = pd.DataFrame({"batch": [0, 1], "r": [0.5, 0.25]})
-    >>> join_texts([table, table[:1]], [[0, 2], [1]], ["batch"]).values.tolist()
-    [[0.0, 0.5], [1.0, 0.5], [2.0, 0.25]]
-    """
-    named = [t.assign(batch=t["batch"].map(dict(enumerate(r)))) for t, r in zip(tables, rows, strict=True)]
-    joined = pd.concat(named, ignore_index=True)
-    return joined.sort_values([*order], kind="stable", ignore_index=True) if len({*map(tuple, rows)}) > 1 else joined
-
-
 _SHOWN_ROWS = 20  # that a notebook shows
 
 

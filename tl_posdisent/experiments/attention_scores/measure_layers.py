@@ -28,18 +28,16 @@ def measure_layers(
     table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
     *,
     sinks: int = 0,
-    leave: int = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
 
     One forward pass per length of text, without score matrices, one layer in memory. ``measure`` is called with the
     chosen heads of one layer in texts of equal length, their queries and keys without the ``sinks``, and ``table`` with
-    what it returned for each group of ``texts``; its heads are numbered from 0. At least ``leave`` positions must
-    remain.
+    what it returned for each group of ``texts``; its heads are numbered from 0.
     """
     specs, heads = [spec for spec, _ in chosen], {spec.layer: numbers for spec, numbers in chosen}
-    check_integer("sinks", sinks, 0, min(texts.lengths) - leave)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - 1)
     measured: dict[int, list[Measured]] = {}
     tables = []
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:

@@ -7,7 +7,7 @@ from math import isnan
 import pandas as pd
 from markupsafe import Markup
 
-from tl_posdisent.experiments.attention_scores.queries_and_keys import subspace_patterns
+from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
 from tl_posdisent.page.deciding.words import numbers
 from tl_posdisent.page.drawing.markup import figure, part, render, table
 from tl_posdisent.page.measuring.measurement import Measurement, Settings

@@ -117,8 +117,8 @@ def plot_subspaces(
 
     Args:
         table: a table with the columns ``subspace``, ``frequency`` and ``value``, and ``head`` or ``layer`` or both:
-            from ``subspace_patterns`` or ``positional_symbolic(..., by_subspace=True)`` (averaged over texts).
-            Subspaces are named by their wavelength in positions, or by number if layers differ in frequencies.
+            from ``subspace_patterns``. Subspaces are named by their wavelength in positions, or by number if layers
+            differ in frequencies.
         value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
         signed, limits, title: as in ``plot_heads``.
 
