@@ -31,7 +31,6 @@ from .experiments.measuring.metrics import logit_difference as logit_difference
 from .experiments.needs.describe_head import describe_head as describe_head
 from .experiments.needs.where_or_what import where_or_what as where_or_what
 from .experiments.residual_stream.score_sources import score_sources as score_sources
-from .experiments.retrieval.retrieval_heads import retrieval_heads as retrieval_heads
 from .experiments.robustness.length_generalization import length_generalization as length_generalization
 from .experiments.robustness.perturbation_curve import perturbation_curve as perturbation_curve
 from .hooks.ablate import ablate_heads as ablate_heads

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.tl4
 DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
 KIND = "hooked" if zoo.TL_MAJOR < 4 else "bridge"
 # torch's engine makes backward passes on the first imitated device alone.
-BACKWARD = {"head_effects", "retrieval_heads", "where_or_what"}
+BACKWARD = {"head_effects", "where_or_what"}
 
 
 def called(name: str, device: str, *model: Any, **other: Any) -> Any:

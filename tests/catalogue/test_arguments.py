@@ -82,7 +82,6 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j, [0, 10**400]],
         "positions",
     ),
-    "needles": ([3, "x", TOKENS], "needles"),
     "places": ([12, -13, [0, 0], [0.5], [], "0", True], ""),
     "slots": ([[0, 0], [0.5], [], "0", True, 10**400], ""),  # those beyond a text are refused while it runs
     "cells": ([3, "x", [[True]], torch.ones(12, 12), torch.ones(12, dtype=torch.bool)], "cells"),
@@ -170,8 +169,8 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("HeadDescription", "LogitDifference", "ModelReading", "Needles", "Perturbed", "PositionalSubspace"),
-    *("RetrievalHeads", "RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
+    *("HeadDescription", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
+    *("RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used

@@ -22,9 +22,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "patch_vectors": {"k_rot": torch.zeros(2, 12, 8, 8)},  # the model has a key head for every head
     "train": {"config": SHORT},
 }
-# A reading says which device it was; ``report`` calls what is tried here, for minutes; ``needle_texts`` reads no more
-# of a model than its tokenizer, which this model lacks.
-ELSEWHERE = {"read_model", "report", "needle_texts"}
+# A reading says which device it was; ``report`` calls what is tried here, for minutes.
+ELSEWHERE = {"read_model", "report"}
 
 
 @dataclasses.dataclass(frozen=True)

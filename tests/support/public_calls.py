@@ -16,7 +16,7 @@ import tl_posdisent as tp
 from support import zoo
 from support.public import public_names
 from support.small_models import small_model
-from tl_posdisent.experiments import MultipleChoice, Needles, needle_texts
+from tl_posdisent.experiments import MultipleChoice
 from tl_posdisent.hooks import substitute_attention
 from tl_posdisent.rope import Moments, Rotary, to_complex
 from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
@@ -56,16 +56,6 @@ def synthetic(**changed: Any) -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
 
 
-def needles_of(texts: Tensor) -> Needles:
-    """Pairs of texts in which the words at 2 and 7 follow names, which the second text exchanges."""
-    exchanged = texts.clone()
-    exchanged[:, [1, 6]] = texts[:, [6, 1]]
-    return Needles.from_places(
-        torch.stack([texts, exchanged], 1).flatten(0, 1), torch.tensor([[2, 7], [7, 2]]).repeat(len(texts), 1)
-    )
-
-
-NEEDLES = {"needles": needles_of(TOKENS), "heldout": needles_of(TOKENS.flip(1))}
 ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), 1, 0, 8)
 
 GOOD: dict[str, Any] = {
@@ -125,18 +115,11 @@ OWN: dict[str, dict[str, Any]] = {
     "dynamics": {"models": {0: synthetic()}},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
-    "retrieval_heads": {
-        "needles": needles_of(TOKENS),
-        "heldout": needles_of(TOKENS.flip(1)),
-        "count": 1,
-        "draws": 2,
-    },
     "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "knock_out": {"keys": [1], "queries": [5, 6]},
     "limit_frequencies": {"high": 0.5},
     "logit_difference": {"answers": [3]},
-    "needle_texts": {"length": 12},
     "MultipleChoice": QUESTION,
     "plot_distance": {"profiles": FIT},
     "plot_heads": {"value": "r"},
@@ -177,13 +160,11 @@ def callables() -> dict[str, Function]:
 
 
 def functions(*parameters: str) -> list[Function]:
-    """Public functions of a model that have these parameters; not those that take a ``SyntheticModel`` only, nor
-    ``needle_texts``, which reads a tokenizer."""
+    """Public functions of a model that have these parameters; not those that take a ``SyntheticModel`` only."""
     found = []
     for function in filter(inspect.isfunction, public_names().values()):
         named = inspect.signature(function).parameters
-        other = takes_synthetic(function) or function is needle_texts
-        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not other:
+        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not takes_synthetic(function):
             found.append(function)
     return found
 

@@ -26,10 +26,6 @@ from .residual_stream.rope_hadamard import RopeHadamard as RopeHadamard
 from .residual_stream.rope_hadamard import rope_hadamard as rope_hadamard
 from .residual_stream.score_sources import ScoreSources as ScoreSources
 from .residual_stream.score_sources import score_sources as score_sources
-from .retrieval.needles import Needles as Needles
-from .retrieval.needles import needle_texts as needle_texts
-from .retrieval.retrieval_heads import RetrievalHeads as RetrievalHeads
-from .retrieval.retrieval_heads import retrieval_heads as retrieval_heads
 from .robustness.length_generalization import length_generalization as length_generalization
 from .robustness.multiple_choice import MultipleChoice as MultipleChoice
 from .robustness.multiple_choice import choice_scores as choice_scores

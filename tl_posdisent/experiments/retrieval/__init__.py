@@ -1,1 +1,0 @@
-"""Needles in long texts, and the heads that retrieve them."""
