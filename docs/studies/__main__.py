@@ -2,7 +2,7 @@
 
     python docs/studies --list                    # all studies, one line each
     python docs/studies idle copying              # tables of SmolLM2: tables/smollm2/
-    python docs/studies needles --model gemma3-270m
+    python docs/studies word_order --model gemma3-270m
     python docs/studies perturbation --model demo --texts speeches
     python docs/studies findings --texts demo --out out/findings   # as ``make findings``
     python docs/studies heads_figure              # docs/figures/heads.svg

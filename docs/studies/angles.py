@@ -23,6 +23,6 @@ def synthetic_rows() -> Iterator[Row]:
                 f"{label} of four angles {name}",
                 torch.tensor(part[column].to_numpy()),
                 0,
-                "principal_angles(...)",
+                "scipy.linalg.subspace_angles(...)",
                 "models",
             )

@@ -12,8 +12,6 @@ from shared.texts import Source, whole
 from torch import Tensor
 from transformers import DynamicCache
 
-from tl_posdisent.models import longer_context
-
 TRAINED, BEYOND = 8192, 11264  # tokens: of training, of one text in several ways, of three texts
 EDGES = [TRAINED - 1024, TRAINED, 9728, 10240, 10752, BEYOND]
 PART = 512
@@ -27,7 +25,7 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
     differences = torch.stack([difference(model, text) for text in range(3)])
     for start, stop in pairwise(EDGES):
         added = differences[:, start - TRAINED // 2 : stop - TRAINED // 2].mean(1)
-        call = "longer_context(model, length); loss minus that of the same tokens at earlier positions"
+        call = "model(tokens); loss minus that of the same tokens at earlier positions"
         yield row(f"loss added by the position, {start} to {stop}", added, BEYOND, call)
 
 
@@ -36,8 +34,7 @@ def difference(model: Any, text: int) -> Tensor:
     ids, half = model.to_tokens(whole("wikitext"), truncate=False)[0], TRAINED // 2
     tokens = torch.cat([ids[:1], ids[1 + text * (BEYOND - 1) :][: BEYOND - 1]])[None]
     shorter = torch.cat([tokens[:, :1], tokens[:, half + 1 :]], 1)
-    with longer_context(model, BEYOND):
-        longer, part = (in_parts(model, x) for x in (tokens, shorter))
+    longer, part = (in_parts(model, x) for x in (tokens, shorter))
     return longer[half:] - part
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pandas as pd
 import torch
+from scipy.linalg import subspace_angles
 from shared.rows import Row, row
-from shared.trained_models import models_in_training
+from shared.trained_models import long_texts, models_in_training
 
 from tl_posdisent.experiments import positional_subspace
-from tl_posdisent.rope import principal_angles
 from tl_posdisent.synthetic import evaluate, preset
-from tl_posdisent.synthetic.tasks.task import long_texts
 
 MEDIUM = preset("medium")
 
@@ -28,7 +28,7 @@ def synthetic_rows() -> Iterator[Row]:
             measured.append({"step": step, "accuracy": evaluate(model, *task.batch(1000, seed=99))[1]})
             for rank in (2, 4, 8):
                 bases = [positional_subspace(model, texts, layer, rank=rank).basis for layer in (0, 1, 2, 3, 5)]
-                turned = [principal_angles(bases[0], basis).rad2deg().max().item() for basis in bases[1:]]
+                turned = [np.rad2deg(subspace_angles(bases[0].numpy(), basis.numpy()).max()) for basis in bases[1:]]
                 names = [f"largest of {rank} angles before layer {layer}" for layer in (1, 2, 3, 5)]
                 measured[-1] |= dict(zip(names, turned, strict=True))
     for step, part in pd.DataFrame(measured).groupby("step"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.linalg import subspace_angles
 from shared.rows import TABLES
 
 from tl_posdisent.experiments import positional_subspace
-from tl_posdisent.rope import principal_angles
 from tl_posdisent.synthetic import load_checkpoint, preset
 
 MEDIUM = preset("medium")
@@ -30,9 +31,9 @@ def angles(folder: Path) -> pd.DataFrame:
         texts = tokens[lengths >= width][:, :width]
         last = max(path.glob("step-*.safetensors"), key=lambda file: file.name)
         for state, model in (("new", MEDIUM.model(encoding, task, int(seed[4:]))), ("trained", load_checkpoint(last))):
-            bases = [positional_subspace(model, texts, layer, rank=4) for layer in range(6)]
-            for layer, subspace in enumerate(bases):
-                degrees = sorted(principal_angles(bases[0].basis, subspace.basis).rad2deg().tolist(), reverse=True)
+            subspaces = [positional_subspace(model, texts, layer, rank=4) for layer in range(6)]
+            for layer, subspace in enumerate(subspaces):
+                degrees = np.rad2deg(subspace_angles(subspaces[0].basis.numpy(), subspace.basis.numpy()))
                 row = {"encoding": encoding, "task": task, "seed": seed, "model": state, "layer": layer}
                 rows.append(row | {"share": subspace.share} | {f"angle{n}": x for n, x in enumerate(degrees)})
     return pd.DataFrame(rows).round(2)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from bound import captured, trained_and_random
 from shared.curves_of_heads import correlation, shifts
 from shared.rows import Row, row
 from shared.texts import Source, how_many, parts
@@ -26,8 +25,8 @@ DISTANCES = (1, 8, 64)
 def rows(model: Any, source: Source) -> Iterator[Row]:
     """Correlations of components, mean and median over heads, trained and with random weights."""
     texts = parts(model, source, how_many(model, source, TEXTS), LENGTH)
-    for name, weights in trained_and_random(model).items():
-        tables = [pd.concat([of_heads(layer) for layer in captured(weights, text)]) for text in texts]
+    for name, weights in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+        tables = [pd.concat(tp.capture(weights, text[None], of_heads)) for text in texts]
         for what, by_text in (("", [t.mean() for t in tables]), ("median head, ", [t.median() for t in tables])):
             for column, values in pd.DataFrame(by_text).items():
                 yield row(f"{column}, {what}{name}", torch.tensor(values.to_numpy()), LENGTH, "fit_additive(scores)")

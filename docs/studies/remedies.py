@@ -12,7 +12,6 @@ from shared.texts import Source, whole
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.models import longer_context
 
 LONGEST = 12288  # tokens: of training, of one text in several ways, of three texts
 PART = 512
@@ -29,11 +28,10 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
         "half of it and 4 sinks": tp.lambda_mask(model, 4, TRAINED // 2, TRAINED // 2),
         "positions divided by 1.5": tp.position_interpolation(model, 1.5),
     }
-    with longer_context(model, LONGEST):
-        for name, hooks in ways.items():
-            losses = whole_text(model, tokens, hooks) if hooks else in_parts(model, tokens)
-            loss = losses[TRAINED:].mean().item()
-            yield Row(f"loss beyond the training length, {name}", loss, torch.nan, "1 text", LONGEST, "lambda_mask")
+    for name, hooks in ways.items():
+        losses = whole_text(model, tokens, hooks) if hooks else in_parts(model, tokens)
+        loss = losses[TRAINED:].mean().item()
+        yield Row(f"loss beyond the training length, {name}", loss, torch.nan, "1 text", LONGEST, "lambda_mask")
 
 
 def whole_text(model: Any, tokens: Tensor, hooks: list[Any]) -> Tensor:

@@ -1,55 +1,51 @@
-"""How much of the scores of small models, and of their terms, is a function of the distance?"""
+"""How much of the scores of small models is a function of the distance?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
 import torch
 from shared.rows import Row, row
-from shared.trained_models import NAMES, STEPS, TASK, TRAINED, trained
+from shared.trained_models import NAMES, STEPS, TASK, TRAINED, long_texts, trained
 from torch import Tensor
-
-from tl_posdisent.experiments import content_position_terms, rope_hadamard
-from tl_posdisent.rope import toeplitz_share
-from tl_posdisent.synthetic.tasks.task import long_texts
 
 
 def synthetic_rows() -> Iterator[Row]:
-    """How much of the scores, and of their terms of content and position, is a function of the distance."""
+    """The share of the variance of scores that is a function of the distance, and with RoPE of scores without it."""
     texts = long_texts(TASK, 64)
     for encoding, seeds in TRAINED.items():
         for state, step in {"untrained": 0, "trained": STEPS[-1]}.items():
             models = [trained(encoding, seed)[0][step] for seed in seeds]
-            split = [
-                [content_position_terms(model, texts, layer, grand_mean="bias") for layer in range(3)]
-                for model in models
-            ]
-            name = f"{NAMES[encoding]}, {state}"
-            whole = torch.stack([of_scores([(x.scores(), x.mask) for x in layers]) for layers in split])
-            yield row(f"toeplitz, scores, {name}", whole, len(texts[0]), "toeplitz_share(...)", "seeds")
-            yield from terms(split, name, len(texts[0]))
+            name, call = f"{NAMES[encoding]}, {state}", "variance between diagonals of attn_scores"
+            values = torch.tensor([scores_by_distance(model, texts) for model in models])
+            yield row(f"toeplitz, scores, {name}", values, len(texts[0]), call, "seeds")
             if encoding == "rope":
-                forms = [[rope_hadamard(model, texts, layer) for layer in range(3)] for model in models]
-                before = torch.stack([of_scores([(x.content(), x.mask) for x in layers]) for layers in forms])
-                yield row(
-                    f"toeplitz, scores before rotation, {name}", before, len(texts[0]), "rope_hadamard(...)", "seeds"
-                )
+                values = torch.tensor([scores_by_distance(model, texts, rotated=False) for model in models])
+                yield row(f"toeplitz, scores before rotation, {name}", values, len(texts[0]), call, "seeds")
 
 
-def of_scores(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The mean over layers and heads of what one function of the distance explains of scores of all texts."""
-    return torch.stack([toeplitz_share(scores, mask=mask, pool=True).nanmean() for scores, mask in layers]).mean()
+def scores_by_distance(model: Any, texts: Tensor, *, rotated: bool = True) -> float:
+    """The mean over layers and heads of the share that one function of the distance explains in all texts."""
+    with torch.no_grad():
+        _, cache = model.eval().run_with_cache(texts)
+    shares = []
+    for layer in range(model.cfg.n_layers):
+        scores = cache["attn_scores", layer]
+        if not rotated:
+            scores = torch.einsum("bqhd,bkhd->bhqk", cache["q", layer], cache["k", layer])
+        shares.append(between_distances(scores.transpose(0, 1).double()))
+    return float(torch.stack(shares).nanmean(1).mean())
 
 
-def terms(split: list[list[Any]], name: str, length: int) -> Iterator[Row]:
-    """Sizes of terms, and how far each is a function of the distance: mean over heads of all layers."""
-    tables = [
-        pd.concat([x.to_frame() for x in layers]).groupby("term")[["size", "toeplitz"]].mean() for layers in split
-    ]
-    for term in ("content:content", "content:position", "position:position", "attention bias"):
-        for column in ("size", "toeplitz"):
-            values = torch.tensor([table.loc[term, column] for table in tables])
-            if bool(values.isfinite().all()):
-                yield row(f"{column}, {term}, {name}", values, length, "content_position_terms(...)", "seeds")
+def between_distances(scores: Tensor) -> Tensor:
+    """``[head]`` of ``[head, text, query, key]``: variance between distances over that of all cells.
+
+    These models are not causal: every query sees all keys.
+    """
+    places = torch.arange(scores.shape[-1])
+    distance = (places[:, None] - places).flatten()
+    cells = scores.flatten(2) - scores.mean((1, 2, 3))[:, None, None]
+    means = {d: cells[..., distance == d].mean((1, 2)) for d in distance.unique().tolist()}
+    between = torch.stack([means[d] for d in distance.tolist()], 1)
+    return between.square().mean(1) / cells.square().mean((1, 2))

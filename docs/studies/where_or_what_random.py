@@ -13,13 +13,12 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 def table(model: Any, texts: int = 4, length: int = 96, seeds: int = 2) -> pd.DataFrame:
-    """One row for the trained model and for each copy with random weights, with shuffled ones and with random queries
-    and keys: quantiles of both shares over the heads that contribute 0.0005 nats or more, and the number of heads with
-    each verdict."""
+    """One row for the trained model and for each copy with random and with shuffled weights: quantiles of both shares
+    over the heads that contribute 0.0005 nats or more, and the number of heads with each verdict."""
     tokens = parts(model, "speeches", texts, length) if model.cfg.d_vocab > 10_000 else demo_texts(texts, length)
     rows = [{"weights": "trained"} | measured(model, tokens)]
     copies = {f"random, {std:.4f}": {"std": std} for std in (0.02, 1 / 24, 0.1)}
-    copies |= {"shuffled": {"weights": "shuffled"}, "random queries and keys": {"weights": "random_qk"}}
+    copies |= {"shuffled": {"weights": "shuffled"}}
     for name, options in copies.items():
         for copy in tp.random_control(model, seeds, **options):
             rows.append({"weights": name} | measured(copy, tokens))

@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 import pandas as pd
+from torch import Tensor
 
-from tl_posdisent.synthetic import Preset, SyntheticModel, positional_gradients, preset, train
+from tl_posdisent.synthetic import Preset, SyntheticModel, Task, positional_gradients, preset, train
 
 SMALL = preset("small")
 TASK = SMALL.tasks["distance"]
@@ -17,6 +18,14 @@ NAMES = {"rope": "RoPE", "alibi": "ALiBi", "none": "no positions", "t5": "T5", "
 STEPS = (0, 50, 100, 300)
 SEEDS, TRAINED = range(5), {"rope": range(4), "alibi": range(3), "none": range(3), "t5": range(2), "learned": range(2)}
 BATCHES: dict[str, Any] = {"batches": 32, "batch_size": 64, "progress": False}
+
+
+def long_texts(task: Task, n: int) -> Tensor:
+    """``[n, pos]``: texts without padding, the longest of many, cut to the shortest of them."""
+    tokens, _ = task.batch(64 * n, 0)
+    lengths = (tokens != task.pad_id).sum(-1)
+    longest = lengths.argsort(descending=True, stable=True)[:n]
+    return tokens[longest, : int(lengths[longest].min())]
 
 
 def models_in_training(
