@@ -138,6 +138,7 @@ ELSEWHERE = {
     ("load_model", "device"): "",
     ("load_model", "backend"): "",  # tested with a folder
     ("load_model", "dtype"): "",
+    ("load_model", "n_ctx"): "",
     ("capture", "scores"): "flag",
     ("fit_attention", "pattern"): "vectors",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tl_posdisent.models.loading.checkpoint import read_checkpoint
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 TOKENS = zoo.random_tokens()
-INDEX = "model.safetensors.index.json"
+NAME = "model.layers.1.self_attn.k_proj.weight"
 
 
 def saved(at: Path, name: str = "llama-gqa", **options: Any) -> Path:
@@ -61,58 +61,25 @@ def test_what_save_pretrained_writes_is_whole(name: str, size: str, tmp_path: Pa
     torch.testing.assert_close(loaded(folder), zoo.hf_logits(name, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def damaged(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Each tensor left out, given another shape, or with the name that a layer with an adapter has."""
-    for name, x in tensors.items():
-        rest = {key: value for key, value in tensors.items() if key != name}
-        yield name, rest
-        yield name, rest | {name: torch.cat([x, x[:1]])}
-        if name.endswith(".weight"):
-            yield name, rest | {name.replace(".weight", ".base_layer.weight"): x}
-
-
-@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gpt2", "deepseek_v3"))
-def test_no_tensor_is_filled_in(name: str, tmp_path: Path) -> None:
-    """The error names it, or is that of transformers for experts that it cannot merge."""
-    folder = saved(tmp_path, name)
-    for key, tensors in damaged(load_file(folder / "model.safetensors")):
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        merged = ".experts." in key
-        message = "file lacks|in the file and" + "|automatic conversion of the weights" * merged
-        with pytest.raises(ValueError, match=message) as caught:
-            read_checkpoint(folder, dtype=torch.float32)
-        module = key.rpartition(".")[0].replace("embed_out", "lm_head")
-        assert module in str(caught.value) or merged
-
-
 @pytest.mark.parametrize("backend", zoo.KINDS)
-def test_no_backend_runs_with_tensors_missing_or_of_another_shape(backend: Any, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.k_proj.weight"
-    whole = load_file(saved(tmp_path) / "model.safetensors")
-    for tensors, message in (
-        ({key: x for key, x in whole.items() if key != name}, rf"the file lacks 1 tensor .{name}., which would be ran"),
-        (whole | {name: whole[name][:8]}, rf"{name} has shape \(8, 64\) in the file and \(32, 64\) in the model"),
-        (whole | {f"{name}_scale": torch.ones(4)}, rf"the model would ignore 1 tensor .{name}_scale. of the file"),
-    ):
-        save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=f"cannot load a causal language model from .*model: {message}"):
-            load_model(tmp_path / "model", backend=backend)
-
-
 @pytest.mark.parametrize(
-    "extra",
+    ("change", "message"),
     [
-        "model.layers.2.self_attn.k_proj.weight",
-        "model.layers.1.mlp.up_proj.weight_scale",
-        "model.layers.1.self_attn.q_proj.lora_A.weight",
-        "model.layers.1.self_attn.q_proj.bias",
-        "v_head.summary.weight",
+        ({NAME: None}, f"1 tensors that are missing or have another shape .{NAME}."),
+        ({NAME: torch.ones(8, 64)}, f"1 tensors that are missing or have another shape .{NAME}."),
+        ({f"{NAME}_scale": torch.ones(4)}, f"1 tensors that the model would ignore .{NAME}_scale."),
+        ({"model.layers.1.self_attn.q_proj.lora_A.weight": torch.ones(4)}, "would ignore .*lora_A"),
+        ({"model.layers.1.self_attn.q_proj.bias": torch.ones(4)}, "would ignore .*q_proj.bias"),
     ],
 )
-def test_no_tensor_is_ignored(extra: str, tmp_path: Path) -> None:
-    folder = with_tensors(saved(tmp_path), lambda tensors: tensors.update({extra: torch.ones(4, 4)}))
-    with pytest.raises(ValueError, match=f"the model would ignore 1 tensor .{extra}. of the file: correct config.json"):
-        load_model(folder)
+def test_no_tensor_is_filled_in_or_ignored(change: Any, message: str, backend: Any, tmp_path: Path) -> None:
+    def changed(tensors: dict[str, Tensor]) -> None:
+        for name, x in change.items():
+            tensors.pop(name, None)
+            tensors |= {} if x is None else {name: x}
+
+    with pytest.raises(ValueError, match=f"the weights are not those of this model: .*{message}"):
+        load_model(with_tensors(saved(tmp_path), changed), backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -145,37 +112,24 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded(folder), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
     with_tensors(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
-    with pytest.raises(ValueError, match=r"file lacks 2 tensors .lm_head.weight, model.embed_tokens.weight."):
+    with pytest.raises(ValueError, match=r"2 tensors that are missing .*lm_head.weight, model.embed_tokens.weight."):
         load_model(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"num_hidden_layers": 3},
-            r"the file lacks 9 tensors .model.layers.2.input_layernorm.weight, .*which would be",
-        ),
-        ({"num_hidden_layers": 1}, r"the model would ignore 9 tensors .model.layers.1.input_layernorm.weight"),
-        ({"num_hidden_layers": 0}, r"the model would ignore 18 tensors .model.layers.0.input_layernorm.weight"),
-        ({"attention_bias": True}, r"the file lacks 8 tensors .model.layers.0.self_attn.k_proj.bias"),
-        (
-            {"intermediate_size": 97},
-            r"down_proj.weight has shape \(64, 96\) in the file and \(64, 97\) in the mod",
-        ),
-        ({"model_type": "bert"}, "the file lacks 44 tensors"),
-        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),  # and below, words of transformers
-        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
-        ({"model_type": "t5"}, "T5Config.*for this kind of AutoModel: AutoModelForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, "ImportError: .*optimum"),
+        ({"num_hidden_layers": 3}, r"9 tensors that are missing .* .model.layers.2.input_layernorm.weight, .*, …"),
+        ({"num_hidden_layers": 1}, r"9 tensors that the model would ignore .model.layers.1.input_layernorm.weight"),
+        ({"attention_bias": True}, r"8 tensors that are missing .* .model.layers.0.self_attn.k_proj.bias"),
+        ({"intermediate_size": 97}, r"6 tensors that are missing or have another shape .*down_proj.weight"),
     ],
 )
 def test_a_configuration_that_is_not_of_these_weights_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=f"cannot load a causal language model from .*{message}") as caught:
+    with pytest.raises(ValueError, match=message):
         load_model(with_config(saved(tmp_path), **changes))
-    assert "\n" not in str(caught.value)
 
 
 def test_weights_in_eight_bits_are_dequantised_by_their_scales(tmp_path: Path) -> None:
@@ -193,7 +147,7 @@ def test_weights_in_eight_bits_are_dequantised_by_their_scales(tmp_path: Path) -
             exact[name] = (small.float() * scale[:, None, :, None]).view(rows, columns)
 
     folder = with_tensors(saved(tmp_path), quantise)
-    with pytest.raises(ValueError, match=r"would ignore 14 tensors .*weight_scale_inv"):
+    with pytest.raises(ValueError, match=r"14 tensors that the model would ignore .*weight_scale_inv"):
         load_model(folder)
     stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     got = loaded(with_config(folder, quantization_config=stated))
@@ -209,48 +163,6 @@ def test_attention_kernels_in_the_configuration_are_not_needed(key: str, kernel:
     torch.testing.assert_close(got, zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_adapters_that_are_not_merged_are_refused(alone: bool, tmp_path: Path) -> None:
-    """Without the package peft transformers would leave them out; with it, it would ask a hub for the model."""
-    folder = saved(tmp_path)
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y", "peft_type": "LORA"}')
-    if alone:
-        (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has an adapter .adapter_config.json., which is not applied here: merge it"):
-        load_model(folder)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("config.json", "[]"),
-        ("config.json", "{"),
-        ("config.json", None),
-        ("tokenizer.json", "[]"),
-        ("tokenizer.json", None),
-        (INDEX, "[]"),
-        ("model-00002-of-00006.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-        ("model-00002-of-00006.safetensors", None),
-    ],
-)
-def test_a_damaged_or_missing_file_is_refused(name: str, content: str | None, tmp_path: Path) -> None:
-    """In one line, with the folder and the reason that transformers gives."""
-    folder = saved(tmp_path, max_shard_size="50KB")
-    demo_tokenizer().save_pretrained(folder)
-    read_checkpoint(folder, dtype=torch.float32)
-    if content is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"cannot load a causal language model from .*model: .") as caught:
-        load_model(folder)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_tokenizer_of_vocabulary_and_merges_alone_is_read(tmp_path: Path) -> None:
     folder = saved(tmp_path, "gpt2")
     letters = {letter: n for n, letter in enumerate("abcdefgh", 1)} | {"ab": 9, "<|endoftext|>": 0}
@@ -261,12 +173,11 @@ def test_a_tokenizer_of_vocabulary_and_merges_alone_is_read(tmp_path: Path) -> N
     assert tokenizer("abcab", add_special_tokens=False)["input_ids"] == [9, 3, 9]
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": "64"}, {"intermediate_size": 97}])
-def test_the_command_line_says_it_on_one_line(change: dict[str, Any], tmp_path: Path) -> None:
-    folder = with_config(saved(tmp_path), **change)
+def test_the_command_line_says_it_on_one_line(tmp_path: Path) -> None:
+    folder = with_config(saved(tmp_path), num_hidden_layers=3)
     result = run_command("fit --no-progress --model", folder, code=2)
     line = result.stderr.rpartition("it/s]")[2].strip()  # after the bar of transformers, which tests do not turn off
-    assert line.startswith("error: cannot load a causal language model from")
+    assert line.startswith("error: the weights are not those of this model")
     assert "\n" not in line
     assert not result.stdout
 
@@ -285,13 +196,7 @@ def test_a_repository_in_the_cache_of_a_hub_is_read_as_strictly(
         got = load_model("someone/tiny", device="cpu")(TOKENS)
     torch.testing.assert_close(got, zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-3, atol=1e-3)
     with_config(folder, num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"from someone/tiny: the file lacks 9 tensors"):
-        load_model("someone/tiny", device="cpu")
-    cut(folder / "model.safetensors")
-    with pytest.raises(ValueError, match="from someone/tiny: SafetensorError: "):
-        load_model("someone/tiny", device="cpu")
-    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="from someone/tiny: it has an adapter"):
+    with pytest.raises(ValueError, match="9 tensors that are missing"):
         load_model("someone/tiny", device="cpu")
 
 
@@ -304,7 +209,7 @@ def test_experts_of_another_architecture(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tmp_path), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
     one = next(name for name in load_file(tmp_path / "model.safetensors") if ".1." in name and ".experts.2." in name)
     with_tensors(tmp_path, lambda tensors: tensors.pop(one))
-    with pytest.raises(ValueError, match=r"RuntimeError: .* automatic conversion of the weights"):
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
         load_model(tmp_path)
 
 
@@ -322,5 +227,5 @@ def test_the_text_part_of_a_model_that_sees_is_whole(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded(tmp_path), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
     with_tensors(tmp_path, lambda tensors: tensors.pop("language_model.model.norm.weight"))
-    with pytest.raises(ValueError, match=r"file lacks 1 tensor .model.norm.weight."):
+    with pytest.raises(ValueError, match=r"1 tensors that are missing .*model.norm.weight."):
         load_model(tmp_path)

@@ -11,7 +11,6 @@ import torch
 import transformers
 from jaxtyping import TypeCheckError
 from support import zoo
-from support.live_bytes import LiveBytes
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -23,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tl_posdisent import head_ablation
+from tl_posdisent import head_ablation, swap_positions
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import convert as conversion
 from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
@@ -173,8 +172,7 @@ def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(f"{source} is not here")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
-    monkeypatch.setattr("tl_posdisent.models.loading.checkpoint._hub_answers", lambda name: True)
-    with pytest.raises(ValueError, match="Qwen/Qwen-7B is not here"):
+    with pytest.raises(OSError, match="Qwen/Qwen-7B is not here"):
         load_model("Qwen/Qwen-7B", backend="hooked")
     assert [options["trust_remote_code"] for options in asked] == [False]
 
@@ -247,38 +245,38 @@ def test_auto_takes_hooked_where_it_is_right_and_the_bridge_where_it_is_not(tmp_
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((ValueError, TypeCheckError), match="keras"):
         load_model(tmp_path, backend="keras")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cannot load a causal language model from"):
-        load_model(tmp_path)
     with pytest.raises(ValueError, match="differ by nan"):
         check_same_logits(torch.full((1, 1, 2), torch.nan), torch.ones(1, 1, 2), what="it")
-    if has_hooked():
-        with pytest.raises(ValueError, match="cannot load a causal language model from no-one/no-such-model"):
-            load_model("no-one/no-such-model", backend="hooked")
     monkeypatch.setattr("tl_posdisent.models.loading.load.has_hooked", lambda: False)
     with pytest.raises(ValueError, match="has no HookedTransformer, use backend='bridge'"):
         hooked_from_hf(llama())
     check_backend("auto")
 
 
+@pytest.mark.parametrize("name", ["no-one/no-such-model", "no such model", "./nowhere", Path("nowhere")])
+def test_a_model_that_is_not_there_is_transformers_own_error(name: Any) -> None:
+    with pytest.raises(OSError, match=r"no such model|nowhere|find them in the cached files"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_what_names_no_model_is_refused(name: Any) -> None:
+    with pytest.raises((ValueError, TypeCheckError), match="name_or_dir"):
+        load_model(name)
+
+
 def test_a_gguf_file_is_left_to_transformers(tmp_path: Path) -> None:
-    (tmp_path / "a model.gguf").write_bytes(b"GGUF")
-    message = r"name_or_dir must be .*, got the GGUF file .*a model\.gguf: load it with transformers, .*gguf_file=name"
+    message = r"name_or_dir must be .*, got a GGUF file: load it with transformers, .*gguf_file=name"
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "a model.gguf")
 
 
-@pytest.mark.parametrize("length", [100, 256, 1023, 5000])
-def test_words_in_the_place_of_a_folder_are_refused(length: int) -> None:
-    for words in ("a word " * length, "x" * (length + 156), "x" * length + ".gguf", "./" + "x" * length):
-        with pytest.raises(ValueError, match="name_or_dir must be the folder of a model"):
-            load_model(words)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
-    """As all at once, also where the last piece alone differs, without copies of a large vocabulary's logits."""
-    expected = torch.randn(2, 50, 99_999, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_logits_may_differ_by_rounding_alone(dtype: torch.dtype) -> None:
+    """By a thousandth of the largest, or in 16 bits by a tenth of the root mean square."""
+    expected = torch.randn(2, 50, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
     got = expected.clone()
+    check_same_logits(got, expected, what="it")
     got[-1, -1] += 7 if dtype == torch.bfloat16 else 0.1
     difference, size = got.double() - expected.double(), expected.double()
     if dtype == torch.float32:
@@ -289,9 +287,41 @@ def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
     assert error > allowed
     with pytest.raises(ValueError, match=f"differ by {error:.3g} .allowed {allowed:.3g}"):
         check_same_logits(got, expected, what="it")
-    with torch.no_grad(), LiveBytes() as live:
-        check_same_logits(expected, expected, what="it")
-    assert live.most < 40e6 < 4 * got.numel() * 8
+
+
+# --- a longer context -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj", "llama-gqa", "llama-yarn"))
+def test_a_model_loaded_with_a_longer_context_is_one_built_longer(kind: Any, name: str, tmp_path: Path) -> None:
+    short = {"n_positions" if name == "gptj" else "max_position_embeddings": 64}
+    zoo.hf_model(name, **short).save_pretrained(tmp_path)
+    tokens, model = zoo.random_tokens(128), load_model(tmp_path, backend=kind, n_ctx=128)
+    assert model.cfg.n_ctx == 128
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), zoo.load(kind, name)(tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_positions_beyond_the_first_context_are_positions(kind: Any, name: str, tmp_path: Path) -> None:
+    """Moved by a constant they change nothing."""
+    zoo.hf_model(name, max_position_embeddings=64).save_pretrained(tmp_path)
+    tokens, model = zoo.random_tokens(128), load_model(tmp_path, backend=kind, n_ctx=128)
+    with torch.no_grad():
+        moved = model.run_with_hooks(tokens, fwd_hooks=swap_positions(model, torch.arange(128) + 3))
+        torch.testing.assert_close(moved, model(tokens), rtol=0, atol=2e-3)
+
+
+def test_a_context_that_cannot_be_longer_is_refused(tmp_path: Path) -> None:
+    """Where positions are learned, or the rotation depends on the context."""
+    zoo.hf_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match=r"1 tensors that are missing or have another shape \(transformer\.wpe"):
+        load_model(tmp_path / "gpt2", n_ctx=200)
+    llama(**rope("dynamic", factor=4.0)).save_pretrained(tmp_path / "dynamic")
+    with pytest.raises(ValueError, match=r"n_ctx must be None .* rotation depends on its context \(dynamic\)"):
+        load_model(tmp_path / "dynamic", n_ctx=512)
+    with pytest.raises(ValueError, match="n_ctx must be an integer"):
+        load_model(tmp_path / "dynamic", n_ctx=0)
 
 
 @zoo.needs_hooked
@@ -312,12 +342,9 @@ def test_windows_of_any_size_are_converted_or_refused(window: int) -> None:
 
 
 @pytest.mark.parametrize("backend", zoo.KINDS)
-def test_models_without_logits_or_with_an_encoder_are_refused(backend: str) -> None:
+def test_models_without_logits_are_refused(backend: str) -> None:
     with pytest.raises(ValueError, match="hf_model must return logits, got LlamaModel, which has no language-mod"):
         CONVERT[backend](llama().model)
-    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="a decoder alone, got T5ForConditionalGeneration, which has an encoder"):
-        CONVERT[backend](transformers.T5ForConditionalGeneration(config))
 
 
 @zoo.needs_hooked
@@ -337,10 +364,8 @@ def test_an_original_that_fails_by_itself_is_refused_as_such(backend: str) -> No
         CONVERT[backend](hf_model)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "xpu", "mps", "meta", "hpu"])
-def test_a_device_that_is_not_there_is_refused_in_one_line(device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nowhere"])
+def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="device must") as caught:
+    with pytest.raises(ValueError, match=f"device must be one that torch can use, got '{device}'"):
         load_model(tmp_path, device=device)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 200

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tl_posdisent.models.loading.checkpoint import set_context
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.torch_defaults import usual_defaults
@@ -62,8 +63,8 @@ def demo_tokenizer(*, folder: Path | None = None) -> PreTrainedTokenizerFast:
 def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
     """Return ``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
-    The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer reads it
-    within ``longer_context``).
+    The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer reads it if
+    it was loaded with a larger ``n_ctx``).
 
     Args:
         length: number of tokens, ``<|endoftext|>`` included.
@@ -125,6 +126,7 @@ def load_demo_model(
     seed: int = 0,
     device: str | torch.device | None = None,
     checkpoint: Path | None = None,
+    n_ctx: int | None = None,
 ) -> TransformerLensModel:
     """Load the demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
 
@@ -135,6 +137,7 @@ def load_demo_model(
         device: device of the model; default the CPU.
         checkpoint: file with weights of ``examples/train_demo_model.py``; ``config.json`` and ``tokenizer.json`` are
             read from its folder, or else the demo model's.
+        n_ctx: the context in tokens, for longer texts than the 512 tokens of the training.
 
     Returns:
         A model in evaluation mode, float32, with unprocessed weights. It maps token ids ``(batch, pos)`` or a text to
@@ -152,6 +155,8 @@ def load_demo_model(
     check_device(device)
     check_seed(seed)
     hf_model = demo_hf_model(trained=trained, seed=seed, checkpoint=checkpoint)
+    if n_ctx is not None:
+        set_context(hf_model.config, check_integer("n_ctx", n_ctx, 1))
     tokenizer = demo_tokenizer(folder=checkpoint and checkpoint.parent)
     if device is not None:
         hf_model.to(device)

@@ -10,8 +10,6 @@ import copy
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -22,25 +20,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tl_posdisent.models.running.forward_pass import alter_arguments, removing
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_float64, first_line
+from tl_posdisent.utils.validation import first_line
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 else:  # for run-time type checkers
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
-_MOST_LOGITS = 2**25  # limit for one comparison: 128 MB in float32
-_COMPARED_AT_ONCE = 2**20  # logits in float64; with a large vocabulary, those of all tokens take as much as a layer
-
 
 def comparison_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
-    """Draw seeded random token ids on which to compare models: 128, or slightly more than a short sliding window."""
+    """Draw seeded random token ids on which to compare models: 128, or as many as a shorter context has."""
     config = hf_model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or 128
-    window = getattr(config, "sliding_window", None) or 0
-    length = min(longest, max(128, window + 16 if window <= 1024 else 0))
+    length = min(getattr(config, "max_position_embeddings", None) or 128, 128)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, length), generator=generator, device="cpu")
     return tokens.to(next(hf_model.parameters()).device)
@@ -48,23 +40,6 @@ def comparison_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
 
 def _different(what: str, how: str) -> ValueError:
     return ValueError(f"{what} does not compute what the original does: its {how}")
-
-
-@contextmanager
-def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Iterator[None]:
-    """Make a model, and a bridge around it, compute logits at every n-th position if all would take hundreds of MB.
-
-    A long sliding window needs many tokens for a comparison, and a large vocabulary has many logits for each.
-    """
-    head = hf_model.get_output_embeddings()
-    step = -(-tokens.numel() * hf_model.config.get_text_config().vocab_size // _MOST_LOGITS)
-
-    def thin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (args[0][:, ::step], *args[1:]), kwargs
-
-    with removing() as handles:
-        alter_arguments([head], thin, handles)
-        yield
 
 
 @torch.no_grad()
@@ -98,13 +73,8 @@ def check_same_logits(
     if got.shape != expected.shape:
         raise _different(what, f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
     precise = expected.dtype in (torch.float32, torch.float64) and not quantised
-    check_float64("model", expected.device)
     norm = partial(torch.linalg.vector_norm, ord=torch.inf if precise else 2)
-    rows, errors, sizes = max(1, _COMPARED_AT_ONCE // expected.shape[-1]), [], []
-    for ours, theirs in zip(*(x.flatten(0, -2).split(rows) for x in (got, expected)), strict=True):
-        errors.append(norm(ours.double() - theirs.double()))
-        sizes.append(norm(theirs.double()))
-    error, size = (float(norm(torch.stack(x))) for x in (errors, sizes))
+    error, size = float(norm(got.float() - expected.float())), float(norm(expected.float()))
     if not isfinite(size):
         advice = (
             "load it in bfloat16 or float32" if expected.dtype == torch.float16 else "its weights may not be either"
@@ -154,11 +124,9 @@ def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict
     from transformer_lens import loading_from_pretrained as loading
 
     name, parameter = type(hf_model).__name__, next(hf_model.parameters())
-    # TransformerLens reads the architecture from a directory (the configuration is enough), unless the path contains
-    # one of two words, which it mistakes for the name of the model.
+    # TransformerLens reads the architecture from a directory (the configuration is enough), unless its path has the
+    # name of a model, which would be refused as another model.
     with tempfile.TemporaryDirectory(prefix="posdisent-") as folder:
-        if any(word in folder.lower() for word in ("llama", "gemma")):
-            raise ValueError(f"the path of the temporary directory must not name a model: {folder}")
         hf_config = copy.deepcopy(hf_model.config).to_dict() | {"architectures": [name]}
         if "n_positions" in hf_config:  # GPT-2: TransformerLens looks for the older name
             hf_config.setdefault("n_ctx", hf_config["n_positions"])

