@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 # Refused in words, or not of this package: plotly's figures, and a model that is returned.
 LONG = {"sweep", "train", "run_study", "report", "dynamics"}
-NO_VALUES = {"applied", "longer_context", "random_control", "load_demo_model", "read_model", "run_hf"}
+NO_VALUES = {"applied", "random_control", "load_demo_model", "read_model", "run_hf"}
 
 
 def same(a: Any, b: Any) -> bool:

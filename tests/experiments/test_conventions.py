@@ -81,16 +81,17 @@ def same(a: Any, b: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj"))
 @experiments()
 def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_model: Any) -> None:
-    """Refused in words that say what helps, which helps; or read, by experiments that do it themselves."""
+    """Refused in words that say what helps, which helps."""
     model, tokens = shared_model(kind, name), zoo.random_tokens(140)  # of a context of 128
     long = GOOD | {"tokens": tokens, "source": tokens.flip(1), "positions": torch.arange(140) ** 1.1, "heads": [0]}
     if function.__name__ == "attention_by_distance" and kind == "bridge":
         pytest.skip("refused: GPT-J's bridge shows no scores, and edits of them only behind its pattern")
-    if function.__name__ not in {"length_generalization", "output_projection", "perturb"}:  # the last runs no model
-        with pytest.raises(ValueError, match=r"140 long, .* context of 128: .*; give shorter .*longer_context\("):
+    # The first reads up to the last of its lengths, the other runs no model.
+    if function.__name__ not in {"length_generalization", "perturb"}:
+        with pytest.raises(ValueError, match=r"140 long, .* context of 128: .*; give shorter .* n_ctx=140"):
             call(function, model, long)
-    with tp.longer_context(model, 210):  # head_labels has texts of its own too
-        call(function, model, long)
+    changes = {"n_positions" if name == "gptj" else "max_position_embeddings": 210}  # head_labels has texts of its own
+    call(function, {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](name, **changes), long)
 
 
 @pytest.mark.usefixtures("unchecked")

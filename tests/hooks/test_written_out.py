@@ -181,21 +181,19 @@ def test_the_text_part_of_a_multimodal_model(shared_model: Any) -> None:
             torch.testing.assert_close(both(TOKENS), alone(TOKENS), rtol=0, atol=tolerance("gemma4"))
 
 
-def test_chunks_are_the_reason() -> None:
-    """Llama 4 as released has chunks of 8192 tokens; a text of several is refused, by name."""
+def test_a_text_of_several_chunks_is_refused() -> None:
+    """Llama 4 as released has chunks of 8192 tokens."""
     model, text = zoo.bridge("llama4", floor_scale=1000), zoo.random_tokens(20)
     for tool in (
         lambda: capture(model, text),
         lambda: additivity(model, text, progress=False),
         lambda: model.run_with_hooks(text, fwd_hooks=dummy_distance(model, 3)),
     ):
-        with pytest.raises(ValueError, match=r"at most 16 long .* layer 0 of .* hides the keys of earlier chunks"):
+        with pytest.raises(ValueError, match=r"at most 16 long .* layer 0 of .* rotates, scales or masks longer"):
             tool()
     short = zoo.bridge("llama4", attention_chunk_size=6)
-    assert all(
-        "hides the keys of earlier chunks of 6 tokens" in str(s.limits.problem) for s in read_model(short).specs()[:3]
-    )
-    with pytest.raises(ValueError, match=r"dummy_distance needs .* hides the keys of earlier chunks of 6 tokens"):
+    assert all("holds for texts of at most 6 tokens" in str(s.limits.problem) for s in read_model(short).specs()[:3])
+    with pytest.raises(ValueError, match=r"dummy_distance needs .* its mask holds for texts of at most 6 tokens"):
         dummy_distance(short, 3)
 
 

@@ -25,7 +25,6 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.hook_list import joined
-from tl_posdisent.models import longer_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 LOCAL, GLOBAL = 4, 5
@@ -134,15 +133,6 @@ def test_patched_heads_are_those_of_a_plain_loop(model: Any, tokens: Tensor) -> 
         row = table[(table["layer"] == layer) & (table["head"] == head)]
         assert row["value"].item() == pytest.approx(loss([(name, put)]), abs=2e-5)
     assert table["baseline"].iloc[0] == pytest.approx(loss([]), abs=2e-5)
-
-
-def test_a_longer_context_changes_no_shorter_text(model: Any, tokens: Tensor) -> None:
-    with torch.no_grad():
-        before = model(tokens)
-        with longer_context(model, 40_000):
-            assert torch.equal(model(tokens), before)
-        assert torch.equal(model(tokens), before)
-    assert model.cfg.n_ctx == 32_768
 
 
 def test_additivity_counts_the_cells_within_the_window(model: Any) -> None:

@@ -17,7 +17,7 @@ from support.lanes import slow
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent import capture, longer_context, read_model, remap_distance, swap_positions
+from tl_posdisent import capture, read_model, remap_distance, swap_positions
 from tl_posdisent import experiments as ex
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.capture import listen_vectors
@@ -39,13 +39,12 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
 FIXED = {"rope_type": "default", "rope_theta": 500.0}
 SCALING = FIXED | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": ORIGINAL}
 
-ROTATES, SCALES = r"rotates by other frequencies \({}\)", "scales scores by the position of the query"
-KINDS: dict[str, tuple[int, int, str]] = {  # the limit, the layer whose it is, and what it does beyond
-    "longrope": (ORIGINAL, 0, ROTATES.format("longrope")),
-    "dynamic": (ORIGINAL, 0, ROTATES.format("dynamic")),
-    "chunked": (16, 0, "hides the keys of earlier chunks"),
-    "temperature": (15, 3, SCALES),
-    "temperature of rotated": (ORIGINAL, 0, SCALES),
+KINDS = {  # the limit, and the layer whose it is
+    "longrope": (ORIGINAL, 0),
+    "dynamic": (ORIGINAL, 0),
+    "chunked": (16, 0),
+    "temperature": (15, 3),
+    "temperature of rotated": (ORIGINAL, 0),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -81,17 +80,15 @@ def _ministral_3(rope: dict[str, Any]) -> transformers.PreTrainedModel:
 
 @every_kind
 def test_the_reading_knows_up_to_which_length_it_holds(kind: str) -> None:
-    limit, layer, _ = KINDS[kind]
+    limit, layer = KINDS[kind]
     specs = read_model(zoo.as_bridge(varying(kind))).specs()
     assert min(spec.limits.holds_to for spec in specs if spec.limits.holds_to is not None) == limit
     assert specs[layer].limits.holds_to == limit
-    assert any(spec.limits.scaled for spec in specs) == (kind == "temperature of rotated")
 
 
 def test_limits_of_configurations() -> None:
     def limit(layer: int = 0, **config: Any) -> int | None:
-        found = length_limit(SimpleNamespace(original_model=SimpleNamespace(config=SimpleNamespace(**config))), layer)
-        return None if found is None else found.length
+        return length_limit(SimpleNamespace(original_model=SimpleNamespace(config=SimpleNamespace(**config))), layer)
 
     by_kind = {"rope_parameters": {"sliding_attention": FIXED, "full_attention": LONGROPE}}
     by_kind |= {"layer_types": ["sliding_attention", "full_attention"]}
@@ -150,6 +147,9 @@ ENTRIES: dict[str, Callable[[Any, Tensor, int], Any]] = {
     "controlled distance": lambda model, tokens, layer: tp.controlled_distance(model, tokens, progress=False),
     "score sources": lambda model, tokens, layer: tp.score_sources(model, tokens[:1], layer, 0, query=5),
     "content and position": lambda model, tokens, layer: ex.content_position_terms(model, tokens, layer),
+    "length generalization": lambda model, tokens, layer: tp.length_generalization(
+        model, tokens, [0, 5, tokens.shape[1]], layers=[layer], progress=False
+    ),
     "patching": lambda model, tokens, layer: model.run_with_hooks(
         tokens, fwd_hooks=listen_vectors(read_model(model).specs(layer)[0], None, {})
     ),
@@ -164,20 +164,20 @@ CASES += slow(sorted(OTHERS))
 
 @pytest.mark.parametrize(("kind", "entry"), CASES)
 def test_longer_texts_are_refused(kind: str, entry: str) -> None:
-    limit, layer, beyond = KINDS[kind]
+    limit, layer = KINDS[kind]
     model, tokens = zoo.as_bridge(varying(kind)), zoo.random_tokens(limit + 1)
-    sentence = rf"tokens must be at most {limit} long for .*, got {limit + 1}: layer {layer} of \w+ {beyond} in longer"
+    sentence = rf"tokens must be at most {limit} long for .*, got {limit + 1}: layer {layer} of \w+ rotates, scales or"
     with torch.no_grad(), pytest.raises(ValueError, match=sentence):
         ENTRIES[entry](model, tokens, layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_refuse_longer_texts(kind: str) -> None:
-    limit, layer, beyond = KINDS[kind]
+    limit, layer = KINDS[kind]
     model, tokens = zoo.as_bridge(varying(kind)), zoo.random_tokens(limit + 1)
     rotates = read_model(model).specs(layer)[0].rotary is not None
     hooks = tp.lambda_mask(model, 1, 4, 6) if rotates else tp.hooks.drop_component(model, "distance")
-    sentence = rf"at most {limit} long.*, got {limit + 1}: layer {layer} of \w+ {beyond} in longer texts"
+    sentence = rf"at most {limit} long.*, got {limit + 1}: layer {layer} of \w+ rotates, scales or masks longer"
     with torch.no_grad(), pytest.raises(ValueError, match=sentence):
         model.run_with_hooks(tokens, fwd_hooks=hooks)
 
@@ -188,33 +188,6 @@ def test_the_nearest_limit_is_named() -> None:
     with pytest.raises(ValueError, match="tokens must be at most 15 long for capture, got 20: layer 3 of Llama4"):
         capture(model, tokens)
     assert len(capture(model, tokens[:, :15])) == 4
-
-
-@every_kind
-def test_no_longer_context(kind: str) -> None:
-    limit, layer, beyond = KINDS[kind]
-    model = zoo.as_bridge(varying(kind))
-    with longer_context(model, limit) as same:
-        assert same is model
-    sentence = f"length must be at most {limit}, got {limit + 1}: layer {layer} of .* {beyond} in longer texts"
-    with pytest.raises(ValueError, match=sentence), longer_context(model, limit + 1):
-        pass
-
-
-def test_swapped_positions_are_refused_where_scores_are_scaled_by_position() -> None:
-    bridge = zoo.as_bridge(varying("temperature of rotated"))
-    for length, first in ((20, 40), (60, 0)):
-        tokens, places = zoo.random_tokens(length), first + torch.arange(length).flip(0)
-        one, every = swap_positions(bridge, lambda p, at=places: at.double(), heads=[1]), swap_positions(bridge, places)
-        for hooks in (one, every):
-            refused = pytest.raises(ValueError, match=r"positions must be from 0 to 47 for swap_pos|at most 48 long")
-            with torch.no_grad(), refused as caught, applied(bridge, hooks):
-                bridge(tokens)
-            if hooks is every:  # its advice is not refused in turn
-                assert ("use remap_distance" in str(caught.value)) == (length <= ORIGINAL)
-        if length <= ORIGINAL:
-            with torch.no_grad(), applied(bridge, remap_distance(bridge, lambda distance: 2 * distance)):
-                bridge(tokens)
 
 
 def test_a_rotation_that_changes_in_an_unknown_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from tl_posdisent import (
     controlled_distance,
     dummy_distance,
     head_ablation,
-    longer_context,
     read_attention,
     read_model,
     remap_distance,
@@ -214,18 +213,12 @@ def test_another_attention_implementation_is_noticed() -> None:
 
 READERS: dict[str, Callable[[Any, Any], Any]] = {
     "capture": lambda model, tokens: capture(model, tokens),
-    "longer_context": lambda model, tokens: entered(longer_context(model, 20)),
     "additivity": lambda model, tokens: additivity(model, tokens, progress=False),
     "controlled_distance": lambda model, tokens: controlled_distance(model, tokens, progress=False),
     "head_ablation": lambda model, tokens: head_ablation(model, tokens, progress=False),
     "swap_positions": lambda model, tokens: swap_positions(model, torch.arange(tokens.shape[1])),
     "remap_distance": lambda model, tokens: remap_distance(model, lambda d: d),
 }
-
-
-def entered(context: Any) -> None:
-    with context:
-        pass
 
 
 @pytest.mark.parametrize("name", [*list(READERS)[:1], *slow(list(READERS)[1:])])

@@ -34,7 +34,7 @@ def lambda_mask(
     before, or at the first slot.
 
     Args:
-        model: a causal model with rotary embeddings. For texts beyond its tables of positions see ``longer_context``.
+        model: a causal model with rotary embeddings. For texts beyond its context load it with a larger ``n_ctx``.
         sinks: number of keys at the beginning of each text that every query sees; 0 for a plain sliding window.
         window: number of most recent keys that a query sees, including its own.
         distance_ceiling: largest distance, in positions; None for no ceiling.

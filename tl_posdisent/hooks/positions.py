@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, PositionMap, PositionScale, mapped
-from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, rotation_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, rotation_hooks
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_number, listed, real_tensor, shown
@@ -38,7 +37,8 @@ def swap_positions(
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
     Only the rotation changes, not the mask; on Hugging Face models the result is the same as with
     ``position_ids=positions``, unless these exceed the original context of a model whose frequencies depend on the
-    length of the text (longrope, dynamic NTK): its frequencies remain those of the running text.
+    length of the text (longrope, dynamic NTK) or that scales scores by the position (Ministral 3): frequencies and
+    scale remain those of the running text.
 
     Args:
         model: a model with rotary embeddings.
@@ -52,10 +52,10 @@ def swap_positions(
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
             rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose
             length differs from the text's; a KV cache; a text longer than the model's original context, if it is then
-            rotated otherwise (longrope, dynamic NTK); another model; a mask that hides the first keys from all later
-            tokens, if positions do not tell whether they are padding and the function gives other distances for
-            padding; texts packed into one row by ``position_ids`` that the model does not hide from each other;
-            positions at which one of the layers scales its scores by the position (Ministral 3).
+            rotated or scaled otherwise (longrope, dynamic NTK, Ministral 3); another model; a mask that hides the first
+            keys from all later tokens, if positions do not tell whether they are padding and the function gives other
+            distances for padding; texts packed into one row by ``position_ids`` that the model does not hide from each
+            other.
 
     Example:
         >>> import torch
@@ -66,13 +66,7 @@ def swap_positions(
         True
     """
     layers, heads = listed("layers", layers), listed("heads", heads)
-    edit = positions_edit("swap_positions", positions)
-    chosen = any_heads(model, layers, heads)  # includes layers without RoPE: some scale by the position
-    unscaled = min(
-        (spec.limits.holds_to for spec, _ in chosen if spec.limits.scaled and spec.limits.holds_to is not None),
-        default=None,
-    )
-    return rotation_hooks(model, layers, heads, replace(edit, unscaled=unscaled))
+    return rotation_hooks(model, layers, heads, positions_edit("swap_positions", positions))
 
 
 def positions_edit(tool: str, positions: Positions) -> PositionMap:
@@ -199,7 +193,7 @@ def position_interpolation(model: Any, factor: int | float, *, layers: Layers = 
     2306.15595).
 
     Args:
-        model, layers, heads: as in ``swap_positions``. For texts beyond a model's tables see ``longer_context``.
+        model, layers, heads: as in ``swap_positions``. For texts beyond the context load it with a larger ``n_ctx``.
         factor: a positive finite number; values below 1 spread positions out.
 
     Raises:

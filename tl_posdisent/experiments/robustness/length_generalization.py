@@ -21,10 +21,9 @@ from tl_posdisent.experiments.robustness.mahalanobis import ReferenceSample, fit
 from tl_posdisent.hooks.applied import applied, check_hooks
 from tl_posdisent.hooks.hook_list import Heads, any_heads
 from tl_posdisent.models.capture import of_heads
-from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.forward_pass import Hook, output_of, running
 from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
@@ -95,7 +94,7 @@ def length_generalization(
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
 
-    Position tables are extended if the model has them (``longer_context``). The reference of each head's ``z`` is its
+    For texts beyond the model's context load it with a larger ``n_ctx``. The reference of each head's ``z`` is its
     sample at positions ``lengths[0] … in_range - 1`` of the same texts, from a separate pass that ends there, without
     ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A position in the reference is compared with the reference
     without that position.
@@ -128,12 +127,14 @@ def length_generalization(
         use edited scores, ``entropy`` is NaN under hooks, too.
 
     Raises:
-        ValueError: invalid arguments; a model that cannot run texts of this length; a layer without ``hook_z`` or
+        ValueError: invalid arguments; a model that cannot run texts of this length, or rotates, scales or masks them in
+            another way than short ones; a layer without ``hook_z`` or
             ``hook_pattern``; attention outputs that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, length_generalization, load_demo_model
-        >>> model, tokens, edges = load_demo_model(), demo_tokens(length=1088), [256, 512, 1024, 1088]
+        >>> model = load_demo_model(n_ctx=1088)  # trained on 512 positions
+        >>> tokens, edges = demo_tokens(length=1088), [256, 512, 1024, 1088]
         >>> plain = length_generalization(model, tokens, edges, layers=[4], progress=False)
         >>> plain[["start", "stop"]].values.tolist()
         [[256, 512], [512, 1024], [1024, 1088]]
@@ -150,13 +151,14 @@ def length_generalization(
     edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
     end = check_integer("in_range", edges[1] if in_range is None else in_range, edges[0] + 3, edges[-1])
     for spec in specs:
+        spec.check_length(edges[-1], "length_generalization")
         if spec.taps.z is None or spec.taps.pattern is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_z or no hook_pattern")
     texts = batch.unpadded()
     read = torch.stack([text[: edges[-1]] for text in texts])
     values: list[Values] = []
     references: dict[int, ReferenceSample] = {}
-    with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
+    with torch.no_grad():
         checked_hooks = [] if hooks is None else check_hooks(model, hooks)
         for_each_output(model, read[:, :end], specs, partial(_fit_reference, references, by_layer, edges[0]))
         with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
@@ -165,7 +167,7 @@ def length_generalization(
                 layer = _Layer(spec, of_layer, edges, references[spec.layer])
                 observers += _observers(layer, values, bar, edited=bool(checked_hooks))
             with running(model), applied(model, [*checked_hooks, *observers]):
-                logits = model(read)
+                logits = output_of(model, read)
     index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
     columns = ["start", "stop", "layer", "measure", "head", "value"]
     measured = pd.DataFrame(values, columns=columns).pivot_table("value", ["start", "stop", "layer", "head"], "measure")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tl_posdisent.experiments.robustness.attention_outputs import for_each_output
 from tl_posdisent.hooks.applied import check_hooks
-from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
@@ -53,12 +52,12 @@ def output_projection(
 
     Raises:
         ValueError: invalid arguments; a layer without ``hook_z``; outputs that are not finite, or that do not vary
-            within range; a text that is too long for the model (``longer_context``).
+            within range; a text that is too long for the model.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
         >>> from tl_posdisent.experiments import output_projection
-        >>> model, tokens = load_demo_model(), demo_tokens(length=600)
+        >>> model, tokens = load_demo_model(n_ctx=600), demo_tokens(length=600)
         >>> table = output_projection(model, tokens, in_range=512, start=64, layers=[4])
         >>> table.columns.tolist()
         ['layer', 'text', 'pos', 'in_range', 'pc1', 'pc2']
@@ -73,7 +72,7 @@ def output_projection(
     end = check_integer("in_range", length if in_range is None else in_range, start + 3, length)
     texts = batch.unpadded()
     read = torch.stack([text[:length] for text in texts])
-    with torch.no_grad(), longer_context(reading, length):
+    with torch.no_grad():
         reference = _outputs(model, read[:, :end], specs, [])
         outputs = _outputs(model, read, specs, [] if hooks is None else check_hooks(model, hooks))
     tables, explained = [], {}

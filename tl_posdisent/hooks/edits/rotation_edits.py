@@ -52,7 +52,6 @@ class PositionMap(RotationEdit):
     """New positions: one for each slot of the batch, or a function of the tokens' own positions."""
 
     positions: Float[Tensor, "*batch pos"] | Callable[[Tensor], Tensor]
-    unscaled: int | None = None  # the model scales scores by the positions of queries from this one on
 
     @property
     def by_place(self) -> bool:
@@ -72,23 +71,6 @@ class PositionMap(RotationEdit):
 
     def new(self, positions: Tensor, texts: int) -> Tensor:
         """Return the new positions of tokens at ``positions``, ``(pos,)`` or ``(batch, pos)``."""
-        new = self._given(positions, texts)
-        if self.unscaled is None:
-            return new
-        both = torch.stack([x.double() for x in torch.broadcast_tensors(new, positions)])
-        if torch.equal(*both) or bool(((both >= 0) & (both < self.unscaled)).all()):
-            return new
-        advice = "give a shorter text"
-        if bool((positions < self.unscaled).all()):  # longer texts are refused by remap_distance too
-            advice = "give nearer positions, or use remap_distance, which changes distances alone"
-        raise ArgumentError(
-            "positions",
-            f"must be from 0 to {self.unscaled - 1} for {self.tool}, of the text and as given, got "
-            f"{both.min():g} … {both.max():g}: from {self.unscaled} on, this model scales scores by the position of "
-            f"the query, which the hooks do not change; {advice}",
-        )
-
-    def _given(self, positions: Tensor, texts: int) -> Tensor:
         if not isinstance(self.positions, Tensor):
             return self._of(positions.double()).to(positions.device)
         if self.positions.shape[-1] != positions.shape[-1]:

@@ -14,7 +14,6 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
 from tl_posdisent.models.loading.projections import check_parameters, projections
-from tl_posdisent.models.reading.stored_tables import table_slots
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.torch_defaults import usual_defaults
@@ -66,8 +65,7 @@ def random_control(
 
     Yields:
         A model of the same class, device and dtype, in evaluation mode, without the hooks of ``model``; for each
-        ``std``, one per seed. ``copy.cfg.initializer_range`` is the standard deviation. Copies made within
-        ``longer_context`` accept equally long texts.
+        ``std``, one per seed. ``copy.cfg.initializer_range`` is the standard deviation.
 
     Raises:
         ValueError: seeds that are not integers, repeated or missing; unknown ``weights``; a std that is not above 0, or
@@ -223,12 +221,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
         fresh = type(model.original_model)(config)
         fresh = fresh.to(device_of(model), dtype_of(model.original_model))
-        bridge = _bridged(fresh, model)
-    for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: longer tables
-        if hasattr(block, "attn"):
-            for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
-                setattr(slot.owner, slot.name, longer.table.clone())
-    return bridge
+        return _bridged(fresh, model)
 
 
 def _bridged(fresh: Any, model: Any) -> Any:

@@ -1,7 +1,7 @@
 """Candidates for what a layer computes, from the attributes in which model classes keep it.
 
-All names of such attributes are in this file and in ``stored_tables.py``. ``explanation.py`` accepts a candidate only
-if it reproduces what the model computes.
+All names of such attributes are in this file. ``explanation.py`` accepts a candidate only if it reproduces what the
+model computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, short_name
 from tl_posdisent.models.reading.seen import Seen
-from tl_posdisent.models.reading.stored_tables import owner_of_sines
 from tl_posdisent.models.running.model_parts import hook_name, modules
 from tl_posdisent.rope.rotary import Pairing, Rotary, rotary_from_table
 from tl_posdisent.utils.validation import is_number
@@ -269,9 +268,12 @@ def _tables(model: Any, attn: Any, seen: Seen) -> Iterator[tuple[Tensor, Tensor]
         yield attn.rotary_cos, attn.rotary_sin
     if "hook_cos" in seen and "hook_sin" in seen:
         yield seen["hook_cos"][0], seen["hook_sin"][0]
-    if (owner := owner_of_sines(model, attn)) is not None:
-        sin, cos = owner.embed_positions.chunk(2, -1)
-        yield cos, sin
+    base = getattr(getattr(model, "original_model", None), "base_model", None)
+    # GPT-J and CodeGen: a layer's own table, or, since transformers 5.24, one for all layers
+    for owner in (getattr(attn, "original_component", None), getattr(base, "rotary_emb", None)):
+        if isinstance(table := getattr(owner, "embed_positions", None), Tensor):
+            sin, cos = table.chunk(2, -1)
+            yield cos, sin
     rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
     if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
         yield rotary.cos_cached, rotary.sin_cached

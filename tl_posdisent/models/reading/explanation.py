@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair, candidates
-from tl_posdisent.models.reading.length_limits import chosen_keys, chunk_size, length_limit, text_config
+from tl_posdisent.models.reading.length_limits import length_limit
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import Seen, is_mask
 from tl_posdisent.models.reading.spec import AttentionSpec, HookNames, Limits, Taps
@@ -60,11 +60,9 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     )
     if visible is None:
         return spec.with_limits(problem=_no_pattern(model.blocks[layer].attn))
-    if (limit := length_limit(model, layer)) is not None:
-        spec = spec.with_limits(holds_to=limit.length, beyond=limit.beyond, scaled=limit.scaled)
-    config = text_config(model)
+    spec = spec.with_limits(holds_to=length_limit(model, layer))
     if not is_mask(visible, causal, window):
-        problem = _other_mask(visible, chunk_size(config, layer), chosen_keys(config))
+        problem = _other_mask(spec, len(visible))
         return spec.with_limits(problem=problem, no_rotation=f"cannot be read: {problem}")
     if not options.pairs:
         return spec.with_limits(problem="hook_q and hook_k do not fire")
@@ -91,20 +89,11 @@ def _no_pattern(attn: Any) -> str:
     return f"neither hook_attn_scores nor hook_pattern fires: {why}"
 
 
-def _other_mask(visible: Tensor, chunk: int | None, chosen: int | None) -> str:
-    """Return the reason given for a mask that is not described."""
-    if chosen is not None and chosen < len(visible):
-        return (
-            f"its mask is chosen by the model (a learned index keeps {chosen} keys a query), and the {len(visible)} "
-            "tokens on which a model is read are more"
-        )
-    at = torch.arange(len(visible), device=visible.device)
-    if chunk is None or not torch.equal(visible, (at[:, None] >= at) & (at[:, None] // chunk == at // chunk)):
-        return "its mask is neither causal nor full nor a sliding window"
-    return (
-        f"its mask hides the keys of earlier chunks of {chunk} tokens (chunked attention), and the {len(visible)} "
-        "tokens on which a model is read must be within one chunk"
-    )
+def _other_mask(spec: AttentionSpec, n: int) -> str:
+    """Return the reason given for a mask that is not described, in the pass over ``n`` tokens that reads the model."""
+    if spec.limits.holds_to is not None and spec.limits.holds_to < n:
+        return f"its mask holds for texts of at most {spec.limits.holds_to} tokens, and a model is read on {n}"
+    return "its mask is neither causal nor full nor a sliding window"
 
 
 def _explain_scores(

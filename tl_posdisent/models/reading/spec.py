@@ -61,8 +61,6 @@ class Limits:
         holds_to: the most tokens of a text for which the description holds, from the model's configuration; None for
             any. Longer texts are refused: the layer rotates them by other frequencies (longrope, dynamic NTK), scales
             their scores by position, or hides the keys of earlier chunks.
-        beyond: what the layer does with longer texts, for messages.
-        scaled: whether a rotating layer scales scores at positions from ``holds_to`` on by the position.
         certain: False if all its queries or keys were 0, which fits every rotation and scale: the layer is then read
             again at each use.
     """
@@ -73,8 +71,6 @@ class Limits:
     masked_below: float = -1e30
     shows_mask: bool = True
     holds_to: int | None = None
-    beyond: str = ""
-    scaled: bool = False
     certain: bool = True
 
 
@@ -137,9 +133,8 @@ class AttentionSpec(Geometry):
         return inside
 
     def other_mask(self, length: int) -> str:
-        """Return the error message for a mask other than the one read, of a text of this length."""
-        if self.limits.holds_to is not None and length > self.limits.holds_to:
-            return f"tokens must be at most {self.limits.holds_to} long, got {length}: {self.why_limited}"
+        """Return the error message for a mask other than the one read; raise if the text is longer than it holds."""
+        self.check_length(length, "its mask")
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if self.causal else 'full'}, window {self.window}): for padded texts pass "
@@ -158,13 +153,9 @@ class AttentionSpec(Geometry):
         if self.limits.holds_to is not None and length > self.limits.holds_to:
             raise ArgumentError(
                 "tokens",
-                f"must be at most {self.limits.holds_to} long for {tool}, got {length}: {self.why_limited}",
+                f"must be at most {self.limits.holds_to} long for {tool}, got {length}: layer {self.layer} of "
+                f"{self.architecture} rotates, scales or masks longer texts in another way; give shorter ones",
             )
-
-    @property
-    def why_limited(self) -> str:
-        """Why texts longer than ``holds_to`` are refused, for messages."""
-        return f"layer {self.layer} of {self.architecture} {self.limits.beyond} in longer texts; give shorter ones"
 
     def require_rotary(self, tool: str) -> Rotary:
         """Return the rotary of a layer whose rotation can be changed, or raise an error that says what is missing."""

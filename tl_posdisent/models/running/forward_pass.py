@@ -252,7 +252,7 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
         raise ArgumentError(
             "tokens",
             f"are {length} long, and the model fails beyond its context of {context}: {error}; give shorter texts, or "
-            f"work within longer_context(model, {length}), which continues the rotation of rotary models",
+            f"load a rotary model with n_ctx={length}",
         ) from error
 
 
