@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 
-from tl_posdisent.synthetic.analysis.sufficient_heads import STATES, SufficientHeads
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_choice, head_label
 from tl_posdisent.utils.words import plural
 
 _HEAD = ["layer", "head"]
-_NEEDED = (*_HEAD, "baseline", "effect")
 _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", "head")
 
 
@@ -36,7 +33,6 @@ class DepositReport(HasTable):
             drops are 0.
         layer, head: head with the largest drop (the first, if several are equal); None if all drops are 0.
         drops: one row per head: ``layer``, ``head``, ``drop`` (negative: a gain), ``share`` (its p).
-        sufficient: results of ``sufficient_heads``, if given.
     """
 
     baseline: float
@@ -47,26 +43,24 @@ class DepositReport(HasTable):
     layer: int | None
     head: int | None
     drops: pd.DataFrame
-    sufficient: tuple[SufficientHeads, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row with all measures; ``rotating`` and ``attending`` are numbers of heads in ``sufficient``."""
-        row = {name: [getattr(self, name)] for name in _MEASURES}
-        row |= {STATES[result.by]: [len(result.heads)] for result in self.sufficient}
-        return pd.DataFrame(row).astype({"layer": "Int64", "head": "Int64"})
+        """Return one row with all measures."""
+        return pd.DataFrame({name: [getattr(self, name)] for name in _MEASURES}).astype(
+            {"layer": "Int64", "head": "Int64"}
+        )
 
     def __repr__(self) -> str:
         layers = self.drops.groupby("layer")["share"].sum()
         heads, n_layers = plural(len(self.drops), "head"), plural(len(layers), "layer")
         begin = f"DepositReport of {heads} in {n_layers}, baseline {self.baseline:.3f}\n"
-        sets = "".join(f"\n  {result!r}".replace("SufficientHeads: ", "sufficient: ") for result in self.sufficient)
         if self.layer is None:
-            return begin + "  no head has a drop" + sets
+            return begin + "  no head has a drop"
         shares = " ".join(f"{x:.2f}" for x in layers)
         return begin + (
             f"  largest drop {self.drop:.3f} (layer {self.layer}, head {self.head}), second {self.second:.3f}; "
             f"share {self.share:.2f}, effective number of heads {self.effective_heads:.2f}\n"
-            f"  share by layer: {shares}{sets}"
+            f"  share by layer: {shares}"
         )
 
 
@@ -75,7 +69,6 @@ def deposit(
     *,
     better: Literal["higher", "lower"] = "higher",
     measure: Literal["metric", "loss"] = "metric",
-    sufficient: Iterable[SufficientHeads] = (),
 ) -> DepositReport:
     """Summarise a table of ``head_drops`` or ``head_ablation``: largest drop, share, effective number of heads.
 
@@ -83,11 +76,9 @@ def deposit(
         drops: a table of ``head_ablation`` or ``head_drops``: ``layer``, ``head``, ``baseline``, ``effect``.
         better: whether a ``"higher"`` metric is better, as for accuracy, or a ``"lower"`` one, as for a loss.
         measure: ``"metric"``, or ``"loss"`` for the columns ``loss_baseline`` and ``loss_effect`` of ``head_drops``.
-        sufficient: results of ``sufficient_heads`` on the same model, to include in the report.
 
     Raises:
-        ValueError: a table without these columns, with several rows for a head, with numbers that are not finite, or
-            with several baselines.
+        ValueError: a table without these columns, with several rows for a head, or with numbers that are not finite.
 
     Example:
         >>> import pandas as pd
@@ -100,14 +91,10 @@ def deposit(
     """
     check_choice("better", better, ("higher", "lower"))
     check_choice("measure", measure, ("metric", "loss"))
-    sufficient = tuple(sufficient)
-    for result in sufficient:
-        if not isinstance(result, SufficientHeads):
-            raise ArgumentError("sufficient", f"must be of type SufficientHeads, got {type(result).__name__}")
-    if measure == "loss":
-        drops, better = _of_loss(drops), "lower"
-    _check_drops(drops)
-    drop = drops["effect"].to_numpy(float) * (-1.0 if better == "higher" else 1.0) + 0.0
+    names = ["loss_baseline", "loss_effect"] if measure == "loss" else ["baseline", "effect"]
+    _check_drops(drops, names)
+    baseline, effect = (drops[name].to_numpy(float) for name in names)
+    drop = effect * (-1.0 if better == "higher" and measure == "metric" else 1.0) + 0.0
     positive = drop.clip(min=0)
     total = float(positive.sum())
     p = positive / total if total > 0 else np.zeros_like(positive)
@@ -115,7 +102,7 @@ def deposit(
     largest = int(table["drop"].to_numpy().argmax())
     ranked = np.sort(positive)[::-1]
     return DepositReport(
-        baseline=float(drops["baseline"].iloc[0]),
+        baseline=float(baseline[0]),
         drop=float(ranked[0]),
         second=float(ranked[1]) if len(ranked) > 1 else math.nan,
         share=float(p.max()) if total > 0 else math.nan,
@@ -123,39 +110,22 @@ def deposit(
         layer=int(table["layer"].iloc[largest]) if total > 0 else None,
         head=int(table["head"].iloc[largest]) if total > 0 else None,
         drops=table,
-        sufficient=sufficient,
     )
 
 
-def _of_loss(drops: pd.DataFrame) -> pd.DataFrame:
-    """Put the loss of a table of ``head_drops`` in the place of the metric."""
-    for name in ("loss_baseline", "loss_effect"):
-        if name not in drops:
-            raise ArgumentError(
-                "drops", f'must have the column {name!r} with measure="loss", as a table of head_drops has'
-            )
-    drops = drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"])
-    drops.attrs["metric"] = "loss"
-    return drops
-
-
-def _check_drops(drops: pd.DataFrame) -> None:
+def _check_drops(drops: pd.DataFrame, names: list[str]) -> None:
+    """Raise unless the table has one row per head, with finite numbers in these columns."""
     if not isinstance(drops, pd.DataFrame):
         raise ArgumentError("drops", f"must be a table of head_ablation, got {type(drops).__name__}")
-    missing = [name for name in _NEEDED if name not in drops]
+    needed = [*_HEAD, *names]
+    missing = [name for name in needed if name not in drops]
     if missing or not len(drops):
         what = f"no column {missing[0]!r}" if missing else "no rows"
-        raise ArgumentError(
-            "drops", f"must have rows, and columns {', '.join(_NEEDED)}, as a table of head_ablation, got {what}"
-        )
+        raise ArgumentError("drops", f"must have rows, and columns {', '.join(needed)}, as of head_drops, got {what}")
     twice = drops[drops.duplicated(_HEAD)]
     if len(twice):
         raise ArgumentError("drops", f"must have one row per head, got several for {head_label(*twice[_HEAD].iloc[0])}")
-    for name in ("baseline", "effect"):
+    for name in names:
         values = drops[name].to_numpy(float)
         if not np.isfinite(values).all():
             raise ArgumentError("drops", f"must have finite numbers as {name}, got {values[~np.isfinite(values)][0]}")
-    if drops["baseline"].ne(drops["baseline"].iloc[0]).any():
-        raise ArgumentError(
-            "drops", f"must come from one model, with one baseline, got {drops['baseline'].unique().tolist()[:3]}"
-        )

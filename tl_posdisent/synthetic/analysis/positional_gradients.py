@@ -23,7 +23,7 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import Samples, Task
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import jackknife_error
-from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
+from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
 
 GradientPart = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
@@ -90,7 +90,6 @@ def positional_gradients(
         raise ArgumentError(
             "part", f'must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
         )
-    check_float64("model", model.embed.W_E.device)
     check_integer("batches", batches, 2)
     check_integer("batch_size", batch_size, 1)
     drawn, device = _batches(task, batches, batch_size, check_seed(seed)), model.embed.W_E.device
@@ -124,8 +123,7 @@ def _vectors(
     with torch.inference_mode(False):  # tensors made in inference mode cannot take part in a gradient
         tokens, labels = tokens.clone(), labels.clone()
         shape = (len(layers), len(tokens), model.cfg.n_heads, length, length)
-        nothing = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
-        nothing.requires_grad_()
+        nothing = torch.zeros(shape, device=tokens.device, requires_grad=True)
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
     hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n].to(x.dtype)) for n in layers]
     with with_gradients(model), running(model), applied(model, [*hooks, *seen.hooks(names)]):
@@ -160,7 +158,7 @@ def _along_rotation(model: SyntheticModel, gradient: Tensor, q: Tensor, k: Tenso
     return g if heads is None else torch.where(torch.arange(len(g), device=g.device)[:, None] < heads, g, 0.0)
 
 
-def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.DataFrame:
+def gradient_margins(table: pd.DataFrame) -> pd.DataFrame:
     """Compute the margin of the largest positional gradient in each layer, and its ratio to that of the next layer.
 
     By theorem 6.1 of arXiv 2505.13027 margins grow towards the first layer: ``margin_l ≥ margin_L · Π_k γ_k``, with k
@@ -168,13 +166,13 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
 
     Args:
         table: a table from ``positional_gradients``, or from ``dynamics``, which is evaluated for each of its steps.
-        by: the column that measures a head.
 
     Returns:
-        One row per layer: ``step`` if the table has it, ``layer``, ``head`` (the one with the largest gradient),
-        ``largest``, ``second``, ``margin`` (their difference), ``margin_se`` if the table has standard errors of ``by``
-        (assuming that those of two heads are independent), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``:
-        NaN in the last layer, and where one of the two margins is below two standard errors.
+        One row per layer: ``step`` if the table has it, ``layer``, ``head`` (the one with the largest gradient), its
+        ``norm_of_mean`` as ``largest``, that of the next head as ``second``, ``margin`` (their difference),
+        ``margin_se`` if the table has standard errors (assuming that those of two heads are independent), and
+        ``amplification``, ``γ_l = margin_l / margin_{l+1}``: NaN in the last layer, and where one of the two margins is
+        below two standard errors.
 
     Raises:
         ValueError: a table without these columns; a layer with a single head.
@@ -188,13 +186,13 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
         0      0     1      4.0     1.0     3.0            2.0
         1      1     0      2.5     1.0     1.5            NaN
     """
-    check_choice("by", by, get_args(Norm))
+    by, error = "norm_of_mean", "norm_of_mean_se"
     missing = [name for name in ("layer", "head", by) if name not in getattr(table, "columns", ())]
     if missing:
         raise ArgumentError(
             "table", f"must have the column {missing[0]!r}, as from positional_gradients, got {shown(table)}"
         )
-    keys, error = [name for name in ("step", "layer") if name in table.columns], f"{by}_se"
+    keys = [name for name in ("step", "layer") if name in table.columns]
     layers: Any = table.sort_values(by, ascending=False, kind="stable").groupby(keys)
     if layers.size().min() < 2:
         raise ArgumentError("table", f"must have at least two heads in every layer, got {layers.size().min()}")
