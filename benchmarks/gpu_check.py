@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,10 +101,9 @@ def compare_functions(dtype: torch.dtype) -> Row:
 def compare_training() -> Row:
     """The loss of 30 steps without dropout, on the device and on the CPU, from the same weights."""
     small = preset("small")
-    config = replace(small.train_config("distance"), n_train=30 * 128, n_test=100, log_every=1)
-    model = small.model("rope", "distance")
+    model = small.model("rope", "distance", n_train=30 * 128, n_test=100, log_every=1)
     losses = [
-        train(copy.deepcopy(model).to(where), small.tasks["distance"], config, progress=False).metrics["loss"]
+        train(copy.deepcopy(model).to(where), small.tasks["distance"], progress=False).metrics["loss"]
         for where in ("cpu", device())
     ]
     return {"value": float((losses[0] - losses[1]).abs().max()), "bound": 1e-2, "note": "nats, of 30 steps"}

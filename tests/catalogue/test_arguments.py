@@ -154,7 +154,7 @@ NOT_YET = words_of(
     head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
     sufficient_heads.order
-    train_preset.device fit_attention.pattern
+    load_checkpoint.device train_preset.device fit_attention.pattern
     """
 )
 # Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,

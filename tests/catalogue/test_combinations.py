@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -14,7 +13,6 @@ import torch
 from support.intervention_cases import patch_scores
 from support.public_calls import (
     DROPS,
-    FEW,
     FIT,
     GOOD,
     HEADS,
@@ -163,8 +161,8 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("SyntheticConfig", {"encoding": "t5", "t5_buckets": 6}, "t5_buckets"),
     ("SyntheticConfig", {"encoding": "t5", "t5_max_distance": 8}, "t5_max_distance"),
     ("SyntheticConfig", {"pad_id": 8}, "pad_id"),
-    ("TrainConfig", {"n_train": 4}, "n_train"),
-    ("TrainConfig", {"seed": 2**32}, "seed"),
+    ("SyntheticConfig", {"n_train": 4}, "n_train"),
+    ("SyntheticConfig", {"seed": 2**32}, "seed"),
     ("Brackets", {"min_pairs": 2}, "min_pairs"),
     ("Brackets", {"min_pairs": 61}, "max_pairs"),
     ("Brackets", {"n_ctx": 119}, "n_ctx"),
@@ -186,8 +184,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("TriggerDistance", {"n_logits": 69}, "n_logits"),
     ("TriggerDistance", {"d_vocab": 71, "repeats": False}, "d_vocab"),
     ("train", {"model": synthetic(d_vocab=4)}, "model"),
-    ("train", {"folder": __file__}, "folder"),
-    ("train", {"task": FEW_SAMPLES, "config": replace(FEW, n_train=500)}, "n_train + n_test"),
+    ("train", {"model": synthetic(n_train=500), "task": FEW_SAMPLES}, "n_train + n_test"),
     ("train", {"model": LINEAR}, "model"),
     ("train", {"model": synthetic(n_ctx=5)}, "model"),
     ("train", {"model": synthetic(n_out=3)}, "model"),
@@ -209,9 +206,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("deposit", {"drops": DROPS.assign(effect=NAN)}, "drops"),
     ("deposit", {"drops": DROPS.assign(head=0)}, "drops"),
     ("deposit", {"drops": DROPS.drop(columns="effect")}, "drops"),
-    ("deposit", {"drops": DROPS.assign(baseline=[0.1, 0.2])}, "drops"),
     ("deposit", {"measure": "loss"}, "drops"),
-    ("deposit", {"sufficient": [1]}, "sufficient"),
     ("gradient_margins", {"table": HEADS[:1]}, "table"),
     ("show_scores", {"fit": tp.fit_additive(X[None, None])}, "scores"),
     ("show_scores", {"component": "scores"}, "scores"),
@@ -244,8 +239,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: TASK.split(1, 1, seed=2**32), "seed"),
     (lambda: TASK.batch(1, torch.Generator(), device="meta"), "device"),
     (lambda: tp.synthetic.dynamics({}, TASK), "models"),
-    (lambda: tp.synthetic.dynamics({0: LINEAR}, TASK), "models"),  # type: ignore[dict-item]
-    (lambda: tp.synthetic.dynamics({-1: synthetic()}, TASK), "models"),
     (lambda: decompose(GOOD["moments"], [1, 2], scale=1.0).share("place"), "component"),
 ]
 

@@ -88,10 +88,11 @@ def test_controls_and_texts_as_strings(set_default: str) -> None:
 
     def results() -> list[Any]:
         model, quiet = tp.load_demo_model(), {"progress": False}
-        copies = [next(tp.random_control(model, weights=x)) for x in ("random", "shuffled")]
+        copies = [next(tp.random_control(model, weights=x)) for x in ("random", "shuffled", "random_qk")]
+        controls = ["foreign keys", "random queries and keys"]
         return [
             *(copy(tp.demo_tokens(length=16)) for copy in (model, *copies)),
-            tp.additivity(model, texts, layers=[0], controls=["foreign keys"], **quiet),
+            tp.additivity(model, texts, layers=[0], controls=controls, **quiet),
             additive_substitution(model, texts[0], layers=[0], **quiet),
             choice_scores(model, question),
         ]
@@ -137,10 +138,10 @@ def test_samples(task: Any, set_default: str) -> None:
 @pytest.mark.parametrize("encoding", EncodingName.__args__)
 def test_weights(encoding: Any, initialisation: Any, set_default: str) -> None:
     """Float32, and the same numbers in every bit; also of the tables of an encoding."""
-    config = SyntheticConfig(**SIZES, n_out=5, encoding=encoding, initialisation=initialisation)
-    right = state(SyntheticModel(config, seed=1))
+    config = SyntheticConfig(**SIZES, n_out=5, encoding=encoding, initialisation=initialisation, seed=1)
+    right = state(SyntheticModel(config))
     with default(set_default):
-        found = state(SyntheticModel(config, seed=1))
+        found = state(SyntheticModel(config))
     assert found.keys() == right.keys()
     for name, x in right.items():
         assert x.dtype == found[name].dtype == torch.float32

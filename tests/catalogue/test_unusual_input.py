@@ -81,9 +81,7 @@ def test_two_positions(model: Any) -> None:
 
 
 def test_a_name_that_climbs_is_only_a_name(tmp_path: Any) -> None:
-    """A task or a job is not called by the path of a file."""
+    """A job is not called by the path of a file."""
     for name in ("../../count", str(tmp_path / "x")):
         with pytest.raises(ValueError, match="jobs must be named as files are"):
             tp.sweeps.sweep({name: tp.demo_text}, tmp_path / "out")
-        with pytest.raises(ValueError, match="tasks"):
-            tp.synthetic.Preset("x", {name: GOOD["task"]}, ("rope",), {}, GOOD["preset"].training, {})

@@ -311,8 +311,9 @@ def test_dropout_is_off_meanwhile() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"keys_from": "input", "encoding": "mla"}, {"causal": True}])
 def test_synthetic_models(options: dict[str, Any]) -> None:
-    config = SyntheticConfig(n_layers=3, d_model=32, n_heads=4, d_mlp=64, d_vocab=61, n_ctx=24, n_out=7, **options)
-    model = SyntheticModel(config, seed=1).eval()
+    sizes = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 64, "d_vocab": 61, "n_ctx": 24, "n_out": 7}
+    config = SyntheticConfig(**sizes, seed=1, **options)
+    model = SyntheticModel(config).eval()
     agree(head_ablation(model, TOKENS, mass, progress=False), loop(model, mass, n_heads=4))
     with pytest.raises(ValueError, match=r"model must return logits .* got shape \(3, 7\) .* pass metric="):
         head_ablation(model, TOKENS, progress=False)

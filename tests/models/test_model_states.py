@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from tl_posdisent import (
     additivity,
+    bridge_from_hf,
     capture,
     head_ablation,
     head_effects,
@@ -84,16 +85,22 @@ def test_weights_that_are_offloaded_are_loaded_for_each_pass(shared_model: Any) 
         ours, theirs = (measure(x, TOKENS, progress=False) for x in (model, reference))
         pd.testing.assert_frame_equal(ours, theirs, rtol=1e-4, atol=1e-6)
     assert not any(p.is_meta for p in next(random_control(model)).parameters())
-    with pytest.raises(ValueError, match="model must have its weights in memory"):
-        next(random_control(model, weights="shuffled"))
+    for weights in ("shuffled", "random_qk"):
+        with pytest.raises(ValueError, match="model must have its weights in memory"):
+            next(random_control(model, weights=weights))
     with pytest.raises(ValueError, match=r"output weights W_O .*, in memory"):
         score_sources(model, TOKENS, 1, 0, 5)
+    offloaded = accelerate.cpu_offload(zoo.hf_model("llama-gqa"), torch.device("cpu"))
+    with pytest.raises(ValueError, match="hf_model must have its weights in memory, but accelerate offloads"):
+        bridge_from_hf(offloaded)
 
 
 def test_a_model_without_weights_is_refused_as_such() -> None:
     model = zoo.bridge("llama-gqa").to("meta")
     with pytest.raises(ValueError, match="model must have weights, but its parameters are meta tensors"):
         read_model(model)
+    with pytest.raises(ValueError, match="hf_model must have weights, but its parameters are meta tensors"):
+        bridge_from_hf(zoo.hf_model("llama-gqa").to("meta"))
 
 
 def test_the_default_dtype_changes_nothing(shared_model: Any) -> None:

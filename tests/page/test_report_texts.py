@@ -98,6 +98,6 @@ def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.Monke
     task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=16, max_length=16, n_ctx=16)
     shape = {"d_vocab": task.d_vocab, "n_ctx": task.n_ctx, "n_out": task.n_out, "pad_id": task.pad_id}
     config = tp.synthetic.SyntheticConfig(n_layers=3, d_model=16, n_heads=2, d_mlp=16, **shape)
-    models = {step: SyntheticModel(config, seed=step) for step in range(3)}
+    models = {step: SyntheticModel(config) for step in range(3)}
     dynamics(models, task, batches=2, batch_size=4, progress=False)
     assert sorted(read) == [0, 0, 0, 1, 1, 1, 2, 2, 2]

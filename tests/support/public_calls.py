@@ -19,7 +19,7 @@ from support.small_models import small_model
 from tl_posdisent.experiments import MultipleChoice
 from tl_posdisent.hooks import substitute_attention
 from tl_posdisent.rope import Moments, Rotary, to_complex
-from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
+from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TriggerCount
 
 Function = Callable[..., Any]
 
@@ -42,10 +42,10 @@ QUESTION = {"context": TOKENS[0], "choices": [TOKENS[1, :2], TOKENS[1, 2:4]], "a
 
 TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
 SAMPLES, LABELS = TASK.batch(16)
-FEW = TrainConfig(epochs=1, batch_size=8, n_train=16, n_test=8, pieces=1)
+FEW = {"epochs": 1, "batch_size": 8, "n_train": 16, "n_test": 8, "pieces": 1}
 SIZES = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16}
-SHAPE: dict[str, Any] = SIZES | {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out}
-PRESET = Preset("tiny", tasks={"count": TASK}, encodings=("rope",), shape=SIZES, training=FEW, per_task={})
+SHAPE: dict[str, Any] = SIZES | FEW | {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out}
+PRESET = Preset(tasks={"count": TASK}, encodings=("rope",), settings=SIZES | FEW)
 HEADS = pd.DataFrame({"layer": [0, 0], "head": [0, 1], "r": [0.5, 0.25], "norm_of_mean": [1.0, 0.5]})
 DROPS = HEADS.assign(metric=[0.5, 0.8], baseline=0.9, effect=[-0.4, -0.1])
 FOLDER = tempfile.TemporaryDirectory()
@@ -134,7 +134,6 @@ OWN: dict[str, dict[str, Any]] = {
     "show_patterns": {"tokens": WORDS, "pattern": SCORES.softmax(-1)},
     "show_scores": {"tokens": WORDS},
     "sufficient_heads": {"tokens": SAMPLES, "labels": LABELS},
-    "train": {"config": FEW},
     "Rotary": {"frequencies": ROTARY.frequencies},
     "SyntheticConfig": SHAPE,
     "SyntheticModel": {"config": SyntheticConfig(**SHAPE)},
@@ -148,7 +147,7 @@ CHEAP = {"progress": False, "rungs": ["distance"], "controls": [], "fractions": 
 MADE: dict[str, Function] = {"Moments": Moments.from_qk} | {
     made.__name__: made
     for made in (
-        *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, TrainConfig, tp.viz.Widget),
+        *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, tp.viz.Widget),
         *(TriggerCount, tp.synthetic.TriggerDistance, tp.synthetic.Reversal, tp.synthetic.Brackets),
     )
 }

@@ -18,7 +18,7 @@ both_directions = pytest.mark.parametrize("causal", [True, False])
 def small_model(seed: int = 0, **changed: Any) -> SyntheticModel:
     """Build a model in which every parameter changes the logits."""
     small = {"n_layers": 2, "d_model": 24, "n_heads": 3, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 5}
-    model = SyntheticModel(SyntheticConfig(**(small | changed)), seed)
+    model = SyntheticModel(SyntheticConfig(**(small | {"seed": seed} | changed)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

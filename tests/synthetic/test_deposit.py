@@ -88,7 +88,7 @@ TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_leng
 
 def untrained(task: Any = TASK, **shape: Any) -> SyntheticModel:
     sizes = {"d_vocab": task.d_vocab, "n_ctx": task.n_ctx, "n_out": task.n_out, "pad_id": task.pad_id}
-    return SyntheticModel(SyntheticConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=16, **sizes, **shape), seed=3)
+    return SyntheticModel(SyntheticConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=16, seed=3, **sizes, **shape))
 
 
 @pytest.mark.parametrize(

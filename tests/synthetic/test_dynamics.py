@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -50,13 +49,13 @@ TASK = preset("small").tasks["distance"]
 @pytest.fixture(scope="module")
 def models() -> dict[int, SyntheticModel]:
     small = preset("small")
-    model = small.model("rope", "distance", n_layers=2)
+    model = small.model("rope", "distance", n_layers=2, n_train=512, n_test=64)
     models = {0: copy.deepcopy(model)}
 
     def keep(step: int, model: SyntheticModel) -> None:
         models[step] = copy.deepcopy(model)
 
-    train(model, TASK, replace(small.training, n_train=512, n_test=64), on_step=keep, progress=False)
+    train(model, TASK, on_step=keep, progress=False)
     return {step: models[step] for step in (4, 0, 3)}
 
 

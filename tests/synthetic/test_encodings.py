@@ -57,7 +57,7 @@ def test_alibi_slopes_are_the_published_ones() -> None:
 
 
 def test_random_positions_are_drawn_with_the_weights_and_not_trained() -> None:
-    one, same, other = (SyntheticModel(config(encoding="random"), seed=seed) for seed in (1, 1, 2))
+    one, same, other = (SyntheticModel(config(encoding="random", seed=seed)) for seed in (1, 1, 2))
     table = one.encoding.embed(16)
     assert torch.equal(table, same.encoding.embed(16))
     assert not torch.equal(table, other.encoding.embed(16))

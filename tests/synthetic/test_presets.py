@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.lanes import slow
 
 from tl_posdisent.synthetic import (
-    Preset,
     TriggerCount,
     TriggerDistance,
     accuracies,
@@ -19,11 +18,8 @@ from tl_posdisent.synthetic import (
     train_preset,
 )
 
-
-def brief() -> Preset:
-    """Two steps of the small one."""
-    small = preset("small")
-    return replace(small, training=replace(small.training, n_train=64, batch_size=32, n_test=20))
+SMALL = preset("small")
+BRIEF: dict[str, Any] = {"n_train": 64, "batch_size": 32, "n_test": 20, "progress": False}  # two steps
 
 
 def test_the_paper() -> None:
@@ -50,11 +46,11 @@ def test_the_paper() -> None:
 def test_how_the_paper_trains() -> None:
     paper = preset("paper")
     for task, n_train, n_test, per_epoch in (("distance", 70_000, 30_000, 137), ("count", 35_000, 15_000, 69)):
-        how = paper.train_config(task, seed=3)
+        how = paper.config("rope", task, seed=3)
         assert (how.n_train, how.n_test, how.epochs, how.batch_size, how.seed) == (n_train, n_test, 100, 512, 3)
         assert (how.lr, how.betas, how.weight_decay, how.warmup, how.clip) == (1e-4, (0.98, 0.9), 1e-5, 0.06, None)
         assert how.steps == 100 * per_epoch  # the last batch of an epoch is kept
-        mla = paper.train_config(task, encoding="absolute_mla")
+        mla = paper.config("absolute_mla", task)
         assert (mla.batch_size, mla.epochs, mla.lr) == (1024, 150, 1e-4)
 
 
@@ -68,7 +64,7 @@ def test_a_fifth_of_the_papers_texts_have_a_stray_trigger() -> None:
 def test_the_medium_one_has_the_papers_architecture() -> None:
     medium, paper = preset("medium"), preset("paper")
     for name in ("keys_from", "source_norm", "final_norm", "activation", "initialisation", "sinusoids"):
-        assert medium.shape[name] == paper.shape[name]
+        assert medium.settings[name] == paper.settings[name]
     config = medium.config("sinusoidal_rope", "gap32")
     assert (config.n_layers, config.n_heads, config.d_model, config.n_out, config.pad_id) == (6, 16, 128, 32, 0)
     assert [medium.tasks[f"gap{n}"].n_out for n in (8, 16, 32, 70)] == [8, 16, 32, 70]
@@ -83,15 +79,15 @@ def test_models_fit_their_tasks(name: str) -> None:
             assert chosen.model(encoding, task)(tokens).shape == (2, source.n_out)
 
 
-def test_all_of_them_are_trained_each_in_its_folder(tmp_path: Path) -> None:
-    runs = train_preset(brief(), encodings=["rope", "none"], seeds=[0, 1], folder=tmp_path, progress=False)
+def test_all_of_them_are_trained_each_with_its_file(tmp_path: Path) -> None:
+    runs = train_preset(SMALL, encodings=["rope", "none"], seeds=[0, 1], folder=tmp_path, **BRIEF)
     tasks = ("distance", "count", "reversal", "balanced", "depth")
     assert list(runs) == [(name, task, seed) for seed in (0, 1) for task in tasks for name in ("rope", "none")]
     assert len(runs) == len(list(tmp_path.iterdir())) == 20
     for (encoding, task, seed), run in runs.items():
-        assert run.model.config == brief().config(encoding, task)
-        assert (run.config.seed, run.task) == (seed, brief().tasks[task])
-    saved = load_checkpoint(tmp_path / "count-rope-seed0" / "step-000002.safetensors")
+        assert run.model.config == SMALL.config(encoding, task, seed, n_train=64, batch_size=32, n_test=20)
+        assert run.task == SMALL.tasks[task]
+    saved = load_checkpoint(tmp_path / "count-rope-seed0.safetensors")
     trained = runs["rope", "count", 0].model
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), trained.parameters(), strict=True))
     table = accuracies(runs)
@@ -100,7 +96,7 @@ def test_all_of_them_are_trained_each_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_seeds_give_other_weights_and_the_same_samples_and_changes_reach_the_models() -> None:
-    a, b = train_preset(brief(), encodings=["rope"], tasks=["count"], seeds=2, progress=False, rotary_heads=1).values()
+    a, b = train_preset(SMALL, encodings=["rope"], tasks=["count"], seeds=2, **BRIEF, rotary_heads=1).values()
     assert not torch.equal(a.model.embed.W_E, b.model.embed.W_E)
     assert torch.equal(a.split().test_tokens, b.split().test_tokens)
     assert a.model.config.rotary_heads == 1

@@ -16,7 +16,6 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.synthetic import (
     SyntheticConfig,
     SyntheticModel,
-    TrainConfig,
     TriggerCount,
     TriggerDistance,
     deposit,
@@ -37,17 +36,17 @@ by_both = pytest.mark.parametrize("by", BY)
 def tiny(**changed: Any) -> SyntheticModel:
     shape: dict[str, Any] = {"n_layers": 2, "d_model": 24, "n_heads": 2, "d_mlp": 24, "pad_id": 0, "rope_base": 30.0}
     shape |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out}
-    return SyntheticModel(SyntheticConfig(**shape | changed), seed=1)
+    return SyntheticModel(SyntheticConfig(**shape | {"seed": 1} | changed))
 
 
 @pytest.fixture(scope="module")
 def trained() -> SyntheticModel:
-    how = TrainConfig(epochs=1, batch_size=64, lr=5e-3, betas=(0.9, 0.98), n_train=64 * 90, n_test=10, pieces=1)
-    model = tiny()
+    how = {"epochs": 1, "batch_size": 64, "lr": 5e-3, "betas": (0.9, 0.98), "n_train": 64 * 90, "n_test": 10}
+    model = tiny(**how, pieces=1)
     task = TriggerDistance(d_vocab=6, max_gap=4, min_side=1, max_side=1, n_ctx=8)
     # Few texts of a tiny task repeat; which ones it saw does not matter here.
     object.__setattr__(task, "split", lambda n, m, seed, device=None: _split(task, n, m))
-    train(model, task, how, progress=False)
+    train(model, task, progress=False)
     return model
 
 

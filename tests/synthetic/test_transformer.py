@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_torch_initialisation_is_that_of_linear_layers() -> None:
             if kind == "W":
                 assert parameter.std().item() == pytest.approx(bound / 3**0.5, rel=0.05), name
     assert named["embed.W_E"].std().item() == pytest.approx(1.0, rel=0.03)
-    other = dict(SyntheticModel(config, seed=1).named_parameters())
+    other = dict(SyntheticModel(replace(config, seed=1)).named_parameters())
     assert not torch.equal(named["blocks.0.attn.b_Q"], other["blocks.0.attn.b_Q"])
 
 
@@ -151,7 +152,7 @@ def test_nothing_but_padding_is_finite_and_so_are_gradients(encoding: str, causa
 def test_seeds_make_the_weights_and_nothing_else() -> None:
     config = small_model(encoding="learned").config
     state = torch.get_rng_state()
-    one, same, other = SyntheticModel(config, 1), SyntheticModel(config, seed=1), SyntheticModel(config, 2)
+    one, same, other = (SyntheticModel(replace(config, seed=seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, same.get_parameter(name))

@@ -21,6 +21,5 @@ from .training.presets import Preset as Preset
 from .training.presets import accuracies as accuracies
 from .training.presets import preset as preset
 from .training.presets import train_preset as train_preset
-from .training.settings import TrainConfig as TrainConfig
 from .training.train import TrainRun as TrainRun
 from .training.train import train as train

@@ -1,13 +1,15 @@
-"""The configuration of a small transformer, and its validation."""
+"""The settings of a small transformer and of its training, and their validation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tl_posdisent.synthetic.tasks.task import LARGEST_SEED
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_fields, check_integer, check_number, shown
+from tl_posdisent.utils.validation import check_fields, check_integer, check_number, check_subset, shown
 
 EncodingName = Literal[
     "none",
@@ -30,7 +32,12 @@ _ROTATING = ("rope", "absolute_rope", "sinusoidal_rope")
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """Everything that determines a ``SyntheticModel`` except its weights.
+    """Settings of a ``SyntheticModel``: its shape, its seed, and how ``train`` trains it.
+
+    The shape has no defaults for sizes, and those of a published transformer for the rest. Training has the defaults of
+    arXiv 2505.13027 except clipping and the last batch (``preset("paper")`` has all of its settings): AdamW's learning
+    rate rises linearly to ``lr`` over the first ``warmup`` of all steps, and falls to 0 along half a cosine; each epoch
+    uses the training samples in a new order.
 
     Attributes:
         n_layers, d_model, n_heads, d_mlp: depth, width, number of heads, hidden units of each MLP.
@@ -63,6 +70,23 @@ class SyntheticConfig:
         dropout_at: places of dropout: the embedded text, the attention pattern, the outputs of attention or of MLPs.
         pad_id: id of the padding token, which is not a key, is not in the mean, and is never the last token. None:
             padding is read like any other token.
+        seed: seed of the initial weights, of the order of samples and of dropout.
+        epochs: number of passes over the training samples.
+        batch_size: samples per step.
+        lr: peak learning rate.
+        betas: betas of AdamW, each at least 0 and below 1.
+        weight_decay: weight decay of AdamW, 0 or more.
+        warmup: share of the steps, from 0 to 1.
+        clip: largest norm of the gradient, above 0; None for no clipping.
+        keep_last: whether an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; by default
+            these samples are left out.
+        n_train, n_test: number of training and of test samples; no sample is in both sets.
+        split_seed: seed of the samples.
+        log_every: number of steps per row of metrics.
+        test_every: number of steps between measurements on the test samples; None measures only at the end.
+        precision: ``"float32"``, or ``"bfloat16"`` for autocast with weights in float32, which is faster on a GPU.
+        pieces: number of pieces into which a batch, sorted by length, is split. Each is as long as its longest text, so
+            that less padding is computed; gradients are equal up to rounding. 1 is faster on a GPU.
 
     Raises:
         ValueError: a value out of range or of the wrong type; an unsupported combination.
@@ -70,8 +94,8 @@ class SyntheticConfig:
     Example:
         >>> from tl_posdisent.synthetic import SyntheticConfig
         >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=7)
-        >>> config.encoding, config.head_size
-        ('rope', 8)
+        >>> config.encoding, config.head_size, config.steps
+        ('rope', 8, 13600)
     """
 
     n_layers: int
@@ -104,6 +128,22 @@ class SyntheticConfig:
     dropout: float = 0.0
     dropout_at: tuple[DropoutPlace, ...] = ("embed", "attn_out", "mlp_out")
     pad_id: int | None = None
+    seed: int = 0
+    epochs: int = 100
+    batch_size: int = 512
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.98, 0.9)
+    weight_decay: float = 1e-5
+    warmup: float = 0.06
+    clip: float | None = 1.0
+    keep_last: bool = False
+    n_train: int = 70_000
+    n_test: int = 30_000
+    split_seed: int = 0
+    log_every: int = 50
+    test_every: int | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    pieces: int = 4
 
     @property
     def head_size(self) -> int:
@@ -130,24 +170,47 @@ class SyntheticConfig:
     def key_latent(self) -> int:
         return self.d_key_latent or max(1, self.d_model // 4)
 
+    @property
+    def steps(self) -> int:
+        """Number of steps of the whole training run."""
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches of an epoch."""
+        return -(-self.n_train // self.batch_size) if self.keep_last else self.n_train // self.batch_size
+
+    def samples(self, steps: int) -> int:
+        """Return the number of samples used in the first ``steps`` steps."""
+        epochs, within = divmod(steps, self.steps_per_epoch)
+        of_epoch = self.n_train if self.keep_last else self.steps_per_epoch * self.batch_size
+        return epochs * of_epoch + within * self.batch_size
+
+    def learning_rate(self, step: int) -> float:
+        """Compute the learning rate of step 0, 1, … ``steps - 1``."""
+        warm = round(self.warmup * self.steps)
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
+
     def __post_init__(self) -> None:
-        check_fields(self, least={"rotary_heads": 0, "pad_id": 0})
+        check_fields(self, least={"rotary_heads": 0, "pad_id": 0, "seed": 0, "split_seed": 0})
+        self._check_shape()
+        self._check_encoding()
+        self._check_training()
+
+    def _check_shape(self) -> None:
         check_number("rope_base", self.rope_base, above=0)
         check_number("dropout", self.dropout, least=0, below=1)
-        if isinstance(self.dropout_at, str) or not isinstance(self.dropout_at, Iterable):
-            raise ArgumentError(
-                "dropout_at", f"must be a sequence of {get_args(DropoutPlace)}, got {shown(self.dropout_at)}"
-            )
-        object.__setattr__(self, "dropout_at", tuple(self.dropout_at))
-        for place in self.dropout_at:
-            check_choice("dropout_at", place, get_args(DropoutPlace))
+        object.__setattr__(
+            self, "dropout_at", tuple(check_subset("dropout_at", self.dropout_at, get_args(DropoutPlace)))
+        )
         if self.d_head is None and self.d_model % self.n_heads:
             raise ArgumentError(
                 "n_heads", f"must divide d_model = {self.d_model} unless d_head is given, got {self.n_heads}"
             )
         if self.pad_id is not None:
             check_integer("pad_id", self.pad_id, 0, self.d_vocab - 1, why="a token id")
-        self._check_encoding()
 
     def _check_encoding(self) -> None:
         encoding = self.encoding
@@ -176,3 +239,18 @@ class SyntheticConfig:
                 raise ValueError(f"t5_buckets must be a multiple of {unit}, got {self.t5_buckets}")
             least = self.t5_buckets // unit + 1
             check_integer("t5_max_distance", self.t5_max_distance, least, why=f"with t5_buckets={self.t5_buckets}")
+
+    def _check_training(self) -> None:
+        check_integer("n_train", self.n_train, self.batch_size, why="one batch")
+        for name in ("seed", "split_seed"):
+            check_integer(name, getattr(self, name), 0, LARGEST_SEED)
+        check_number("lr", self.lr, above=0)
+        check_number("weight_decay", self.weight_decay, least=0)
+        check_number("warmup", self.warmup, least=0, most=1)
+        if self.clip is not None:
+            check_number("clip", self.clip, above=0)
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            raise ArgumentError("betas", f"must be a sequence of 2 numbers, got {shown(self.betas)}")
+        for beta in self.betas:
+            check_number("betas", beta, least=0, below=1)
+        object.__setattr__(self, "betas", tuple(self.betas))

@@ -13,7 +13,7 @@ from transformer_lens.config import TransformerLensConfig
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_seed
+from tl_posdisent.utils.validation import check_choice
 
 from .attention import Attention, LatentAttention, causal_cells, hooked
 from .config import SyntheticConfig
@@ -117,9 +117,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     TransformerLens. Attention is fused unless there is a hook at a layer's ``hook_attn_scores`` or ``hook_pattern``.
 
     Args:
-        config: sizes and options.
-        seed: seed of the weights, which are float32 whatever torch's default dtype is; the global random state does
-            not change.
+        config: the settings; its ``seed`` determines the weights, and the global random state does not change.
 
     Attributes:
         config: as given.
@@ -130,17 +128,16 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         >>> import torch
         >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
         >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=7)
-        >>> model, tokens = SyntheticModel(config, seed=1), torch.arange(40).view(2, 20)
+        >>> model, tokens = SyntheticModel(config), torch.arange(40).view(2, 20)
         >>> logits, cache = model.run_with_cache(tokens)
         >>> logits.shape, cache["pattern", 1].shape
         (torch.Size([2, 7]), torch.Size([2, 4, 20, 20]))
     """
 
-    def __init__(self, config: SyntheticConfig, seed: int = 0) -> None:
+    def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
         if not isinstance(config, SyntheticConfig):
             raise ArgumentError("config", f"must be a SyntheticConfig, got {type(config).__name__}")
-        check_seed(seed)
         self.config = config
         sizes = ("d_model", "n_layers", "n_ctx", "n_heads", "d_mlp", "d_vocab")
         self.cfg = TransformerLensConfig(
@@ -150,7 +147,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
             act_fn=config.activation,
         )
-        self.cfg.pad_id, self.cfg.seed = config.pad_id, seed
+        self.cfg.pad_id, self.cfg.seed = config.pad_id, config.seed
         self.cfg.attention_dir = "causal" if config.causal else "bidirectional"
         with torch.device("cpu"):  # whatever torch's default device is
             self.embed, self.unembed = Embed(config), Unembed(config)
@@ -161,7 +158,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
             if config.final_norm:
                 self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
-        self._initialise(torch.Generator().manual_seed(seed))
+        self._initialise(torch.Generator().manual_seed(config.seed))
         self.setup()
 
     @torch.no_grad()

@@ -38,12 +38,6 @@ class Split:
     test_tokens: Int[Tensor, "test pos"]
     test_labels: Int[Tensor, " test"]
 
-    @property
-    def shared(self) -> int:
-        """Count the test samples that are training samples, too: none in a split of ``Task.split``."""
-        train = {row.tobytes() for row in self.train_tokens.cpu().numpy()}
-        return sum(row.tobytes() in train for row in self.test_tokens.cpu().numpy())
-
     def __repr__(self) -> str:
         n, pos = self.train_tokens.shape
         return f"Split of {n} training and {len(self.test_labels)} test samples, {pos} positions"

@@ -1,25 +1,26 @@
-"""Presets of tasks, models and training settings: ``small`` and ``medium`` for a CPU, ``paper`` as in the paper."""
+"""Presets of tasks and settings: ``small`` and ``medium`` for a CPU, ``paper`` as in the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pandas as pd
 
-from tl_posdisent.synthetic.model.transformer import SyntheticConfig, SyntheticModel
+from tl_posdisent.synthetic.model.config import EncodingName, SyntheticConfig
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.brackets import Brackets
 from tl_posdisent.synthetic.tasks.reversal import Reversal
 from tl_posdisent.synthetic.tasks.task import Task
 from tl_posdisent.synthetic.tasks.trigger_count import TriggerCount
 from tl_posdisent.synthetic.tasks.trigger_distance import TriggerDistance
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_seeds, shown
+from tl_posdisent.utils.validation import check_choice, check_seeds, check_subset, shown
 
-from .settings import TrainConfig
+from .checkpoints import save_checkpoint
 from .train import TrainRun, train
 
 Key = tuple[str, str, int]
@@ -28,20 +29,13 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Preset:
-    """Tasks, models and training settings that belong together.
+    """Tasks, encodings, and the settings of a model of each.
 
     Attributes:
-        name: ``"small"``, ``"medium"``, ``"paper"``, or a name of your own.
-        tasks: name → task. Names must be valid names of folders.
+        tasks: name → task.
         encodings: encodings to compare.
-        shape: arguments of ``SyntheticConfig`` that all models share.
-        training: training settings for every task.
-        per_task: task → changes of ``training``.
-        per_encoding: encoding → changes of ``shape``.
-        per_encoding_training: encoding → changes of ``training``, which take precedence over those of the task.
-
-    Raises:
-        ValueError: a task whose name is not a valid name of a folder.
+        settings: arguments of ``SyntheticConfig`` that all models share.
+        changes: task or encoding → other arguments for its models; those of the encoding take precedence.
 
     Example:
         >>> from tl_posdisent.synthetic import preset
@@ -52,42 +46,26 @@ class Preset:
         1
     """
 
-    name: str
     tasks: Mapping[str, Task]
     encodings: tuple[str, ...]
-    shape: Mapping[str, Any]
-    training: TrainConfig
-    per_task: Mapping[str, Mapping[str, Any]]
-    per_encoding: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    per_encoding_training: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any]
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for task in self.tasks:
-            if not isinstance(task, str) or not task.isprintable() or not task.strip(". ") or {*task} & {*"/\\:"}:
-                raise ArgumentError(
-                    "tasks", f"must have names that are valid for folders, without / and the like, got {task!r}"
-                )
-
-    def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
-        """Create the configuration of a model; ``changed`` overrides arguments of ``SyntheticConfig``."""
+    def config(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticConfig:
+        """Create the settings of a model and its training; ``changed`` overrides arguments of ``SyntheticConfig``."""
         check_choice("task", task, self.tasks)
         sizes = {name: getattr(self.tasks[task], name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
-        changes = {**self.per_encoding.get(encoding, {}), **changed}
-        return SyntheticConfig(**{**sizes, **self.shape, "encoding": encoding, **changes})
+        changes = {**self.changes.get(task, {}), **self.changes.get(encoding, {}), **changed}
+        return SyntheticConfig(**{**sizes, **self.settings, "encoding": encoding, "seed": seed, **changes})
 
     def model(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticModel:
-        """Create an untrained model."""
-        return SyntheticModel(self.config(encoding, task, **changed), seed=seed)
+        """Create an untrained model; arguments as those of ``config``."""
+        return SyntheticModel(self.config(encoding, task, seed, **changed))
 
-    def train_config(self, task: str, seed: int = 0, encoding: str | None = None, **changed: Any) -> TrainConfig:
-        """Create the settings of a training run; ``changed`` overrides fields of ``TrainConfig``."""
-        check_choice("task", task, self.tasks)
-        changes = {**self.per_task.get(task, {}), **self.per_encoding_training.get(encoding or "", {})}
-        return replace(self.training, **{**changes, "seed": seed, **changed})
 
+_ON_A_CPU: dict[str, Any] = {"epochs": 1, "lr": 1e-3, "betas": (0.9, 0.98), "pieces": 2}
 
 SMALL = Preset(
-    name="small",
     tasks={
         "distance": TriggerDistance(d_vocab=32, max_gap=16, max_side=8, n_ctx=34),
         "count": TriggerCount(d_vocab=32, n_triggers=4, max_count=16, min_length=24, max_length=32, n_ctx=32),
@@ -97,11 +75,11 @@ SMALL = Preset(
     },
     encodings=("rope", "alibi", "none", "learned", "mla"),
     # Wavelengths from 6 to 353 positions: with the usual base, half would exceed 600, for texts of 34 tokens.
-    shape={"n_layers": 3, "d_model": 64, "n_heads": 4, "d_mlp": 128, "rope_base": 100.0},
-    training=TrainConfig(
-        epochs=1, batch_size=128, lr=1e-3, betas=(0.9, 0.98), n_train=38_400, n_test=4_000, log_every=50, pieces=2
-    ),
-    per_task={},
+    settings={
+        **{"n_layers": 3, "d_model": 64, "n_heads": 4, "d_mlp": 128, "rope_base": 100.0},
+        **_ON_A_CPU,
+        **{"batch_size": 128, "n_train": 38_400, "n_test": 4_000},
+    },
 )
 
 # Options that the authors' models share, whatever their size.
@@ -116,18 +94,18 @@ _AUTHORS: dict[str, Any] = {
 }
 
 MEDIUM = Preset(
-    name="medium",
     tasks={f"gap{n}": TriggerDistance(d_vocab=32, max_gap=n, max_side=8, n_ctx=n + 18) for n in (8, 16, 32, 70)},
     encodings=("rope", "sinusoidal_rope", "sinusoidal", "t5", "alibi", "random"),
-    shape={"n_layers": 6, "d_model": 128, "n_heads": 16, "d_mlp": 256, "rope_base": 100.0, **_AUTHORS},
-    training=TrainConfig(
-        epochs=1, batch_size=64, lr=1e-3, betas=(0.9, 0.98), n_train=16_000, n_test=2_000, log_every=50, pieces=2
-    ),
-    per_task={"gap16": {"n_train": 19_200}, "gap32": {"n_train": 25_600}, "gap70": {"n_train": 51_200}},
+    settings={
+        **{"n_layers": 6, "d_model": 128, "n_heads": 16, "d_mlp": 256, "rope_base": 100.0},
+        **_AUTHORS,
+        **_ON_A_CPU,
+        **{"batch_size": 64, "n_train": 16_000, "n_test": 2_000},
+    },
+    changes={"gap16": {"n_train": 19_200}, "gap32": {"n_train": 25_600}, "gap70": {"n_train": 51_200}},
 )
 
 PAPER = Preset(
-    name="paper",
     tasks={
         "distance": TriggerDistance(
             two_triggers=True, stray_triggers=True, repeats=False, max_length=120, first_label=2, n_logits=574
@@ -135,19 +113,14 @@ PAPER = Preset(
         "count": TriggerCount(min_length=120, ignore_zero=True, n_logits=574),
     },
     encodings=("sinusoidal_rope", "rope", "absolute_mla", "sinusoidal", "random", "t5", "alibi", "none"),
-    shape={
-        "n_layers": 6,
-        "d_model": 256,
-        "n_heads": 16,
-        "d_mlp": 512,
-        "dropout": 0.1,
-        "dropout_at": ("pattern", "attn_out", "mlp_out"),
-        "pad_id": None,
+    settings={
+        **{"n_layers": 6, "d_model": 256, "n_heads": 16, "d_mlp": 512, "pad_id": None},
+        **{"dropout": 0.1, "dropout_at": ("pattern", "attn_out", "mlp_out")},
         **_AUTHORS,
+        **{"clip": None, "keep_last": True, "test_every": 1_370},
     },
-    training=TrainConfig(clip=None, keep_last=True, test_every=1_370),
-    per_task={"count": {"n_train": 35_000, "n_test": 15_000, "test_every": 690}},
-    per_encoding={
+    changes={
+        "count": {"n_train": 35_000, "n_test": 15_000, "test_every": 690},
         "absolute_mla": {
             "keys_from": "layer",
             "d_query_latent": 128,
@@ -156,9 +129,10 @@ PAPER = Preset(
             "d_head": 32,
             "d_rope": 16,
             "shared_rotary_query": True,
-        }
+            "batch_size": 1024,
+            "epochs": 150,
+        },
     },
-    per_encoding_training={"absolute_mla": {"batch_size": 1024, "epochs": 150}},
 )
 
 
@@ -176,7 +150,7 @@ def preset(name: Literal["small", "medium", "paper"]) -> Preset:
     Example:
         >>> from tl_posdisent.synthetic import preset
         >>> paper = preset("paper")
-        >>> paper.config("rope", "distance").n_out, paper.train_config("count").n_train
+        >>> paper.config("rope", "distance").n_out, paper.config("rope", "count").n_train
         (574, 35000)
         >>> preset("medium").tasks["gap16"].n_out
         16
@@ -203,10 +177,10 @@ def train_preset(
         preset: a preset from ``preset``, or one of your own.
         encodings: any encodings of ``SyntheticConfig``; default all of the preset's.
         tasks: names of tasks; default all of the preset's.
-        seeds: number of seeds (0, 1, …) of the weights, the order of samples and dropout, or a list of seeds.
-        folder: save the weights of each run at the end of each epoch, in a subfolder there (``count-rope-seed0``).
+        seeds: number of seeds (0, 1, …), or a list of seeds.
+        folder: where to save each model after its training, as ``count-rope-seed0.safetensors``.
         device: where to train.
-        changed: other arguments of ``SyntheticConfig`` for all models, for instance ``rotary_heads=1``.
+        changed: other arguments of ``SyntheticConfig`` for all models, for instance ``rotary_heads=1`` or ``lr=1e-2``.
 
     Returns:
         (encoding, task, seed) → ``TrainRun``; ``accuracies`` makes a table of them.
@@ -215,11 +189,9 @@ def train_preset(
         ValueError: unknown tasks or encodings, invalid seeds or changes; as ``train``.
 
     Example:
-        >>> from dataclasses import replace
         >>> from tl_posdisent.synthetic import accuracies, preset, train_preset
-        >>> small = preset("small")
-        >>> short = replace(small, training=replace(small.training, n_train=1280, n_test=100))
-        >>> runs = train_preset(short, encodings=["rope", "none"], tasks=["count"], progress=False)
+        >>> short = {"n_train": 1280, "n_test": 100, "progress": False}
+        >>> runs = train_preset(preset("small"), encodings=["rope", "none"], tasks=["count"], **short)
         >>> accuracies(runs)[["encoding", "task", "seed", "steps"]]
           encoding   task  seed  steps
         0     rope  count     0     10
@@ -227,26 +199,18 @@ def train_preset(
     """
     if not isinstance(preset, Preset):
         raise ArgumentError("preset", f"must be a Preset, such as preset('small'), got {type(preset).__name__}")
-    names = [_names("tasks", tasks, preset.tasks), _names("encodings", encodings, preset.encodings)]
-    keys = dict.fromkeys((encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(*names))
-    if not keys:
-        raise ValueError("encodings and tasks must each have at least one name, got none")
-    # Create all configurations first, so that an invalid one raises before anything is trained.
-    plans = {
-        key: (preset.config(key[0], key[1], **changed), preset.train_config(key[1], key[2], key[0])) for key in keys
-    }
+    tasks = check_subset("tasks", [*preset.tasks] if tasks is None else tasks, preset.tasks)
+    encodings = check_subset("encodings", preset.encodings if encodings is None else encodings, get_args(EncodingName))
+    keys = [(encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(tasks, encodings)]
+    # Create all settings first, so that invalid ones raise before anything is trained.
+    settings = {key: preset.config(*key, **changed) for key in keys}
     runs: dict[Key, TrainRun] = {}
-    for (encoding, task, seed), (config, how) in plans.items():
-        subfolder = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
-        model = SyntheticModel(config, seed=seed).to(device)
-        runs[encoding, task, seed] = train(model, preset.tasks[task], how, folder=subfolder, progress=progress)
+    for (encoding, task, seed), config in settings.items():
+        model = SyntheticModel(config).to(device)
+        runs[encoding, task, seed] = train(model, preset.tasks[task], progress=progress)
+        if folder is not None:
+            save_checkpoint(model, Path(folder) / f"{task}-{encoding}-seed{seed}.safetensors")
     return runs
-
-
-def _names(argument: str, names: Any, default: Iterable[str]) -> list[str]:
-    if names is not None and (isinstance(names, (str, bytes)) or not isinstance(names, Iterable)):
-        raise ArgumentError(argument, f"must be a sequence of names, got {shown(names)}")
-    return list(default if names is None else names)
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
@@ -265,6 +229,6 @@ def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
     columns = ["encoding", "task", "seed", "accuracy", "loss", "chance", "steps", "samples", "seconds"]
     rows = []
     for key, run in runs.items():
-        measured = (run.test_accuracy, run.test_loss, run.task.chance, run.steps, run.config.samples(run.steps))
+        measured = (run.test_accuracy, run.test_loss, run.task.chance, run.steps, run.model.config.samples(run.steps))
         rows.append((*key, *measured, float(run.metrics["seconds"].iloc[-1])))
     return pd.DataFrame(rows, columns=columns)
