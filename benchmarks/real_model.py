@@ -73,8 +73,6 @@ def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, t
         "head_ablation, a head": (table(tp.head_ablation, **some), n_heads, 0.6),
         "head_effects, eight interventions, no exact runs": (all_heads_at_once, 1, 15.0),
         "head_labels": (table(tp.head_labels), 1, 6.0),
-        "additive_substitution, a head": (table(tp.additive_substitution, controls=[], **some), n_heads, 0.8),
-        "additive_substitution, a head, both controls": (table(tp.additive_substitution, **some), n_heads, 2.4),
         "attention_ladder, a head": (table(tp.attention_ladder, **some), n_heads, 8.0),
         "attention_ladder, all at once, two texts": (on_two_texts(tp.attention_ladder, unit="all"), 1, 120.0),
     }

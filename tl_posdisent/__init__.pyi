@@ -19,7 +19,6 @@ from .experiments.attention_scores.controlled_distance import controlled_distanc
 from .experiments.attention_scores.controlled_distance import disentanglement as disentanglement
 from .experiments.attention_scores.head_labels import head_labels as head_labels
 from .experiments.attention_scores.subspace_patterns import subspace_patterns as subspace_patterns
-from .experiments.causal.additive_substitution import additive_substitution as additive_substitution
 from .experiments.causal.head_ablation import head_ablation as head_ablation
 from .experiments.causal.head_effects import head_effects as head_effects
 from .experiments.causal.head_verdicts import head_verdicts as head_verdicts

@@ -145,7 +145,7 @@ ELSEWHERE = {
 # Only the result that they take is tried: the rest is tested where there is such a result.
 OF_A_RESULT = {
     *("plot_length", "plot_perturbation", "plot_shares"),
-    *("plot_subspaces", "plot_substitution", "plot_verdicts", "plot_where_or_what"),
+    *("plot_subspaces", "plot_verdicts", "plot_where_or_what"),
     *("dynamics", "sweep"),
 }
 # Refused in other words, or not at all.

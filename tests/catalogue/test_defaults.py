@@ -17,7 +17,7 @@ from support.results import assert_same
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.experiments import additive_substitution, choice_scores
+from tl_posdisent.experiments import choice_scores
 from tl_posdisent.synthetic import Brackets, Reversal, SyntheticConfig, SyntheticModel, TriggerCount, TriggerDistance
 from tl_posdisent.synthetic import preset as preset_of
 from tl_posdisent.synthetic.model.config import EncodingName
@@ -93,7 +93,6 @@ def test_controls_and_texts_as_strings(set_default: str) -> None:
         return [
             *(copy(tp.demo_tokens(length=16)) for copy in (model, *copies)),
             tp.additivity(model, texts, layers=[0], controls=controls, **quiet),
-            additive_substitution(model, texts[0], layers=[0], **quiet),
             choice_scores(model, question),
         ]
 

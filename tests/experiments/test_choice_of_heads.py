@@ -27,8 +27,7 @@ TEXTS: dict[str, Any] = {"tokens": TOKENS.where(REAL, 0), "attention_mask": REAL
 HEADS = [(1, 6), (0, 2), (1, 3)]
 CONTROLS: tuple[ScoreControl, ...] = ("foreign keys", "random queries and keys")
 
-# Rows or columns that say what heads do together, or which of those that are asked for were run.
-TOGETHER = {"additive_substitution": "scope == 'head'"}
+# Columns that say which of the heads that are asked for were run.
 SEARCHED = {"exact", "exact_se", "kl", "kl_se"}
 
 Call = Callable[..., pd.DataFrame]
@@ -63,8 +62,6 @@ def test_rows_of_chosen_heads(function: Call, shared_reading: Any) -> None:
         options |= {"source": ((TOKENS * 7) % 58 + 3).where(REAL, 0)}
     options |= {"position_patching": {"positions": torch.arange(14) ** 1.1}}.get(name, {})
     whole, some = (call(function, reading, **options, heads=heads) for heads in (None, HEADS))
-    if name in TOGETHER:
-        whole, some = (table.query(TOGETHER[name]).reset_index(drop=True) for table in (whole, some))
     searched = [*SEARCHED.intersection(whole)] if name == "head_effects" else []
     assert {*zip(some["layer"], some["head"], strict=True)} == {*HEADS}
     same(some.drop(columns=searched), of_heads(whole).drop(columns=searched))

@@ -184,7 +184,7 @@ def test_tools_agree_on_a_metric(metric: Callable[[Tensor], Any], shared_reading
 
 
 OF_LOSSES = [
-    *(tp.additive_substitution, tp.attention_ladder, tp.head_ablation, tp.head_effects, tp.length_generalization),
+    *(tp.attention_ladder, tp.head_ablation, tp.head_effects, tp.length_generalization),
     *(tp.perturbation_curve, tp.position_patching),
     *(tp.experiments.intervention_losses, tp.viz.show_loss_change),
 ]

@@ -216,7 +216,6 @@ def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
     texts = {"input_ids": tokens, "attention_mask": mask}
     options: dict[str, Any] = {"rungs": ["distance"], "controls": [], "layers": 0, "heads": 0, "progress": False}
     ladder = tp.attention_ladder(reading, texts, **options).set_index("rung")
-    substituted = tp.additive_substitution(reading, tokens, layers=0, **every)
     found = {
         "head_ablation": tp.head_ablation(reading, tokens, **one)["baseline"][0],
         "position_patching": tp.position_patching(reading, tokens, places, **one)["clean"][0],
@@ -225,31 +224,12 @@ def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
             "loss"
         ][0],
         "attention_ladder": ladder["loss"]["untouched"],
-        "additive_substitution": (substituted["loss"] - substituted["change"])[0],
         "perturbation_curve": math.log(
             tp.perturbation_curve(reading, tokens, ["order"], [0], seeds=1, **every)["perplexity"][0]
         ),
     }
     assert found == pytest.approx(dict.fromkeys(found, wanted), abs=1e-5)
     assert abs(wanted - sum(loss / (n - 1) for loss, n in zip(losses, LENGTHS, strict=True)) / len(LENGTHS)) > 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize("axes", ["three", "two"])
-def test_additive_substitution(axes: Any, kind: str, name: str, shared_reading: Any) -> None:
-    """Losses and divergences are means over predicted tokens."""
-    model = shared_reading(kind, name)
-    options = {"axes": axes, "layers": 1, "progress": False}
-    alone = [tp.additive_substitution(model, text, **options) for text in TEXTS[:2]]
-    for side in SIDES:
-        tokens, mask = batch(side, TEXTS[:2])
-        found = tp.additive_substitution(model, tokens, attention_mask=mask, **options)
-        for column in ("loss", "change", "kl"):
-            weights = torch.tensor(LENGTHS[:2]) - 1
-            values = torch.stack([torch.tensor(table[column].tolist(), dtype=torch.float64) for table in alone])
-            expected = (weights[:, None] * values).sum(0) / weights.sum()
-            assert torch.allclose(torch.tensor(found[column].tolist(), dtype=torch.float64), expected, atol=1e-5)
 
 
 def test_ablation_of_padded_texts(shared_model: Any) -> None:

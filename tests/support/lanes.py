@@ -10,7 +10,7 @@ import pytest
 import tl_posdisent as tp
 
 LONG = (
-    *(tp.additive_substitution, tp.attention_ladder, tp.component_patching, tp.position_patching, tp.head_effects),
+    *(tp.attention_ladder, tp.component_patching, tp.position_patching, tp.head_effects),
     *(tp.head_labels, tp.report),
 )
 """Experiments that run the model for each head, or fit its heads: what all experiments share is slow for them."""

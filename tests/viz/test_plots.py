@@ -27,7 +27,6 @@ from tl_posdisent.viz import (
     plot_length,
     plot_perturbation,
     plot_subspaces,
-    plot_substitution,
     plot_verdicts,
     plot_where_or_what,
 )
@@ -65,17 +64,6 @@ SUBSPACES = pd.concat(
     ]
 )
 ONE_LAYER = SUBSPACES.query("layer == 1").drop(columns="layer")
-SUBSTITUTION = pd.DataFrame(
-    [
-        ("all", pd.NA, pd.NA, "fit", "distance+query+key", 4.0, 1.0, 0.9),
-        ("all", pd.NA, pd.NA, "shuffled fit", "distance+query+key", 4.5, 1.5, 1.4),
-        ("all", pd.NA, pd.NA, "zero", "", 4.2, 1.2, 1.9),
-        ("all", pd.NA, pd.NA, "fit", "mean", 5.0, 2.0, 1.1),
-        ("all", pd.NA, pd.NA, "fit", "distance+residual", 2.9, -0.1, 0.2),
-        *(("layer", n, pd.NA, put_in, "", 3.0, n + m, 0.0) for n in (2, 0) for m, put_in in enumerate(["fit", "zero"])),
-    ],
-    columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"],
-).astype({"layer": "Int64", "head": "Int64"})
 PERTURBATION = pd.DataFrame(
     [("order", 0.5, 0.3, 0.1), ("order", 0.0, 0.0, 0.0), ("order", 1.0, NAN, NAN), ("index", 0.1, 0.2, NAN)],
     columns=["kind", "fraction", "added_loss", "added_loss_se"],
@@ -98,13 +86,12 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (plot_distance, PROFILES, ["distance", "value"]),
     (plot_shares, SHARES.query("layer == 1").drop(columns="layer"), ["head", *COMPONENTS]),
     (partial(plot_subspaces, value="key_size"), ONE_LAYER, ["head", "subspace", "frequency", "key_size"]),
-    (plot_substitution, SUBSTITUTION, ["scope", "put_in", "keep", "change"]),
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss"]),
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
     (plot_where_or_what, PLANE, ["layer", "head", "verdict", "where", "what", "contribution"]),
 ]
-NAMES = ["heads", "distance", "shares", "subspaces", "substitution", "perturbation", "length", "verdicts", "plane"]
+NAMES = ["heads", "distance", "shares", "subspaces", "perturbation", "length", "verdicts", "plane"]
 
 
 # --- what holds for all of them ---------------------------------------------------------------------------------
@@ -245,32 +232,11 @@ def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_tables_of_another_kind() -> None:
     with pytest.raises(ValueError, match="table must name layer and head in every row"):
-        plot_heads(SUBSTITUTION, "change")
-    with pytest.raises(ValueError, match='rows of scope "all"'):
-        plot_substitution(SUBSTITUTION[5:])
+        plot_heads(HEADS.assign(head=[pd.NA, *HEADS["head"][1:]]), "effect")
     with pytest.raises(ValueError, match="measures must be a sequence of columns, got 'loss'"):
         plot_length(LENGTH, "loss")
     with pytest.raises(ValueError, match="one row per bucket"):
         plot_length(LENGTH.assign(layer=0), ["loss"])
-
-
-@pytest.mark.parametrize("measure", ["change", "kl", "loss"])
-def test_substitution_ranks_everything_with_the_worst_on_top(measure: Any) -> None:
-    figure = plot_substitution(SUBSTITUTION, measure)
-    names = [
-        "distance + query + key",
-        "distance + query + key, shuffled text",
-        "no attention output",
-        "uniform attention",
-        "distance + residual",
-    ]
-    values = dict(zip(names, SUBSTITUTION[measure], strict=False))
-    drawn = {name: value for bar in figure.data for name, value in zip(bar.y, bar.x, strict=True)}
-    assert drawn == values
-    assert list(figure.layout.yaxis.categoryarray) == sorted(values, key=lambda name: values[name])  # upwards
-    assert {bar.name: len(bar.y) for bar in figure.data} == {"fit": 3, "shuffled fit": 1, "zero": 1}
-    low, high = figure.layout.xaxis.range
-    assert low <= min(values.values()) < max(values.values()) < high
 
 
 def test_distance_draws_each_profile_of_a_fit() -> None:
@@ -490,8 +456,6 @@ def test_error_bars_are_those_of_the_table() -> None:
     (heat,) = plot_heads(errors, "effect").data
     assert heat.customdata[2][1] == 0.21
     assert "±" in heat.hovertemplate
-    for bar in plot_substitution(SUBSTITUTION.assign(change_se=0.5)).data:
-        assert list(bar.error_x.array) == [0.5] * len(bar.x)
 
 
 def test_distance_marks_the_wavelengths_that_occur() -> None:

@@ -4,7 +4,6 @@ from .attention_scores.controlled_distance import controlled_distance as control
 from .attention_scores.controlled_distance import disentanglement as disentanglement
 from .attention_scores.head_labels import head_labels as head_labels
 from .attention_scores.subspace_patterns import subspace_patterns as subspace_patterns
-from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_effects import head_effects as head_effects
 from .causal.head_verdicts import head_verdicts as head_verdicts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import RUNGS, Rung, rung_logits
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewest_masks, keep_two_axis, keys_there
 from tl_posdisent.models.reading.model_reading import Layers
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_subset
 
@@ -23,6 +22,7 @@ Axes = Literal["three", "two"]
 
 PARTS: tuple[ScorePart, ...] = get_args(ScorePart)
 ADDITIVE: tuple[ScorePart, ...] = ("distance", "query", "key")
+_TWO_AXES = "substitute_additive with two axes"
 
 
 def substitute_additive(
@@ -68,18 +68,18 @@ def substitute_additive(
         True
     """
     kept = check_subset("keep", keep, PARTS)
-    chosen = additive_heads(model, axes, layers, heads, "substitute_additive")
-    return joined(keep_parts_hooks(spec, some, kept, axes) for spec, some in chosen)
-
-
-def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[ScorePart], axes: Axes) -> Hooks:
-    """Return hooks that keep these parts of the additive fit of the running scores."""
-    if axes == "three" or len(keep) == len(PARTS):
-        return hooks_for([(spec, heads)], component_edit(f"substitute_additive({', '.join(keep)})", keep))
-
-    edit = partial(_two_axes, keep=tuple(keep))
-    tool = "substitute_additive with two axes"
-    return hooks_for([(spec, heads)], ScoreEdit(tool, edit, Order.REPLACE, vectors=True, plain=True))
+    check_choice("axes", axes, get_args(Axes))
+    if axes == "three":
+        chosen = any_heads(model, layers, heads)
+    else:
+        chosen = any_heads(model, layers, heads, _TWO_AXES)
+        for spec, _ in chosen:
+            spec.require_scale()
+    if axes == "two" and len(kept) < len(PARTS):
+        edit = ScoreEdit(_TWO_AXES, partial(_two_axes, keep=tuple(kept)), Order.REPLACE, vectors=True, plain=True)
+    else:
+        edit = component_edit(f"substitute_additive({', '.join(kept)})", kept)
+    return hooks_for(chosen, edit)
 
 
 def _two_axes(view: View, keep: Collection[ScorePart]) -> Tensor:
@@ -101,17 +101,6 @@ def _check_consecutive(view: View) -> None:
             "must be 'three' for a text whose positions are not consecutive (position_ids, an attention mask with "
             f"a gap), as in layer {view.spec.layer}",
         )
-
-
-def additive_heads(model: Any, axes: Axes, layers: Layers, heads: Heads, tool: str) -> Chosen:
-    """Choose the layers and heads that the additive model with these axes can fit."""
-    check_choice("axes", axes, get_args(Axes))
-    two = axes == "two"
-    chosen = any_heads(model, layers, heads, f"{tool} with two axes" if two else None)
-    for spec, _ in chosen:
-        if two:
-            spec.require_scale()
-    return chosen
 
 
 def substitute_attention(

@@ -1,5 +1,4 @@
 from .plots.bars import plot_shares as plot_shares
-from .plots.bars import plot_substitution as plot_substitution
 from .plots.curves import plot_distance as plot_distance
 from .plots.curves import plot_length as plot_length
 from .plots.curves import plot_perturbation as plot_perturbation

@@ -1,20 +1,18 @@
-"""Bar charts: variance shares, additive substitution."""
+"""Bar charts of variance shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
-from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice
-from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, component_colour
+from tl_posdisent.viz.palette import component_colour
 
 from .heatmaps import head_axis, head_names, head_ticks
-from .tables import add_title, check_table, head_index, mean_over_texts, title_of
+from .tables import add_title, check_table, head_index, mean_over_texts
 
 
 def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
@@ -65,54 +63,3 @@ def stacked_shares(
     ]
     figure = go.Figure(bars).update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
     return figure.update_yaxes(title="share of the variance")
-
-
-def plot_substitution(
-    table: pd.DataFrame, measure: Literal["change", "kl", "loss"] = "change", *, title: str | None = None
-) -> go.Figure:
-    """Plot the added loss if all scores are replaced by some of their components.
-
-    Args:
-        table: table of ``additive_substitution``.
-        measure: the column to draw: ``"change"`` (of the loss), ``"kl"`` or ``"loss"``, all in nats per token.
-        title: title of the figure; default a description.
-
-    Raises:
-        ValueError: a table without these columns, or without rows of scope ``"all"``; an unknown measure.
-
-    Example:
-        >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
-        >>> from tl_posdisent.viz import plot_substitution
-        >>> table = additive_substitution(load_demo_model(), demo_tokens(length=48), layers=[4], progress=False)
-        >>> bars = {bar.name: dict(zip(bar.y, bar.x)) for bar in plot_substitution(table).data}
-        >>> row = table[(table["scope"] == "all") & (table["keep"] == "distance+key")]
-        >>> float(bars["fit"]["distance + key"]) == row["change"].item() > 0
-        True
-    """
-    check_choice("measure", measure, ("change", "kl", "loss"))
-    table = check_table(table, ["scope", "put_in", "keep"], [measure], "additive_substitution")
-    ranked = table[table["scope"] == "all"].sort_values(measure, kind="stable")
-    if ranked.empty:
-        raise ArgumentError("table", 'must have rows of scope "all", as a table of additive_substitution, got none')
-    names = ranked["keep"].str.replace("+", " + ", regex=False)
-    names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")
-    ranked["name"] = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")
-    figure = go.Figure()
-    for put_in, colour in {"fit": BLUE, "shuffled fit": ORANGE, "zero": GREY}.items():
-        chosen = ranked[ranked["put_in"] == put_in]
-        x, y, errors = chosen[measure].to_numpy(), chosen["name"].to_numpy(), _errors(chosen, measure)
-        figure.add_bar(x=x, y=y, error_x=errors, name=put_in, marker={"color": colour}, orientation="h")
-    figure.update_traces(texttemplate="%{x:.2f}", textposition="outside", cliponaxis=False)
-    figure.update_layout(height=140 + 22 * len(ranked), barmode="overlay", legend={"title": "scores replaced by"})
-    low, high = min(ranked[measure].min(), 0) * 1.15, max(ranked[measure].max(), 0) * 1.15 or 1  # room for numbers
-    figure.update_xaxes(title=title_of(measure, table), range=[low, high])
-    order = {"categoryorder": "array", "categoryarray": ranked["name"].to_numpy()}
-    figure.update_yaxes(title="components that are kept", automargin=True, showgrid=False, **order)
-    return add_title(figure, title, "Scores replaced by components of their additive fit, everywhere")
-
-
-def _errors(table: pd.DataFrame, measure: str) -> dict[str, Any] | None:
-    """Return error bars from a column such as ``effect_se``, if the table has one."""
-    if f"{measure}_se" not in table:
-        return None
-    return {"type": "data", "array": table[f"{measure}_se"].to_numpy(dtype=float), "thickness": 1, "width": 2}
