@@ -13,10 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import ablate_heads, head_ablation
 from tl_posdisent.hooks import applied
-from tl_posdisent.hooks.ablate import _masked as masked_cells
 from tl_posdisent.hooks.ablate import derangement
-from tl_posdisent.hooks.edits.running_mask import running_mask
-from tl_posdisent.models.reading.spec import AttentionSpec
 
 pytestmark = pytest.mark.tl4
 
@@ -136,22 +133,6 @@ def test_one_text_has_no_other(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match='mode "resample" needs a batch of at least two texts, got 1'):
         run(model, ablate_heads(model, [(0, 1)], mode="resample"), TOKENS[:1])
-
-
-def test_padding_shows_in_a_pattern_too() -> None:
-    """Some bridges show it in the place of scores: padding gets nothing, or is as a row of padding everywhere."""
-    causal = torch.ones(6, 6).tril().log()
-    scores = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    left, right = (scores + causal).clone(), (scores + causal).clone()
-    left[1, :, :, :2], left[1, :, :2] = -torch.inf, 0.0
-    right[1, :, :, 4:] = -torch.inf
-    knocked_out = (scores + causal).clone()
-    knocked_out[1, :, 3, 3], knocked_out[1, :, 3:, 2] = -torch.inf, -torch.inf
-    for x, padded in ((scores + causal, False), (scores, False), (left, True), (right, True), (knocked_out, False)):
-        shape: Any = {"n_heads": 3, "n_kv_heads": 3, "d_head": 1, "window": None}
-        spec = AttentionSpec(layer=0, architecture="", causal=x is not scores, **shape)
-        mask = running_mask(spec, -masked_cells(x.softmax(-1), torch.float32).float(), -0.5)
-        assert mask.padding.any(1).tolist() == [False, padded]
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ from support.intervention_cases import (
 )
 from support.zoo_configs import MECHANISMS
 
-from tl_posdisent import read_model, remap_distance, swap_positions
-from tl_posdisent.hooks.edits.running_positions import positions_from_vectors, rounding
-from tl_posdisent.rope.rotary import rotate
+from tl_posdisent import remap_distance, swap_positions
 
 pytestmark = pytest.mark.tl4
 
@@ -45,29 +42,6 @@ def test_positions_are_the_position_ids_of_hugging_face(kind: str, name: str, sh
     close(logits(model, swap_positions(model, REAL + 37)), plain)
     close(logits(model, swap_positions(model, UNORDERED)), expected)
     close(logits(model, remap_distance(model, distances(UNORDERED)[:, None])), expected)
-
-
-@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
-@pytest.mark.parametrize("start", [0, 6000, 16_000])
-def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> None:
-    """The tables of a HookedTransformer are the less exact the further, yet every position differs from the next."""
-    model = zoo.hooked(name, max_position_embeddings=16_384)
-    rotary = read_model(model).specs()[0].require_rotary("")
-    q = torch.randn(1, 8, 4, model.cfg.d_head, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(start, start + 8)
-    turned = model.blocks[0].attn.apply_rotary(q, start)
-    exact, size = rotate(q.double(), positions, rotary), q.norm(dim=-1).amax() ** 2  # scores of q with itself
-    error = torch.einsum("bqhd,bkhd->bhqk", turned.double(), turned.double())
-    error = error - torch.einsum("bqhd,bkhd->bhqk", exact, exact)
-    assert error.abs().amax() <= rounding(rotary, positions) * size
-    for expected in (positions, positions + 1, positions // 2 + 4):
-        found = positions_from_vectors(q, turned, rotary, expected)
-        assert found is not None
-        assert torch.equal(found.view(-1), positions)
-    if len(rotary.frequencies) < 4:
-        return  # two frequencies come near any rotation at one of many positions
-    other = replace(rotary, frequencies=rotary.frequencies * (1 + 0.5 / (start + 8)))
-    assert positions_from_vectors(q, turned, other, positions) is None
 
 
 @every_way

@@ -7,18 +7,15 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.hooks.edits.running_mask import running_mask
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
 from tl_posdisent.models.reading.model_reading import Layers, read_model, result_edit_problems
-from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
-from tl_posdisent.models.running.forward_pass import Hook, running
-from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Texts, Tokens, check_tokens, read_texts, refuse_padding
 from tl_posdisent.utils.errors import ArgumentError
@@ -47,7 +44,8 @@ def ablate_heads(
     * ``"zero"``: 0;
     * ``"mean"``: its mean over all texts and positions of a reference;
     * ``"resample"``: ``z[σ(b), i, h]``, its output at the same position of another text of the batch. σ is drawn
-      uniformly from the permutations that leave no text in its place; it is the same for all heads.
+      uniformly from the permutations that leave no text in its place; it is the same for all heads. All texts of the
+      batch must have the same length, without padding, which is not checked.
 
     If values have a bias (GPT-NeoX, GPT-2, Qwen 2), ``"zero"`` depends on TransformerLens's weight processing
     (``enable_compatibility_mode()``, ``HookedTransformer.from_pretrained``): it moves the biases from z to the bias of
@@ -67,7 +65,7 @@ def ablate_heads(
     Raises:
         ValueError: heads out of range, repeated or missing; an unknown mode; a reference with a mode that needs none,
             or none with ``"mean"``; invalid tokens; positions that are not integers; a layer whose heads cannot be
-            ablated at ``hook_z``. While running: ``"resample"`` in a batch of one text or with padding; positions
+            ablated at ``hook_z``. While running: ``"resample"`` in a batch of one text; positions
             beyond the text, or with a KV cache.
 
     Example:
@@ -90,8 +88,8 @@ def ablate_heads(
     if positions is not None:
         slots = checked_slots("positions", positions)
         call, replace = f"ablate_heads({mode}, {slots_text(slots)})", partial(_at_slots, replace=replace, slots=slots)
-    hooks = hooks_for(chosen, ResultEdit(call, replace, by_slot=positions is not None))
-    return hooks + (_padding_watchers(reading.model, chosen) if mode == "resample" else [])
+    by_slot, of_others = positions is not None, mode == "resample"
+    return hooks_for(chosen, ResultEdit(call, replace, by_slot=by_slot, of_others=of_others))
 
 
 def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
@@ -102,33 +100,6 @@ def _at_slots(layer: int, heads: Sequence[int], z: Tensor, *, replace: StandIn, 
     """Replace z at some tokens alone."""
     here = slot_mask("positions", slots, z.shape[1], z.device)
     return torch.where(here[:, None, None], replace(layer, heads, z).to(z.dtype), z)
-
-
-def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
-    """Return hooks that refuse a padded batch, in which a text would receive another text's output at padding."""
-    dtype = next(model.parameters()).dtype
-
-    def refuse(spec: AttentionSpec, scores: Tensor, hook: Any) -> None:
-        if scores.ndim == 4 and bool(running_mask(spec, -_masked(scores.detach(), dtype).float(), -0.5).padding.any()):
-            raise ValueError(
-                "mode \"resample\" puts one text's output in the place of another's, so texts must have equal length "
-                f"and no padding, got padding at {hook.name}: run texts of each length on their own"
-            )
-
-    shown = [(spec, hook_name(spec.layer, "hook_attn_scores")) for spec, _ in chosen]
-    return [
-        (name, partial(refuse, spec)) for spec, name in shown if name in {names.name for names in spec.points.values()}
-    ]
-
-
-def _masked(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Bool[Tensor, "batch head query key"]:
-    """Find the masked cells of scores, or of a pattern, which some bridges show at the hook of the scores."""
-    if not is_pattern(x):
-        return x <= masked_below(x.dtype, dtype)
-    # A query that sees no key gets uniform attention, also to later keys.
-    nowhere = (x[:, :, 0, 1:] > 0).any(-1).any(1) & ~(x[:, :, -2:-1, -1] > 0).any(-1).any(1)
-    uniform = (x == x[..., :1]).all(-1, keepdim=True) & nowhere[:, None, None, None]
-    return (x == 0) | uniform
 
 
 def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:

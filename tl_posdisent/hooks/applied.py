@@ -68,7 +68,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         for (_, function), counts in zip(hooks, fired, strict=True)
         for name, n in counts.items()
         if not n
-        and (function.places.get(id(there[name])) if isinstance(function, HookFunction) else not any(counts.values()))
+        and (function.places.get(there[name].name) if isinstance(function, HookFunction) else not any(counts.values()))
     ]
     if idle:
         raise RuntimeError(

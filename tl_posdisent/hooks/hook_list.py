@@ -5,9 +5,7 @@ Also how the layers and heads of an intervention are chosen.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, SupportsIndex
 
 import pandas as pd
@@ -54,8 +52,6 @@ class Hooks(list[Any]):
         self._function = HookFunction(tuple(interventions))
         super().__init__([(self._function.accepts, self._function)] if self._function.layers else [])
         super().extend(others)
-        if others and any(edits.heads for edits in self._function.layers.values()):
-            super().append((self._function.rereads, self._function.read_again))
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
@@ -65,8 +61,7 @@ class Hooks(list[Any]):
     @property
     def others(self) -> list[Any]:
         """The user's own hooks, including those appended to the list later."""
-        ours = (self._function, self._function.read_again)
-        return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1] in ours)]
+        return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1] is self._function)]
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
@@ -93,19 +88,12 @@ class Hooks(list[Any]):
         return " + ".join([*(call for call, _ in _by_call(self.interventions)), *self._own()])
 
     def _own(self) -> list[str]:
-        n = sum(not _only_checks(function) for _, function in self.others)
-        return [f"{n} more"] if n else []
+        return [f"{len(self.others)} more"] if self.others else []
 
     def to_frame(self) -> pd.DataFrame:
         """Return the interventions as a table, one row per head and edit: ``layer``, ``head``, ``edit``."""
         rows = [(x.spec.layer, head, x.edit.call) for x in self.interventions for head in x.heads]
         return pd.DataFrame(rows, columns=["layer", "head", "edit"])
-
-
-def _only_checks(function: Any) -> bool:
-    """Say whether this is a function of the package, which may refuse a text and changes nothing."""
-    function = function.func if isinstance(function, partial) else function
-    return inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.")
 
 
 def check_entries(hooks: Any) -> list[Any]:

@@ -27,11 +27,9 @@ def lambda_mask(
     """Restrict attention to the first and the nearest keys, with a ceiling on distances (LM-Infinite).
 
     The mask is shaped like a Λ (arXiv 2308.16137): token i of a text sees token j if ``j < sinks`` or
-    ``i - j < window``, counted from the text's first token whatever the positions are (padding, ``position_ids``, texts
-    packed into a row). RoPE receives the distance ``min(D, distance_ceiling)``, where D is the distance of the
-    positions, or that of another intervention on the head.
-    Keys that the layer's own mask hides stay hidden. A text begins where positions are 0 and no later token sees a key
-    before, or at the first slot.
+    ``i - j < window``, counted from the text's first token. RoPE receives the distance ``min(D, distance_ceiling)``,
+    where D is the distance of the tokens, or that of another intervention on the head. Keys that the layer's own mask
+    hides stay hidden.
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its context load it with a larger ``n_ctx``.
@@ -43,8 +41,8 @@ def lambda_mask(
 
     Raises:
         ValueError: numbers that are not integers or are too small; a layer that is not causal; or what
-            ``swap_positions`` refuses. While running: a mask that hides the first keys from all later tokens, if
-            positions do not tell whether they are padding and other keys would then be the first.
+            ``swap_positions`` refuses. While running: a row whose first keys are hidden, such as one that is padded on
+            the left, unless ``sinks=0``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, load_demo_model
@@ -75,11 +73,10 @@ def lambda_mask(
 def hiding(call: str, sinks: int, window: int) -> ScoreEdit:
     """Return the edit that lets a query see only its text's first keys and the most recent ones, its own included."""
     edit = partial(_hide_between, sinks=sinks, window=window)
-    return ScoreEdit(call, edit, Order.HIDE, counts=True)
+    return ScoreEdit(call, edit, Order.HIDE, by_place=sinks > 0)
 
 
 def _hide_between(view: View, sinks: int, window: int) -> Tensor:
-    assert view.index is not None
-    key = view.index[:, None, :]
-    hidden = ((view.index[:, :, None] - key).abs() >= window) & (key >= sinks)
-    return view.scores.masked_fill(hidden[:, None], -torch.inf)
+    slot = torch.arange(view.scores.shape[-1], device=view.scores.device)
+    hidden = ((slot[:, None] - slot).abs() >= window) & (slot >= sinks)
+    return view.scores.masked_fill(hidden, -torch.inf)

@@ -43,8 +43,8 @@ def swap_positions(
     Args:
         model: a model with rotary embeddings.
         positions: ``(pos,)`` or ``(batch, pos)``, finite real numbers, one for each slot of the batch, padding
-            included; or a function from a float64 tensor of the tokens' own positions, as the model gets them (from
-            ``position_ids`` or the attention mask), to one of the same shape, for texts of any length.
+            included; or a function from a float64 tensor of the tokens' own positions 0, 1, 2 … to one of the same
+            shape, for texts of any length.
         layers: default all layers with RoPE.
         heads: query heads, default all. A head that shares its keys with others gets its own rotated copy of them.
 
@@ -52,10 +52,8 @@ def swap_positions(
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
             rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose
             length differs from the text's; a KV cache; a text longer than the model's original context, if it is then
-            rotated or scaled otherwise (longrope, dynamic NTK, Ministral 3); another model; a mask that hides the first
-            keys from all later tokens, if positions do not tell whether they are padding and the function gives other
-            distances for padding; texts packed into one row by ``position_ids`` that the model does not hide from each
-            other.
+            rotated or scaled otherwise (longrope, dynamic NTK, Ministral 3); ``position_ids`` with gaps; a function, in a
+            row whose first keys are hidden, such as one that is padded on the left: its positions are ambiguous.
 
     Example:
         >>> import torch

@@ -13,9 +13,8 @@ from torch import Tensor
 from tl_posdisent.additive.attention.rungs import RUNGS, Rung, rung_logits
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
-from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewest_masks, keep_two_axis, keys_there
+from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewest_masks, keep_two_axis
 from tl_posdisent.models.reading.model_reading import Layers
-from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_subset
 
 Axes = Literal["three", "two"]
@@ -56,7 +55,7 @@ def substitute_additive(
 
     Raises:
         ValueError: an unknown or repeated part; unknown axes; a layer without rotary embeddings for two axes; what
-            ``drop_component`` refuses. While running, for two axes: positions that are not consecutive.
+            ``drop_component`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -85,22 +84,8 @@ def substitute_additive(
 def _two_axes(view: View, keep: Collection[ScorePart]) -> Tensor:
     rotary = view.spec.require_rotary("two axes")
     q, k = view.vectors
-    _check_consecutive(view)
     other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
     return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
-
-
-def _check_consecutive(view: View) -> None:
-    """Refuse user-supplied positions with gaps: the table holds the distances of a text without gaps."""
-    own, there = view.positions, keys_there(view.inside)
-    steps = (own - torch.arange(own.shape[-1], device=own.device)).expand(there.shape)
-    first = steps.masked_fill(~there, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
-    if bool(((steps != first) & there).any()):
-        raise ArgumentError(
-            "axes",
-            "must be 'three' for a text whose positions are not consecutive (position_ids, an attention mask with "
-            f"a gap), as in layer {view.spec.layer}",
-        )
 
 
 def substitute_attention(

@@ -15,6 +15,8 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.text_parts import Part
 from tl_posdisent.experiments.measuring.metrics import as_numbers, values_of
 from tl_posdisent.experiments.measuring.result_gradients import ResultGradients, result_gradients
+from tl_posdisent.hooks.edits.edit import Edit
+from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Hooks
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks
@@ -50,7 +52,7 @@ def separate_layers(interventions: Mapping[str, Sequence[Hook]], chosen: Chosen)
     """
     by_layer: list[LayerIntervention] = []
     for name, hooks in interventions.items():
-        if not isinstance(hooks, Hooks) or hooks.others:
+        if not isinstance(hooks, Hooks) or hooks.others or any(_of_others(x.edit) for x in hooks.interventions):
             raise ArgumentError(
                 "interventions",
                 "must be hooks of this package, each acting on a text alone, got functions of your own, or mode "
@@ -64,6 +66,10 @@ def separate_layers(interventions: Mapping[str, Sequence[Hook]], chosen: Chosen)
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
         by_layer += [LayerIntervention(name, layer, heads, hooks) for layer, heads in changed_heads.items() if heads]
     return by_layer
+
+
+def _of_others(edit: Edit) -> bool:
+    return isinstance(edit, ResultEdit) and edit.of_others
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
-from tl_posdisent.hooks.edits.running_positions import rounding
 from tl_posdisent.hooks.edits.scores_at_distances import add_product, own_vectors
 from tl_posdisent.models import agreement
 from tl_posdisent.utils.precision import mismatch
@@ -27,8 +26,7 @@ def rest_of_scores(layer: RunningLayer, heads: Sequence[int]) -> Float[Tensor, "
         masked = shown <= layer.masked_below
         if not layer.spec.limits.shows_mask:
             masked = masked | ~layer.mask.allowed
-        if layer.known_positions is None:  # padding after a text has positions of its own
-            masked = masked | layer.mask.after[:, None, :, None]
+        masked = masked | layer.mask.after[:, None, :, None]  # padding after a text has positions of its own
         rows = agreement.checked_rows(len(layer.slots), shown.device)
         largest = shown[:, :, rows].masked_fill(masked[:, :, rows], 0.0)
         slack = _slack(layer, *(x.detach() for x in vectors))
@@ -46,7 +44,10 @@ def check_pattern(layer: RunningLayer, heads: Sequence[int], pattern: Float[Tens
 def _slack(layer: RunningLayer, q: Tensor, k: Tensor) -> float:
     """Bound the error of scores that comes from rounding of angles."""
     spec = layer.spec
-    turned = rounding(spec.rotary, layer.positions) if spec.rotary else 0.0
+    turned = 0.0
+    if spec.rotary is not None:  # frequencies are rounded to float32, so far positions are less exact
+        farthest = float((len(layer.slots) - 1) * spec.rotary.frequencies.abs().max())
+        turned = 1e-4 + 4 * torch.finfo(torch.float32).eps * farthest
     return turned * float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) * spec.require_scale()
 
 

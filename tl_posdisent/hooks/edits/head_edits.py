@@ -72,10 +72,6 @@ class HeadRotation:
     def scale(self) -> float:
         return math.prod(sorted(edit.factor for edit in self.edits if isinstance(edit, PositionScale)), start=1.0)
 
-    @property
-    def by_place(self) -> bool:
-        return any(edit.by_place for edit in self.edits)
-
     def removed(self, mode: str, rotary: Rotary) -> Bool[Tensor, " subspace"] | None:
         """Find the subspaces that are dropped (``mode="drop"``) or frozen, or return None if nothing is."""
         limits = [x.removed(rotary) for x in self.edits if isinstance(x, FrequencyLimit) and x.mode == mode]

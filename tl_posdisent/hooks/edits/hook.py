@@ -11,15 +11,14 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.edit import Intervention
 from tl_posdisent.hooks.edits.layer import (
-    check_all_keys,
     check_hidden_attention,
+    check_whole_text,
     edit_attention_result,
     edit_results,
     edit_scores,
 )
 from tl_posdisent.hooks.edits.layer_edits import LayerEdits, layer_edits
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
-from tl_posdisent.models.running.model_parts import FIRST_HOOK
 
 
 class HookFunction:
@@ -28,9 +27,7 @@ class HookFunction:
     def __init__(self, interventions: tuple[Intervention, ...]) -> None:
         self.interventions = interventions
         specs = {x.spec.layer: x.spec for x in interventions}
-        same = all(x.spec == specs[x.spec.layer] and x.spec.points == specs[x.spec.layer].points for x in interventions)
-        firsts = {at for spec in specs.values() for at, names in spec.points.items() if names.name == FIRST_HOOK}
-        if not same or len(firsts) > 1:
+        if any(x.spec != specs[x.spec.layer] for x in interventions):
             raise ValueError(
                 f"hooks of {interventions[0].spec.architecture} were made for different models, or some of them before "
                 "the model was changed: make them again, for one model"
@@ -39,16 +36,13 @@ class HookFunction:
             layer: layer_edits(spec, [x for x in interventions if x.spec.layer == layer])
             for layer, spec in sorted(specs.items())
         }
-        # By the id of a hook point, the layers that it serves: several may share keys. The first of a pass serves none:
-        # there, another model is noticed, which may lack all others.
-        self.places: dict[int, list[tuple[int, str]]] = {first: [] for first in firsts}
-        self.names = {FIRST_HOOK, *(name for edits in self.layers.values() for name in edits.names)}
+        # By the own name of a hook point, the layers that it serves: several may share keys.
+        self.places: dict[str, list[tuple[int, str]]] = {}
         for layer, edits in self.layers.items():
-            for at, names in edits.spec.points.items():
-                if at in firsts or names.name in edits.names:
-                    self.names.add(names.own)
-                if names.name in edits.names:
-                    self.places.setdefault(at, []).append((layer, names.name))
+            for own, name in edits.spec.points.items():
+                if name in edits.names:
+                    self.places.setdefault(own, []).append((layer, name))
+        self.names = {*self.places, *(name for edits in self.layers.values() for name in edits.names)}
         self.tools = sorted({each.edit.tool for each in interventions})
         self._seen: dict[int, dict[str, Tensor]] = {}  # by layer and hook, in the pass that is running
 
@@ -63,29 +57,11 @@ class HookFunction:
         point = getattr(hook, "_target", hook)
         if point.name != hook.name:  # compatibility mode calls once more for each alias
             return None
-        if id(point) not in self.places:
-            raise ValueError(
-                f"hooks of {' + '.join(self.tools)} at {hook.name} were made for another model or another hook: make "
-                "them for this model, and leave them where they are"
-            )
         new: Tensor | None = None
-        for layer, name in self.places[id(point)]:
+        for layer, name in self.places.get(point.name, []):
             changed = self._at(self.layers[layer], name, x)
             new = changed if new is None else new  # only the layer to which the hook belongs changes the tensor
         return new
-
-    def rereads(self, name: str) -> bool:
-        """Say whether ``read_again`` has something to read at this hook."""
-        return name in self.names and any(
-            name in edits.names and name not in (edits.at_scores, edits.at_result) for edits in self.layers.values()
-        )
-
-    def read_again(self, x: Tensor, hook: Any) -> None:
-        """Read a hook again behind the user's own hooks in the same list, which may have changed the tensor."""
-        point = getattr(hook, "_target", hook)
-        for layer, name in self.places.get(id(point), []) if point.name == hook.name else []:
-            if name in self._seen.get(layer, {}):
-                self._seen[layer][name] = x
 
     def _at(self, edits: LayerEdits, name: str, x: Tensor) -> Tensor | None:
         """Keep what one hook of a layer shows, edit the layer if it is the hook for that, and forget it at the last."""
@@ -104,7 +80,7 @@ class HookFunction:
             new = edit_scores(edits, layer) if edits.spec.taps.scores else edit_attention_result(edits, layer, x)
         shown = edits.spec.taps.scores or edits.spec.taps.pattern
         if edits.by_slot and shown in seen:  # in some models the pattern fires after the result
-            check_all_keys(edits.spec, seen[shown])
+            check_whole_text(edits.spec, seen[shown])
         if name == edits.at_result:
             new = edit_results(edits, x if new is None else new)
         if name == fired[-1]:

@@ -7,37 +7,35 @@ computed from them and put in at ``hook_z``. Edits of results come last, regardl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.agreement import check_pattern, check_result, rest_of_scores
 from tl_posdisent.hooks.edits.head_edits import HeadRotation
-from tl_posdisent.hooks.edits.hidden_start import check_count, check_start
 from tl_posdisent.hooks.edits.layer_edits import LayerEdits
 from tl_posdisent.hooks.edits.running_layer import RunningLayer
-from tl_posdisent.hooks.edits.running_positions import check_one_text, check_packed, restarts
+from tl_posdisent.hooks.edits.running_mask import check_one_text
 from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.edits.scores_at_distances import rotated_scores
 from tl_posdisent.models.patterns import masked_softmax
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.results import by_heads
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import no_autocast
-
-WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
 
 
 @no_autocast()
 def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch head query key"]:
     """Return the scores of a layer under its edits."""
-    check_whole_text(layer)
     scores, shows = layer.scores, layer.spec.taps.scores is not None
+    if shows:
+        check_whole_text(layer.spec, scores)
     rest = rest_of_scores(layer, edits.recomputed) if shows and edits.recomputed and layer.has_vectors else None
-    if edits.recomputed or any(edit.counts for edit, _ in edits.score_edits):
-        if restarts(layer.positions):
-            check_packed(layer.positions, layer.mask)
-        if edits.by_place and layer.at_slots:
-            check_start(layer, edits.rotated)
+    if edits.by_place:
+        _check_start(layer, edits.by_place)
     for rotation, heads in edits.rotated.items():
         before = _of_heads(scores, heads)
         places = [edits.recomputed.index(head) for head in heads]
@@ -50,32 +48,32 @@ def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch 
     return scores
 
 
-def check_whole_text(layer: RunningLayer) -> None:
-    """Refuse a text that is run in parts, with a KV cache; a model may have lost the cache, but not the position."""
-    if layer.spec.taps.scores:
-        check_all_keys(layer.spec, layer.scores)
-    if len(layer.slots) == 1 and (position := int(layer.positions.max())) > 0:
-        raise _part_of_text(layer.spec, 1, position + 1)
+def check_whole_text(spec: AttentionSpec, cells: Float[Tensor, "batch head query key"]) -> None:
+    """Refuse scores or a pattern of a text that is run in parts, with a KV cache."""
+    n_query, n_key = cells.shape[-2:]
+    if n_query < n_key or n_query == 1:
+        raise ValueError(
+            f"hooks act on texts of two or more tokens, and layer {spec.layer} sees {n_query} of {n_key} tokens: "
+            "run the model without a KV cache (generate with use_past_kv_cache=False)"
+        )
 
 
-def check_all_keys(spec: AttentionSpec, cells: Float[Tensor, "batch head query key"]) -> None:
-    """Refuse scores or a pattern of fewer queries than keys."""
-    if cells.shape[-2] < cells.shape[-1]:
-        raise _part_of_text(spec, *cells.shape[-2:])
-
-
-def _part_of_text(spec: AttentionSpec, n_query: int, n_key: int) -> ValueError:
-    return ValueError(
-        f"hooks act on whole texts, and layer {spec.layer} sees {n_query} of {n_key} tokens: {WITHOUT_CACHE}"
-    )
+def _check_start(layer: RunningLayer, tools: Sequence[str]) -> None:
+    """Refuse functions of positions in rows whose first keys are hidden."""
+    hidden = layer.mask.hides_start
+    if bool(hidden.any()):
+        raise ArgumentError(
+            "attention_mask",
+            f"must not hide the first keys of a row for {' and '.join(tools)}, got such a mask in row "
+            f"{int(hidden.nonzero()[0])} of layer {layer.spec.layer}, where the positions of tokens are ambiguous: pad "
+            "on the right, or run each text alone",
+        )
 
 
 def _edited(
     layer: RunningLayer, edit: ScoreEdit, rotation: HeadRotation, heads: list[int], scores: Tensor
 ) -> Float[Tensor, "batch head query key"]:
     """Apply one score edit to the scores of some heads, which stay unchanged outside the mask."""
-    if scores.shape[-1] == 1 and edit.order == Order.COMPONENT:
-        return scores  # one score is its own mean
     visible = _of_mask(layer.mask.visible if edit.order == Order.HIDE else layer.mask.of_text, heads)
     if edit.order in (Order.REPLACE, Order.COMPONENT):
         check_one_text(layer.spec, visible, edit.tool)
@@ -83,8 +81,7 @@ def _edited(
     vectors = None
     if edit.vectors:
         vectors = layer.q[:, :, heads], layer.k[:, :, [layer.spec.key_head(head) for head in heads]]
-    index = layer.index if edit.counts else None
-    view = View(layer.spec, heads, inside, rotation, layer.positions, index, scores, vectors)
+    view = View(layer.spec, heads, inside, rotation, scores, vectors)
     if edit.order == Order.HIDE:  # also what is masked already, so that nothing depends on whether a score is a mask
         new = edit.edit(view)
         blind = ~(inside & (new != -torch.inf)).any(-1)
@@ -92,8 +89,6 @@ def _edited(
         new = torch.where(blind[..., None], scores, new)  # at padding, which may see no key anyway
     else:
         new = torch.where(inside, edit.edit(view).to(scores.dtype), scores)
-    if index is not None:
-        check_count(layer, view, edit, new)
     return new
 
 
@@ -139,7 +134,7 @@ def check_hidden_attention(edits: LayerEdits, layer: RunningLayer) -> None:
     assert layer.spec.taps.pattern is not None
     assert layer.spec.taps.z is not None
     pattern = layer.tensors[layer.spec.taps.pattern]
-    check_all_keys(layer.spec, pattern)
+    check_whole_text(layer.spec, pattern)
     check_pattern(layer, edits.heads, pattern)
     check_result(layer, edits.heads, layer.tensors[layer.spec.taps.z], pattern)
 

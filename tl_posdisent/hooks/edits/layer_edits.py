@@ -47,15 +47,16 @@ class LayerEdits:
     @cached_property
     def recomputed(self) -> list[int]:
         """Heads whose scores must be those of queries, keys and rotation."""
-        if self.spec.taps.scores is None or not self.spec.taps.cos:  # nothing else shows that positions are the slots
+        if self.spec.taps.scores is None:
             return self.heads
         rotated = (head for heads in self.rotated.values() for head in heads)
         return sorted({*rotated, *(head for edit, heads in self.score_edits if edit.vectors for head in heads)})
 
-    @property
-    def by_place(self) -> bool:
-        """Whether an edit depends on the tokens' own positions, not only on the distances between them."""
-        return any(rotation.by_place for rotation in self.rotated)
+    @cached_property
+    def by_place(self) -> list[str]:
+        """The tools whose edits depend on where a text begins in its row, not only on distances."""
+        of_rotations = {edit.tool for rotation in self.rotated for edit in rotation.edits if edit.by_place}
+        return sorted(of_rotations | {edit.tool for edit, _ in self.score_edits if edit.by_place})
 
     @property
     def by_slot(self) -> bool:
@@ -94,17 +95,13 @@ class LayerEdits:
         names: list[str | None] = [self.at_scores, self.at_result]
         if self.heads:
             vectors += [taps.q, taps.k]
-            if taps.cos is not None:
-                names.append(taps.cos)
-            else:
-                vectors.append(taps.q_rot)
             if taps.scores is None:
                 vectors += [taps.v, taps.gate]
                 names.append(taps.pattern)
         else:  # so that a list that acts twice is noticed
             names.append(taps.scores or taps.pattern)
         needed = {*names, *(name for tap in vectors if tap for name in tap.names)}
-        fired = {names.name: place for place, names in enumerate(self.spec.points.values())}
+        fired = {name: place for place, name in enumerate(self.spec.points.values())}
         return sorted((name for name in needed if name), key=lambda name: fired.get(name, len(fired)))
 
 

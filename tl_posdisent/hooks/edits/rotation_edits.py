@@ -33,19 +33,6 @@ class RotationEdit(Edit):
         """
         return False
 
-    def same_from(self, positions: Tensor, start: int, rotary: Rotary) -> bool:
-        """Return whether the distances between tokens do not depend on where their text starts.
-
-        Args:
-            positions: the model's positions of the tokens, ``[pos]`` or ``[batch, pos]``.
-            start: the first of them, at which the text starts; without padding it would start at 0.
-            rotary: the layer's rotation.
-
-        Returns:
-            True if tokens at ``positions`` and at ``positions - start`` get rotations that differ by a shift alone.
-        """
-        return True
-
 
 @dataclass(frozen=True, eq=False)
 class PositionMap(RotationEdit):
@@ -57,22 +44,10 @@ class PositionMap(RotationEdit):
     def by_place(self) -> bool:
         return callable(self.positions)
 
-    def same_from(self, positions: Tensor, start: int, rotary: Rotary) -> bool:
-        if isinstance(self.positions, Tensor) or not positions.numel():
-            return True
-        at_slots, in_text = (self._of(x.double()) for x in (positions, positions - start))
-        shift = in_text - at_slots  # the same for all tokens changes no distance
-        size = torch.stack([at_slots, in_text]).abs().max()
-        return bool(shift.max() - shift.min() <= 1e-9 * size)
-
-    def _of(self, positions: Tensor) -> Tensor:
-        assert not isinstance(self.positions, Tensor)
-        return mapped(self.positions, positions, "positions", "positions")
-
     def new(self, positions: Tensor, texts: int) -> Tensor:
-        """Return the new positions of tokens at ``positions``, ``(pos,)`` or ``(batch, pos)``."""
+        """Return the new positions of tokens at ``positions``, ``(pos,)``: ``(pos,)`` or ``(batch, pos)``."""
         if not isinstance(self.positions, Tensor):
-            return self._of(positions.double()).to(positions.device)
+            return mapped(self.positions, positions.double(), "positions", "positions").to(positions.device)
         if self.positions.shape[-1] != positions.shape[-1]:
             raise ArgumentError(
                 "positions",
@@ -140,11 +115,6 @@ class PhaseNoise(RotationEdit):
     @property
     def by_place(self) -> bool:
         return isinstance(self.angles, (int, float))
-
-    def same_from(self, positions: Tensor, start: int, rotary: Rotary) -> bool:
-        if not self.by_place or not positions.numel():
-            return True
-        return torch.equal(self.phases(rotary, positions, 1), self.phases(rotary, positions - start, 1))
 
     def phases(self, rotary: Rotary, positions: Tensor, texts: int) -> Float[Tensor, "*batch pos subspace"]:
         """Return the angles of tokens at these positions."""

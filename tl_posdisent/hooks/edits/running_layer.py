@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.running_mask import RunningMask, index_in_text, running_mask
-from tl_posdisent.hooks.edits.running_positions import positions_from_table, positions_from_vectors, unknown_positions
+from tl_posdisent.hooks.edits.running_mask import RunningMask, running_mask
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.rope.rotary import Rotary
@@ -72,7 +71,7 @@ class RunningLayer:
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as the model rotates them, in float32 (float64 for float64)."""
         both = torch.cat([self.wide_q, self.wide_k], 2)  # angles and tables are computed once
-        q, k = self.spec.rotated(both, self.positions).split([self.q.shape[2], self.k.shape[2]], 2)
+        q, k = self.spec.rotated(both, self.slots).split([self.q.shape[2], self.k.shape[2]], 2)
         return q, k
 
     def gathered(
@@ -94,46 +93,13 @@ class RunningLayer:
 
     @cached_property
     def slots(self) -> Int[Tensor, " pos"]:
-        """Indices in the batch, padding included."""
+        """Indices in the batch, padding included: the positions of the tokens, but for a constant in each row."""
         shown = self.tensors[self.spec.taps.scores] if self.spec.taps.scores else self.q
         return torch.arange(shown.shape[2 if self.spec.taps.scores else 1], device=shown.device)
 
     @cached_property
-    def known_positions(self) -> Int[Tensor, "*batch pos"] | None:
-        """The positions that the model gives to its tokens, from its rotation, or None if hooks cannot see them."""
-        spec = self.spec
-        if spec.rotary is None or not self.has_vectors:
-            return None
-        if spec.taps.cos is not None:
-            positions = positions_from_table(self.tensors[spec.taps.cos], spec.rotary, self.slots)
-        elif spec.taps.q_rot is not None:
-            after = spec.taps.q_rot.read(self.tensors[spec.taps.q_rot.name])
-            positions = positions_from_vectors(self.q, after, spec.rotary, self.slots)
-        else:
-            return None
-        if positions is None:
-            spec.check_length(len(self.slots), "interventions on its rotation")
-            raise unknown_positions(spec.layer, self.slots)
-        return positions
-
-    @cached_property
-    def positions(self) -> Int[Tensor, "*batch pos"]:
-        """The model's positions, or the slots if hooks cannot see them: scores depend on differences alone."""
-        return self.slots if self.known_positions is None else self.known_positions
-
-    @cached_property
-    def at_slots(self) -> bool:
-        """Whether the model's positions are the slots of the batch, padding included."""
-        return self.positions.ndim == 1 and torch.equal(self.positions, self.slots)
-
-    @cached_property
-    def distances(self) -> Int[Tensor, "*batch query key"]:
-        return self.positions[..., :, None] - self.positions[..., None, :]
-
-    @cached_property
-    def index(self) -> Int[Tensor, "batch pos"]:
-        """The index of each token in its text, from 0, regardless of positions."""
-        return index_in_text(self.positions, self.mask.starts)
+    def distances(self) -> Int[Tensor, "query key"]:
+        return self.slots[:, None] - self.slots
 
     # --- scores and mask
 

@@ -3,14 +3,10 @@
 Hooks do not see ``attention_mask``, only which cells are masked. Padding is a block of slots at the beginning of a row
 whose keys no later token sees, or at its end whose keys no token sees. Nothing else is: a token that does not see
 itself, or a key that some tokens do not see, is masked and counts like any other.
-
-The first keys may be hidden from all later tokens without being padding (knocked-out keys, packed texts). Positions
-tell these apart if they begin at 0 after the block. If they do not, edits whose result depends on it are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,14 @@ class RunningMask:
         return seen if self.shows_mask else seen & self.allowed
 
     @cached_property
-    def starts(self) -> Bool[Tensor, "batch key"]:
-        """The keys at which a text may start after a block that may be padding.
+    def hides_start(self) -> Bool[Tensor, " batch"]:
+        """The rows whose first keys no later query sees, though the layer's own mask would let it.
 
-        No query from there on sees a key before, though the layer's own mask would let it.
+        They may be padding, other texts or keys that are knocked out: where the text begins is ambiguous.
         """
         n_key = len(self.allowed)
         slot, first = torch.arange(n_key, device=self.seen.device), _earliest_from(self.seen)
-        return (slot <= first) & (first < n_key) & (_earliest_from(self.allowed) < slot)
+        return ((slot <= first) & (first < n_key) & (_earliest_from(self.allowed) < slot)).any(-1)
 
     @cached_property
     def after(self) -> Bool[Tensor, "batch query"]:
@@ -69,12 +66,6 @@ class RunningMask:
     def of_text(self) -> Bool[Tensor, "batch head query key"]:
         """The visible cells without the queries at the padding after a text, which may see the text's keys."""
         return self.visible & ~self.after[:, None, :, None] if bool(self.after.any()) else self.visible
-
-    @property
-    def padding(self) -> Bool[Tensor, "batch query"]:
-        """The queries at padding: those after a text, and the first ones, as long as they see no key."""
-        idle = ~self.seen.any(-1)
-        return idle.long().cumprod(-1).bool() | self.after
 
 
 def running_mask(
@@ -92,17 +83,13 @@ def _earliest_from(cells: Bool[Tensor, "*batch query key"]) -> Int[Tensor, "*bat
     return first.flip(-1).cummin(-1).values.flip(-1)
 
 
-def index_in_text(positions: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch key"]:
-    """Return the index of each token in its text: from the last start whose position is 0, or from the first slot."""
-    slot = torch.arange(starts.shape[-1], device=starts.device)
-    return slot - torch.where(starts & (positions == 0), slot, 0).cummax(-1).values
-
-
-def other_indices(
-    index: Int[Tensor, "*rows key"], positions: Int[Tensor, "*texts key"], starts: Bool[Tensor, "batch key"]
-) -> Iterator[tuple[int, Int[Tensor, "*_ key"]]]:
-    """Yield starts, and the indices that tokens have if the keys before are padding, where positions do not tell."""
-    slot = torch.arange(starts.shape[-1], device=starts.device)
-    unknown = starts & ~(starts & (positions == 0)).any(-1, keepdim=True)
-    for start in unknown.any(0).nonzero()[:, 0].flip(0).tolist():
-        yield start, index - start * (unknown[:, start, None] & (slot >= start))
+def check_one_text(spec: AttentionSpec, inside: Bool[Tensor, "*lead query key"], tool: str) -> None:
+    """Refuse several texts packed into one row, each masked from the others: scores are fitted text by text."""
+    real = inside.diagonal(0, -2, -1)
+    whole = spec.mask(inside.shape[-1], inside.device) & real[..., :, None] & real[..., None, :]
+    if not torch.equal(whole, inside):
+        raise ArgumentError(
+            "attention_mask",
+            f"must leave one text in each row for {tool}, got a mask that hides tokens of a text "
+            "from each other, as of packed texts: pass them as a batch of texts",
+        )

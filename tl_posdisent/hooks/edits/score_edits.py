@@ -27,8 +27,6 @@ class View:
     heads: Sequence[int]
     inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
     rotation: HeadRotation  # none unless vectors are requested
-    positions: Tensor  # of the tokens, as the model has them, ``(pos,)`` or ``(batch, pos)``
-    index: Tensor | None  # their indices in their text, from 0, regardless of positions; None unless requested
     # The scores under all rotation edits and earlier score edits: in the model's dtype, soft cap included, arbitrary
     # outside the mask.
     scores: Float[Tensor, "batch head query key"]
@@ -52,7 +50,7 @@ class ScoreEdit(Edit):
     edit: Callable[[View], Tensor]  # returns new scores, used inside the mask only; -inf hides a key
     order: Order
     vectors: bool = False  # whether it reads queries and keys
-    counts: bool = False  # whether it needs the indices of tokens in their text
+    by_place: bool = False  # whether it depends on where a text begins in its row
     hides: bool = False  # whether it hides keys by scores of its own, so that no component of them can be fitted
     plain: bool = False  # needs the real distances: combines only with frequency limits and interpolation
     components: frozenset[str] = frozenset()  # components that a patch puts in
@@ -64,3 +62,4 @@ class ResultEdit(Edit):
 
     replace: Callable[[int, Sequence[int], Tensor], Tensor]
     by_slot: bool = False  # whether it was given for slots of a whole text
+    of_others: bool = False  # whether a text gets what another text of the batch has

@@ -49,7 +49,7 @@ def rotated_scores(
         rest: these less the product of its queries and keys; overwritten.
     """
     if not rotation.pairwise:
-        angles = rotation.angles(layer.rotary, rotation.positions(layer.positions, len(layer.q)))
+        angles = rotation.angles(layer.rotary, rotation.positions(layer.slots, len(layer.q)))
         return _rounded(add_product(layer.spec, rest, _turned(layer, rotation, heads, angles, angles)), scores)
     distances = None if rotation.distance is None else rotation.distance.distances
     if isinstance(distances, Tensor):
@@ -66,7 +66,6 @@ def rotated_scores(
         straight = straight_pieces(values, low)
         if straight is None:
             index = (layer.distances - low).clamp(0, len(values) - 1)
-            index = index if index.ndim == 2 else index[:, None]  # positions differ between texts
             return _rounded(rest + _of_pairs(layer, rotation, heads, values, index), scores)
         pieces = straight
     return _selected(layer, rotation, heads, scores, rest, pieces)
@@ -93,7 +92,7 @@ def _turned(
             check_patch(f"{which}_rot", patch, x)
             return patch[:, :, list(chosen)].to(x)
         x = x if len(chosen) == x.shape[2] else x[:, :, list(chosen)]
-        return rotation.turned(x, angles, layer.positions, layer.rotary)
+        return rotation.turned(x, angles, layer.slots, layer.rotary)
 
     q = rotation.kept(side(layer.wide_q, "q", heads, of_queries), layer.rotary)
     k = side(layer.wide_k, "k", shared, of_keys)
@@ -171,7 +170,7 @@ def _selected(
     pieces: Sequence[Piece],
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores from vectors turned for each piece, and select for each pair the piece of its distance."""
-    exact, positions = rotation.frequencies(layer.rotary), rotation.positions(layer.positions, len(layer.q))
+    exact, positions = rotation.frequencies(layer.rotary), rotation.positions(layer.slots, len(layer.q))
     real = None
     if len(pieces) > 1:
         real = layer.distances if rotation.position is None else positions[..., :, None] - positions[..., None, :]
@@ -209,7 +208,7 @@ def _of_pairs(
 ) -> Float[Tensor, "batch head query key"]:
     """Compute scores at the distances ``values[index]``."""
     spec, rotary = layer.spec, layer.rotary
-    phases = rotation.phases(rotary, layer.positions, len(layer.q))
+    phases = rotation.phases(rotary, layer.slots, len(layer.q))
 
     def noisy(x: Tensor) -> Tensor:
         return turn(x, phases[..., None, :], rotary.pairing, 1.0) if isinstance(phases, Tensor) else x

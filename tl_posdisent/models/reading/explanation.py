@@ -18,10 +18,10 @@ from tl_posdisent.models.reading.candidates import Candidates, OwnNumbers, Pair,
 from tl_posdisent.models.reading.length_limits import length_limit
 from tl_posdisent.models.reading.query_key_hooks import LatentLayout, Tap, layouts, read, short_name
 from tl_posdisent.models.reading.seen import Seen, is_mask
-from tl_posdisent.models.reading.spec import AttentionSpec, HookNames, Limits, Taps
+from tl_posdisent.models.reading.spec import AttentionSpec, Limits, Taps
 from tl_posdisent.models.running.forward_pass import Pass
-from tl_posdisent.models.running.model_parts import FIRST_HOOK, architecture, hook_name, implementation
-from tl_posdisent.rope.rotary import Rotary, table_like
+from tl_posdisent.models.running.model_parts import architecture, hook_name, implementation
+from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.precision import mismatch
 
 
@@ -35,7 +35,7 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     visible = seen.visible
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in options.windows if is_mask(visible, causal, w)), None)
-    names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
+    names = [hook_name(layer, short) for short in seen]
 
     def named(short: str) -> str | None:
         return hook_name(layer, short) if short in seen else None
@@ -76,9 +76,9 @@ def explain(p: Pass, layer: int, seen: Seen, own: OwnNumbers, keys_of: int | Non
     return spec
 
 
-def _points(p: Pass, names: Iterable[str]) -> dict[int, HookNames]:
-    """Return the names of those hooks that the model has, by the ``id`` of their points."""
-    return {id(p.points[name]): HookNames(name, p.points[name].name) for name in names if name in p.points}
+def _points(p: Pass, names: Iterable[str]) -> dict[str, str]:
+    """Return the names of those hooks that the model has, by the name of their points."""
+    return {p.points[name].name: name for name in names if name in p.points}
 
 
 def _no_pattern(attn: Any) -> str:
@@ -178,7 +178,7 @@ _ROTATED_EARLIER = (
 
 
 def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
-    """Add the hooks of rotated vectors and of the table of cosines, which show the positions of a running text."""
+    """Add the hooks of rotated vectors."""
     layer = spec.layer
     if spec.rotary is None:
         for name, x in zip(("hook_rot_q", "hook_rot_k"), turned, strict=True):
@@ -200,14 +200,7 @@ def _with_taps(spec: AttentionSpec, turned: Sequence[Tensor], seen: Seen) -> Att
     return spec.with_taps(
         q_rot=rotated("q", spec.taps.q, turned[0]),
         k_rot=rotated("k", spec.taps.k, turned[1]),
-        cos=hook_name(layer, "hook_cos") if "hook_cos" in seen and _is_table(seen["hook_cos"], spec.rotary) else None,
     )
-
-
-def _is_table(cos: Tensor, rotary: Rotary) -> bool:
-    """Say whether this is the rotation's table of cosines at positions 0, 1, 2 …"""
-    table = table_like(cos, rotary, torch.arange(cos.shape[1], device=cos.device), "cos")
-    return table.shape[1:] == cos.shape[1:] and mismatch(cos, table.expand_as(cos)) <= 1
 
 
 def _rotated_latent(layer: int, which: str, tap: Tap) -> Tap:
@@ -259,8 +252,8 @@ def with_lent(seen: Seen, lender: Seen) -> Seen:
 def _at_lender(spec: AttentionSpec, p: Pass, lender: int) -> AttentionSpec:
     """Return the spec with the hooks of keys and values in the layer to which they belong."""
     k, v = (tap and replace(tap, name=hook_name(lender, short_name(tap.name))) for tap in (spec.taps.k, spec.taps.v))
-    names = [FIRST_HOOK, *(tap.name for tap in (k, v) if tap)]
-    return replace(spec.with_taps(k=k, v=v, keys_of=lender), points=_points(p, names) | dict(spec.points))
+    points = _points(p, [tap.name for tap in (k, v) if tap])
+    return replace(spec.with_taps(k=k, v=v, keys_of=lender), points=points | dict(spec.points))
 
 
 # --- how well a candidate fits

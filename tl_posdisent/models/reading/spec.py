@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,7 +27,6 @@ class Taps:
     Attributes:
         q, k: of the vectors before rotation and after any QK-norm.
         q_rot, k_rot: of the rotated vectors.
-        cos: of the rotation's table of cosines.
         scores: of the scores; None if it does not carry scores.
         pattern, z, v: of pattern, output and values; ``v`` is None if z is not the sum of its values in a layer that
             shows no scores.
@@ -39,7 +38,6 @@ class Taps:
     k: Tap | None = None
     q_rot: Tap | None = None
     k_rot: Tap | None = None
-    cos: str | None = None
     scores: str | None = None
     pattern: str | None = None
     z: str | None = None
@@ -74,13 +72,6 @@ class Limits:
     certain: bool = True
 
 
-class HookNames(NamedTuple):
-    """The name of a hook point in ``taps``, and its own, which differs in a bridge."""
-
-    name: str
-    own: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Geometry):
     """Properties of one layer's attention, as measured on the running model; those of ``Geometry`` are its own.
@@ -90,15 +81,15 @@ class AttentionSpec(Geometry):
         architecture: the model's architecture, for messages.
         taps: its hooks.
         limits: what cannot be read or edited.
-        points: the names of the first hook of a pass and of the hooks that fire in the layer, in their order, by the
-            ``id`` of the model's hook point. They tell hooks that were made for this model from those of another.
+        points: the names in ``taps`` of the hooks that fire in the layer, in their order, by the name of the hook
+            point, which differs in a bridge.
     """
 
     layer: int
     architecture: str
     taps: Taps = Taps()
     limits: Limits = Limits()
-    points: Mapping[int, HookNames] = field(default_factory=dict, repr=False, compare=False)
+    points: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def puts_in_result(self) -> bool:
