@@ -35,7 +35,7 @@ def with_scores_of(model: Any, deviation: float) -> None:
 def described(spec: AttentionSpec) -> tuple[Any, ...]:
     rotation = None if spec.rotary is None else (spec.rotary.pairing, spec.rotary.dim)
     scale = None if spec.scale is None else (round(spec.scale, 6), spec.soft_cap)
-    edits = (spec.taps.cos, spec.taps.q_rot and spec.taps.q_rot.name, spec.limits.scores_editable)
+    edits = (spec.taps.q_rot and spec.taps.q_rot.name, spec.limits.scores_editable)
     return (spec.causal, spec.window, spec.limits.problem, spec.limits.no_rotation, rotation, scale, *edits)
 
 
