@@ -52,8 +52,8 @@ def swap_positions(
         ValueError: a model or layer without rotary embeddings or without the hooks for the edit; positions of wrong
             rank, not finite or given as pairs; layers or heads out of range or repeated. While running: positions whose
             length differs from the text's; a KV cache; a text longer than the model's original context, if it is then
-            rotated or scaled otherwise (longrope, dynamic NTK, Ministral 3); ``position_ids`` with gaps; a function, in a
-            row whose first keys are hidden, such as one that is padded on the left: its positions are ambiguous.
+            rotated or scaled otherwise (longrope, dynamic NTK, Ministral 3); ``position_ids`` with gaps; a function, in
+            a row whose first keys are hidden, such as one that is padded on the left: its positions are ambiguous.
 
     Example:
         >>> import torch
