@@ -1,4 +1,4 @@
-"""Lists may be iterators, generators, arrays and tensors: layers and heads of every public function."""
+"""Lists may be iterators, generators, arrays and tensors: layers and heads."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
     "list of arrays": lambda x: [np.array(y) for y in x],
     "list of tensors": lambda x: [torch.tensor(y) for y in x],
 }
-OF_A_LAYER = {"patch_vectors", "show_interventions"}  # heads of the one layer that they take
-QUICK = {"additivity", "dummy_distance", "ablate_heads"}
 CASES = [
-    pytest.param(f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}", marks=[pytest.mark.slow] * later)
+    pytest.param(f, parameter, chosen, id=f"{f.__name__}-{parameter}-{n}")
     for parameter, lists in {"layers": [[0], [0, 1]], "heads": [[0, 3], [(1, 3), (0, 0)]]}.items()
     for f in functions(parameter)
-    if f.__name__ != "report"  # which calls what is tried here, for minutes
+    if f.__name__ in ("additivity", "dummy_distance", "ablate_heads")
     for n, chosen in enumerate(lists)
-    if not (f.__name__ in OF_A_LAYER and parameter == "heads" and isinstance(chosen[0], tuple))
-    for later in [f.__name__ not in QUICK]
 ]
 
 

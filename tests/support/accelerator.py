@@ -2,8 +2,8 @@
 
 Within ``with imitated(): ...`` every operation on such tensors runs on the CPU's kernels with the CPU's tensors inside,
 so numbers are those of the CPU. Errors of CUDA are raised: tensors of two devices in one operation (except CPU scalars
-and CPU indices), a generator of another device, ``.numpy()``. With ``no_float64`` also those of MPS. Not imitated:
-streams, memory, rounding of other kernels.
+and CPU indices), a generator of another device, ``.numpy()``. Not imitated: streams, memory,
+rounding of other kernels.
 """
 
 from __future__ import annotations
@@ -94,20 +94,13 @@ class OnDevice(Tensor):
 class Imitated(TorchDispatchMode):
     """Intercepts all operations, also those that create tensors on a device."""
 
-    no_float64 = False
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled here, so torch need not check it at each operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = _run(func, args, kwargs or {})
-        if self.no_float64:
-            for x in tensors(made):
-                if isinstance(x, OnDevice) and x.dtype in (torch.float64, torch.complex128):
-                    raise TypeError("Cannot convert a MPS Tensor to float64 dtype as MPS doesn't support float64")
-        return made
+        return _run(func, args, kwargs or {})
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -198,15 +191,13 @@ def register() -> None:
 
 
 @contextlib.contextmanager
-def imitated(*, no_float64: bool = False) -> Iterator[None]:
+def imitated() -> Iterator[None]:
     """Provide two devices, ``imitated:0`` and ``imitated:1``, within the block."""
     register()
-    mode = Imitated()
-    mode.no_float64 = no_float64
     kept = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
-        with mode:
+        with Imitated():
             yield
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(kept)

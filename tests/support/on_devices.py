@@ -1,4 +1,4 @@
-"""Call every public function with its model and tensors on a device, in a dtype."""
+"""Call public functions with their model and tensors on a device, in a dtype."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from support import zoo
-from support.public_calls import GOOD, OWN, TOKENS, call, callables, synthetic, takes_synthetic
+from support.public_calls import GOOD, OWN, TOKENS, call, callables
 from tl_posdisent.hooks.hook_list import Hooks
-from tl_posdisent.rope import Moments
 
+NAMES = [
+    *("fit_additive", "fit_additive_qk", "fit_attention", "capture", "additivity", "controlled_distance"),
+    *("dummy_distance", "swap_positions", "knock_out", "head_ablation", "position_patching", "where_or_what"),
+]
+"""What a user of a GPU tries first."""
 FUNCTIONS = callables()
-QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
-OTHER: dict[str, dict[str, Any]] = {
-    "patch_vectors": {"k_rot": torch.zeros(2, 12, 8, 8)},  # the model has a key head for every head
-}
-# A reading says which device it was; ``report`` calls what is tried here, for minutes.
-ELSEWHERE = {"read_model", "report"}
+QUICK = {"layers": [0]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Place:
 def has_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(has_tensors, value))
-    return isinstance(value, (Tensor, Moments)) or (dataclasses.is_dataclass(value) and hasattr(value, "to"))
+    return isinstance(value, Tensor) or (dataclasses.is_dataclass(value) and hasattr(value, "to"))
 
 
 def moved(value: Any, place: Place) -> Any:
@@ -56,10 +55,6 @@ def moved(value: Any, place: Place) -> Any:
         return value
     if isinstance(value, Tensor):
         return place.of(value)
-    if isinstance(value, Moments):
-        on = place.device
-        sides = (dataclasses.replace(x, mean=x.mean.to(on), cov=x.cov.to(on)) for x in (value.query, value.key))
-        return Moments(*sides, value.rotary.to(on))
     if isinstance(value, (list, tuple)):
         return type(value)(moved(x, place) for x in value)
     return value.to(place.device)
@@ -72,23 +67,17 @@ def with_model(name: str) -> bool:
 @functools.cache
 def arguments(name: str) -> dict[str, Any]:
     """What ``call`` gives a function beside its model."""
-    own = OWN.get(name, {}) | OTHER.get(name, {})
+    own = OWN.get(name, {})
     parameters = inspect.signature(FUNCTIONS[name]).parameters
     own = own | {p: x for p, x in QUICK.items() if p in parameters and p not in own}
     needed = {p for p, x in parameters.items() if x.default is x.empty and p not in ("model", "args", "kwargs")}
     return {p: own[p] if p in own else GOOD.get(p) for p in parameters if p in own or p in needed}
 
 
-def a_model(name: str, kind: str, place: Place) -> Any:
-    """What a function takes; an own one where it is changed."""
-    if name == "train":
-        return put(synthetic(), place)
-    return _shared(takes_synthetic(FUNCTIONS[name]), kind, place)
-
-
 @functools.cache
-def _shared(of_synthetic: bool, kind: str, place: Place) -> Any:
-    return put(synthetic() if of_synthetic else zoo.load(kind, "llama"), place)
+def a_model(kind: str, place: Place) -> Any:
+    """What a function takes."""
+    return put(zoo.load(kind, "llama"), place)
 
 
 @torch.no_grad()
@@ -107,13 +96,13 @@ def called(name: str, kind: str, place: Place, *model: Any, **other: Any) -> Any
     """The function with its model, of a kind, and its tensors at a place, and ``other`` arguments."""
     given = {p: moved(value, place) for p, value in arguments(name).items()} | other
     if with_model(name) and not model:
-        model = (a_model(name, kind, place),)
+        model = (a_model(kind, place),)
     return call(FUNCTIONS[name], *model, **given)
 
 
 def outcome(name: str, kind: str, place: Place, *model: Any, **other: Any) -> Any:
     """What the function returns there; of hooks, and of a model, the logits of a run."""
-    model = model or ((a_model(name, kind, place),) if with_model(name) else ())
+    model = model or ((a_model(kind, place),) if with_model(name) else ())
     return after_a_run(called(name, kind, place, *model, **other), place, *model)
 
 
@@ -125,11 +114,3 @@ def after_a_run(found: Any, place: Place, *model: Any) -> Any:
     (runs,) = (found,) if is_model else model
     with torch.no_grad():
         return runs.run_with_hooks(moved(TOKENS, place), fwd_hooks=[] if is_model else found)
-
-
-NAMES = [
-    name
-    for name in FUNCTIONS
-    if name not in ELSEWHERE and (with_model(name) or has_tensors(list(arguments(name).values())))
-]
-"""All public functions that take a model or tensors."""
