@@ -101,7 +101,7 @@ def test_interventions_are_values(kind: str, name: str, shared_model: Any) -> No
 def test_copies_that_tools_make_are_made_under_hooks(kind: str, name: str, shared_model: Any) -> None:
     """Random copies are those of the bare model; what the hooks change is the model alone."""
     model = shared_model(kind, name)
-    every: list[Any] = ["random", "shuffled", "random_qk"]
+    every: list[Any] = ["random", "shuffled"]
 
     def made() -> list[Tensor]:
         return [next(tp.random_control(model, [1], weights=weights))(TOKENS) for weights in every]

@@ -25,7 +25,7 @@ TOKENS = zoo.random_tokens(14, batch=3)
 REAL = torch.arange(14) >= torch.tensor([[0], [4], [0]])  # the second text is padded on the left
 TEXTS: dict[str, Any] = {"tokens": TOKENS.where(REAL, 0), "attention_mask": REAL.long(), "progress": False}
 HEADS = [(1, 6), (0, 2), (1, 3)]
-CONTROLS: tuple[ScoreControl, ...] = ("foreign keys", "random queries and keys")
+CONTROLS: tuple[ScoreControl, ...] = ("foreign keys",)
 
 # Columns that say which of the heads that are asked for were run.
 SEARCHED = {"exact", "exact_se", "kl", "kl_se"}

@@ -10,12 +10,12 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import additivity, capture, random_control
+from tl_posdisent import additivity, capture
 from tl_posdisent.experiments.attention_scores.score_controls import for_each_control
 from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)
-CONTROLS = ("foreign keys", "random queries and keys")
+CONTROLS = ("foreign keys",)
 NUMBERS = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_no_distance", "r_held_out"]
 
 
@@ -103,36 +103,6 @@ def test_foreign_keys_of_heads_that_are_sums_give_what_a_formula_says() -> None:
         assert table.loc[("foreign keys", head), "r_no_distance"] ** 2 == pytest.approx(expected.item(), abs=1e-5)
 
 
-# --- random queries and keys ----------------------------------------------------------------------------------
-
-
-def test_random_queries_and_keys_read_the_residual_stream_of_the_model() -> None:
-    model = zoo.load("hooked", "llama-gqa")
-    copy = next(random_control(model, [0], weights="random_qk"))
-    with torch.no_grad():
-        _, cache = model.run_with_cache(TOKENS)
-        for layer, found in scores_of("random queries and keys", model).items():
-            read = cache[f"blocks.{layer}.ln1.hook_normalized"] * model.blocks[layer].ln1.w
-            scores: list[Tensor] = []
-            point = copy.blocks[layer].attn.hook_attn_scores
-            point.add_hook(lambda x, hook, scores=scores: scores.append(x.double()))
-            copy.blocks[layer].attn(read, read, read)
-            inside = torch.ones(24, 24).tril().bool()
-            torch.testing.assert_close(found[..., inside], scores[0][..., inside], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.tl4
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gemma2"))
-def test_the_copy_has_the_residual_stream_of_the_model(kind: str, name: str, shared_model: Any) -> None:
-    """Where only the first layer is read, its stream is the copy's own: the same scores without putting z in."""
-    model = shared_model(kind, name)
-    found = scores_of("random queries and keys", model, layers=[0])[0]
-    copy = next(random_control(model, [0], weights="random_qk"))
-    (layer,) = capture(copy, TOKENS, layers=[0])
-    inside = layer.spec.mask(24)
-    torch.testing.assert_close(found[..., inside], layer.scores.double()[..., inside], rtol=1e-5, atol=1e-5)
-
-
 # --- the table ------------------------------------------------------------------------------------------------
 
 
@@ -178,5 +148,5 @@ def test_scores_with_a_bias_of_the_distance_have_no_foreign_keys(shared_model: A
 
 @pytest.mark.parametrize("control", [["foreign"], "own", 3, ["foreign keys", "foreign keys"]])
 def test_unknown_controls_are_refused(control: Any, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=r"^controls .*must be some of foreign keys, random queries and keys"):
+    with pytest.raises(ValueError, match=r"^controls .*must be some of foreign keys"):
         additivity(shared_model("hooked", "llama-gqa"), TOKENS, controls=control, progress=False)

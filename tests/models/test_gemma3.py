@@ -98,13 +98,13 @@ def test_heads_under_edits_are_the_oracles(edit: str, model: Any, tokens: Tensor
         assert torch.equal(got[:, others], plain[z].transpose(1, 2)[:, others])
 
 
-def test_one_profile_for_other_texts_tells_it_from_random_queries_and_keys(model: Any) -> None:
+def test_one_profile_for_other_texts_tells_it_from_shuffled_weights(model: Any) -> None:
     texts = model.to_tokens(demo_text())[0, :257]
     texts = torch.stack([texts[:128], torch.cat([texts[:1], texts[129:256]])])
     options = {"layers": [LOCAL, GLOBAL], "progress": False}
     trained, random = (
         additivity(m, texts, **options)["r_held_out"].mean()
-        for m in (model, next(random_control(model, weights="random_qk")))
+        for m in (model, next(random_control(model, weights="shuffled")))
     )
     assert trained > random + 0.05
 

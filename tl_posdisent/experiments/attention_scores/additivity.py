@@ -67,9 +67,6 @@ def additivity(
             * ``"foreign keys"``: the head's queries with the keys of the layer's next key head, or of the model's next
               layer where all heads share one. Is *r* due to queries and keys that belong together, or does it
               suffice that each are concentrated around a mean? In the same pass (one more with a single key head).
-            * ``"random queries and keys"``: random projections of the residual stream of this model, unlike
-              ``random_control(weights="random_qk")``, whose stream changes too. Is the residual stream enough? Two
-              passes, and a copy of the model.
         progress: show a progress bar.
 
     Returns:

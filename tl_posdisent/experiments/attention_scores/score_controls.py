@@ -10,18 +10,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.utils.errors import ArgumentError
 
-ScoreControl = Literal["foreign keys", "random queries and keys"]
+ScoreControl = Literal["foreign keys"]
 """Which scores are fitted beside those of the heads: see ``additivity``."""
 
-_PROJECTION_SEED = 0  # of the random projections
 _Function = Callable[[str, AttentionSpec, Tensor], None]
 
 
@@ -38,7 +34,7 @@ def for_each_control(
 
     Raises:
         ValueError: a layer whose scores cannot be computed from queries and keys; no other keys for a layer with one
-            key head; what ``random_control`` refuses.
+            key head.
     """
     if "foreign keys" in controls:
         with_foreign_keys = _foreign_keys(model, tokens, specs)
@@ -50,8 +46,6 @@ def for_each_control(
         for_each_layer(model, tokens, specs, visit)
     else:  # in layers whose scores cannot be computed from queries and keys, too
         for_each_scores(model, tokens, specs, partial(function, "own"))
-    if "random queries and keys" in controls:
-        _random_projections(model, tokens, specs, partial(function, "random queries and keys"))
 
 
 def _foreign_keys(
@@ -89,33 +83,3 @@ def _other_layer(model: Any, spec: AttentionSpec) -> int:
             f"key head, and no other layer has a single one with {spec.d_head} coordinates",
         )
     return next((layer for layer in alike if layer > spec.layer), alike[0])
-
-
-def _random_projections(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
-    specs: Sequence[AttentionSpec],
-    function: Callable[[AttentionSpec, Tensor], None],
-) -> None:
-    """Compute queries and keys by random projections from the residual stream of the model itself.
-
-    They are those of a copy (``random_qk``). Its heads are given the outputs of the model's at ``hook_z``, so the
-    residual stream of the copy is the model's.
-    """
-    until = max(spec.layer for spec in specs)
-    below = [spec for spec in read_model(model).specs() if spec.layer <= until]
-    if silent := [spec for spec in below if spec.taps.z is None]:
-        raise ValueError(
-            f"layer {silent[0].layer} of {silent[0].architecture} has no hook_z, so its output is not known"
-        )
-    copy = next(random_control(model, [_PROJECTION_SEED], weights="random_qk"))
-    with running(model) as p:
-        outputs = p.record(tokens, [spec.taps.z for spec in below if spec.taps.z], stop=until + 1)
-    hooks: list[Hook] = [(name, partial(_put, z)) for name, z in outputs.items()]
-    copied_specs = read_model(copy).specs([spec.layer for spec in specs])
-    with applied(copy, hooks):
-        for_each_layer(copy, tokens, copied_specs, lambda layer: function(layer.spec, layer.scores))
-
-
-def _put(z: Tensor, x: Tensor, hook: Any) -> Tensor:
-    return z

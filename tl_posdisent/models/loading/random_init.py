@@ -1,4 +1,4 @@
-"""Random-weights baselines: copies of a model with random, shuffled or partly random weights."""
+"""Random-weights baselines: copies of a model with random or shuffled weights."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
-from tl_posdisent.models.loading.projections import check_parameters, projections
-from tl_posdisent.models.running.model_parts import device_of, dtype_of, n_layers
+from tl_posdisent.models.running.model_parts import device_of, dtype_of, modules, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
-Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
-"""Which weights of a copy are random: all of them, all of them shuffled, or only those of queries and keys."""
+Baseline: TypeAlias = Literal["random", "shuffled"]
+"""Whether the weights of a copy are drawn anew, or are the model's in a random order."""
 
 Scale: TypeAlias = float | Literal["config"]
 """The standard deviation of random weights, or ``"config"`` for the one that the model's configuration states."""
@@ -47,9 +47,6 @@ def random_control(
       norms are 1 and biases 0.
     * ``"shuffled"``: the entries of each weight matrix and vector are permuted. Is the scale of the trained weights
       enough, without their structure?
-    * ``"random_qk"``: the projections to queries and keys are redrawn, their biases are 0, and everything else stays
-      trained, including norms of queries and keys. Do the learned projections matter, or does the residual stream that
-      they read suffice?
 
     How additive the scores of random weights are depends on ``std``: in SmolLM2-135M the mean *r* of one text is .88 at
     0.02 and .52 at its own 1/24.
@@ -57,7 +54,7 @@ def random_control(
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, which is not changed.
         seeds: number of copies (seeds 0, 1 …), or a list of seeds; the global random state is restored.
-        weights: ``"random"``, ``"shuffled"`` or ``"random_qk"``.
+        weights: ``"random"`` or ``"shuffled"``.
         std: standard deviation of the weights that are drawn: a number; ``"config"`` for ``initializer_range`` of the
             model's configuration; or several, each with copies for all seeds. GGUF files do not state it:
             ``load_model`` fills in the published one of its packaged models, and in a model that transformers read
@@ -69,9 +66,7 @@ def random_control(
 
     Raises:
         ValueError: seeds that are not integers, repeated or missing; unknown ``weights``; a std that is not above 0, or
-            given for ``"shuffled"``, which uses none; ``"random_qk"`` for a model that does not have one projection to
-            queries and one to keys (as with latent attention); not a TransformerLens model; weights that are no
-            floating point parameters and would stay trained (quantised, such as GPTQ's and AWQ's, or parametrized),
+            given for ``"shuffled"``, which uses none; not a TransformerLens model; quantised or parametrized weights,
             except for a TransformerBridge with ``"random"``, whose copies are made from the configuration.
 
     Example:
@@ -82,29 +77,38 @@ def random_control(
         >>> bool(r[0] > r[1]), [m.cfg.initializer_range for m in copies]
         (True, [0.02, 0.02, 0.1])
     """
-    layers = n_layers(model)
+    n_layers(model)  # or raise: not a TransformerLens model
     check_choice("weights", weights, get_args(Baseline))
     numbers = check_seeds(seeds)
-    if weights != "random" and any(p.is_meta for p in model.parameters()):
-        raise ArgumentError(
-            "model", f"must have its weights in memory for weights={weights!r}, which keeps some of them"
-        )
     if weights == "shuffled":
+        if any(p.is_meta for p in model.parameters()):
+            raise ArgumentError("model", 'must have its weights in memory for weights="shuffled", which keeps them')
         if std != "config":
             raise ArgumentError(
                 "std", f'must be "config" for weights="shuffled", which keeps the weights, got {shown(std)}'
             )
-        check_parameters(model, weights, everywhere=True)
+        _check_parameters(model, weights)
         return (_shuffled(model, seed) for seed in numbers)
     scales = initial_scales(model, std)
-    if weights == "random_qk":
-        for layer in range(layers):
-            projections(model, layer)  # or raise before anything is copied
-        check_parameters(model, weights, everywhere=False)
-    elif _drawn_in_place(model):
-        check_parameters(model, weights, everywhere=True)
-    one = {"random": _initialised, "random_qk": _with_random_qk}[weights]
-    return (one(model, scale, seed) for scale in scales for seed in numbers)
+    if _drawn_in_place(model):
+        _check_parameters(model, weights)
+    return (_initialised(model, scale, seed) for scale in scales for seed in numbers)
+
+
+def _check_parameters(model: Any, weights: Baseline) -> None:
+    """Refuse weights that are no floating point parameters, which a copy would keep: quantised or parametrized ones."""
+    for part in modules(model):
+        own = [*part.parameters(recurse=False)]
+        integers = not all(x.is_floating_point() for x in own)
+        no_matrix = hasattr(part, "in_features") and not any(x.ndim > 1 for x in part.parameters())
+        if is_parametrized(part) or integers or no_matrix:
+            kind = type(getattr(part, "original_component", None) or part).__name__
+            raise ArgumentError(
+                "model",
+                f"must keep its weights in floating point parameters for weights={weights!r}, which replaces these "
+                f"alone, and a module ({kind}) has others, which would stay the trained ones: load the model without "
+                "quantisation, or convert these weights to parameters",
+            )
 
 
 def initial_scales(model: Any, std: Scale | Iterable[Scale]) -> list[float]:
@@ -132,11 +136,8 @@ def described_copies(weights: Baseline, scales: Sequence[float], seeds: Sequence
     >>> described_copies("random", [0.02], [0, 1]), described_copies("shuffled", [], [3])
     ('random weights, standard deviation 0.02, seeds 0, 1', 'shuffled weights, seed 3')
     """
-    words = {"random": "random weights", "shuffled": "shuffled weights", "random_qk": "random queries and keys"}[
-        weights
-    ]
     drawn = f", standard deviation {', '.join(f'{x:.3g}' for x in scales)}" if scales else ""
-    return f"{words}{drawn}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+    return f"{weights} weights{drawn}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
 
 
 def _number(x: Any) -> float:
@@ -241,13 +242,4 @@ def _shuffled(model: Any, seed: int) -> Any:
     for parameter in fresh.parameters():
         order = torch.randperm(parameter.numel(), generator=generator, device="cpu").to(parameter.device)
         parameter.copy_(parameter.flatten()[order].view_as(parameter))
-    return fresh
-
-
-def _with_random_qk(model: Any, std: float, seed: int) -> Any:
-    fresh, generator = _copied(model), torch.Generator().manual_seed(seed)
-    for layer in range(n_layers(fresh)):
-        for name, parameter in projections(fresh, layer):
-            _draw(name, parameter, std, generator)
-    fresh.cfg.initializer_range = std
     return fresh
