@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tl_posdisent import demo_tokens, fit_additive, fit_attention, load_demo_model
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.rope import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -34,7 +33,7 @@ def masked(scores: Tensor, cells: Tensor, value: float, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", [fit_additive, fit_attention, toeplitz_share])
+@pytest.mark.parametrize("function", [fit_additive, fit_attention])
 def test_masked_cells_inside_the_mask_are_refused(function: Callable[..., Any], dtype: torch.dtype) -> None:
     """As models mask: with -inf, or with the lowest number of a dtype, in place of the scores or added to them."""
     causal, window = allowed(LENGTH, LENGTH), allowed(LENGTH, LENGTH, window=5)

@@ -171,7 +171,7 @@ WITHOUT_KIND = words_of(
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
     *("HeadDescription", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
-    *("RopeCapacity", "RopeHadamard", "ScoreSources", "Split"),
+    *("RopeHadamard", "ScoreSources", "Split"),
     *("SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used

@@ -87,8 +87,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("fit_attention", {"scores": None, "pattern": X}, "pattern"),
     ("fit_attention", {"scores": None, "pattern": X.softmax(-1)}, "pattern"),
     ("fit_attention", {"scores": X, "keys": numbers(5, 1, 4)}, "keys"),
-    ("principal_angles", {"b": SCORES[1, 0, :5]}, "b"),
-    ("principal_angles", {"b": SCORES[1, 0] * 0}, "b"),
     ("rotate", {"x": Q[..., :3]}, "x"),
     ("rotate", {"positions": torch.arange(9).expand(3, 9)}, "positions"),
     ("rotate", {"x": Q[0, :, 0]}, "x"),

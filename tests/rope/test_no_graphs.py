@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from tl_posdisent import fit_additive, fit_additive_qk
-from tl_posdisent.rope import (
-    Moments,
-    Rotary,
-    decompose,
-    rope_capacity,
-    toeplitz_share,
-)
+from tl_posdisent.rope import Moments, Rotary, decompose
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,10 +28,8 @@ ATTENDED = torch.einsum("ihd,jhd->hij", *LEARNT)
 MEASURED: dict[str, Callable[[], Any]] = {
     "fit_additive": lambda: fit_additive(ATTENDED),
     "fit_additive_qk": lambda: fit_additive_qk(*LEARNT, scale=1.0),
-    "toeplitz_share": lambda: toeplitz_share(ATTENDED),
     "Moments.from_qk": lambda: Moments.from_qk(*LEARNT, ROTARY).query,
     "decompose": lambda: decompose(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
-    "rope_capacity": lambda: rope_capacity(ROTARY, range(8), LEARNT[0][:8, 0, 0]),
 }
 
 

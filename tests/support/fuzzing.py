@@ -104,9 +104,9 @@ def drawn_scores(draw: Any, kinds: tuple[str, ...] = ("plain", "far", "few", "ti
 
 
 @st.composite
-def rotaries(draw: Any, least: int = 0) -> Rotary:
+def rotaries(draw: Any) -> Rotary:
     """Any frequencies, standing and repeated and negative ones too; either pairing; YaRN's factor."""
-    theta = draw(st.lists(st.floats(-3.0, 3.0, width=32), min_size=least, max_size=4))
+    theta = draw(st.lists(st.floats(-3.0, 3.0, width=32), max_size=4))
     pairing = draw(st.sampled_from(["half", "adjacent"]))
     return Rotary(torch.tensor(theta, dtype=torch.float64), pairing, draw(st.sampled_from([1.0, 0.5, 1.25])))
 

@@ -1,14 +1,9 @@
-from .capacity import RopeCapacity as RopeCapacity
-from .capacity import rope_capacity as rope_capacity
 from .factorial_variance_decomposition import COMPONENTS as COMPONENTS
 from .factorial_variance_decomposition import VarianceShares as VarianceShares
 from .factorial_variance_decomposition import decompose as decompose
 from .moments import Moments as Moments
-from .principal_angles import principal_angles as principal_angles
 from .rotary import Rotary as Rotary
 from .rotary import rotary_from_table as rotary_from_table
 from .rotary import rotate as rotate
 from .rotary import to_complex as to_complex
-from .subspaces import interaction_bound as interaction_bound
 from .subspaces import subspace_patterns_qk as subspace_patterns_qk
-from .toeplitz import toeplitz_share as toeplitz_share

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tl_posdisent.rope.factorial_variance_decomposition import (
     COMPONENTS,
-    Component,
-    Pair,
     decompose_factors,
     read_factors,
     share_of,
@@ -19,54 +17,7 @@ from tl_posdisent.rope.moments import Moments, Spread, check_distances, chunks, 
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import Numbers, check_choice
-
-
-def interaction_bound(
-    moments: Moments, distances: Numbers, *, scale: float, component: Component = "distance:key"
-) -> pd.DataFrame:
-    """Bound the variance of an interaction; it is 0 if no subspace both rotates and has varying keys.
-
-    In the notation of ``decompose``, with complex subspaces, mean query q̄, covariances ``K = E[k_c conj(k_c')]`` and
-    ``K̃ = E[k_c k_c']`` of the centred keys, and U and Ũ of the rotation ``u_c = scale · factor² · exp(i θ_c d)``,
-
-        var(distance:key) = ½ Re Σ_cc' ( U q̄_c conj(q̄_c') conj(K) + Ũ q̄_c q̄_c' conj(K̃) )
-                          ≤ ½ Σ_cc' |q̄_c| |q̄_c'| ( |K| |U| + |K̃| |Ũ| )                      (pairwise)
-                          ≤ ( Σ_c |q̄_c| · sd(k_c) · sd(u_c) )²                               (separate)
-
-    by the triangle inequality and Cauchy–Schwarz, with ``sd(k_c)² = E|k_c − k̄_c|²`` and
-    ``sd(u_c)² = scale² factor⁴ (1 − |mean of exp(i θ_c d)|²)``, which is 0 for a subspace that does not turn over these
-    distances. For ``distance:query:key`` the query's covariances take the place of q̄.
-
-    Arguments and errors are those of ``decompose``; ``component`` may be any of its components. Returns one row per
-    head: the interaction's ``share`` of the scores' variance, its bounds ``pairwise`` and ``separate``, and the
-    variance itself, ``total``, in units of the scores squared.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Moments, Rotary, interaction_bound
-        >>> rotary = Rotary(torch.tensor([torch.pi], dtype=torch.float64))  # turns over at every step
-        >>> q, k = torch.ones(5, 1, 2), torch.arange(5.0)[:, None, None] * torch.ones(2)
-        >>> bound = interaction_bound(Moments.from_qk(q, k, rotary), [0, 1], scale=1.0)
-        >>> bound.round(3)  # here the bounds are tight
-           head  share  pairwise  separate  total
-        0     0  0.333     0.333     0.333   24.0
-    """
-    factors = read_factors(moments, distances, scale)
-    check_choice("component", component, COMPONENTS)
-    pair, whole = factors.pair(component), decompose_factors(factors)
-    columns = {
-        "share": whole.variance(component),
-        "pairwise": (pair.hermitian.abs() + pair.plain.abs()).sum((-2, -1)) / 2,
-        "separate": _spreads(pair).sum(-1) ** 2,
-    }
-    columns = {name: share_of(x, whole.total) for name, x in columns.items()} | {"total": whole.total}
-    return pd.DataFrame({**index_columns(whole.total.shape), **{name: x.tolist() for name, x in columns.items()}})
-
-
-def _spreads(pair: Pair) -> Float64[Tensor, "head subspace"]:
-    """Bound the contribution of each subspace to an interaction, in units of the scores."""
-    return pair.hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
+from tl_posdisent.utils.validation import Numbers
 
 
 @own_sums()
@@ -102,9 +53,9 @@ def subspace_patterns_qk(
           ``distance``; ``query``, ``key`` and ``query:key`` together; and the three other components together. Summed
           over subspaces and all three, they are 1. A covariance of two subspaces is split equally between them, so a
           share is negative where a subspace cancels more of the others' variance than it adds;
-        * ``spread``: the subspace's term in the bound ``separate`` of ``interaction_bound``, in standard deviations of
-          the scores: size of the mean query × standard deviation of the key × ``turn``, with scale and attention
-          factor.
+        * ``spread``: size of the mean query × standard deviation of the key × ``turn``, with scale and attention
+          factor, in standard deviations of the scores. The square of their sum over subspaces bounds the share of
+          ``distance:key`` (by the triangle inequality and Cauchy–Schwarz).
 
     Raises:
         ValueError: as ``Moments.from_qk`` and ``decompose``.
@@ -131,7 +82,8 @@ def subspace_patterns_qk(
     mixed = [i for i, name in enumerate(COMPONENTS) if name.startswith("distance:")]
     for column, components in (("distance", [0]), ("semantic", semantic), ("interaction", mixed)):
         columns[column] = share_of(parts[components].sum(0), variance)
-    columns["spread"] = share_of(_spreads(factors.pair("distance:key")), variance.sqrt())
+    spreads = factors.pair("distance:key").hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
+    columns["spread"] = share_of(spreads, variance.sqrt())
     heads, n = columns["spread"].shape
     theta = torch.nn.functional.pad(rotary.frequencies, (0, n - len(rotary.frequencies)))
     of_all = {"frequency": theta, "wavelength": 2 * torch.pi / theta, "turn": _turn(moments, distances, n)}

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.experiments.residual_stream.qk_readout import (
     Readout,
     measure_readouts,
@@ -23,7 +24,6 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Recorded, running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.tables import HasTable, index_columns
@@ -75,8 +75,9 @@ class ContentPosition(HasTable):
         """Return one row per head and term, over the cells of all texts.
 
         ``share`` is the covariance of the term with the scores, divided by the variance of the scores: shares sum to 1.
-        ``size`` is the term's own variance divided by that of the scores. ``toeplitz`` is the term's
-        ``toeplitz_share``, with one function of the distance for all texts; NaN for a term that does not vary.
+        ``size`` is the term's own variance divided by that of the scores. ``toeplitz`` is the share of the term's own
+        variance that is a function of the distance, the same for all texts (``AdditiveFit.share_distance``); NaN for a
+        term that does not vary.
         """
         scores = self._centred(self.scores())
         total, tables = scores.square().mean((0, 2)), []
@@ -87,7 +88,7 @@ class ContentPosition(HasTable):
             columns = {
                 "share": (centred * scores).mean((0, 2)) / total,
                 "size": centred.square().mean((0, 2)) / total,
-                "toeplitz": toeplitz_share(term, mask=self._mask, pool=True),
+                "toeplitz": fit_additive(term, mask=self._mask, pool=True, check=False).share_distance,
             }
             tables.append(pd.DataFrame({**heads, "term": name, **{key: x.tolist() for key, x in columns.items()}}))
         return pd.concat(tables, ignore_index=True).sort_values("head", kind="stable", ignore_index=True)
@@ -290,7 +291,7 @@ def positional_subspace(
     """Compute the principal directions of the positional part of the residual stream before a layer.
 
     The positional part is the mean over the texts at each position minus the mean of all tokens (arXiv 2505.13027). To
-    compare two layers, use ``principal_angles`` of their bases.
+    compare two layers, use ``scipy.linalg.subspace_angles`` of their bases.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
@@ -306,15 +307,15 @@ def positional_subspace(
             directions in which the positional part varies.
 
     Example:
+        >>> from scipy.linalg import subspace_angles
         >>> from tl_posdisent import demo_tokens, load_demo_model
         >>> from tl_posdisent.experiments import positional_subspace
-        >>> from tl_posdisent.rope import principal_angles
         >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(16, 32)
         >>> first, last = (positional_subspace(model, tokens, layer, rank=2) for layer in (1, 4))
         >>> first
         PositionalSubspace of layer 1: 2 of 128 dimensions, 0.057 of the stream is positional (0.061 by chance)
-        >>> principal_angles(first.basis, last.basis).shape
-        torch.Size([2])
+        >>> subspace_angles(first.basis.numpy(), last.basis.numpy()).shape  # in radians, the largest first
+        (2,)
     """
     reading = read_model(model)
     model, (spec,) = reading.model, reading.specs([layer])

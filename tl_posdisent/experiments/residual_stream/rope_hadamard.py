@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Bool, Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.texts import Tokens, read_texts
-from tl_posdisent.rope.product_spectrum import condition_number, effective_rank, product_spectrum
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
-from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import check_integer
 from tl_posdisent.utils.words import plural
@@ -34,7 +33,7 @@ class RopeHadamard(HasTable):
         rotary: frequencies θ_c and pairing.
         query, key: ``[batch, pos, head, d_head]``, before rotation; the query includes scale and YaRN's factor; one key
             head per query head.
-        mask: ``[query, key]``, where a query sees a key. Grams, kernels and spectra include cells outside it.
+        mask: ``[query, key]``, where a query sees a key. Grams and kernels include cells outside it.
     """
 
     layer: int
@@ -65,32 +64,20 @@ class RopeHadamard(HasTable):
 
     def scores(self) -> Float64[Tensor, "batch head query key"]:
         """Compute the layer's scores before any soft cap, at all cells, also outside the mask."""
-        return torch.einsum("bqhd,bkhd->bhqk", *self._rotated())
-
-    def spectra(self) -> tuple[Float64[Tensor, "batch head rank"], Float64[Tensor, "batch head rank"]]:
-        """Compute singular values of ``content()`` and ``scores()``, descending, without the zeros beyond d_head."""
-        before, after = (
-            product_spectrum(*(x.transpose(1, 2) for x in pair)) for pair in ((self.query, self.key), self._rotated())
-        )
-        return before, after
+        places, plain = self._places(), replace(self.rotary, attention_factor=1.0)
+        rotated = (rotate(x, places, plain) for x in (self.query, self.key))
+        return torch.einsum("bqhd,bkhd->bhqk", *rotated)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row per text and head, with each measure before (``content()``) and after rotation (``scores()``).
+        """Return one row per text and head: ``toeplitz_before`` and ``toeplitz_after`` rotation.
 
-        ``norm`` is the largest singular value; ``condition`` and ``effective_rank`` describe the whole matrix;
-        ``toeplitz`` is the ``toeplitz_share`` inside the mask.
+        They are the shares of the variance of ``content()`` and of ``scores()`` inside the mask that are a function of
+        the distance (``AdditiveFit.share_distance``).
         """
-        both = [*zip(("before", "after"), self.spectra(), (self.content(), self.scores()), strict=True)]
-        columns = {f"condition_{when}": condition_number(spectrum) for when, spectrum, _ in both}
-        columns |= {f"effective_rank_{when}": effective_rank(spectrum) for when, spectrum, _ in both}
-        columns |= {f"norm_{when}": spectrum[..., 0] for when, spectrum, _ in both}
-        columns |= {f"toeplitz_{when}": toeplitz_share(scores, mask=self.mask) for when, _, scores in both}
-        index = index_columns(columns["norm_after"].shape)
-        return pd.DataFrame({**index, **{name: x.flatten().tolist() for name, x in columns.items()}})
-
-    def _rotated(self) -> tuple[Tensor, Tensor]:
-        places, plain = self._places(), replace(self.rotary, attention_factor=1.0)
-        return rotate(self.query, places, plain), rotate(self.key, places, plain)
+        both = {"toeplitz_before": self.content(), "toeplitz_after": self.scores()}
+        shares = {name: fit_additive(x, mask=self.mask, check=False).share_distance for name, x in both.items()}
+        index = index_columns(self.query.shape[:1] + self.query.shape[2:3])
+        return pd.DataFrame({**index, **{name: x.flatten().tolist() for name, x in shares.items()}})
 
     def _places(self) -> Tensor:
         return torch.arange(self.query.shape[1], device=self.query.device)
