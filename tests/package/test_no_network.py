@@ -59,34 +59,15 @@ def test_a_folder_is_read_without_a_network_and_a_name_is_not(no_network: list[A
     model = tl_posdisent.load_model(tmp_path)
     assert model.to_tokens("the people").shape[1] > 2
     for path in ("./none", str(tmp_path / "none"), "~/none", "a/b/c"):
-        with pytest.raises(ValueError, match="is not a folder"):
+        with pytest.raises(OSError, match="none|c"):
             tl_posdisent.load_model(path)
-    with pytest.raises(ValueError, match="must be a known name"):
-        tl_posdisent.load_model("no-such-model-anywhere")
     assert not no_network
-    with pytest.raises((ValueError, AssertionError)):
+    with pytest.raises((OSError, AssertionError)):
         tl_posdisent.load_model("no-one/no-such-model-anywhere")
     assert no_network, "only the name of a repository may ask"
 
 
-@pytest.mark.parametrize("offline", [False, True], ids=["no network", "HF_HUB_OFFLINE"])
-def test_without_the_hub_a_repository_is_refused_at_once(
-    offline: bool, no_network: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The network is asked once, not again and again; not at all if the user says that there is none."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.setattr(f"huggingface_hub.constants.{name}", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    waited: list[Any] = []
-    monkeypatch.setattr("time.sleep", waited.append)
-    why = "HF_HUB_OFFLINE is set" if offline else "no answer"
-    with pytest.raises(ValueError, match=rf"no-one/none: it is not in the hub's cache, .* \({why}\): load it once"):
-        tl_posdisent.load_model("no-one/none")
-    assert len(no_network) == (0 if offline else 1)
-    assert waited == []
-
-
-def test_without_the_hub_a_cached_repository_is_read(
+def test_offline_a_cached_repository_is_read(
     no_network: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tl_posdisent.demo.demo_model import demo_hf_model
@@ -98,9 +79,8 @@ def test_without_the_hub_a_cached_repository_is_read(
     (repository / "refs" / "main").write_text("abc")
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", str(tmp_path))
-    waited: list[Any] = []
-    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     tokens = torch.tensor([[1, 2, 3]])
     expected = tl_posdisent.load_model(repository / "snapshots" / "abc")(tokens)
     assert torch.equal(tl_posdisent.load_model("some/name", device="cpu")(tokens), expected)
-    assert (len(no_network), waited) == (1, [])
+    assert not no_network
