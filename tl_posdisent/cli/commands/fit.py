@@ -96,7 +96,7 @@ def _at_random(measure: Any, model: Any, seeds: range, std: Any) -> list[Any]:
     from tl_posdisent.models.loading.random_init import initial_scale, random_control
 
     scale = initial_scale(model, std)
-    copies = random_control(model, seeds, std=[scale])
+    copies = random_control(model, seeds, std=scale)
     return [measure(m).assign(weights=f"random {s}", std=scale) for s, m in zip(seeds, copies, strict=True)]
 
 

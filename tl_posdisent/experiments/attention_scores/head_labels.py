@@ -95,16 +95,16 @@ def head_labels(
     copied = repeated_tokens(reading.model, length, N_SEQUENCES, check_seed(seed))
     read = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *read)
-    scales = [initial_scale(reading.model, std)] if seeds else []
-    copies = random_control(reading.model, seeds, std=scales) if seeds else ()
+    scale = initial_scale(reading.model, std) if seeds else None
+    copies = () if scale is None else random_control(reading.model, seeds, std=scale)
     models = (m for group in ([reading], copies) for m in group)
     with tqdm(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
         trained, *random = [_measured(m, texts, copied, pairs) for m in bar]
     chance: Any = sum(random) / len(random) if random else None
     table = _labelled(trained, chance)
     table.attrs["start_token"] = start_token(reading.model)
-    if seeds:
-        table.attrs["random weights"] = described_copies("random", scales, seeds)
+    if scale is not None:
+        table.attrs["random weights"] = described_copies(scale, seeds)
     return reading.note(table)
 
 

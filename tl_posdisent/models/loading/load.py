@@ -155,19 +155,15 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 
 
 @usual_defaults()
-def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, check: bool = True) -> Any:
-    """Wrap ``hf_model`` in a TransformerBridge that keeps this very tokenizer.
-
-    Without ``check``, logits are not compared with the original's: for models that differ from a checked one only in
-    their weights. ``bridge.checked_logits`` says whether they were compared.
-    """
+def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> TransformerBridge:
+    """Wrap ``hf_model`` in a TransformerBridge that keeps this very tokenizer, and compare the two."""
     # A private module, but it has the only function that accepts a model without downloading a tokenizer.
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     hf_model.eval()
     tokens = comparison_tokens(hf_model)
     name = type(hf_model).__name__
-    expected = hf_logits(hf_model, tokens) if check else None  # before wrapping, with the model's own attention
+    expected = hf_logits(hf_model, tokens)  # before wrapping, with the model's own attention
     try:
         hf_model.set_attn_implementation("eager")
         bridge: TransformerBridge = build_bridge_from_module(
@@ -175,14 +171,11 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         )
         bridge.eval()
         with torch.no_grad():
-            got = bridge(tokens) if check else None
+            got = bridge(tokens)
     except Exception as error:
         why = first_line(error)
         raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
-    if got is not None and expected is not None:
-        what = f"the TransformerBridge of {name}"
-        check_same_logits(got, expected, what=what, quantised=is_quantised(hf_model))
-    bridge.checked_logits = check
+    check_same_logits(got, expected, what=f"the TransformerBridge of {name}", quantised=is_quantised(hf_model))
     return bridge
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformer_lens.hook_points import HookPoint
 
-from tl_posdisent.models.loading.load import bridge_from_hf, wrapped
+from tl_posdisent.models.loading.load import wrapped
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, modules, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.torch_defaults import usual_defaults
@@ -35,7 +35,7 @@ def random_control(
     seeds: int | Iterable[int] = 1,
     *,
     weights: Baseline = "random",
-    std: Scale | Iterable[Scale] = "config",
+    std: Scale = "config",
 ) -> Iterator[Any]:
     """Yield random-weights baselines: copies of a model with other weights, one in memory at a time.
 
@@ -55,14 +55,13 @@ def random_control(
         model: HookedTransformer, TransformerBridge or a similar model, which is not changed.
         seeds: number of copies (seeds 0, 1 …), or a list of seeds; the global random state is restored.
         weights: ``"random"`` or ``"shuffled"``.
-        std: standard deviation of the weights that are drawn: a number; ``"config"`` for ``initializer_range`` of the
-            model's configuration; or several, each with copies for all seeds. GGUF files do not state it:
-            ``load_model`` fills in the published one of its packaged models, and in a model that transformers read
-            from such a file it is transformers' default.
+        std: standard deviation of the weights that are drawn: a number, or ``"config"`` for ``initializer_range`` of
+            the model's configuration. GGUF files do not state it: ``load_model`` fills in the published one of its
+            packaged models, and in a model that transformers read from such a file it is transformers' default.
 
     Yields:
-        A model of the same class, device and dtype, in evaluation mode, without the hooks of ``model``; for each
-        ``std``, one per seed. ``copy.cfg.initializer_range`` is the standard deviation.
+        A model of the same class, device and dtype, in evaluation mode, without the hooks of ``model``; one per seed.
+        ``copy.cfg.initializer_range`` is the standard deviation.
 
     Raises:
         ValueError: seeds that are not integers, repeated or missing; unknown ``weights``; a std that is not above 0, or
@@ -72,10 +71,10 @@ def random_control(
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, random_control
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> copies = [model, *random_control(model, std=[0.02, 0.1])]
+        >>> copies = [model, *random_control(model, seeds=[0, 1])]
         >>> r = [additivity(m, tokens, layers=[0], progress=False)["r"].mean() for m in copies]
-        >>> bool(r[0] > r[1]), [m.cfg.initializer_range for m in copies]
-        (True, [0.02, 0.02, 0.1])
+        >>> bool(r[0] > max(r[1:])), [m.cfg.initializer_range for m in copies]
+        (True, [0.02, 0.02, 0.02])
     """
     n_layers(model)  # or raise: not a TransformerLens model
     check_choice("weights", weights, get_args(Baseline))
@@ -89,10 +88,10 @@ def random_control(
             )
         _check_parameters(model, weights)
         return (_shuffled(model, seed) for seed in numbers)
-    scales = initial_scales(model, std)
+    scale = initial_scale(model, std)
     if _drawn_in_place(model):
         _check_parameters(model, weights)
-    return (_initialised(model, scale, seed) for scale in scales for seed in numbers)
+    return (_initialised(model, scale, seed) for seed in numbers)
 
 
 def _check_parameters(model: Any, weights: Baseline) -> None:
@@ -111,37 +110,19 @@ def _check_parameters(model: Any, weights: Baseline) -> None:
             )
 
 
-def initial_scales(model: Any, std: Scale | Iterable[Scale]) -> list[float]:
-    """Return the standard deviations that ``random_control`` uses; warn if the model's configuration states none."""
-    several = [std] if isinstance(std, str) or not isinstance(std, Iterable) else list(std)
-    if not several:
-        raise ArgumentError("std", 'must be a number, "config", or some of these, got none')
-    found = [_stated(model) if isinstance(x, str) and x == "config" else _number(x) for x in several]
-    if len(set(found)) < len(found):
-        raise ArgumentError("std", f"must hold each standard deviation once, got {shown(found)}")
-    return found
-
-
 def initial_scale(model: Any, std: Scale) -> float:
-    """Return the single standard deviation with which copies are drawn."""
-    scales = initial_scales(model, std)
-    if len(scales) > 1:
-        raise ArgumentError("std", f'must be one number or "config" here, got {shown(scales)}')
-    return scales[0]
+    """Return the standard deviation of random weights; warn if the model's configuration states none."""
+    return _stated(model) if isinstance(std, str) and std == "config" else check_number("std", std, above=0)
 
 
-def described_copies(weights: Baseline, scales: Sequence[float], seeds: Sequence[int]) -> str:
+def described_copies(std: float, seeds: Sequence[int]) -> str:
     """Describe in words the copies with which a table was compared.
 
-    >>> described_copies("random", [0.02], [0, 1]), described_copies("shuffled", [], [3])
-    ('random weights, standard deviation 0.02, seeds 0, 1', 'shuffled weights, seed 3')
+    >>> described_copies(0.02, [0, 1])
+    'random weights, standard deviation 0.02, seeds 0, 1'
     """
-    drawn = f", standard deviation {', '.join(f'{x:.3g}' for x in scales)}" if scales else ""
-    return f"{weights} weights{drawn}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-
-
-def _number(x: Any) -> float:
-    return check_number("std", x, above=0)
+    which = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+    return f"random weights, standard deviation {std:.3g}, {which}"
 
 
 def _configuration(model: Any) -> Any:
@@ -222,18 +203,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
         fresh = type(model.original_model)(config)
         fresh = fresh.to(device_of(model), dtype_of(model.original_model))
-        return _bridged(fresh, model)
-
-
-def _bridged(fresh: Any, model: Any) -> Any:
-    """Wrap a copy like its model; if the model's logits were compared with the original's, the copy's are not.
-
-    The tokenizer is shared: it is the model's own, and copying a large one takes longer than a pass.
-    """
-    tokenizer = getattr(model, "tokenizer", None)
-    if not getattr(model, "checked_logits", False):
-        return bridge_from_hf(fresh, tokenizer=tokenizer)
-    return wrapped(fresh, tokenizer, check=False)
+        return wrapped(fresh, getattr(model, "tokenizer", None))
 
 
 @torch.no_grad()

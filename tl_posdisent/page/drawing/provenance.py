@@ -70,7 +70,7 @@ def reproduce(subject: Subject, call: str, settings: Settings) -> Markup:
     rows = {
         "Versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "Seed": f"seed {settings.seed}",
-        **({"Random": described_copies("random", [settings.std], settings.copy_seeds)} if settings.copies else {}),
+        **({"Random": described_copies(settings.std, settings.copy_seeds)} if settings.copies else {}),
         "Token ids": f"SHA-256 {digest[:16]}…, int64, {subject.tokens.shape[0]} × {subject.tokens.shape[1]}",
     }
     return render("reproduce", command=call, rows=rows)
