@@ -62,17 +62,15 @@ def check_same_logits(
     expected: Float[Tensor, "batch pos vocab"],
     *,
     what: str,
-    quantised: bool = False,
 ) -> None:
     """Raise ValueError unless the logits agree: largest difference at most 1e-3 of the largest logit.
 
-    In a 16-bit type, and with quantised weights, where rounding alone makes larger single differences, the root mean
-    square of the difference must be at most a tenth of that of the logits. Expected logits that are not finite are
-    refused.
+    In a 16-bit type, where rounding alone makes larger single differences, the root mean square of the difference must
+    be at most a tenth of that of the logits. Expected logits that are not finite are refused.
     """
     if got.shape != expected.shape:
         raise _different(what, f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
-    precise = expected.dtype in (torch.float32, torch.float64) and not quantised
+    precise = expected.dtype in (torch.float32, torch.float64)
     norm = partial(torch.linalg.vector_norm, ord=torch.inf if precise else 2)
     error, size = float(norm(got.float() - expected.float())), float(norm(expected.float()))
     if not isfinite(size):

@@ -24,7 +24,6 @@ from tl_posdisent.models.loading.convert import (
 )
 from tl_posdisent.models.loading.converted import read_packaged
 from tl_posdisent.models.loading.packaged import PACKAGED
-from tl_posdisent.models.running.model_parts import is_quantised
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.torch_defaults import usual_defaults
@@ -175,7 +174,7 @@ def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     except Exception as error:
         why = first_line(error)
         raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
-    check_same_logits(got, expected, what=f"the TransformerBridge of {name}", quantised=is_quantised(hf_model))
+    check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
     return bridge
 
 
@@ -208,8 +207,9 @@ def _source(name_or_dir: Any) -> str | Path:
             "must be the folder of a model, or a model's name, got a GGUF file: load it with transformers, "
             "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name), and pass that model to bridge_from_hf",
         )
-    with contextlib.suppress(ValueError):  # raised if the name is already a repository
-        return str(_lens(*_OFFICIAL_NAME)(name_or_dir)) if isinstance(name_or_dir, str) else name_or_dir
+    if isinstance(name_or_dir, str):
+        with contextlib.suppress(ValueError):  # raised if the name is already a repository
+            return str(_lens(*_OFFICIAL_NAME)(name_or_dir))
     return name_or_dir
 
 

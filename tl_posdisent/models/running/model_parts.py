@@ -85,13 +85,6 @@ def dtype_of(model: Any) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def is_quantised(model: Any) -> bool:
-    """Say whether the model's weights are quantised, so that its kernels may round to 16 bits whatever its dtype is."""
-    wrapped = getattr(model, "original_model", None)
-    stated = any(getattr(x, "is_quantized", False) is True for x in (model, wrapped))  # set by transformers
-    return stated or any(not p.is_floating_point() for p in model.parameters())
-
-
 def modules(model: Any) -> list[torch.nn.Module]:
     """List all modules of a model, each once.
 
