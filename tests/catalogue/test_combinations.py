@@ -235,7 +235,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: TASK.batch(0), "n"),
     (lambda: TASK.batch(1, seed=-1), "seed"),
     (lambda: TASK.split(1, 1, seed=2**32), "seed"),
-    (lambda: TASK.batch(1, torch.Generator(), device="meta"), "device"),
     (lambda: tp.synthetic.dynamics({}, TASK), "models"),
     (lambda: decompose(GOOD["moments"], [1, 2], scale=1.0).share("place"), "component"),
 ]

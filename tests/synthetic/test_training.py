@@ -150,9 +150,9 @@ def test_an_epoch_sees_every_sample_once_in_a_new_order(monkeypatch: pytest.Monk
     seen: list[tuple[int, ...]] = []
     answers = training.answers
 
-    def listen(model: Any, tokens: Tensor, pad: int | None) -> Tensor:
+    def listen(logits: Tensor, tokens: Tensor, pad: int | None) -> Tensor:
         seen.extend(tuple(row) for row in torch.nn.functional.pad(tokens, (0, 32 - tokens.shape[1])).tolist())
-        return answers(model, tokens, pad)
+        return answers(logits, tokens, pad)
 
     monkeypatch.setattr(training, "answers", listen)
     go(small(n_train=96, pieces=2, n_test=1))

@@ -39,8 +39,8 @@ class Attention(nn.Module):
         self.dropout = config.dropout if "pattern" in config.dropout_at else 0.0
         self.shared = (encoding,)  # in a tuple, so that it is not registered as a submodule
         self._make_projections(config)
-        self.W_O = nn.Parameter(torch.empty(config.n_heads, config.head_size, config.d_model, dtype=torch.float32))
-        self.b_O = nn.Parameter(torch.zeros(config.d_model, dtype=torch.float32))
+        self.W_O = nn.Parameter(torch.empty(config.n_heads, config.head_size, config.d_model))
+        self.b_O = nn.Parameter(torch.zeros(config.d_model))
         self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()  # [batch, pos, head, d_head]
         if encoding.rotates:
             self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint()  # [batch, pos, head, d_head]
@@ -49,8 +49,8 @@ class Attention(nn.Module):
 
     def _make_projections(self, config: SyntheticConfig) -> None:
         matrix, bias = (config.n_heads, config.d_model, config.head_size), (config.n_heads, config.head_size)
-        self.W_Q, self.W_K, self.W_V = (nn.Parameter(torch.empty(matrix, dtype=torch.float32)) for _ in range(3))
-        self.b_Q, self.b_K, self.b_V = (nn.Parameter(torch.zeros(bias, dtype=torch.float32)) for _ in range(3))
+        self.W_Q, self.W_K, self.W_V = (nn.Parameter(torch.empty(matrix)) for _ in range(3))
+        self.b_Q, self.b_K, self.b_V = (nn.Parameter(torch.zeros(bias)) for _ in range(3))
 
     @property
     def rotary_cos(self) -> Float[Tensor, "pos columns"] | None:
@@ -119,18 +119,18 @@ class LatentAttention(Attention):
     def _make_projections(self, config: SyntheticConfig) -> None:
         heads, size, rotated = config.n_heads, config.head_size, config.rotary_dim
         self.rotated, self.shared_query, self.latent_norm = rotated, config.shared_rotary_query, config.latent_norm
-        self.W_DQ = nn.Parameter(torch.empty(config.d_model, config.query_latent, dtype=torch.float32))
-        self.W_DKV = nn.Parameter(torch.empty(config.d_model, config.key_latent, dtype=torch.float32))
-        self.W_KR = nn.Parameter(torch.empty(config.d_model, rotated, dtype=torch.float32))
+        self.W_DQ = nn.Parameter(torch.empty(config.d_model, config.query_latent))
+        self.W_DKV = nn.Parameter(torch.empty(config.d_model, config.key_latent))
+        self.W_KR = nn.Parameter(torch.empty(config.d_model, rotated))
         of_head = size - rotated if self.shared_query else size
-        self.W_UQ = nn.Parameter(torch.empty(heads, config.query_latent, of_head, dtype=torch.float32))
+        self.W_UQ = nn.Parameter(torch.empty(heads, config.query_latent, of_head))
         if self.shared_query:
-            self.W_QR = nn.Parameter(torch.empty(config.query_latent, rotated, dtype=torch.float32))
-        self.W_UK = nn.Parameter(torch.empty(heads, config.key_latent, size - rotated, dtype=torch.float32))
-        self.W_UV = nn.Parameter(torch.empty(heads, config.key_latent, size, dtype=torch.float32))
+            self.W_QR = nn.Parameter(torch.empty(config.query_latent, rotated))
+        self.W_UK = nn.Parameter(torch.empty(heads, config.key_latent, size - rotated))
+        self.W_UV = nn.Parameter(torch.empty(heads, config.key_latent, size))
         if self.latent_norm:
             sizes = (config.query_latent, config.key_latent)
-            self.norm_q, self.norm_kv = (nn.RMSNorm(n, eps=1e-6, dtype=torch.float32) for n in sizes)
+            self.norm_q, self.norm_kv = (nn.RMSNorm(n, eps=1e-6) for n in sizes)
         self.hook_q_latent, self.hook_kv_latent = HookPoint(), HookPoint()  # [batch, pos, latent]
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,7 +85,7 @@ class Learned(Encoding):
     def __init__(self, config: SyntheticConfig, *, trained: bool = True) -> None:
         super().__init__(config)
         self.longest = config.n_ctx
-        vectors = nn.Parameter(torch.empty(config.n_ctx, config.d_model, dtype=torch.float32))
+        vectors = nn.Parameter(torch.empty(config.n_ctx, config.d_model))
         if trained:
             self.W_pos = vectors
         else:
@@ -96,7 +96,7 @@ class Learned(Encoding):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        self.W_pos.copy_(torch.randn(self.W_pos.shape, dtype=torch.float32, generator=generator, device="cpu"))
+        self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator))
 
 
 # --- added to the scores ----------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class ALiBi(Encoding):
         super().__init__(config)
         n = config.n_heads
         slopes = alibi_slopes(n) if config.alibi_slopes == "powers" else [math.exp(-h / n) for h in range(n)]
-        self.register_buffer("slopes", torch.tensor(slopes, dtype=torch.float32, device="cpu"), persistent=False)
+        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
         self.register_buffer("table", self._table(config.n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "head query key"]:
@@ -133,7 +133,7 @@ class T5Bias(Encoding):
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.table = nn.Parameter(torch.empty(config.n_heads, config.t5_buckets, dtype=torch.float32))
+        self.table = nn.Parameter(torch.empty(config.n_heads, config.t5_buckets))
 
     def bias(self, length: int) -> Float[Tensor, "head query key"]:
         c, distance = self.config, torch.arange(1 - length, length, device=self.table.device)
@@ -142,7 +142,7 @@ class T5Bias(Encoding):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        self.table.copy_(0.02 * torch.randn(self.table.shape, dtype=torch.float32, generator=generator, device="cpu"))
+        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator))
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -229,5 +229,5 @@ class Rope(Encoding):
 
 def _angles(length: int, base: float, dim: int) -> Float[Tensor, "pos half"]:
     """Compute ``position · base^(-2c/dim)`` in float64."""
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
-    return torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequency
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return torch.arange(length, dtype=torch.float64)[:, None] * frequency

@@ -28,7 +28,7 @@ _KINDS |= dict.fromkeys(("sinusoidal", "learned", "random"), "standard") | {"ali
 class Embed(nn.Module):
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
-        self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model, dtype=torch.float32))
+        self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model))
 
 
 class Unembed(nn.Module):
@@ -36,8 +36,8 @@ class Unembed(nn.Module):
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
-        self.W_U = nn.Parameter(torch.empty(config.d_model, config.n_out, dtype=torch.float32))
-        self.b_U = nn.Parameter(torch.zeros(config.n_out, dtype=torch.float32))
+        self.W_U = nn.Parameter(torch.empty(config.d_model, config.n_out))
+        self.b_U = nn.Parameter(torch.zeros(config.n_out))
         self.hook_in, self.hook_out = HookPoint(), HookPoint()  # [batch, (pos,) d_model or n_out]
 
     def forward(self, x: Float[Tensor, "*lead d_model"]) -> Float[Tensor, "*lead n_out"]:
@@ -51,8 +51,8 @@ class LayerNorm(nn.Module):
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.w = nn.Parameter(torch.ones(d_model, dtype=torch.float32))
-        self.b = nn.Parameter(torch.zeros(d_model, dtype=torch.float32))
+        self.w = nn.Parameter(torch.ones(d_model))
+        self.b = nn.Parameter(torch.zeros(d_model))
         self.hook_scale = HookPoint()  # [batch, pos, 1]
         self.hook_normalized = HookPoint()  # [batch, pos, d_model]
 
@@ -68,10 +68,10 @@ class LayerNorm(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
-        self.W_in = nn.Parameter(torch.empty(config.d_model, config.d_mlp, dtype=torch.float32))
-        self.b_in = nn.Parameter(torch.zeros(config.d_mlp, dtype=torch.float32))
-        self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model, dtype=torch.float32))
-        self.b_out = nn.Parameter(torch.zeros(config.d_model, dtype=torch.float32))
+        self.W_in = nn.Parameter(torch.empty(config.d_model, config.d_mlp))
+        self.b_in = nn.Parameter(torch.zeros(config.d_mlp))
+        self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model))
+        self.b_out = nn.Parameter(torch.zeros(config.d_model))
         self.activation = config.activation
         self.hook_pre, self.hook_post = HookPoint(), HookPoint()  # [batch, pos, d_mlp]
 
@@ -149,15 +149,14 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         )
         self.cfg.pad_id, self.cfg.seed = config.pad_id, config.seed
         self.cfg.attention_dir = "causal" if config.causal else "bidirectional"
-        with torch.device("cpu"):  # whatever torch's default device is
-            self.embed, self.unembed = Embed(config), Unembed(config)
-            self.hook_embed = HookPoint()  # [batch, pos, d_model]
-            self.encoding = make_encoding(config)
-            if self.encoding.embed(1) is not None:
-                self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
-            self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
-            if config.final_norm:
-                self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
+        self.embed, self.unembed = Embed(config), Unembed(config)
+        self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        self.encoding = make_encoding(config)
+        if self.encoding.embed(1) is not None:
+            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
+        if config.final_norm:
+            self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
         self._initialise(torch.Generator().manual_seed(config.seed))
         self.setup()
 
@@ -171,7 +170,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             if last == "W_pos":
                 continue
             drawn = torch.rand if as_torch and last != "W_E" else torch.randn
-            values = drawn(named[name].shape, dtype=torch.float32, generator=generator, device="cpu")
+            values = drawn(named[name].shape, generator=generator)
             if drawn is torch.rand:
                 values = 2 * values - 1
             elif last in ("W_O", "W_out"):
@@ -179,7 +178,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             named[name].copy_(scale * values)
         for name in named if as_torch else ():  # each bias like its matrix, b_Q like W_Q
             if (matrix := name.replace(".b_", ".W_")) != name and matrix in scales:
-                values = 2 * torch.rand(named[name].shape, dtype=torch.float32, generator=generator, device="cpu") - 1
+                values = 2 * torch.rand(named[name].shape, generator=generator) - 1
                 named[name].copy_(scales[matrix] * values)
         self.encoding.initialise(generator)
 

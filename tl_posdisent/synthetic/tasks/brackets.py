@@ -109,9 +109,9 @@ def _steps(
     up: Int[Tensor, " n"], length: Int[Tensor, " n"], width: int, generator: torch.Generator
 ) -> Int[Tensor, "n pos"]:
     """Draw steps of 1 and -1 in random order, ``up`` of them 1, and zeros after ``length`` steps."""
-    place = torch.arange(width, device=generator.device)
+    place = torch.arange(width)
     after = place >= length[:, None]
-    keys = torch.rand(len(up), width, dtype=torch.float32, generator=generator, device=generator.device)
+    keys = torch.rand(len(up), width, generator=generator)
     order = keys.masked_fill(after, 2.0).argsort(-1)
     steps = torch.full_like(order, -1).scatter_(1, order, 2 * (place < up[:, None]).long() - 1)
     return steps.masked_fill_(after, 0)
@@ -126,7 +126,7 @@ def _balanced(pairs: Int[Tensor, " n"], width: int, generator: torch.Generator) 
     length = 2 * pairs[:, None] + 1
     steps = _steps(pairs, length[:, 0], width + 1, generator)
     begin = steps.cumsum(1).argmin(1, keepdim=True) + 1  # zeros after the text are no lower, and later
-    place = torch.arange(width, device=steps.device)
+    place = torch.arange(width)
     return steps.gather(1, (begin + place) % length).masked_fill_(place >= length - 1, 0)
 
 

@@ -54,7 +54,7 @@ class Reversal(Task):
         length = uniform(self.min_length, self.max_length, (n,), generator)
         tokens = uniform(2, self.d_vocab - 1, (n, self.n_ctx), generator)
         # One place of the first half, whole numbers below n // 2, and then in half of the texts its mirror.
-        place = (torch.rand(n, dtype=torch.float32, generator=generator, device=length.device) * (length // 2)).long()
+        place = (torch.rand(n, generator=generator) * (length // 2)).long()
         mirrored = length - 1 - place
         swapped = uniform(0, 1, (n,), generator) == 1
         place, mirrored = torch.where(swapped, mirrored, place), torch.where(swapped, place, mirrored)

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
 Samples = tuple[Int[Tensor, "sample pos"], Int[Tensor, " sample"]]
@@ -72,23 +71,22 @@ class Task(ABC):
 
     @abstractmethod
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
-        """Draw samples on the generator's device, without a loop over samples or tokens."""
+        """Draw samples without a loop over samples or tokens."""
 
     def _check_range(self, name: str, least: int, why: str = "") -> None:
         low = check_integer(f"min_{name}", getattr(self, f"min_{name}"), least, why=why)
         check_integer(f"max_{name}", getattr(self, f"max_{name}"), low, why=f"min_{name} is the least")
 
     def _padded(self, tokens: Int[Tensor, "sample pos"], length: Int[Tensor, " sample"]) -> Int[Tensor, "sample pos"]:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places = torch.arange(tokens.shape[1])
         return tokens.masked_fill_(places >= length[:, None], self.pad_id)
 
-    def batch(self, n: int, seed: int | torch.Generator = 0, *, device: str | torch.device | None = None) -> Samples:
-        """Draw independent samples on the device.
+    def batch(self, n: int, seed: int | torch.Generator = 0) -> Samples:
+        """Draw independent samples, on the CPU.
 
         Args:
             n: number of samples.
-            seed: from 0 to 2³² - 1, or a generator, which advances; samples are reproducible on one kind of device.
-            device: device of the samples; default the generator's, or the CPU.
+            seed: from 0 to 2³² - 1, or a generator, which advances.
 
         Returns:
             Tokens ``[n, n_ctx]`` and labels ``[n]``, int64.
@@ -102,21 +100,17 @@ class Task(ABC):
         """
         check_integer("n", n, 1)
         if not isinstance(seed, torch.Generator):
-            check_integer("seed", seed, 0, LARGEST_SEED)
-            return self._draw(n, torch.Generator(device or "cpu").manual_seed(seed))
-        if device is not None and torch.device(device).type != seed.device.type:
-            raise ArgumentError("device", f"must be the generator's, {seed.device}, or None, got {device}")
+            seed = torch.Generator().manual_seed(check_integer("seed", seed, 0, LARGEST_SEED))
         return self._draw(n, seed)
 
-    def split(self, n_train: int, n_test: int, seed: int = 0, *, device: str | torch.device | None = None) -> Split:
-        """Draw fixed samples without duplicates, the same on every device.
+    def split(self, n_train: int, n_test: int, seed: int = 0) -> Split:
+        """Draw fixed samples without duplicates, on the CPU.
 
         In tiny tasks, where samples repeat, labels with few different samples become rarer.
 
         Args:
             n_train, n_test: number of training and test samples.
             seed: from 0 to 2³² - 1.
-            device: device of the tensors; default the CPU.
 
         Raises:
             ValueError: invalid sizes or ``seed``; more samples than were found in the task.
@@ -138,8 +132,7 @@ class Task(ABC):
                     f"n_train + n_test must be at most the number of different samples of the task, got {n_train} + "
                     f"{n_test}, but only {len(tokens)} were found, {len(tokens) - before} of them in the last {n}"
                 )
-        tokens, labels = tokens[:n].to(device), labels[:n].to(device)
-        return Split(tokens[:n_train], labels[:n_train], tokens[n_train:], labels[n_train:])
+        return Split(tokens[:n_train], labels[:n_train], tokens[n_train:n], labels[n_train:n])
 
 
 def _without_duplicates(tokens: Tensor, labels: Tensor) -> Samples:
@@ -149,16 +142,13 @@ def _without_duplicates(tokens: Tensor, labels: Tensor) -> Samples:
 
 def uniform(least: int, most: int, shape: tuple[int, ...], generator: torch.Generator) -> Int[Tensor, "*shape"]:
     """Draw integers uniformly, both bounds included."""
-    return torch.randint(least, most + 1, shape, generator=generator, device=generator.device)
+    return torch.randint(least, most + 1, shape, generator=generator)
 
 
 def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Generator) -> Int[Tensor, "n length"]:
     """Draw integers as ``uniform``, but distinct within each row; in parts, because each row sorts all integers."""
-    rows, device = torch.arange(shape[0], device="cpu").split(4096), generator.device
-    keys = (
-        torch.rand(len(part), most - least + 1, dtype=torch.float32, generator=generator, device=device)
-        for part in rows
-    )
+    parts = torch.arange(shape[0]).split(4096)
+    keys = (torch.rand(len(part), most - least + 1, generator=generator) for part in parts)
     return torch.cat([least + key.argsort(-1)[:, : shape[1]] for key in keys])
 
 

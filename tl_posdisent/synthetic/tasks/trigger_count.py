@@ -77,10 +77,10 @@ class TriggerCount(Task):
         length = uniform(self.min_length, self.max_length, (n,), generator)
         tokens = uniform(self.n_triggers + 1, self.d_vocab - 1, (n, self.n_ctx), generator)
         triggers = uniform(1, self.n_triggers, (n, self.n_ctx), generator)
-        place = torch.arange(self.n_ctx, device=tokens.device)
-        keys = torch.rand(n, self.n_ctx, dtype=torch.float32, generator=generator, device=tokens.device)
+        place = torch.arange(self.n_ctx)
+        keys = torch.rand(n, self.n_ctx, generator=generator)
         order = keys.masked_fill_(place >= length[:, None], 2.0).argsort(-1)  # positions in random order
-        chosen = torch.zeros(n, self.n_ctx, dtype=torch.bool, device=place.device)
+        chosen = torch.zeros(n, self.n_ctx, dtype=torch.bool)
         chosen.scatter_(1, order, place < count[:, None])
         label = count - self.min_count
         if self._ignores:

@@ -97,8 +97,8 @@ class TriggerDistance(Task):
     @property
     def from_length(self) -> float:
         """Accuracy of the best guess from the length of the text alone; ``chance`` is that of a constant guess."""
-        sides = torch.arange(self.min_side, self.max_side + 1, device="cpu")
-        gap, *around = torch.cartesian_prod(torch.arange(self.gaps, device="cpu"), sides, sides).T
+        sides = torch.arange(self.min_side, self.max_side + 1)
+        gap, *around = torch.cartesian_prod(torch.arange(self.gaps), sides, sides).T
         length = gap + sum(around)  # plus the triggers, which all texts have
         if self.max_length is not None:
             length = length.clamp(max=self.max_length - self.min_gap - 2)
@@ -109,13 +109,13 @@ class TriggerDistance(Task):
         gap = uniform(self.min_gap, self.max_gap, (n,), generator)
         before, after = (uniform(self.min_side, self.max_side, (n,), generator) for _ in range(2))
         fillers, second = (self._first_filler, self.d_vocab - 1), before + gap + 1
-        place = torch.arange(max(self.n_ctx, self._longest), device=generator.device)
+        place = torch.arange(max(self.n_ctx, self._longest))
         if self.repeats:
             tokens = uniform(*fillers, (n, len(place)), generator)
         else:
             # Each segment takes the first fillers from a row of its own table of distinct fillers.
             segments = ((torch.zeros_like(gap), self.max_side), (before + 1, self.max_gap), (second + 1, self.max_side))
-            tokens = torch.zeros(n, len(place), dtype=torch.int64, device=place.device)
+            tokens = torch.zeros(n, len(place), dtype=torch.int64)
             for start, width in segments:
                 table = distinct(*fillers, (n, max(1, width)), generator)
                 within = (place - start[:, None]).clamp(0, table.shape[1] - 1)

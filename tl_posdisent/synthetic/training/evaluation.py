@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -56,7 +56,7 @@ def evaluate(
         for piece in lengths.argsort(stable=True).split(batch_size):
             expected = labels[piece.to(labels.device)].to(device)
             texts = tokens[piece.to(tokens.device), : padded_width(lengths[piece])].to(device)
-            logits = answers(model, texts, pad).float()
+            logits = answers(model(texts, checked=True), texts, pad).float()
             loss = loss + cross_entropy(logits, expected, reduction="sum")
             right = right + (logits.argmax(-1) == expected).sum()
     counted = int((labels != IGNORED).sum())
@@ -83,9 +83,8 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
         )
 
 
-def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Tensor:
-    """Compute one row of logits per sample: with a read-out at every token, that of the last token."""
-    logits: Tensor = model(tokens, checked=True)
+def answers(logits: Tensor, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Float[Tensor, "sample class"]:
+    """Return one row of logits per sample: with a read-out at every token, that of the last token."""
     if logits.ndim == 2:
         return logits
     return logits[torch.arange(len(tokens), device=tokens.device), lengths_of(tokens, pad) - 1]

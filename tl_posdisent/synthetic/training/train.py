@@ -62,10 +62,10 @@ class TrainRun(HasTable):
         """Test loss in nats after the last step."""
         return float(self.metrics["test_loss"].iloc[-1])
 
-    def split(self, device: str | torch.device | None = None) -> Split:
+    def split(self) -> Split:
         """Draw the training and test samples of this run."""
         config = self.model.config
-        return self.task.split(config.n_train, config.n_test, config.split_seed, device=device)
+        return self.task.split(config.n_train, config.n_test, config.split_seed)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a copy of the metrics."""
@@ -108,7 +108,7 @@ def train(model: SyntheticModel, task: Task, *, on_step: OnStep | None = None, p
     """
     _check(model, task)
     config, device = model.config, model.embed.W_E.device
-    split = task.split(config.n_train, config.n_test, config.split_seed, device=device)
+    split = Split(*(x.to(device) for x in vars(task.split(config.n_train, config.n_test, config.split_seed)).values()))
     with torch.enable_grad(), torch.random.fork_rng(range(torch.cuda.device_count())), _training(model):
         torch.manual_seed(config.seed)  # of dropout
         metrics = _run_steps(model, split, on_step, progress)
@@ -214,7 +214,7 @@ def _add_gradients(
         rows = piece.to(device)
         tokens, labels = split.train_tokens[rows, : padded_width(lengths[piece])], split.train_labels[rows]
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            logits = answers(model, tokens, config.pad_id)
+            logits = answers(model(tokens, checked=True), tokens, config.pad_id)
         part = cross_entropy(logits.float(), labels, reduction="sum") / counted
         part.backward()
         loss = loss + part.detach()
