@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError
 from safetensors.torch import load
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -16,8 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.checkpoint import set_context
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
-from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_flag, check_integer, check_seed
 
 BOS = "<|endoftext|>"
@@ -60,7 +57,7 @@ def demo_tokenizer(*, folder: Path | None = None) -> PreTrainedTokenizerFast:
     )
 
 
-def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
+def demo_tokens(*, length: int = 256) -> Int[Tensor, "1 pos"]:
     """Return ``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
     The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer reads it if
@@ -68,7 +65,6 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
 
     Args:
         length: number of tokens, ``<|endoftext|>`` included.
-        device: device of the ids; default the CPU.
 
     Raises:
         ValueError: a ``length`` below 1, or longer than the text.
@@ -78,7 +74,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     """
     ids = demo_tokenizer().encode(demo_text())
     check_integer("length", length, 1, len(ids), why="the length of the demo text")
-    return torch.tensor([ids[:length]], device=check_device(device) or "cpu")
+    return torch.tensor([ids[:length]])
 
 
 def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | None = None) -> PreTrainedModel:
@@ -98,7 +94,7 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
 
     config = LlamaConfig.from_dict(json.loads(_file("config.json", checkpoint and checkpoint.parent)))
     check_flag("trained", trained)
-    with torch.random.fork_rng(devices=[]), usual_defaults():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(check_seed(seed))
         model = LlamaForCausalLM(config)
     if checkpoint is not None or trained:
@@ -108,15 +104,10 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
 
 def load_weights(model: PreTrainedModel, path: Path | None = None) -> None:
     """Load a checkpoint of ``examples/train_demo_model.py``, or the demo model's weights, into a model."""
-    try:
-        weights = load(_file("weights.safetensors") if path is None else path.read_bytes())
-        state = {name: value.float() for name, value in weights.items()}
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
-        model.load_state_dict(state)
-    except (RuntimeError, KeyError, SafetensorError) as error:
-        raise ArgumentError(
-            "path", f"must have weights of the demo model's architecture, got {path}: {error}"
-        ) from error
+    weights = load(_file("weights.safetensors") if path is None else path.read_bytes())
+    state = {name: value.float() for name, value in weights.items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
+    model.load_state_dict(state)
 
 
 def load_demo_model(
@@ -153,7 +144,6 @@ def load_demo_model(
     """
     check_backend(backend)
     check_device(device)
-    check_seed(seed)
     hf_model = demo_hf_model(trained=trained, seed=seed, checkpoint=checkpoint)
     if n_ctx is not None:
         set_context(hf_model.config, check_integer("n_ctx", n_ctx, 1))
