@@ -127,7 +127,6 @@ ELSEWHERE = {
     ("describe_head", "seeds"): "seeds or none",
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",
-    ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
     ("score_sources", "keys"): "places",
     ("patch_vectors", "q_rot"): "",  # one of both may be None
@@ -152,7 +151,7 @@ OF_A_RESULT = {
 NOT_YET = words_of(
     """
     head_labels.attention_mask length_generalization.hooks
-    output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
+    show_scores.scores show_parts.scores show_patterns.pattern
     sufficient_heads.order
     load_checkpoint.device train_preset.device fit_attention.pattern
     """

@@ -22,7 +22,7 @@ REFUSED = {
 }
 BOUNDED = {
     **{"additivity": "r|share", "controlled_distance": "r_|distance|query|key", "disentanglement": "r"},
-    **{"attention_ladder": "recovered", "length_generalization": "share|cosine|outside"},
+    **{"attention_ladder": "recovered", "length_generalization": "share"},
 }
 """Columns that lie between -1 and 1, or are NaN."""
 

@@ -15,7 +15,7 @@ import torch
 from support import zoo
 
 from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
-from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
+from tl_posdisent.experiments import perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
 from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher
 from tl_posdisent.hooks import applied
@@ -257,21 +257,6 @@ def test_downstream_functions_see_what_the_text_sees(shared_model: Any) -> None:
         assert torch.equal(got.tokens, wanted.tokens)
         assert torch.equal(got.moved, wanted.moved)
         assert repr(got.hooks) == repr(wanted.hooks)
-
-
-def test_questions_are_a_downstream(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    questions = [MultipleChoice(TEXT[0, :9], [TEXT[1, :2], TEXT[1, 4:5]], n) for n in (0, 1)]
-    questions += [MultipleChoice(TEXT[0, i : i + 9], [TEXT[1, :2], TEXT[1, 4:6]], 0) for i in range(2)]
-    table = CURVE(model, TEXT, fractions=[0, 1], seeds=[2], downstream=questions).set_index(["kind", "fraction"])
-    for kind in KINDS:
-        for fraction in (0, 1):
-            perturbation = partial(perturb, model, kind=kind, fraction=fraction, seed=2)
-            scores = [choice_scores(model, q, perturb=perturbation) for q in questions]
-            right = [int(s.argmax()) == q.answer for s, q in zip(scores, questions, strict=True)]
-            assert table.loc[(kind, fraction), "downstream"] == sum(right) / 4
-    one = CURVE(model, TEXT, ["order"], [0], seeds=1, downstream=questions[0])
-    assert one["downstream"].item() in (0, 1)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

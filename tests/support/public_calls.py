@@ -16,7 +16,6 @@ import tl_posdisent as tp
 from support import zoo
 from support.public import public_names
 from support.small_models import small_model
-from tl_posdisent.experiments import MultipleChoice
 from tl_posdisent.hooks import substitute_attention
 from tl_posdisent.rope import Moments, Rotary, to_complex
 from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TriggerCount
@@ -38,7 +37,6 @@ ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
 Q, K = numbers(2, 9, 4, 6, seed=1), numbers(2, 9, 2, 6, seed=2)
 PLANES, REST = to_complex(Q, ROTARY)
 ANGLES = torch.arange(9.0)[:, None] * torch.tensor([1.0, 0.1])
-QUESTION = {"context": TOKENS[0], "choices": [TOKENS[1, :2], TOKENS[1, 2:4]], "answer": 1}
 
 TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
 SAMPLES, LABELS = TASK.batch(16)
@@ -62,7 +60,6 @@ GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "text": TOKENS,
     "source": TOKENS.flip(1),
-    "question": MultipleChoice(**QUESTION),
     "path": Path(FOLDER.name, "report.html"),
     "layer": 0,
     "head": 0,
@@ -120,7 +117,6 @@ OWN: dict[str, dict[str, Any]] = {
     "knock_out": {"keys": [1], "queries": [5, 6]},
     "limit_frequencies": {"high": 0.5},
     "logit_difference": {"answers": [3]},
-    "MultipleChoice": QUESTION,
     "plot_distance": {"profiles": FIT},
     "plot_heads": {"value": "r"},
     "preset": {"name": "small"},
@@ -145,7 +141,7 @@ CHEAP = {"progress": False, "rungs": ["distance"], "controls": [], "fractions": 
 MADE: dict[str, Function] = {"Moments": Moments.from_qk} | {
     made.__name__: made
     for made in (
-        *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, tp.viz.Widget),
+        *(Rotary, SyntheticConfig, SyntheticModel, tp.viz.Widget),
         *(TriggerCount, tp.synthetic.TriggerDistance, tp.synthetic.Reversal, tp.synthetic.Brackets),
     )
 }

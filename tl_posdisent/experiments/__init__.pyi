@@ -26,9 +26,6 @@ from .residual_stream.rope_hadamard import rope_hadamard as rope_hadamard
 from .residual_stream.score_sources import ScoreSources as ScoreSources
 from .residual_stream.score_sources import score_sources as score_sources
 from .robustness.length_generalization import length_generalization as length_generalization
-from .robustness.multiple_choice import MultipleChoice as MultipleChoice
-from .robustness.multiple_choice import choice_scores as choice_scores
-from .robustness.output_projection import output_projection as output_projection
 from .robustness.perturb import Perturbed as Perturbed
 from .robustness.perturb import perturb as perturb
 from .robustness.perturbation_curve import perturbation_curve as perturbation_curve

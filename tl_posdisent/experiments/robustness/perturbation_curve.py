@@ -1,4 +1,4 @@
-"""Added loss, and share of questions answered correctly, under perturbed word order, positions and rotary phases."""
+"""Added loss under perturbed word order, positions and rotary phases."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
-from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
-Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
+Downstream = Callable[[Any, Perturb], float | int]
+"""A measure of a model: a number, given the model and the function that perturbs its tokens."""
 
 _MEASURES = ["perplexity", "accuracy", "added_loss", "kl"]
 
@@ -55,9 +55,8 @@ def perturbation_curve(
         fractions: fractions of the units that can move. At 0, model and text are unmodified.
         seeds: number of perturbations (seeds 0, 1, 2 …), or a list of seeds.
         window, unit: as in ``perturb``.
-        downstream: an additional measure: one or several ``MultipleChoice``, for the share answered correctly, or a
-            function ``downstream(model, perturb) -> number``, which must itself apply the tokens and hooks that
-            ``perturb(its_tokens)`` returns.
+        downstream: an additional measure, a function ``downstream(model, perturb) -> number``, which must itself apply
+            the tokens and hooks that ``perturb(its_tokens)`` returns.
         progress: show a progress bar over the runs.
 
     Returns:
@@ -89,7 +88,8 @@ def perturbation_curve(
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
         raise ArgumentError("model", "must be causal: if it sees the next token, next-token losses are meaningless")
-    score = _downstream(downstream)
+    if downstream is not None and not callable(downstream):
+        raise ArgumentError("downstream", f"must be a function of the model and perturb, got {shown(downstream)}")
     clean = [run_under(model, group.tokens, []) for group in groups]
     unmodified: float | None = None  # shared by all kinds and seeds
     options: dict[str, Any] = {"window": window} | ({"unit": unit} if unit else {})
@@ -106,10 +106,11 @@ def perturbation_curve(
                 parts.append(_measured(perturbed, clean_logits, logits, group.tokens))
             row = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
             row["perplexity"] = math.exp(row["perplexity"])
-            if score is not None and fraction == 0:
-                row["downstream"] = unmodified = score(model, perturbation) if unmodified is None else unmodified
-            elif score is not None:
-                row["downstream"] = score(model, perturbation)
+            if downstream is not None and fraction == 0:
+                unmodified = _score(downstream, model, perturbation) if unmodified is None else unmodified
+                row["downstream"] = unmodified
+            elif downstream is not None:
+                row["downstream"] = _score(downstream, model, perturbation)
             rows.append({"kind": kind, "fraction": fraction, **row})
     by_setting = pd.DataFrame(rows).groupby(["kind", "fraction"], sort=False)
     mean, error = by_setting.mean(), by_setting.sem()
@@ -121,7 +122,7 @@ def perturbation_curve(
         )
     table = mean[["moved", "intact"]].copy()
     table.insert(0, "draws", len(seeds))
-    for name in [*_MEASURES, *(["downstream"] if score else [])]:
+    for name in [*_MEASURES, *(["downstream"] if downstream else [])]:
         table[name] = mean[name]
         if len(seeds) > 1:
             table[f"{name}_se"] = error[name]
@@ -149,32 +150,16 @@ def _perturbed(reading: Any, chosen: dict[str, Any], tokens: Any, attention_mask
     return perturb(reading, tokens, attention_mask=attention_mask, **(more | chosen))
 
 
-def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None:
-    """Convert ``downstream`` to a function that returns a finite number."""
-    if downstream is None:
-        return None
-    questions = [downstream] if isinstance(downstream, MultipleChoice) else downstream
-    if isinstance(questions, Sequence) and questions and all(isinstance(q, MultipleChoice) for q in questions):
-
-        def share_right(model: Any, perturb: Perturb) -> float:  # in a tie the first choice wins
-            right = [int(choice_scores(model, q, perturb=perturb).argmax()) == q.answer for q in questions]
-            return sum(right) / len(right)
-
-        return share_right
-    if not callable(downstream):
-        raise ArgumentError("downstream", f"must be a function, a MultipleChoice or a list of them, got {downstream!r}")
-
-    def score(model: Any, perturb: Perturb) -> float:
-        value = downstream(model, perturb)
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ArgumentError("downstream", f"must return a number, got {shown(value)}") from error
-        if not math.isfinite(number):
-            raise ArgumentError("downstream", f"must return a finite number, got {number}")
-        return number
-
-    return score
+def _score(downstream: Downstream, model: Any, perturb: Perturb) -> float:
+    """Call the measure of the user's, which must return a finite number."""
+    value = downstream(model, perturb)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError("downstream", f"must return a number, got {shown(value)}") from error
+    if not math.isfinite(number):
+        raise ArgumentError("downstream", f"must return a finite number, got {number}")
+    return number
 
 
 def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
