@@ -2,10 +2,10 @@
 
     python docs/studies --list                    # all studies, one line each
     python docs/studies idle copying              # tables of SmolLM2: tables/smollm2/
-    python docs/studies word_order --model gemma3-270m
+    python docs/studies where_or_what_exact --model gemma3-270m
     python docs/studies perturbation --model demo --texts speeches
     python docs/studies findings --texts demo --out out/findings   # as ``make findings``
-    python docs/studies heads_figure              # docs/figures/heads.svg
+    python docs/studies figures heads             # docs/figures/heads.svg
     python docs/studies deposit_small FOLDER      # a study of models that it trains, with a folder for them
 
 ``findings`` are all studies with numbers on the page of results; a study that runs again replaces its rows of

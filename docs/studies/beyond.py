@@ -12,30 +12,23 @@ from shared.texts import Source, whole
 from torch import Tensor
 from transformers import DynamicCache
 
-TRAINED, BEYOND = 8192, 11264  # tokens: of training, of one text in several ways, of three texts
-EDGES = [TRAINED - 1024, TRAINED, 9728, 10240, 10752, BEYOND]
-PART = 512
+TRAINED = 8192
+EDGES = [TRAINED - 1024, TRAINED, 9728, 10240, 10752, 11264]
+TEXTS, PART = 3, 512
 
 
 def rows(model: Any, source: Source) -> Iterator[Row]:
-    """Where does the loss begin to rise? Three texts; the loss minus that of the same tokens where the first half of
-    the training length is left out, so that no position is beyond it."""
+    """The loss of three texts minus that of the same tokens where the first half of the training length is left out, so
+    that no position is beyond it."""
     if not applies(model, source):
         return
-    differences = torch.stack([difference(model, text) for text in range(3)])
+    ids = model.to_tokens(whole("wikitext"), truncate=False)
+    rest = ids[0, 1:].split(EDGES[-1] - 1)[:TEXTS]
+    differences = torch.stack([difference(model, torch.cat([ids[0, :1], part])[None]) for part in rest])
     for start, stop in pairwise(EDGES):
         added = differences[:, start - TRAINED // 2 : stop - TRAINED // 2].mean(1)
         call = "model(tokens); loss minus that of the same tokens at earlier positions"
-        yield row(f"loss added by the position, {start} to {stop}", added, BEYOND, call)
-
-
-def difference(model: Any, text: int) -> Tensor:
-    """``[position - TRAINED / 2]``: loss of a text's tokens minus that at positions which are TRAINED / 2 earlier."""
-    ids, half = model.to_tokens(whole("wikitext"), truncate=False)[0], TRAINED // 2
-    tokens = torch.cat([ids[:1], ids[1 + text * (BEYOND - 1) :][: BEYOND - 1]])[None]
-    shorter = torch.cat([tokens[:, :1], tokens[:, half + 1 :]], 1)
-    longer, part = (in_parts(model, x) for x in (tokens, shorter))
-    return longer[half:] - part
+        yield row(f"loss added by the position, {start} to {stop}", added, EDGES[-1], call)
 
 
 def applies(model: Any, source: Source) -> bool:
@@ -43,12 +36,19 @@ def applies(model: Any, source: Source) -> bool:
     return source == "wikitext" and model.cfg.n_ctx <= TRAINED
 
 
+def difference(model: Any, tokens: Tensor) -> Tensor:
+    """``[position - TRAINED / 2]``: loss of a text's tokens minus that at positions which are TRAINED / 2 earlier."""
+    half = TRAINED // 2
+    shorter = torch.cat([tokens[:, :1], tokens[:, half + 1 :]], 1)
+    return in_parts(model, tokens)[half:] - in_parts(model, shorter)
+
+
+@torch.no_grad()
 def in_parts(model: Any, tokens: Tensor) -> Tensor:
     """``[pos - 1]`` nats, against a KV cache."""
     losses, cache = [], DynamicCache()
-    with torch.no_grad():
-        for start in range(0, tokens.shape[1], PART):
-            logits = model(tokens[:, start : start + PART], use_cache=True, past_key_values=cache)[0].float()
-            targets = tokens[0, start + 1 : start + 1 + PART]
-            losses.append(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none"))
+    for start in range(0, tokens.shape[1], PART):
+        logits = model(tokens[:, start : start + PART], use_cache=True, past_key_values=cache)[0].float()
+        targets = tokens[0, start + 1 : start + 1 + PART]
+        losses.append(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none"))
     return torch.cat(losses)

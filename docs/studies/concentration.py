@@ -1,5 +1,5 @@
 """Why are trained scores additive? r of a head's scores beside that of scores which no head computes, from its own
-queries and keys: moved to other positions, taken from two texts, or drawn from a normal distribution."""
+queries and keys: taken from two texts, or drawn from a normal distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from shared.origins_of_scores import of_layer
 from shared.rows import Row, area, row
 from shared.texts import Source, how_many, parts
 from torch import Tensor
@@ -25,13 +24,12 @@ HEAD = ["layer", "head"]
 def rows(model: Any, source: Source) -> Iterator[Row]:
     """r by the origin of queries and keys, over texts; the AUC of 1 - r for induction heads, over heads."""
     texts = parts(model, source, how_many(model, source, TEXTS), LENGTH)
-    copy = next(tp.random_control(model, [0]))
-    table = pd.concat(
-        [measure(model, texts), measure(copy, texts).query("scores == 'own'").assign(scores="random weights")]
-    )
-    foreign = tp.additivity(model, texts, controls=["foreign keys"], progress=False)
-    table = pd.concat([table, foreign[foreign["scores"] == "foreign keys"][[*HEAD, "batch", "scores", "r"]]])
-    matching = induction(model)
+    copy, read = next(tp.random_control(model, [0])), partial(of_layer, torch.Generator().manual_seed(0))
+    table = tp.additivity(model, texts, controls=["foreign keys"], progress=False)
+    random = tp.additivity(copy, texts, progress=False).assign(scores="random weights")
+    table = pd.concat([table, random, *tp.capture(model, texts, read)])
+    labels = pd.concat(tp.head_labels(model, seed=seed, seeds=0, progress=False) for seed in range(3))
+    matching = labels.groupby(HEAD)["induction"].mean().reset_index()
     for name, chosen in table.groupby("scores", sort=False):
         by_text = torch.tensor(chosen.groupby("batch")["r"].mean().to_numpy())
         yield row(f"r, {name}", by_text, LENGTH, "fit_additive(scores)")
@@ -42,21 +40,27 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
             yield Row(name, area(values, has), bootstrap(values, has), over, LENGTH, "fit_additive(scores)")
 
 
-def measure(model: Any, texts: Tensor) -> pd.DataFrame:
-    """One row per text, head and origin of the scores: r."""
-    with torch.no_grad():
-        return pd.concat(tp.capture(model, texts, partial(of_layer, torch.Generator().manual_seed(0))))
+def of_layer(generator: torch.Generator, layer: tp.Captured) -> pd.DataFrame:
+    """r of a layer's queries with keys of another text, and of queries and keys from a normal distribution."""
+    at, tables = torch.arange(layer.q.shape[1]), []
+    origins = {"keys of another text": (layer.q, layer.k.roll(1, 0))}
+    origins["normal distribution"] = normal(layer.q, generator), normal(layer.k, generator)
+    for name, (q, k) in origins.items():
+        r = tp.fit_additive(
+            layer.spec.score(layer.spec.rotated(q, at), layer.spec.rotated(k, at)), window=layer.spec.window
+        ).r
+        table = (
+            pd.DataFrame(r.numpy()).rename_axis("batch").reset_index().melt("batch", var_name="head", value_name="r")
+        )
+        tables.append(table.assign(layer=layer.layer, scores=name))
+    return pd.concat(tables)
 
 
-def induction(model: Any) -> pd.DataFrame:
-    """One row per head: its attention to the token after the last occurrence of its own; mean of three draws."""
-    options: dict[str, Any] = {"seeds": 0, "progress": False}
-    return (
-        pd.concat(tp.head_labels(model, seed=seed, **options) for seed in range(3))
-        .groupby(HEAD)["induction"]
-        .mean()
-        .reset_index()
-    )
+def normal(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw vectors with the mean and the covariance of those of each text and head, ``[text, pos, head, d_head]``."""
+    mean = x.mean(1, keepdim=True)
+    drawn = torch.randn(x.shape[0], x.shape[1], x.shape[1], generator=generator) / x.shape[1] ** 0.5
+    return mean + torch.einsum("bnp,bphd->bnhd", drawn, x - mean)
 
 
 def bootstrap(values: np.ndarray, has: np.ndarray) -> float:

@@ -1,71 +1,76 @@
 """Train and measure models of six layers of 16 heads: necessity and sufficiency of heads.
 
-``python docs/studies deposit_96_heads FOLDER [minutes]`` trains models (size, task, encoding, rotary heads in each
-layer, seed), the most informative ones first, until all are done or the time is up. Each is a row of
-``tables/deposit_96_heads.csv``; what has a row is not trained again. ``deposit_96_tables`` prints the page's tables.
+``python docs/studies deposit_96_heads FOLDER`` trains models into the folder, for days of one core, and writes
+``tables/deposit_96_heads.csv``. ``deposit_96_tables`` prints the page's tables.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from shared.deposit_cells import MEDIUM, PAPER, STEPS, Cell, cells
-from shared.deposits import HEADS
-from shared.resumed import fill
+import pandas as pd
+from shared.deposits import HEADS, ROTATING
+from shared.rows import TABLES
+from torch import Tensor
 
-from tl_posdisent.synthetic import SyntheticModel, TrainRun, deposit, head_drops, sufficient_heads, train_preset
+from tl_posdisent.synthetic import SyntheticModel, TrainRun, deposit, head_drops, preset, sufficient_heads, train_preset
 
-# The published shape and task, in smaller batches with a larger learning rate.
-ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_test=1_000)
+MEDIUM, PAPER = preset("medium"), preset("paper")
+# Of models of the published shape, on the published task: smaller batches with a larger learning rate.
+ON_A_CPU: dict[str, Any] = {"batch_size": 48, "lr": 5e-4, "betas": (0.9, 0.98), "epochs": 1, "n_test": 1_000}
+ON_A_CPU |= {"test_every": 250, "precision": "bfloat16"}
+STEPS = {("distance", "sinusoidal_rope"): 1200, ("distance", "rope"): 2000, ("count", "sinusoidal_rope"): 900}
 SAMPLES = 128  # not seen in training: of another seed
 KEY = ["size", "task", "encoding", "rotary_heads", "seed"]
+Cell = tuple[str, str, str, int, int]
 
 
-def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, *, attention: bool) -> dict[str, Any]:
-    """Drops of accuracy and loss, zeroed and mean-ablated, and the sufficient sets (``attention``: of both kinds)."""
+def cells() -> list[Cell]:
+    """All models: 16 and 32 distances with every encoding, five seeds of three encodings; one and two rotary heads in
+    each layer; and models of the paper's size."""
+    three = (*ROTATING, "sinusoidal")
+    parts: list[tuple[int, Sequence[str], Sequence[int]]] = [(n, MEDIUM.encodings, [0]) for n in (8, 16, 32, 70)]
+    parts += [(n, three, range(1, 5)) for n in (8, 16, 32)]
+    keys = [("medium", f"gap{n}", name, seed) for n, names, seeds in parts for seed in seeds for name in names]
+    keys += [("paper", *key, 0) for key in STEPS]
+    models = [(size, task, name, HEADS * (name in ROTATING), seed) for size, task, name, seed in keys]
+    return models + [("medium", "gap16", name, n, seed) for seed in range(3) for name in ROTATING for n in (1, 2)]
+
+
+def trained(size: str, task: str, encoding: str, rotary_heads: int, seed: int, folder: Path) -> TrainRun:
+    """Train one model; its weights at the end are in the folder."""
+    options: dict[str, Any] = {"encodings": [encoding], "tasks": [task], "seeds": [seed], "progress": size == "paper"}
+    options["folder"] = folder / "trainings"
+    if size == "paper":
+        options |= ON_A_CPU | {"n_train": ON_A_CPU["batch_size"] * STEPS[task, encoding]}
+    if 0 < rotary_heads < HEADS:
+        options |= {"rotary_heads": rotary_heads, "folder": folder / f"trainings-{rotary_heads}-rotary"}
+    (run,) = train_preset(PAPER if size == "paper" else MEDIUM, **options).values()
+    return run
+
+
+def measured(model: SyntheticModel, tokens: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Drops of accuracy and loss, zeroed and mean-ablated, and the heads whose rotation suffices."""
     row: dict[str, Any] = {}
     for mode in ("zero", "mean"):
         drops = head_drops(model, tokens, labels, mode=mode, progress=False)  # type: ignore[arg-type]
         for measure, name in (("metric", "accuracy"), ("loss", "loss")):
             report = deposit(drops, measure=measure)  # type: ignore[arg-type]
-            values = report.to_frame().drop(columns=["layer", "head"]).iloc[0].to_dict()
-            values |= {"layer": report.layer, "head": report.head}
-            row |= {f"{mode}_{name}_{key}": value for key, value in values.items()}
-    for by in [*["rotation"] * model.encoding.rotates, *["attention"] * attention]:
-        sets = sufficient_heads(model, tokens, labels, by=by, order=drops, progress=False)  # type: ignore[arg-type]
+            row |= {f"{mode}_{name}_{x}": getattr(report, x) for x in ("drop", "second", "layer", "head")}
+    if model.encoding.rotates:
+        sets = sufficient_heads(model, tokens, labels, by="rotation", order=drops, progress=False)
         one = sets.path.query("heads >= 1")["accuracy"].iloc[-1] if sets.heads else sets.none
-        row |= {f"{by}_heads": len(sets.heads), f"{by}_none": sets.none, f"{by}_one": one}
-        row |= {f"{by}_accuracy": sets.accuracy, f"{by}_set": " ".join(f"{n}.{h}" for n, h in sets.heads)}
+        row |= {"rotation_heads": len(sets.heads), "rotation_none": sets.none, "rotation_one": one}
     return row
 
 
-def trained(size: str, task: str, encoding: str, rotary_heads: int, seed: int, folder: Path) -> TrainRun:
-    """Train one model; its weights at the end are in the folder."""
-    if size == "medium":
-        sizes = MEDIUM
-    else:
-        how = replace(ON_A_CPU, n_train=ON_A_CPU.batch_size * STEPS[task, encoding])
-        sizes = replace(PAPER, training=replace(how, test_every=250, precision="bfloat16"), per_task={})
-    changed, where = {}, folder / "trainings"
-    if 0 < rotary_heads < HEADS:
-        changed, where = {"rotary_heads": rotary_heads}, folder / f"trainings-{rotary_heads}-rotary"
-    options: dict[str, Any] = {"encodings": [encoding], "tasks": [task], "seeds": [seed], "folder": where}
-    (run,) = train_preset(sizes, **options, **changed, progress=size == "paper").values()
-    return run
-
-
-def row_of(chosen: Cell, folder: Path) -> dict[str, Any]:
-    """Train and measure one model."""
-    run = trained(*chosen, folder)
-    row: dict[str, Any] = dict(zip(KEY, chosen, strict=True))
-    row |= {"steps": run.steps, "accuracy": run.test_accuracy, "loss": run.test_loss}
-    attention = row["size"] == "medium" and row["seed"] == 0 and row["rotary_heads"] in (0, HEADS)
-    return row | measured(run.model, *run.task.batch(SAMPLES, seed=99), attention=attention)
-
-
-def main(folder: str, minutes: str = "inf") -> None:
+def main(folder: str) -> None:
     """Train and measure models into ``tables/deposit_96_heads.csv``."""
-    fill("deposit_96_heads", KEY, cells(), lambda key: row_of(key, Path(folder)), float(minutes))
+    rows = []
+    for cell in cells():
+        run = trained(*cell, Path(folder))
+        row = dict(zip(KEY, cell, strict=True)) | {"steps": run.steps, "accuracy": run.test_accuracy}
+        rows.append(row | measured(run.model, *run.task.batch(SAMPLES, seed=99)))
+    pd.DataFrame(rows).sort_values(KEY).round(4).to_csv(TABLES / "deposit_96_heads.csv", index=False)

@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from shared.deposits import ROTATING
-from shared.resumed import fill
+from shared.rows import TABLES
 
 from tl_posdisent.synthetic import TriggerDistance, deposit, evaluate, head_drops, preset, train_preset
 
 SMALL = preset("small")
 TASK = TriggerDistance(d_vocab=32, max_gap=8, max_side=4, n_ctx=18)
-STUDY = replace(SMALL, tasks={"gap8": TASK}, training=replace(SMALL.training, n_train=32_000, n_test=1_000))
+STUDY = replace(SMALL, tasks={"gap8": TASK}, settings={**SMALL.settings, "n_train": 32_000, "n_test": 1_000})
 MORE = {"1": 0, "1.25": 2, "1.5": 4, "2": 9}  # fillers added on each side; longest texts of 18, 22, 26 and 36 tokens
 TEXTS = 1_000  # not seen in training: of another seed
 KEY = ["encoding", "rotary_heads", "seed"]
@@ -59,4 +60,5 @@ def row_of(key: Model, folder: Path) -> dict[str, Any]:
 
 def main(folder: str) -> None:
     """Train and measure models into ``tables/deposit_and_length.csv``."""
-    fill("deposit_and_length", KEY, models(), lambda key: row_of(key, Path(folder)))
+    rows = [row_of(key, Path(folder)) for key in models()]
+    pd.DataFrame(rows).sort_values(KEY).round(4).to_csv(TABLES / "deposit_and_length.csv", index=False)

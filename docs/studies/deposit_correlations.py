@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
+from scipy.stats import rankdata
 from shared.deposits import NAMES, markdown
-from shared.rank_correlations import CONTROLS, interval, permuted
 from shared.rows import TABLES
 
-CONCENTRATION = {"share": 1, "effective_heads": -1}
+DRAWS = 1_000
 
 
-def correlations(table: pd.DataFrame, of: str = "accuracy") -> pd.DataFrame:
-    """Rank correlation of a deposit's concentration and accuracy on longer texts, one row per measure and length."""
+def correlations(table: pd.DataFrame) -> pd.DataFrame:
+    """Rank correlation of the share of the largest drop with accuracy at 1.5 times the length, with accuracy and loss
+    at the length of training held constant, then also the encoding and the number of rotary heads."""
     rows = []
-    for mode in ("zero", "mean"):
-        for measure, sign in CONCENTRATION.items():
-            known = table.assign(x=sign * table[f"{mode}_{of}_{measure}"]).dropna(subset="x")
-            for length in ("1.5", "2"):
-                words = "zeroed" if mode == "zero" else "mean", measure.replace("_", " ").replace("eff", "fewer eff")
-                row = dict(zip(("heads", "concentration"), words, strict=True)) | {"length": length}
-                for name in CONTROLS:
-                    row[name] = "{:+.2f} ({:+.2f}, {:+.2f})".format(*interval(known, "x", f"accuracy_{length}", name))
-                row["permuted within kinds: p"] = f"{permuted(known, 'x', f'accuracy_{length}'):.2f}"
-                rows.append(row)
+    for mode, words in (("zero", "zeroed"), ("mean", "mean")):
+        known = table.dropna(subset=f"{mode}_accuracy_share")
+        x, y, trained = known[f"{mode}_accuracy_share"], known["accuracy_1.5"], known[["accuracy_1", "loss_1"]]
+        kind = known.groupby(["encoding", "rotary_heads"]).ngroup().to_numpy()
+        kinds = kind[:, None] == np.arange(1, kind.max() + 1)
+        values = [v.to_numpy(float) for v in (x, y, trained)]
+        row = {"heads": words, "same accuracy and loss": with_interval(*values, kinds[:, :0])}
+        rows.append(row | {"and same kind": with_interval(*values, kinds)})
     return pd.DataFrame(rows)
+
+
+def with_interval(x: np.ndarray, y: np.ndarray, trained: np.ndarray, kinds: np.ndarray) -> str:
+    """The correlation, and its 95 % interval from models drawn with replacement."""
+    drawn = np.random.default_rng(0).integers(len(x), size=(DRAWS, len(x)))
+    found = [partial_rank(x[some], y[some], trained[some], kinds[some]) for some in (np.arange(len(x)), *drawn)]
+    low, high = np.nanquantile(found[1:], [0.025, 0.975])
+    return f"{found[0]:+.2f} ({low:+.2f}, {high:+.2f})"
+
+
+def partial_rank(x: np.ndarray, y: np.ndarray, trained: np.ndarray, kinds: np.ndarray) -> float:
+    """Correlation of the ranks of x and y after a regression on the ranks of ``trained`` and on the kinds; NaN where
+    these leave nothing of x or y."""
+    basis = np.column_stack([np.ones(len(x)), rankdata(trained, axis=0), kinds])
+    ranks = np.column_stack([rankdata(x), rankdata(y)])
+    rest = ranks - basis @ (np.linalg.pinv(basis, rcond=1e-10) @ ranks)
+    norms = np.linalg.norm(rest, axis=0)
+    return float(rest[:, 0] @ rest[:, 1] / norms.prod()) if norms.min() > 1e-6 else np.nan
 
 
 def by_encoding(table: pd.DataFrame) -> pd.DataFrame:
@@ -32,16 +50,11 @@ def by_encoding(table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for encoding, models in table.groupby("encoding"):
         row = {"encoding": NAMES[str(encoding)], "models": len(models)}
-        for name, shown in columns.items():
-            row[shown] = f"{models[name].mean():.2f}±{models[name].std():.2f}"
-        rows.append(row)
+        rows.append(row | {shown: f"{models[x].mean():.2f}±{models[x].std():.2f}" for x, shown in columns.items()})
     return pd.DataFrame(rows)
 
 
 def main() -> None:
-    """Print the page's tables: means by encoding, and the share of the largest drop at 1.5 times the length."""
+    """Print the page's tables."""
     table = pd.read_csv(TABLES / "deposit_and_length.csv")
-    shown = correlations(table).query("concentration == 'share' and length == '1.5'")
-    print(
-        markdown(by_encoding(table)), markdown(shown.drop(columns=["concentration", "length", CONTROLS[0]])), sep="\n\n"
-    )
+    print(markdown(by_encoding(table)), markdown(correlations(table)), sep="\n\n")

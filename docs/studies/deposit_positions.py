@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import torch
 from shared.deposits import SMALL_NAMES, markdown, spread
-from shared.resumed import fill, finished
+from shared.rows import TABLES
 from torch import Tensor
 
 from tl_posdisent import limit_frequencies
@@ -66,6 +66,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def main(folder: str = "") -> None:
     """Train and measure models into ``tables/deposit_positions.csv``, or print the page's table."""
+    path = TABLES / "deposit_positions.csv"
     if folder:
-        fill("deposit_positions", KEY, MODELS, lambda key: row_of(key, Path(folder)))
-    print(markdown(summary(finished("deposit_positions", KEY))))
+        pd.DataFrame([row_of(key, Path(folder)) for key in MODELS]).sort_values(KEY).round(4).to_csv(path, index=False)
+    print(markdown(summary(pd.read_csv(path))))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 from shared.deposits import SMALL_NAMES, markdown, spread
-from shared.resumed import fill, finished
+from shared.rows import TABLES
 
 from tl_posdisent.synthetic import deposit, head_drops, preset, train_preset
 
@@ -20,15 +20,10 @@ TASKS = ("reversal", "balanced", "depth")
 SEEDS = 2
 SAMPLES = 1_000  # of the test samples, for the drops
 KEY = ["task", "encoding", "seed"]
-Model = tuple[str, str, int]
+MODELS = [(task, encoding, seed) for seed in range(SEEDS) for task in TASKS for encoding in SMALL.encodings]
 
 
-def models() -> list[Model]:
-    """The first seed of every task and encoding, then the other seeds."""
-    return [(task, encoding, seed) for seed in range(SEEDS) for task in TASKS for encoding in SMALL.encodings]
-
-
-def row_of(key: Model, folder: Path) -> dict[str, Any]:
+def row_of(key: tuple[str, str, int], folder: Path) -> dict[str, Any]:
     """Train one model, and measure its accuracy on the test samples and its deposit on some of them."""
     task, encoding, seed = key
     options: dict[str, Any] = {"encodings": [encoding], "tasks": [task], "seeds": [seed], "folder": folder}
@@ -58,6 +53,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def main(folder: str = "") -> None:
     """Train and measure models into ``tables/deposit_small.csv``, or print the page's table."""
+    path = TABLES / "deposit_small.csv"
     if folder:
-        fill("deposit_small", KEY, models(), lambda key: row_of(key, Path(folder)))
-    print(markdown(summary(finished("deposit_small", KEY))))
+        pd.DataFrame([row_of(key, Path(folder)) for key in MODELS]).sort_values(KEY).round(4).to_csv(path, index=False)
+    print(markdown(summary(pd.read_csv(path))))

@@ -21,16 +21,13 @@ def angles(folder: Path) -> pd.DataFrame:
     """Principal angles, in degrees, of the four leading positional directions before layer 0 and each later layer, of
     the models that ``deposit_96_heads`` trained into the folder."""
     rows: list[dict[str, Any]] = []
-    for path in sorted((folder / "trainings").glob("gap*-sinusoidal*-seed*")):
-        task, encoding, seed = path.name.split("-")
-        if not list(path.glob("step-*.safetensors")):
-            continue
+    for path in sorted((folder / "trainings").glob("gap*-sinusoidal*-seed*.safetensors")):
+        task, encoding, seed = path.stem.split("-")
         tokens, _ = MEDIUM.tasks[task].batch(512, seed=99)
         lengths = (tokens != MEDIUM.model(encoding, task).config.pad_id).sum(1)
         width = int(lengths.double().quantile(0.75))
         texts = tokens[lengths >= width][:, :width]
-        last = max(path.glob("step-*.safetensors"), key=lambda file: file.name)
-        for state, model in (("new", MEDIUM.model(encoding, task, int(seed[4:]))), ("trained", load_checkpoint(last))):
+        for state, model in (("new", MEDIUM.model(encoding, task, int(seed[4:]))), ("trained", load_checkpoint(path))):
             subspaces = [positional_subspace(model, texts, layer, rank=4) for layer in range(6)]
             for layer, subspace in enumerate(subspaces):
                 degrees = np.rad2deg(subspace_angles(subspaces[0].basis.numpy(), subspace.basis.numpy()))

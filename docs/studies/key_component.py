@@ -10,16 +10,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from shared.curves_of_heads import correlation, shifts
 from shared.rows import Row, row
 from shared.texts import Source, how_many, parts
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.rope import rotate
 
 TEXTS, LENGTH = 4, 256
-DISTANCES = (1, 8, 64)
 
 
 def rows(model: Any, source: Source) -> Iterator[Row]:
@@ -33,31 +30,37 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
 
 
 def of_heads(layer: Any) -> pd.DataFrame:
-    """One row per head: correlations of key components in the layer's run and at distances, and of the mean score at a
-    distance with the distance component."""
-    near, far = DISTANCES[0], DISTANCES[-1]
-    columns = {}
-    for sinks, what in ((0, "key component"), (1, "key component without the first token")):
-        fit = tp.fit_additive(layer.scores, sinks=sinks)
-        own, weights = fit.key[0], fit.mask.double().sum(-2)
-        keys = {d: tp.fit_additive(scores_at(layer, d), sinks=sinks).key[0] for d in DISTANCES}
-        for d in DISTANCES:
-            columns[f"{what}, own and distance {d}"] = correlation(own, keys[d], weights)
-        columns[f"{what}, distances {near} and {far}"] = correlation(keys[near], keys[far], weights)
-        columns[f"{what}, own and distance {far} of another head"] = correlation(own, keys[far].roll(1, 0), weights)
-        if not sinks:
-            columns |= shifts(mean_scores(layer), fit.distance[0])
+    """One row per head: the correlation of its key component with those at one distance, and how the mean score at a
+    distance follows the distance component up to half of the text: correlation, and slope near and far."""
+    fit = tp.fit_additive(layer.scores)
+    visible, columns = fit.mask.double().sum(-2), {}
+    for d in (1, 64):
+        at_distance = tp.fit_additive(scores_at(layer, d)).key[0]
+        columns[f"key component, own and distance {d}"] = correlation(fit.key[0], at_distance, visible)
+    seen, half = fit.mask, len(fit.mask) // 2
+    means = torch.stack([scores_at(layer, d)[0, :, seen].double().mean(1) for d in range(half)], 1)
+    for where, start, stop in (("", 1, half), (" below 16", 1, 16), (" from 16 on", 16, half)):
+        a, b = (without_line(x[:, start:stop]) for x in (means, fit.distance[0]))
+        what = f"mean score at a distance and distance component, distances{where}"
+        columns[f"{what}, correlation"] = correlation(a, b, torch.ones(stop - start))
+        columns[f"{what}, slope"] = (a * b).sum(-1) / (b * b).sum(-1)
     return pd.DataFrame(columns)
 
 
 def scores_at(layer: Any, d: int) -> Tensor:
     """``[1, head, query, key]``: the layer's scores where every pair has distance d."""
-    places, rotary = torch.zeros(layer.q.shape[1]), layer.spec.rotary
-    scores: Tensor = layer.spec.score(rotate(layer.q, places + d, rotary), rotate(layer.k, places, rotary))
+    places = torch.zeros(layer.q.shape[1])
+    scores: Tensor = layer.spec.score(layer.spec.rotated(layer.q, places + d), layer.spec.rotated(layer.k, places))
     return scores
 
 
-def mean_scores(layer: Any) -> Tensor:
-    """``[head, distance]``: the mean score of each query with the keys it sees, where all have one distance."""
-    seen = torch.ones(layer.q.shape[1], layer.q.shape[1]).tril().bool()
-    return torch.stack([scores_at(layer, d)[0, :, seen].double().mean(1) for d in range(len(seen))], 1)
+def without_line(x: Tensor) -> Tensor:
+    """``[head, distance]`` minus each head's line of least squares, which the fit cannot tell from its other parts."""
+    line = torch.stack([torch.ones(x.shape[1]), torch.arange(x.shape[1])], 1).to(x)
+    return x - (line @ torch.linalg.lstsq(line, x.T).solution).T
+
+
+def correlation(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """``[head]``: weighted correlations over the last axis."""
+    x, y = (v - (v * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True) for v in (x, y))
+    return (weights * x * y).sum(-1) / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()

@@ -8,7 +8,6 @@ import pandas as pd
 import torch
 
 import tl_posdisent as tp
-from tl_posdisent.demo.demo_model import demo_text
 
 
 def table(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
@@ -16,7 +15,7 @@ def table(model: Any, texts: int = 2, length: int = 96) -> pd.DataFrame:
 
     Texts: parts of the beginning of the demo text, each behind its BOS.
     """
-    ids, rest = model.to_tokens(demo_text())[0], length - 1
+    ids, rest = model.to_tokens(tp.demo_text())[0], length - 1
     tokens = torch.stack([torch.cat([ids[:1], ids[1 + n * rest : 1 + (n + 1) * rest]]) for n in range(texts)])
     interventions = {
         "distances halved": tp.remap_distance(model, lambda d: d / 2),

@@ -18,13 +18,7 @@ def synthetic_rows() -> Iterator[Row]:
             tables = [gradient_margins(gradients(encoding, seed, step)) for seed in TRAINED[encoding]]
             name, call = f"{NAMES[encoding]}, step {step}", "gradient_margins(positional_gradients(...))"
             margin = torch.stack([torch.tensor(table["margin"].to_numpy()) for table in tables])
-            error = torch.stack([torch.tensor(table["margin_se"].to_numpy()) for table in tables])
-            largest = torch.stack([torch.tensor(table["largest"].to_numpy()) for table in tables])
             for layer in range(margin.shape[1]):
                 yield row(f"margin in thousandths, layer {layer}, {name}", 1000 * margin[:, layer], 0, call, "seeds")
-                share = margin[:, layer] / largest[:, layer]
-                yield row(f"margin over largest, layer {layer}, {name}", share, 0, call, "seeds")
             falls = (margin[:, :-1] > margin[:, 1:]).all(1).double()
             yield row(f"share of seeds in which margins grow downwards, {name}", falls, 0, call, "seeds")
-            clear = (margin > 2 * error).double().mean(1)
-            yield row(f"share of margins above two errors, {name}", clear, 0, call, "seeds")

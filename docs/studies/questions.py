@@ -15,25 +15,22 @@ from torch import Tensor
 from tl_posdisent.experiments import perturb
 
 QUESTIONS = 50
-FRACTIONS = (0.05, 0.1, 0.25)
+FRACTIONS = (0.0, 0.1, 1.0)
 Question = tuple[Tensor, list[int]]  # the ids of the context, and the right and the wrong next token
 
 
 def rows(model: Any, source: Source) -> Iterator[Row]:
-    """Which of two words ends a sentence, with exchanged tokens in the context: the share right, and its change.
+    """Which of two words ends a sentence, with exchanged tokens in the context: the share right.
 
     Where all tokens are exchanged is the control: questions that this does not make harder show nothing.
     """
     if source != "speeches":
         return
-    asked = spread(questions_of(model, " ".join(documents(source))), QUESTIONS)
-    right = {fraction: answers(model, asked, fraction) for fraction in (0.0, *FRACTIONS, 1.0)}
-    length = round(sum(len(context) for context, _ in asked) / len(asked))
-    for fraction, values in right.items():
-        call = f'perturb(model, context, "order", {fraction}), contexts of {length} tokens on average'
-        yield row(f"right, order, {fraction:.0%}", values, 0, call, "questions")
-        if fraction:
-            yield row(f"change of right, order, {fraction:.0%}", values - right[0], 0, call, "questions")
+    every = questions_of(model, " ".join(documents(source)))
+    asked = [every[int(at)] for at in torch.linspace(0, len(every) - 1, QUESTIONS)]
+    for fraction in FRACTIONS:
+        call = f'perturb(model, context, "order", {fraction})'
+        yield row(f"right, order, {fraction:.0%}", answers(model, asked, fraction), 0, call, "questions")
 
 
 def answers(model: Any, asked: list[Question], fraction: float) -> Tensor:
@@ -45,11 +42,6 @@ def answers(model: Any, asked: list[Question], fraction: float) -> Tensor:
             right, wrong = model(perturbed.tokens)[0, -1, choices]
         collected.append(float(right > wrong))
     return torch.tensor(collected)
-
-
-def spread(items: list[Any], n: int) -> list[Any]:
-    """N of a list, evenly spread."""
-    return [items[int(at)] for at in torch.linspace(0, len(items) - 1, n)]
 
 
 def questions_of(model: Any, text: str, before: int = 2) -> list[Question]:

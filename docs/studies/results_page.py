@@ -13,10 +13,10 @@ from shared.rows import TABLES
 
 PAGE = Path(__file__).parents[1] / "results.md"
 COLUMNS = {
-    "SmolLM2, speeches": "smollm2_speeches",
-    "SmolLM2, WikiText": "smollm2_wikitext",
-    "SmolLM2, demo text": "smollm2_demo",
-    "Gemma 3, speeches": "gemma3-270m_speeches",
+    "speeches": "smollm2_speeches",
+    "WikiText": "smollm2_wikitext",
+    "demo": "smollm2_demo",
+    "Gemma": "gemma3-270m_speeches",
     "demo model": "demo_length",
     "story model": "story_length",
 }

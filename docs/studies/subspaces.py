@@ -12,33 +12,27 @@ from shared.texts import Source, parts
 
 import tl_posdisent as tp
 
-TEXTS, LENGTH = 8, 256
-BANDS = {"below 16": 16.0, "16 to 256": 256.0, "256 to 4096": 4096.0, "above 4096": float("inf")}
+TEXTS, LENGTH = 4, 256
+CALL = "subspace_patterns(model, text)"
 
 
 def rows(model: Any, source: Source) -> Iterator[Row]:
-    """Observation 1 of [A]: concentration of keys, and shares of a head's variance, by band of wavelengths."""
-    texts = parts(model, source, 4, LENGTH)
+    """The similarity of keys in fast subspaces, and the slow subspaces' share of the variance of the content part."""
+    texts = parts(model, source, TEXTS, LENGTH)
     for name, one in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
-        tables = [by_band(one, text) for text in texts]
-        for band in tables[0].index:
-            for column in ("key_concentration", "distance", "semantic", "content", "size"):
-                values = torch.tensor([table.loc[band, column] for table in tables])
-                yield row(f"{column}, wavelengths {band}, {name}", values, LENGTH, "subspace_patterns(model, text)")
-    for band, share in tables[0]["subspaces"].items():
-        yield Row(f"share of subspaces, wavelengths {band}", share, torch.nan, "", LENGTH, "subspace_patterns")
+        tables = [tp.subspace_patterns(one, text[None], sinks=8, progress=False) for text in texts]
+        fast, slow = (torch.tensor(x) for x in zip(*map(similarity_and_content, tables), strict=True))
+        yield row(f"key_concentration, wavelengths below 16, {name}", fast, LENGTH, CALL)
+        yield row(f"content, wavelengths above 4096, {name}", slow, LENGTH, CALL)
+    share = float((tables[0].query("head == 0")["wavelength"] > 4096).mean())
+    yield Row("share of subspaces, wavelengths above 4096", share, torch.nan, "", LENGTH, CALL)
 
 
-def by_band(model: Any, text: torch.Tensor) -> pd.DataFrame:
-    """Means over heads: the concentration within a band, and the sums over its subspaces of shares of the variance, of
-    mean |q| · mean |k|, and of the number of subspaces; the band's share of the content's variance."""
-    table = tp.subspace_patterns(model, text[None], sinks=8, progress=False)
-    table["band"] = pd.cut(table["wavelength"], [0.0, *BANDS.values()], labels=list(BANDS))
-    of_head = table.groupby(["layer", "head"])
-    table["size"] = table["query_size"] * table["key_size"]
-    table["size"] /= of_head["size"].transform("sum")
-    table["subspaces"] = 1 / of_head["subspace"].transform("size")
-    heads = table.groupby(["layer", "head", "band"], observed=True)
-    shares = heads[["distance", "semantic", "size", "subspaces"]].sum().join(heads["key_concentration"].mean())
-    means = shares.groupby("band", observed=True).mean()
-    return means.assign(content=means["semantic"] / means["semantic"].sum())
+def similarity_and_content(table: pd.DataFrame) -> tuple[float, float]:
+    """Means over heads of the mean similarity of keys below a wavelength of 16, and of the sum of the shares of content
+    above 4096, the latter over all wavelengths'."""
+    head = ["layer", "head"]
+    fast = table[table["wavelength"] <= 16].groupby(head)["key_concentration"].mean().mean()
+    content = table.assign(slow=table["wavelength"] > 4096).groupby([*head, "slow"])["semantic"].sum().groupby("slow")
+    means = content.mean()
+    return float(fast), float(means.loc[True] / means.sum())

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from plotly.colors import sample_colorscale
 from shared.saving import FIGURES
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.viz.palette import DIVERGING, on_scale
 
 LENGTH, SIDE, GAP, LEVELS = 56, 168, 36, 21  # tokens; size and distance of the maps; colours
 TOP, LEFT, WIDTH, HEIGHT = 44, 10, 1004, 256
@@ -60,7 +60,7 @@ def strokes(levels: Tensor) -> str:
     """Each colour as one path of horizontal runs, or of vertical ones if these are fewer; -1 is left out."""
     across, down = runs(levels), runs(levels.T)
     upright = sum(map(len, down)) < sum(map(len, across))
-    colours = [on_scale(DIVERGING, n / (LEVELS - 1)) for n in range(LEVELS)]
+    colours = sample_colorscale("RdBu_r", LEVELS)
     paths = []
     for shade, level_runs in zip(colours, down if upright else across, strict=True):
         form = "M{0}.5 {1}v{2}" if upright else "M{1} {0}.5h{2}"

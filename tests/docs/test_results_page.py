@@ -81,8 +81,8 @@ def test_what_changes_two_things_at_once_stands_beside_what_changes_one(findings
                 assert (study, name.replace(both, control), length) in keys, (name, control)
 
 
-def test_there_are_at_most_ten_findings_and_each_names_its_attack(findings: Any) -> None:
-    assert len(findings.claims.FINDINGS) <= 10
+def test_there_are_at_most_eight_findings_and_each_names_its_attack(findings: Any) -> None:
+    assert len(findings.claims.FINDINGS) <= 8
     assert all(each.attack for each in findings.claims.FINDINGS)
     assert all(each.why for each in [*findings.claims.CLAIMS_A, *findings.claims.CLAIMS_B])
 

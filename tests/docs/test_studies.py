@@ -1,12 +1,14 @@
-"""Every study is listed with what it is, can be imported, and has one function that runs it."""
+"""Every study is listed with what it is, can be imported, imports public names, and has one function that runs it."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,7 +16,7 @@ from support.pages import ROOT
 
 STUDIES = ROOT / "docs" / "studies"
 NAMES = sorted(path.stem for path in STUDIES.glob("*.py") if path.stem != "__main__")
-KINDS = ("rows", "synthetic_rows", "table", "figure", "main")
+KINDS = ("rows", "synthetic_rows", "table", "main")
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +38,39 @@ def test_the_list_names_every_study(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_a_study_has_one_function_that_runs_it(name: str) -> None:
     module = importlib.import_module(name)
     assert sum(callable(getattr(module, kind, None)) for kind in KINDS) == 1
-    if hasattr(module, "figure"):
-        assert (STUDIES.parent / "figures" / f"{name.removesuffix('_figure')}.svg").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_study_imports_names_of_the_stubs(path: Path) -> None:
+    """No name of a module, and nothing private."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tl_posdisent":
+            folder = ROOT.joinpath(*node.module.split("."))
+            assert (folder / "__init__.pyi").is_file(), node.module
+            public = {alias.asname for x in stub(folder) for alias in x.names}
+            assert {alias.name for alias in node.names} <= public, node.module
+
+
+def stub(folder: Path) -> list[ast.ImportFrom]:
+    tree = ast.parse((folder / "__init__.pyi").read_text(encoding="utf-8"))
+    return [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+
+
+def test_every_figure_is_shown_by_a_page() -> None:
+    from figures import FIGURES
+
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    for draw in FIGURES:
+        assert (STUDIES.parent / "figures" / f"{draw.__name__}.svg").is_file()
+        assert f"figures/{draw.__name__}.svg" in pages
+
+
+def test_every_table_is_read() -> None:
+    """By a page, a notebook or a study; a study ``NAME`` of one model writes ``MODEL/NAME.csv``."""
+    readers = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.ipynb"), *STUDIES.rglob("*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in readers)
+    for table in (STUDIES / "tables").rglob("*.csv"):
+        assert table.stem in NAMES or table.stem in text, table
 
 
 def test_findings_are_the_studies_of_the_page_of_results() -> None:
@@ -60,14 +93,13 @@ def test_tables_of_the_page_on_the_deposit_are_those_of_its_studies() -> None:
         for name in ("small", "positions", "and_length", "96_heads")
     )
     large = large[large["task"] != "count"]
-    correlations = deposit_correlations.correlations(length).query("concentration == 'share' and length == '1.5'")
     shown = [
         deposit_positions.summary(positions),
         deposit_small.summary(small),
         deposit_96_tables.summary(large),
         deposit_96_tables.by_distances(large),
         deposit_correlations.by_encoding(length),
-        correlations.drop(columns=["concentration", "length", deposit_correlations.CONTROLS[0]]),
+        deposit_correlations.correlations(length),
     ]
     page = (STUDIES.parent / "deposit.md").read_text(encoding="utf-8")
     written = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)

@@ -1,8 +1,7 @@
 """Find studies by the names of their files, run them, and write what they give where pages read it.
 
 A study has one of these functions: ``rows(model, source)`` yields numbers of the page of results, ``synthetic_rows()``
-those of small models, ``table(model)`` returns a table of one model, ``figure()`` a picture, and ``main(*words)``
-writes its files itself.
+those of small models, ``table(model)`` returns a table of one model, and ``main(*words)`` writes its files itself.
 """
 
 from __future__ import annotations

@@ -25,12 +25,6 @@ def three_parts(model: Any) -> Tensor:
     return torch.stack(parts)
 
 
-def second_parts(model: Any, n: int, length: int, skip: int = 0) -> Tensor:
-    """``[n, length]``: parts of n speeches behind their first 256 tokens, many of which are alike."""
-    ids = [model.to_tokens(speech, truncate=False)[0] for speech in documents("speeches")[skip : skip + n]]
-    return torch.stack([torch.cat([row[:1], row[1 + LENGTH : LENGTH + length]]) for row in ids])
-
-
 def copies(model: Any, n: int, size: int = COPY, seed: int = 0) -> Tensor:
     """``[n, 1 + 2 * size]``: random tokens twice, behind the BOS."""
     drawn = torch.randint(1000, model.cfg.d_vocab, (n, size), generator=torch.Generator().manual_seed(seed))

@@ -27,9 +27,14 @@ def whole(source: Source) -> str:
     """Read a source."""
     if source == "demo":
         return tp.demo_text()
-    folder = Path(os.environ.get("POSDISENT_DATA") or Path(__file__).parents[4] / "shared" / "data")
     name = "speeches-heldout.txt.gz" if source == "speeches" else "wikitext2-test.txt.gz"
-    return gzip.decompress((folder / name).read_bytes()).decode()
+    return gzip.decompress(data_file(name).read_bytes()).decode()
+
+
+def data_file(name: str) -> Path:
+    """A file of the data folder."""
+    folder = os.environ.get("POSDISENT_DATA") or Path(__file__).parents[4] / "shared" / "data"
+    return Path(folder) / name
 
 
 def documents(source: Source) -> list[str]:

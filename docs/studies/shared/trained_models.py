@@ -39,7 +39,7 @@ def models_in_training(
         if step in steps:
             models[step] = copy.deepcopy(model).eval()
 
-    run = train(model, sizes.tasks[task], sizes.train_config(task, seed), on_step=keep, progress=False)
+    run = train(model, sizes.tasks[task], on_step=keep, progress=False)
     return models | {run.steps: run.model}, run.test_accuracy
 
 

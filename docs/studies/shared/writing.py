@@ -1,4 +1,4 @@
-"""Write what a study gives where pages read it: rows, a table of one model, or a picture."""
+"""Write what a study gives where pages read it: rows, or a table of one model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import pandas as pd
 import torch
 
 from shared.rows import TABLES, Row, write
-from shared.saving import save
 from shared.texts import Source, digest, parts
 
 # In the order of their rows.
 FINDINGS = ["additive", "controlled", "far_shares", "subspaces", "capacity", "concentration", "far_distance"]
-FINDINGS += ["far_by_layer", "fixed_distance", "layers", "key_component", "bound", "sets", "rungs", "perturbation"]
-FINDINGS += ["questions", "layer_tolerance", "static_heads", "beyond", "remedies", "far_positions"]
-SYNTHETIC = ["initial", "accuracy", "margins", "leading", "toeplitz", "angles", "displaced"]
+FINDINGS += ["fixed_distance", "key_component", "bound", "perturbation", "questions", "layer_tolerance", "beyond"]
+FINDINGS += ["far_positions"]
+SYNTHETIC = ["initial", "margins", "leading", "toeplitz", "angles", "displaced"]
 
 
 def write_study(module: ModuleType, model: Any, model_name: str, source: Source, folder: Path) -> None:
-    """Run one study, and write its rows, its table or its picture."""
+    """Run one study, and write its rows or its table."""
     name = module.__name__
     if hasattr(module, "rows"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,13 +30,11 @@ def write_study(module: ModuleType, model: Any, model_name: str, source: Source,
         write(path, name, shown(name, module.rows(model, source)), order)
     elif hasattr(module, "synthetic_rows"):
         write(TABLES / "synthetic.csv", name, shown(name, module.synthetic_rows()), SYNTHETIC)
-    elif hasattr(module, "table"):
+    else:
         path = TABLES / model_name.partition("-")[0] / f"{name}.csv"
         path.parent.mkdir(exist_ok=True)
         options = getattr(module, "GEMMA", {}) if path.parent.name == "gemma3" else {}
         module.table(model, **options).round(5).to_csv(path, index=False)
-    else:
-        save(module.figure(), name.removesuffix("_figure"), *module.SIZE)
 
 
 def shown(name: str, rows: Iterable[Row]) -> list[Row]:
