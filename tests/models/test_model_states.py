@@ -25,7 +25,6 @@ from tl_posdisent import (
     score_sources,
     swap_positions,
 )
-from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.forward_pass import running
@@ -94,28 +93,6 @@ def test_a_model_without_weights_is_refused_as_such() -> None:
     model = zoo.bridge("llama-gqa").to("meta")
     with pytest.raises(ValueError, match="model must have weights, but its parameters are meta tensors"):
         read_model(model)
-
-
-def test_the_default_dtype_changes_nothing(shared_model: Any) -> None:
-    """Neither what is drawn nor which rows of a long text are checked."""
-    model, long = shared_model("bridge", "llama-gqa"), zoo.random_tokens(300, 1)
-    hooked = remap_distance(model, lambda d: d.clamp(max=30), heads=[1])
-
-    def found() -> list[Tensor]:
-        control = next(random_control(model))
-        moved = [perturb(model, TOKENS, kind, 0.5, seed=2).moved for kind in ("order", "index", "feature")]
-        with torch.no_grad(), applied(model, hooked):
-            logits = model(long)
-        return [*control.original_model.state_dict().values(), *moved, logits]
-
-    expected = found()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        got = found()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("settings", [["ungroup_grouped_query_attention"], ["use_split_qkv_input", "use_attn_result"]])

@@ -34,7 +34,7 @@ def comparison_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
     config = hf_model.config.get_text_config()
     length = min(getattr(config, "max_position_embeddings", None) or 128, 128)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (1, length), generator=generator, device="cpu")
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
     return tokens.to(next(hf_model.parameters()).device)
 
 

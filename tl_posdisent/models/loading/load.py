@@ -26,7 +26,6 @@ from tl_posdisent.models.loading.converted import read_packaged
 from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
-from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_choice, check_integer, first_line, shown
 
 if TYPE_CHECKING:
@@ -59,15 +58,14 @@ def has_hooked() -> bool:
     return _lens("transformer_lens.HookedTransformer") is not None
 
 
-def check_device(device: str | torch.device | None) -> torch.device | None:
-    """Return the device, or None for the caller's default; raise if torch does not know it or it does not exist."""
+def check_device(device: str | torch.device | None) -> None:
+    """Raise ValueError unless torch can use the device; None is the caller's default."""
     if device is None:
-        return None
+        return
     try:
         torch.zeros(1, device=device).item()  # fails on meta, which has no values
     except (RuntimeError, AssertionError, ImportError, NotImplementedError, TypeError) as error:
         raise ArgumentError("device", f"must be one that torch can use, got {device!r}: {first_line(error)}") from error
-    return torch.device(device)
 
 
 def check_backend(backend: str) -> None:
@@ -121,8 +119,7 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     _check_hf_model(hf_model)
     training = hf_model.training
     try:
-        with usual_defaults():
-            model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
+        model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
     finally:
         hf_model.train(training)
     config = hf_model.config.get_text_config()
@@ -153,7 +150,6 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     return wrapped(hf_model, _own_tokenizer(tokenizer))
 
 
-@usual_defaults()
 def wrapped(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> TransformerBridge:
     """Wrap ``hf_model`` in a TransformerBridge that keeps this very tokenizer, and compare the two."""
     # A private module, but it has the only function that accepts a model without downloading a tokenizer.
@@ -258,14 +254,13 @@ def load_model(
         raise ArgumentError("dtype", f"must be a floating point torch.dtype or None, got {dtype!r}")
     if n_ctx is not None:
         check_integer("n_ctx", n_ctx, 1)
-    with usual_defaults():
-        if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
-            hf_model, tokenizer = read_packaged(name_or_dir, dtype=dtype or torch.float32, n_ctx=n_ctx)
-        else:
-            source = _source(name_or_dir)
-            if device is None and isinstance(source, str):
-                device = str(_lens("transformer_lens.utilities.devices.get_device")())
-            hf_model, tokenizer = read_checkpoint(source, dtype=dtype or torch.float32, n_ctx=n_ctx)
+    if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
+        hf_model, tokenizer = read_packaged(name_or_dir, dtype=dtype or torch.float32, n_ctx=n_ctx)
+    else:
+        source = _source(name_or_dir)
+        if device is None and isinstance(source, str):
+            device = str(_lens("transformer_lens.utilities.devices.get_device")())
+        hf_model, tokenizer = read_checkpoint(source, dtype=dtype or torch.float32, n_ctx=n_ctx)
     if device is not None:
         hf_model.to(device)
     return as_backend(hf_model, tokenizer, backend)

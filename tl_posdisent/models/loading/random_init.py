@@ -16,7 +16,6 @@ from transformer_lens.hook_points import HookPoint
 from tl_posdisent.models.loading.load import wrapped
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, modules, n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.torch_defaults import usual_defaults
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled"]
@@ -190,7 +189,7 @@ def _draw(name: str, parameter: Tensor, std: float, generator: torch.Generator) 
     elif parameter.ndim == 1 and last in ("w", "weight"):
         parameter.fill_(1.0)
     else:
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def _built_anew(model: Any, std: float, seed: int) -> Any:
@@ -199,7 +198,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
         for name in _SCALES:
             if hasattr(part, name):
                 setattr(part, name, std)
-    with torch.random.fork_rng(devices=[]), usual_defaults():  # weights are drawn in float32
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
         fresh = type(model.original_model)(config)
         fresh = fresh.to(device_of(model), dtype_of(model.original_model))
@@ -210,6 +209,6 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
 def _shuffled(model: Any, seed: int) -> Any:
     fresh, generator = _copied(model), torch.Generator().manual_seed(seed)
     for parameter in fresh.parameters():
-        order = torch.randperm(parameter.numel(), generator=generator, device="cpu").to(parameter.device)
+        order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
         parameter.copy_(parameter.flatten()[order].view_as(parameter))
     return fresh
