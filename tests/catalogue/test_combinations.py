@@ -54,7 +54,6 @@ BENT = ANGLES + 0.1 * (torch.arange(64) == 37)[:, None]  # at a position that do
 SHIFTED = torch.arange(12) + 1000
 CURVE = {"kinds": ["order"], "fractions": [0, 0.5], "seeds": 1}
 FIVE = {"batches": 5, "batch_size": 4}
-PADDED = SAMPLES.masked_fill(torch.arange(SAMPLES.numel()).view_as(SAMPLES) == 5, 0)
 
 
 def with_one(value: float) -> torch.Tensor:
@@ -189,8 +188,8 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("evaluate", {"labels": TASK.batch(16)[1] + 90}, "labels"),
     ("evaluate", {"labels": TASK.batch(3)[1]}, "labels"),
     ("evaluate", {"labels": LABELS * 0 - 100}, "labels"),
-    ("head_drops", {"tokens": PADDED, "mode": "resample"}, "tokens"),
-    ("sufficient_heads", {"model": synthetic(encoding="none")}, "by"),
+    ("head_drops", {"mode": "resample"}, "mode"),
+    ("sufficient_heads", {"model": synthetic(encoding="none")}, "model"),
     ("sufficient_heads", {"model": LINEAR}, "model"),
     ("sufficient_heads", {"order": pd.DataFrame()}, "order"),
     ("sufficient_heads", {"order": DROPS[:1].assign(loss_effect=0.0)}, "order"),

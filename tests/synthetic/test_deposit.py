@@ -107,18 +107,6 @@ def test_drops_are_what_evaluate_says_without_the_head(shape: Any) -> None:
     assert len(set(drops["value"])) > 1
 
 
-def test_drops_of_some_heads_another_way() -> None:
-    model = untrained()
-    tokens, labels = TASK.batch(600, seed=1)
-    whole = (tokens != 0).sum(1) == 9  # of one length
-    tokens, labels = tokens[whole, :9], labels[whole]
-    drops = head_drops(model, tokens, labels, layers=[1], heads=[0], mode="resample", seed=4, progress=False)
-    assert drops[["layer", "head"]].to_numpy().tolist() == [[1, 0]]
-    with model.hooks(fwd_hooks=ablate_heads(model, [(1, 0)], mode="resample", seed=4)):
-        logits = model(tokens)
-    assert drops["value"][0] == pytest.approx((logits.argmax(-1) == labels).double().mean().item(), abs=0.0051)
-
-
 @pytest.mark.parametrize("nth", [2, 3, 4])
 def test_rows_of_heads_that_cannot_be_measured_are_named(nth: int) -> None:
     """A hook of the user's that raises on every nth call: the other rows are those without it."""

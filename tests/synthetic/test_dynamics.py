@@ -25,7 +25,7 @@ pytestmark = pytest.mark.tl4
 TOKENS = torch.randint(1, 20, (12, 9), generator=torch.Generator().manual_seed(3))
 TOKENS[::3, 6:] = 0
 LABELS = torch.arange(12) % 5
-NAMES = ["mean_norm", "norm_of_mean", "ratio", "expected_norm"]
+NAMES = ["mean_norm", "norm_of_mean", "expected_norm"]
 
 
 def test_disentanglement_is_that_of_the_tools() -> None:

@@ -27,7 +27,7 @@ from tl_posdisent.utils.validation import check_choice, check_integer, check_see
 
 GradientPart = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
-_COLUMNS = ["mean_norm", "norm_of_mean", "ratio", "expected_norm", *(f"{name}_se" for name in get_args(Norm))]
+_COLUMNS = [*get_args(Norm), *(f"{name}_se" for name in get_args(Norm))]
 
 
 def positional_gradients(
@@ -65,9 +65,9 @@ def positional_gradients(
 
     Returns:
         One row per layer and head: ``mean_norm``, the mean over batches of ``‖g‖``; ``norm_of_mean``, ``‖mean g‖``;
-        ``ratio``, ``norm_of_mean / mean_norm`` (NaN if both are 0); ``expected_norm``, an estimate of ``‖E g‖`` without
-        the noise of the batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; ``mean_norm_se``, ``norm_of_mean_se``
-        and ``expected_norm_se``, their jackknife standard errors over batches.
+        ``expected_norm``, an estimate of ``‖E g‖`` without the noise of the batches,
+        ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; ``mean_norm_se``, ``norm_of_mean_se`` and ``expected_norm_se``,
+        their jackknife standard errors over batches.
 
     Raises:
         ValueError: a model with an answer per token; ``part="encoding"`` with an encoding that does not act on scores;
@@ -78,8 +78,8 @@ def positional_gradients(
         >>> small = preset("small")
         >>> model = small.model("rope", "distance")
         >>> table = positional_gradients(model, small.tasks["distance"], batches=2, batch_size=8, progress=False)
-        >>> table.columns.tolist()[:6], len(table)
-        (['layer', 'head', 'mean_norm', 'norm_of_mean', 'ratio', 'expected_norm'], 12)
+        >>> table.columns.tolist()[:5], len(table)
+        (['layer', 'head', 'mean_norm', 'norm_of_mean', 'expected_norm'], 12)
     """
     if not isinstance(model, SyntheticModel):
         raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
@@ -96,7 +96,6 @@ def positional_gradients(
     bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
     g = torch.stack([_vectors(model, tokens.to(device), labels.to(device), part) for tokens, labels in bar])
     columns = _norms(g)
-    columns["ratio"] = columns["norm_of_mean"] / columns["mean_norm"]
     others = [_norms(torch.cat([g[:b], g[b + 1 :]])) for b in range(len(g))]
     for name in get_args(Norm):
         without = torch.stack([other[name] for other in others])

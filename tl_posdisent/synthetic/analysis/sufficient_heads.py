@@ -1,4 +1,4 @@
-"""Sets of heads that suffice for a task of position, by greedy elimination."""
+"""Sets of rotary heads that suffice for a task of position, by greedy elimination."""
 
 from __future__ import annotations
 
@@ -6,49 +6,40 @@ import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.hooks.ablate import replace_heads, stand_in
-from tl_posdisent.models.reading.model_reading import read_attention
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.model_parts import hook_name
-from tl_posdisent.synthetic.analysis.head_drops import reference_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.training.evaluation import check_samples, evaluate
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_choice, check_number, head_label
+from tl_posdisent.utils.validation import check_number, head_label
 from tl_posdisent.utils.words import plural
 
-RemovedPart = Literal["rotation", "attention"]
 Head = tuple[int, int]
 """Layer and head."""
 Measure = Callable[[frozenset[Head]], tuple[float, float]]
-"""From a set of heads to the accuracy and loss with these heads alone."""
-
-STATES = {"rotation": "rotating", "attention": "attending"}
-"""What heads are that keep the part."""
+"""From a set of heads to the accuracy and loss with the rotation of these heads alone."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SufficientHeads(HasTable):
-    """A set of heads that suffices for a task, with the accuracy of smaller and larger sets.
+    """A set of rotating heads that suffices for a task, with the accuracy of smaller and larger sets.
 
     Attributes:
-        by: what is removed from the other heads: ``"rotation"`` (frozen) or ``"attention"`` (replaced by their mean).
         keep: share of the model's accuracy that counts as sufficient.
-        baseline, none: accuracy with all heads, and with no head.
-        accuracy, loss: accuracy and loss with the sufficient set alone.
+        baseline, none: accuracy if all heads rotate, and if no head does.
+        accuracy, loss: accuracy and loss if the sufficient set alone rotates.
         heads: the set, ``(layer, head)``, the most important heads first.
         path: one row per number of heads in the search, from all heads to none: ``heads``, ``accuracy``, ``loss``.
     """
 
-    by: RemovedPart
     keep: float
     baseline: float
     none: float
@@ -58,8 +49,8 @@ class SufficientHeads(HasTable):
     path: pd.DataFrame
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row: ``by``, ``keep``, ``heads`` (their number), and accuracies and losses as above."""
-        names = ("by", "keep", "baseline", "none", "accuracy", "loss")
+        """Return one row: ``keep``, ``heads`` (their number), and accuracies and losses as above."""
+        names = ("keep", "baseline", "none", "accuracy", "loss")
         return pd.DataFrame([{name: getattr(self, name) for name in names} | {"heads": len(self.heads)}])
 
     def __repr__(self) -> str:
@@ -67,7 +58,7 @@ class SufficientHeads(HasTable):
         more = f", … ({len(self.heads)})" if len(self.heads) > 6 else ""
         heads = plural(len(self.heads), "head")
         return (
-            f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} {STATES[self.by]} "
+            f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} rotating "
             f"(none: {self.none:.3f}): {labels or 'none'}{more}"
         )
 
@@ -77,27 +68,24 @@ def sufficient_heads(
     tokens: Int[Tensor, "sample pos"],
     labels: Int[Tensor, " sample"],
     *,
-    by: RemovedPart = "rotation",
     keep: float = 0.9,
     order: pd.DataFrame | None = None,
     progress: bool = True,
 ) -> SufficientHeads:
-    """Find a small set of heads that suffices for a task, by greedy elimination.
+    """Find a small set of heads whose rotation suffices for a task, by greedy elimination.
 
-    A set is *sufficient* if the model keeps the share ``keep`` of its accuracy with these heads alone. Of two redundant
-    heads one is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by their effect,
+    A set is *sufficient* if the model keeps the share ``keep`` of its accuracy while queries and keys of all other
+    heads are not rotated, as under ``limit_frequencies(high=0, mode="freeze")``. Of two redundant heads one is in the
+    set, though neither is *necessary* (``head_drops``). The search ranks the heads by their effect,
     finds by bisection how many of the first suffice, and removes heads, the last ones first, until each is needed (a
     smaller set of other heads may exist). The heads of the set are ranked by the loss without each.
 
     Args:
         model: a trained model.
         tokens, labels: samples ``[sample, pos]`` that it was not trained on, and their labels ``[sample]``.
-        by: ``"rotation"``: queries and keys of all other heads are not rotated, as under ``limit_frequencies(high=0,
-            mode="freeze")``; or ``"attention"``: the output of all others is its mean over these samples, as under
-            ``ablate_heads(mode="mean")``.
         keep: share of the baseline's accuracy that counts as sufficient, above 0 and at most 1.
         order: a table with ``layer``, ``head`` and ``loss_effect``, such as ``head_drops`` returns: heads with the
-            largest effect rank first. Default: by each head's effect under ``by``.
+            largest effect rank first. Default: by the effect of each head's rotation.
         progress: show a progress bar, which counts the sets that were measured.
 
     Raises:
@@ -111,13 +99,16 @@ def sufficient_heads(
         >>> sufficient_heads(model, *samples, keep=0.5, progress=False)
         SufficientHeads: accuracy ...
     """
-    _check(model, by)
     check_samples(model, tokens, labels)
     check_number("keep", keep, above=0, most=1)
-    mean = _mean(model, tokens if by == "attention" else None)
-    candidates = _candidates(model, by)
+    if not model.encoding.rotates:
+        raise ArgumentError(
+            "model", f"must rotate queries and keys, got one with encoding={model.config.encoding!r}, which does not"
+        )
+    rotary_heads = model.cfg.n_heads if model.config.rotary_heads is None else model.config.rotary_heads
+    candidates = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(rotary_heads)]
     with tqdm(desc="sets of heads", disable=not progress) as bar:
-        measure = cache(partial(_accuracy_and_loss, model, tokens, labels, mean, bar))  # each set once
+        measure = cache(partial(_accuracy_and_loss, model, tokens, labels, bar))  # each set once
         baseline, none = (measure(frozenset(heads))[0] for heads in (candidates, []))
         sufficient_accuracy = keep * baseline - 1e-9
         effects = _losses_without(candidates, measure) if order is None else _effects(order, candidates)
@@ -127,21 +118,14 @@ def sufficient_heads(
         rows = [(len(heads), *measure(frozenset(heads))) for heads in path]
         accuracy, loss = measure(frozenset(sufficient))
     table = pd.DataFrame(rows, columns=["heads", "accuracy", "loss"]).drop_duplicates("heads", ignore_index=True)
-    return SufficientHeads(by, keep, baseline, none, accuracy, loss, heads=tuple(sufficient), path=table)
-
-
-def _candidates(model: SyntheticModel, by: RemovedPart) -> list[Head]:
-    """Return the heads that have the part."""
-    rotary = model.config.rotary_heads if by == "rotation" else None
-    n_heads = model.cfg.n_heads if rotary is None else rotary
-    return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n_heads)]
+    return SufficientHeads(keep, baseline, none, accuracy, loss, heads=tuple(sufficient), path=table)
 
 
 def _accuracy_and_loss(
-    model: SyntheticModel, tokens: Tensor, labels: Tensor, mean: Any, bar: Any, heads: frozenset[Head]
+    model: SyntheticModel, tokens: Tensor, labels: Tensor, bar: Any, heads: frozenset[Head]
 ) -> tuple[float, float]:
-    """Measure accuracy and loss with these heads alone; the bar counts the sets."""
-    with model.hooks(fwd_hooks=_restricted(model, heads, mean)):
+    """Measure accuracy and loss with the rotation of these heads alone; the bar counts the sets."""
+    with model.hooks(fwd_hooks=_frozen_except(model, heads)):
         loss, accuracy = evaluate(model, tokens, labels, batch_size=128)
     bar.update()
     return accuracy, loss
@@ -183,21 +167,12 @@ def _without(head: Head, heads: list[Head]) -> list[Head]:
     return [other for other in heads if other != head]
 
 
-def _mean(model: SyntheticModel, reference: Tensor | None) -> Any:
-    """Return the mean that replaces a head's output, or None if heads are frozen instead."""
-    layers = range(model.cfg.n_layers)
-    return None if reference is None else stand_in(model, layers, "mean", reference_texts(model, reference), 0)
-
-
-def _restricted(model: SyntheticModel, heads: Set[Head], mean: Any) -> list[Hook]:
-    """Return hooks on all heads except these."""
+def _frozen_except(model: SyntheticModel, heads: Set[Head]) -> list[Hook]:
+    """Return hooks that keep queries and keys of all other heads unrotated."""
     hooks: list[Hook] = []
     for layer in range(model.cfg.n_layers):
         others = [head for head in range(model.cfg.n_heads) if (layer, head) not in heads]
-        if others and mean is None:
-            hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)]
-        elif others:
-            hooks += replace_heads(read_attention(model, layer), others, mean)
+        hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)] if others else []
     return hooks
 
 
@@ -229,15 +204,3 @@ def _effects(order: pd.DataFrame, heads: list[Head]) -> dict[Head, float]:
             "order", f"must have a finite loss_effect for every head, got none for {head_label(*lacking[0])}"
         )
     return effect
-
-
-def _check(model: Any, by: Any) -> None:
-    if not isinstance(model, SyntheticModel):
-        raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
-    check_choice("by", by, get_args(RemovedPart))
-    if by == "rotation" and not model.encoding.rotates:
-        raise ArgumentError(
-            "by",
-            f'must be "attention" with encoding={model.config.encoding!r}, which rotates no queries and keys, '
-            f"got {by!r}",
-        )
