@@ -1,8 +1,7 @@
-"""Models of another kind, compiled, in training, with hooks, frozen, copied."""
+"""Models of another kind, in training, with hooks, frozen."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -83,12 +82,10 @@ def _watched(model: Any) -> Any:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "what a compiled model was made of": lambda model: torch.compile(model)._orig_mod,
     "in training mode, with dropout": _dropping,
     "frozen": lambda model: model.requires_grad_(False),
     "with gradients": lambda model: model.requires_grad_(True),
     "a hook that changes nothing": _watched,
-    "a deep copy": copy.deepcopy,
 }
 
 
@@ -99,56 +96,3 @@ def test_what_does_not_change_scores(change: Callable[[Any], Any], own: Any, mod
     before = state(own)
     assert table(changed, 2).equals(table(model, 2))
     assert state(own) == before
-
-
-def test_compiled_models(own: Any, model: Any) -> None:
-    with pytest.raises(ValueError, match=r"compiled.*_orig_mod"):
-        table(torch.compile(model))
-    own.compile()
-    with pytest.raises(ValueError, match=r"compiled.*loaded again"):
-        table(own)
-
-
-def _forward(part: Any) -> Any:
-    part.forward = torch.compile(part.forward)
-    return part
-
-
-PARTS: dict[str, Callable[[Any], Any]] = {
-    "a block": lambda model: setattr(model.blocks, "0", torch.compile(model.blocks[0])),
-    "a block in place": lambda model: model.blocks[0].compile(),
-    "attention": lambda model: setattr(model.blocks[1], "attn", torch.compile(model.blocks[1].attn)),
-    "an MLP in place": lambda model: model.blocks[1].mlp.compile(),
-    "the forward pass": _forward,
-}
-"""Nothing is compiled before it runs."""
-
-
-@pytest.mark.parametrize("compile_part", PARTS.values(), ids=PARTS)
-def test_compiled_parts(compile_part: Callable[[Any], Any], own: Any) -> None:
-    """Also of a model that was read before."""
-    reading = tp.read_model(own)
-    compile_part(own)
-    for given in (own, reading):
-        with pytest.raises(ValueError, match=r"^model must not have compiled parts, got a compiled .* again"):
-            table(given)
-    with pytest.raises(ValueError, match=r"compiled parts"):
-        tp.dummy_distance(own, 5)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(zoo.TL_MAJOR > 3, reason="of a bridge, tracing takes a minute")
-def test_hooks_within_a_compiled_function() -> None:
-    """They act, if torch traces it under them; hooks of later runs it ignores, and ``applied`` says so."""
-    model, tokens = zoo.hooked("llama-gqa", num_hidden_layers=1), zoo.random_tokens()
-    hooks = tp.ablate_heads(model, [(0, 1), (0, 3)])
-    with torch.no_grad():
-        plain, expected = model(tokens), model.run_with_hooks(tokens, fwd_hooks=hooks)
-        run = torch.compile(lambda x: model(x), backend="eager")
-        with tp.hooks.applied(model, hooks):
-            torch.testing.assert_close(run(tokens), expected, rtol=0, atol=1e-5)
-        torch.compiler.reset()
-        torch.testing.assert_close(run(tokens), plain, rtol=0, atol=1e-5)
-        with pytest.raises(RuntimeError, match="these hooks never fired"), tp.hooks.applied(model, hooks):
-            run(tokens)
-    torch.compiler.reset()

@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -121,10 +120,10 @@ def test_the_model_is_read_once(function: Call, shared_reading: Any, monkeypatch
         return probe(model, layers)
 
     monkeypatch.setattr(reading_module, "probe", counted)
-    monkeypatch.setattr(reading_module, "_READINGS", WeakKeyDictionary())
     copies = int(function is tp.experiments.head_labels)
     one = {"layers": 1} if "layers" in inspect.signature(function).parameters else {}
-    call(function, reading.model, **one)
+    hooks = GOOD["interventions"](reading)
+    call(function, reading.model, GOOD | {"interventions": hooks}, **one)
     assert len(set(read)) == len(read)
     assert len({model for model, _ in read}) == 1 + copies
     call(function, reading, **one)

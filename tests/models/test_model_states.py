@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import accelerate
-import pandas as pd
 import pytest
 import torch
 from support import zoo
@@ -15,14 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from tl_posdisent import (
-    additivity,
     capture,
-    head_ablation,
-    head_effects,
-    random_control,
     read_model,
     remap_distance,
-    score_sources,
     swap_positions,
 )
 from tl_posdisent.hooks import applied
@@ -66,27 +59,6 @@ def test_compatibility_mode(name: str, processed: bool) -> None:
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
     everything = [layer.layer for layer in capture(model, TOKENS)]
     assert everything == [0, 1]
-
-
-def test_weights_that_are_offloaded_are_loaded_for_each_pass(shared_model: Any) -> None:
-    """By accelerate, which leaves meta tensors; what reads weights outside a pass is refused."""
-    reference, model = shared_model("bridge", "llama-gqa"), zoo.bridge("llama-gqa")
-    accelerate.cpu_offload(model.original_model, torch.device("cpu"))
-    assert all(p.is_meta for p in model.parameters())
-    for ours, theirs in zip(capture(model, TOKENS), capture(reference, TOKENS), strict=True):
-        assert torch.equal(ours.scores, theirs.scores)
-    for measure in (
-        additivity,
-        head_ablation,
-        lambda x, tokens, progress: head_effects(x, tokens, remap_distance(x, lambda d: d / 2), progress=progress),
-    ):
-        ours, theirs = (measure(x, TOKENS, progress=False) for x in (model, reference))
-        pd.testing.assert_frame_equal(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert not any(p.is_meta for p in next(random_control(model)).parameters())
-    with pytest.raises(ValueError, match="model must have its weights in memory"):
-        next(random_control(model, weights="shuffled"))
-    with pytest.raises(ValueError, match=r"output weights W_O .*, in memory"):
-        score_sources(model, TOKENS, 1, 0, 5)
 
 
 def test_a_model_without_weights_is_refused_as_such() -> None:
@@ -241,47 +213,3 @@ def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
         model(TOKENS)
     found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, ran)]
     assert found[0] == found[1]
-
-
-def _exchange(model: Any, how: str, base: float) -> None:
-    """Give each layer of a HookedTransformer the rotary tables of another base."""
-    for block in model.blocks:
-        attn, n = block.attn, model.cfg.n_ctx
-        tables = attn.calculate_sin_cos_rotary(model.cfg.rotary_dim, n, base=base, dtype=attn.rotary_sin.dtype)
-        for name, table in zip(("rotary_sin", "rotary_cos"), tables, strict=True):
-            if how == "replaced":
-                setattr(attn, name, table)
-            elif how == "in place":
-                getattr(attn, name).copy_(table)
-            else:
-                getattr(attn, name).data.copy_(table)
-
-
-@zoo.needs_hooked
-@pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
-@pytest.mark.parametrize("name", zoo.names("llama-gqa", "gptj"))
-def test_changed_rotary_tables_are_read_anew(name: str, how: str) -> None:
-    """Hooks that are made then are those of a new model with these tables; older readings are refused until undone."""
-    model, fresh = zoo.load("hooked", name), zoo.load("hooked", name)
-    original, reading = dict(model.named_buffers()), read_model(model)
-    original = {key: table.clone() for key, table in original.items() if "rotary" in key}
-
-    def swapped(of: Any) -> Tensor:
-        with torch.no_grad(), applied(of, swap_positions(of, lambda p: (7 * p) % 5)):
-            return of(TOKENS)
-
-    before = swapped(model)
-    for base in (730.0, 90_000.0):
-        _exchange(model, how, base)
-        _exchange(fresh, "replaced", base)
-        with pytest.raises(ValueError, match="has changed in rotary tables: read it again"):
-            swap_positions(reading, lambda p: p)
-        assert torch.equal(swapped(model), swapped(fresh))
-        assert (swapped(model) - before).abs().max() > 1e-3
-        ours, theirs = (read_model(each).specs(0)[0].require_rotary("this test") for each in (model, fresh))
-        assert torch.equal(ours.frequencies, theirs.frequencies)
-    for key, table in original.items():
-        owner, _, last = key.rpartition(".")
-        setattr(model.get_submodule(owner), last, table)
-    assert torch.equal(swapped(model), before)
-    assert swap_positions(reading, lambda p: p)

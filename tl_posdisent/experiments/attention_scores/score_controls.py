@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 
@@ -56,9 +56,11 @@ def _foreign_keys(
     Keys of other layers take a pass of their own.
     """
     keys: dict[int, Tensor] = {}
-    others = {spec.layer: _other_layer(model, spec) for spec in specs if spec.n_kv_heads == 1}
-    if others:
-        read = read_model(model).specs(sorted({*others.values()}))
+    others: dict[int, int] = {}
+    if alone := [spec for spec in specs if spec.n_kv_heads == 1]:
+        reading = read_model(model)
+        others = {spec.layer: _other_layer(reading, spec) for spec in alone}
+        read = reading.specs(sorted({*others.values()}))
         for_each_layer(model, tokens, read, lambda layer: keys.update({layer.layer: layer.k.clone()}), scores=False)
 
     def scores(layer: Captured) -> Tensor:
@@ -72,9 +74,9 @@ def _foreign_keys(
     return scores
 
 
-def _other_layer(model: Any, spec: AttentionSpec) -> int:
+def _other_layer(reading: ModelReading, spec: AttentionSpec) -> int:
     """Return the model's next layer, in turn, with one key head, and with keys of the size of this one's."""
-    single = [x for x in read_model(model).specs() if x.n_kv_heads == 1 and x.limits.problem is None]
+    single = [x for x in reading.attention if x.n_kv_heads == 1 and x.limits.problem is None]
     alike = [x.layer for x in single if x.d_head == spec.d_head and x.layer != spec.layer]
     if not alike:
         raise ArgumentError(

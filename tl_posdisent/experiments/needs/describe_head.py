@@ -88,7 +88,7 @@ def describe_head(
     ((spec, (number,)),) = chosen
     check_reach(reading, [spec.layer])
     with running(model) as p, p.counting_tokens() as counts:
-        texts, of_folds = folds(model, tokens, heldout, chosen)
+        texts, of_folds = folds(reading, tokens, heldout, chosen)
         total = len(texts.tokens) * len(of_folds[0].replacements)
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
             runs = measure_head(model, of_folds, chosen, bar)

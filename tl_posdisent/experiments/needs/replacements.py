@@ -16,6 +16,7 @@ from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
 from tl_posdisent.hooks.positions import remap_distance
 from tl_posdisent.hooks.substitute import substitute_attention
+from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.words import plural
@@ -52,7 +53,7 @@ def _others_at(distance: float, distances: Tensor) -> Tensor:
     return distances.abs().clamp(max=1) * distance
 
 
-def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) -> tuple[Texts, list[Fold]]:
+def folds(reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) -> tuple[Texts, list[Fold]]:
     """Separate the texts that replacements are fitted to from those that are measured.
 
     Without ``heldout``, each half of the texts is measured with what was fitted to the other half. A text that is
@@ -64,10 +65,10 @@ def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) ->
     Raises:
         ValueError: fewer than two measured texts; ``heldout`` that is longer than the texts of the fit.
     """
-    texts = read_texts(model, tokens)
+    texts = read_texts(reading.model, tokens)
     if heldout is not None:
         with naming(tokens="heldout"):
-            measured = read_texts(model, heldout)
+            measured = read_texts(reading.model, heldout)
             _require_two(measured)
         if measured.longest > texts.longest:
             raise ArgumentError(
@@ -76,13 +77,13 @@ def folds(model: Any, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) ->
                 "distance has no value for larger distances. Cut them, or give longer tokens",
             )
         _warn_of_texts(measured, [*texts.unpadded(), *measured.unpadded()])
-        return measured, [Fold(measured, range(len(measured.tokens)), replacements(model, texts, chosen))]
+        return measured, [Fold(measured, range(len(measured.tokens)), replacements(reading, texts, chosen))]
     _require_two(texts)
     texts = texts.cut(sorted(texts.lengths)[-2])
     _warn_of_texts(texts, texts.unpadded())
     by_length = sorted(range(len(texts.tokens)), key=lambda row: -texts.lengths[row])
     halves = [by_length[::2], by_length[1::2]]
-    others = [replacements(model, texts.take(half), chosen) for half in halves[::-1]]
+    others = [replacements(reading, texts.take(half), chosen) for half in halves[::-1]]
     return texts, [Fold(texts.take(half), half, fitted) for half, fitted in zip(halves, others, strict=True)]
 
 

@@ -131,7 +131,7 @@ def where_or_what(
     check_reach(reading, [spec.layer for spec, _ in chosen])
     with running(model) as p, p.counting_tokens() as counts:
         with torch.inference_mode(False):  # tensors of inference mode cannot be in a graph
-            texts, of_folds = folds(model, tokens, heldout, chosen)
+            texts, of_folds = folds(reading, tokens, heldout, chosen)
         changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
         estimated, n_predictions = _estimated(model, texts, of_folds, changes, draws, seed, progress=progress)
         by_size = (n_predictions @ estimated[0]).argsort(descending=True, stable=True)

@@ -88,10 +88,10 @@ class _Layer:
         self.where = f"{tool} needs, in layer {number} of {architecture(model)},"  # begins error messages
         self.attention = model.blocks[number].attn
         weight = None
-        with suppress(NotImplementedError):  # of TransformerLens, for weights that are quantised or offloaded
+        with suppress(NotImplementedError):  # of TransformerLens, for weights that are quantised
             weight = getattr(self.attention, "W_O", None)
         if not isinstance(weight, Tensor) or weight.ndim != 3:
-            raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model], in memory and not quantised")
+            raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model], not quantised")
         self.norm: FrozenNorm | None = None
         self.z = self.mlp = self.scale = torch.zeros((), dtype=torch.float32, device="cpu")
 

@@ -79,8 +79,6 @@ def random_control(
     check_choice("weights", weights, get_args(Baseline))
     numbers = check_seeds(seeds)
     if weights == "shuffled":
-        if any(p.is_meta for p in model.parameters()):
-            raise ArgumentError("model", 'must have its weights in memory for weights="shuffled", which keeps them')
         if std != "config":
             raise ArgumentError(
                 "std", f'must be "config" for weights="shuffled", which keeps the weights, got {shown(std)}'

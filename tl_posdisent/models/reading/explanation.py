@@ -141,8 +141,7 @@ def _with_sizes(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:
     """Take sizes from the vectors: TransformerLens may ungroup keys, and layers may differ."""
     assert spec.taps.k is not None
     n_kv, d_head = k.shape[2:]
-    certain = bool(q.any()) and bool(k.any())
-    spec = spec.with_taps(k=replace(spec.taps.k, n_heads=n_kv)).with_limits(certain=certain)
+    spec = spec.with_taps(k=replace(spec.taps.k, n_heads=n_kv))
     return replace(spec, n_kv_heads=n_kv, d_head=d_head)
 
 

@@ -1,4 +1,4 @@
-"""Read a model's attention once, as a value; remember it for each model, and detect changes of the model."""
+"""Read a model's attention, as a value."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import pandas as pd
 
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.result_edits import why_no_result_edits
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.model_parts import architecture, device_of, model_state, n_layers, user_hooks
+from tl_posdisent.models.running.model_parts import architecture, device_of, n_layers, user_hooks
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices, shown
+from tl_posdisent.utils.validation import check_float64, check_heads, check_indices, shown
 
 Layers = int | Iterable[int] | Literal["global", "local"] | None
 """None for all layers; an integer, or integers, of which negative ones count from the end; ``"local"`` for the layers
@@ -32,14 +31,11 @@ class ModelReading(HasTable):
         model: the model that was read.
         n_layers: number of layers of the model.
         attention: an ``AttentionSpec`` for each layer with attention.
-        state: the model's settings and parts on which the reading depends. In a copy of the reading it is not that of
-            the copied model, so that one must be read again.
     """
 
     model: Any
     n_layers: int
     attention: tuple[AttentionSpec, ...] = field(repr=False)
-    state: dict[str, Any] = field(repr=False)
 
     def __repr__(self) -> str:
         return f"ModelReading({len(self.attention)} of {self.n_layers} layers of {architecture(self.model)})"
@@ -62,7 +58,7 @@ class ModelReading(HasTable):
 
         Each tool also compares the scores with the reading whenever it runs, so a text can be refused for its padding.
         """
-        rows, no_results = [], result_edit_problems(self, [spec.layer for spec in self.attention])
+        rows, no_results = [], why_no_result_edits(self.model, [spec.layer for spec in self.attention])
         for spec in self.attention:
             rotary, obstacles = spec.rotary, _obstacles(spec, no_results[spec.layer])
             rows.append(
@@ -192,35 +188,25 @@ def _why_not(obstacles: dict[str, str]) -> str:
     return "; ".join(f"{names}: {reason}" for names, reason in zip(groups, reasons, strict=True))
 
 
-_READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], tuple[AttentionSpec, ...]]] = WeakKeyDictionary()
-"""The last state and specs of each model, so that a model is read once; without it all results would be the same."""
-
-_RESULT_EDITS: WeakKeyDictionary[Any, tuple[tuple[AttentionSpec, ...], dict[int, str]]] = WeakKeyDictionary()
-"""The last specs of each model, and why heads of a layer cannot be ablated, measured once as well."""
-
-
-def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
-    """Read the attention of a model's layers; later calls return the same specs until the model changes.
+def read_model(model: Any) -> ModelReading:
+    """Read the attention of a model's layers.
 
     There is no list of architectures. The model runs three or four times on about ten tokens; the rotation, scale,
     mask, grouping and working hooks reported are those that reproduce its own scores, or its pattern where it shows no
     scores. Dropout and your hooks are off meanwhile (except permanent hooks), and the model is restored afterwards.
+    Every function that takes a model reads it first; to read once for many calls, pass the reading in its place.
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
-            ``ModelReading``, which is returned after a check that it still describes its model.
-        fresh: read the model again even if it was read before. A change of modules, rotary tables, dtype, device,
-            settings, attention implementation, grouping of keys or permanent hooks is detected without it. Changed
-            weights need no new reading, since a reading describes what the architecture does; use ``fresh`` for changes
-            that none of these shows, such as a replaced function of a module.
+            ``ModelReading``, which is returned as it is. Changed weights need no new reading, since a reading describes
+            what the architecture does; another dtype, device or setting does.
 
     Returns:
         A ``ModelReading``. A layer that cannot be explained raises no error here: ``problem`` and ``no_rotation`` of
         its ``AttentionSpec`` give the reason.
 
     Raises:
-        ValueError: a model without TransformerLens's attention hooks, a compiled one, or one with scores that are NaN
-            or infinite; a ``ModelReading`` whose model has changed since in one of these.
+        ValueError: a model without TransformerLens's attention hooks, or one with scores that are NaN or infinite.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
@@ -236,13 +222,8 @@ def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
         >>> table["why_not"].unique().tolist()  # every tool acts
         ['']
     """
-    check_flag("fresh", fresh)
     if isinstance(model, ModelReading):
-        if not fresh:
-            _check_unchanged(model)
-            if _is_certain(model.attention):
-                return model
-        model = model.model
+        return model
     n = n_layers(model)
     attending = [layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is not None]
     if not attending:
@@ -252,43 +233,15 @@ def read_model(model: Any, *, fresh: bool = False) -> ModelReading:
             "blocks has them",
         )
     check_float64("model", device_of(model))
-    state, known = model_state(model), _READINGS.get(model)
-    if fresh or known is None or known[0] != state or not _is_certain(known[1]):
-        known = _READINGS[model] = state, tuple(probe(model, attending))
-    return ModelReading(model, n, known[1], state)
-
-
-def result_edit_problems(model: Any, layers: Iterable[int]) -> dict[int, str]:
-    """Return for each layer why its heads cannot be ablated, empty if they can; measured again if the model changes."""
-    reading = read_model(model)
-    known = _RESULT_EDITS.get(reading.model)
-    if known is None or known[0] is not reading.attention:
-        known = _RESULT_EDITS[reading.model] = reading.attention, {}
-    known[1].update(why_no_result_edits(reading.model, [layer for layer in layers if layer not in known[1]]))
-    return {layer: known[1][layer] for layer in layers}
-
-
-def _is_certain(attention: Iterable[AttentionSpec]) -> bool:
-    return all(spec.limits.certain for spec in attention)
+    return ModelReading(model, n, tuple(probe(model, attending)))
 
 
 def model_of(model: Any) -> Any:
-    """Return the model, given the model or its reading; raise if the reading no longer describes the model."""
+    """Return the model, given the model or its reading."""
     if isinstance(model, ModelReading):
-        _check_unchanged(model)
         return model.model
     n_layers(model)
     return model
-
-
-def _check_unchanged(reading: ModelReading) -> None:
-    now = model_state(reading.model)
-    changed = [name for name, before in reading.state.items() if now[name] != before]
-    if changed:
-        raise ArgumentError(
-            "model",
-            f"must be as it was when read_model read it, but has changed in {', '.join(changed)}: read it again",
-        )
 
 
 def read_attention(model: Any, layer: int) -> AttentionSpec:

@@ -59,8 +59,6 @@ class Limits:
         holds_to: the most tokens of a text for which the description holds, from the model's configuration; None for
             any. Longer texts are refused: the layer rotates them by other frequencies (longrope, dynamic NTK), scales
             their scores by position, or hides the keys of earlier chunks.
-        certain: False if all its queries or keys were 0, which fits every rotation and scale: the layer is then read
-            again at each use.
     """
 
     problem: str | None = None
@@ -69,7 +67,6 @@ class Limits:
     masked_below: float = -1e30
     shows_mask: bool = True
     holds_to: int | None = None
-    certain: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
