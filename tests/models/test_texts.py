@@ -158,14 +158,6 @@ def test_the_config_pads_without_a_tokenizer() -> None:
         tp.additivity(model, tokens, progress=False)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_nested_tensors_are_refused(demo: Any) -> None:
-    nested = torch.nested.nested_tensor([torch.arange(3, 6), torch.arange(3, 9)], layout=torch.jagged)
-    for tokens in (nested, torch.ones(2, 4, dtype=torch.long).to_sparse()):
-        with pytest.raises(ValueError, match="tokens must be a dense tensor"):
-            check_tokens(demo, tokens)
-
-
 def test_what_is_no_text_is_named(demo: Any) -> None:
     with pytest.raises(ValueError, match=r"tokens must be texts of at least two tokens, got '' as text 1"):
         read_texts(demo, ["We the people", "", "of this land"])

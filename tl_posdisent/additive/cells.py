@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_integer, check_values
+from tl_posdisent.utils.validation import check_integer
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
 T = TypeVar("T")
@@ -376,7 +376,6 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int)
             f"must have dtype torch.bool (True where a cell counts), got {mask.dtype}; "
             "convert an additive or 0/1 mask yourself: its values do not show what it means",
         )
-    check_values("mask", mask)
     if mask.ndim < 2 or tuple(mask.shape[-2:]) != (n_query, n_key):
         raise ArgumentError("mask", f"must have shape (..., {n_query}, {n_key}) as the scores, got {tuple(mask.shape)}")
     leading, batch = tuple(mask.shape[:-2]), tuple(shape[:-2])

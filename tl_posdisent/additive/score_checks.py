@@ -11,19 +11,18 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_devices, check_flag, check_floating
+from tl_posdisent.utils.validation import check_flag, check_floating
 
 _MIN_PATTERN_KEYS = 6  # with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
 
 
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
-    """Return ``scores``, or raise unless it is a dense floating point tensor ``(..., query, key)``."""
+    """Return ``scores``, or raise unless it is a floating point tensor ``(..., query, key)``."""
     x = check_floating(name, scores)
     if x.ndim < 2:
         raise ArgumentError(name, f"must have shape (..., query, key), got {tuple(x.shape)}")
     if x.numel() == 0 or x.shape[-1] < 2:
         raise ArgumentError(name, f"must hold at least one query and two keys, got shape {tuple(x.shape)}")
-    check_devices(**{name: x})
     return x
 
 
@@ -130,7 +129,6 @@ def check_queries_and_keys(**vectors: Any) -> None:
         check_finite_tensor(name, x)
         if x.ndim < 3 or x.numel() == 0:
             raise ArgumentError(name, f"must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
-    check_devices(**vectors)
     q, k = vectors.values()
     if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
         raise ValueError(

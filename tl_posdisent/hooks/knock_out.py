@@ -14,7 +14,7 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_values, shown
+from tl_posdisent.utils.validation import shown
 
 
 def knock_out(
@@ -63,7 +63,6 @@ def knock_out(
             "keys", "or queries or cells must be given, or no query would see any key, got None for all"
         )
     if cells is not None:
-        check_values("cells", cells)
         if not isinstance(cells, Tensor) or cells.dtype != torch.bool or cells.ndim not in (2, 3):
             got = f"{cells.dtype} {tuple(cells.shape)}" if isinstance(cells, Tensor) else shown(cells)
             raise ArgumentError("cells", f"must be booleans [query, key] or [batch, query, key], got {got}")

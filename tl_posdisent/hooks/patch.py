@@ -15,7 +15,7 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_choice, check_values
+from tl_posdisent.utils.validation import check_choice
 
 Keys = Literal["group", "head"]
 MovedComponent = Literal["mean", "distance", "query", "key", "residual"]
@@ -67,7 +67,6 @@ def patch_vectors(
     if q_rot is None and k_rot is None:
         raise ValueError("q_rot or k_rot must be given, got neither")
     for name, x, n in (("q_rot", q_rot, spec.n_heads), ("k_rot", k_rot, spec.n_kv_heads)):
-        check_values(name, x)
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2:] != (n, spec.d_head)):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ArgumentError(name, f"must have shape (batch, pos, {n}, {spec.d_head}), got {got}")

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_indices, check_values, is_integer, listed, shown
+from tl_posdisent.utils.validation import check_indices, is_integer, listed, shown
 from tl_posdisent.utils.words import plural
 
 Slots = int | range | slice | Sequence[int] | Bool[Tensor, " pos"] | None
@@ -21,7 +21,6 @@ ChosenSlots = int | Sequence[int] | slice | Tensor | None
 
 def checked_slots(name: str, chosen: Slots) -> ChosenSlots:
     """Validate chosen slots as far as that is possible without a text."""
-    check_values(name, chosen)
     if chosen is None:
         return None
     if isinstance(chosen, slice):

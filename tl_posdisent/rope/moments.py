@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import Numbers, check_devices, check_floating, real_numbers
+from tl_posdisent.utils.validation import Numbers, check_floating, real_numbers
 from tl_posdisent.utils.words import plural
 
 NUMBERS_AT_ONCE = 2**22  # size of a chunk of points: 32 MiB in float64
@@ -175,7 +175,6 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
         if x.ndim < 3 or x.numel() == 0:
             raise ArgumentError(name, f"must have shape {axes} and not be empty, got {tuple(x.shape)}")
     check_rotary(rotary)
-    check_devices(q=q, k=k)
     (n_heads, d_head), (n_kv, d_key) = q.shape[-2:], k.shape[-2:]
     if d_head != d_key:
         raise ValueError(f"queries and keys must have the same d_head, got {d_head} and {d_key}")

@@ -29,8 +29,6 @@ def shown(value: Any) -> str:
     >>> shown("far"), shown(torch.ones(2, 3))
     ("'far'", 'a Tensor of shape (2, 3)')
     """
-    if getattr(value, "is_nested", False):
-        return "a nested tensor"
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape != ():
         return f"a {type(value).__name__} of shape {tuple(shape)}"
@@ -187,57 +185,11 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
             check_integer(name, value, (least or {}).get(name, 1))
 
 
-def check_values(name: str, x: Any) -> None:
-    """Raise for a tensor that is not a dense one of real numbers, floating point ones in 16 bits or more.
-
-    Nested, sparse, quantised, complex, 8-bit and meta tensors lack operations that this package needs.
-
-    >>> import torch
-    >>> check_values("q", torch.ones(2).to(torch.float8_e4m3fn))  # doctest: +NORMALIZE_WHITESPACE
-    Traceback (most recent call last):
-    tl_posdisent.utils.errors.ArgumentError: q must be a dense tensor of real numbers in 16 bits or more, got
-    torch.float8_e4m3fn, torch.strided: convert it, such as by to_dense(), dequantize(), float() or padding
-    """
-    if not isinstance(x, torch.Tensor):
-        return
-    dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
-    if not dense or x.is_complex() or (x.is_floating_point() and x.element_size() == 1):
-        what = "a nested tensor" if x.is_nested else "a meta tensor" if x.is_meta else f"{x.dtype}, {x.layout}"
-        raise ArgumentError(
-            name,
-            f"must be a dense tensor of real numbers in 16 bits or more, got {what}: convert it, such as by "
-            "to_dense(), dequantize(), float() or padding",
-        )
-
-
 def check_floating(name: str, x: Any) -> Tensor:
-    """Return ``x``, or raise unless it is a dense floating point tensor (see ``check_values``)."""
-    check_values(name, x)
+    """Return ``x``, or raise unless it is a floating point tensor."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         raise ArgumentError(name, f"must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     return x
-
-
-def check_devices(**values: Any) -> None:
-    """Raise unless all tensors among these values are on one device, with float64."""
-    devices = {name: x.device for name, x in values.items() if isinstance(getattr(x, "device", None), torch.device)}
-    if len(set(devices.values())) > 1:
-        names, places = (", ".join(map(str, x[:-1])) + f" and {x[-1]}" for x in ([*devices], [*devices.values()]))
-        raise ValueError(f"{names} must be on the same device, got {places}")
-    for name, device in devices.items():
-        check_float64(name, device)
-
-
-def check_float64(name: str, device: torch.device) -> None:
-    """Raise unless the device supports float64, which MPS does not."""
-    if device.type in ("cpu", "cuda", "meta"):
-        return
-    try:
-        torch.zeros((), dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError) as error:
-        raise ArgumentError(
-            name, f"must be on the CPU or a CUDA device, got {device}, which has no float64: use {name}.to('cpu')"
-        ) from error
 
 
 def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tensor, "*shape"]:
@@ -247,19 +199,17 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tenso
     Traceback (most recent call last):
     tl_posdisent.utils.errors.ArgumentError: target must be finite real numbers, integers below 2**63, got [1, None]
     """
-    check_values(name, values)
     dtype = f" of {values.dtype}" if hasattr(values, "dtype") else ""
     kind = "finite real" if finite else "real"
     wrong = ArgumentError(name, f"must be {kind} numbers, integers below 2**63, got {shown(values)}{dtype}")
     try:
-        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
         raise wrong from error
-    check_float64(name, tensor.device)
     if tensor.dtype == torch.bool or tensor.is_complex():
         raise wrong
     if not isinstance(values, Tensor):  # torch makes Python's numbers float32 unless it is told otherwise
-        tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+        tensor = torch.as_tensor(values, dtype=torch.float64)
     if finite and not bool(tensor.isfinite().all()):
         raise wrong
     return tensor.detach().double()
@@ -337,7 +287,6 @@ def listed(name: str, chosen: Any) -> Any:
     >>> listed("heads", iter([0, 3])), listed("heads", torch.tensor([[1, 3], [0, 0]]))
     ([0, 3], [[1, 3], [0, 0]])
     """
-    check_values(name, chosen)
     if isinstance(chosen, (torch.Tensor, np.ndarray)):
         return chosen.tolist()
     if not isinstance(chosen, Iterable) or isinstance(chosen, (str, bytes, Mapping)):

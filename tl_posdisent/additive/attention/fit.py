@@ -27,7 +27,7 @@ from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
 from tl_posdisent.additive.score_checks import check_pool, read_scores, refuse_vectors
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_devices, check_integer, check_number
+from tl_posdisent.utils.validation import check_integer, check_number
 
 PSEUDO_COUNT = 1e-3
 """The part of a pattern that is replaced by uniform attention."""
@@ -95,7 +95,6 @@ def fit_attention(
         raise ValueError("pass exactly one of scores or pattern=")
     name = "pattern" if scores is None else "scores"
     x, layers = read_scores(pattern if scores is None else scores, mask, bool(pool), name)
-    check_devices(**{name: x}, keys=keys)
 
     shape = x.shape
     if pool is not None:

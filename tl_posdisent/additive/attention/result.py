@@ -17,7 +17,7 @@ from tl_posdisent.additive.result import CellsFit, mean_and_range, range_note
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_devices, check_indices
+from tl_posdisent.utils.validation import check_choice, check_indices
 
 AttentionComponent = Literal["summary", "distance", "key", "query"]
 
@@ -136,7 +136,6 @@ class AttentionFit(CellsFit):
         assert self.direction is not None
         n_feature, texts = self.direction.shape[-1], tuple(self.direction.shape[:-2])
         check_finite_tensor("keys", keys)
-        check_devices(keys=keys, fit=self.distance)
         bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
         if bad or 0 in keys.shape[:-1] or (texts and tuple(keys.shape[:-3]) != texts):
             leading = "".join(f"{n}, " for n in texts) if texts else "*texts, "

@@ -12,10 +12,10 @@ import pandas as pd
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.result_edits import why_no_result_edits
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.model_parts import architecture, device_of, n_layers, user_hooks
+from tl_posdisent.models.running.model_parts import architecture, n_layers, user_hooks
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import check_float64, check_heads, check_indices, shown
+from tl_posdisent.utils.validation import check_heads, check_indices, shown
 
 Layers = int | Iterable[int] | Literal["global", "local"] | None
 """None for all layers; an integer, or integers, of which negative ones count from the end; ``"local"`` for the layers
@@ -232,7 +232,6 @@ def read_model(model: Any) -> ModelReading:
             f"must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose {n} "
             "blocks has them",
         )
-    check_float64("model", device_of(model))
     return ModelReading(model, n, tuple(probe(model, attending)))
 
 

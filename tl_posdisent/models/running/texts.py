@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_values, shown
+from tl_posdisent.utils.validation import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,6 @@ def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor,
     """Validate an attention mask and return it as booleans on the device of the tokens (see ``read_texts``)."""
     if not isinstance(attention_mask, Tensor):
         raise ArgumentError("attention_mask", f"must be a tensor like tokens, got {type(attention_mask).__name__}")
-    check_values("attention_mask", attention_mask)
     mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
     if mask.shape != tokens.shape or bool(((mask != 0) & (mask != 1)).any()):
         raise ArgumentError(
@@ -264,7 +263,6 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     device = device_of(model)
     if device.type == "meta":
         raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
-    check_values("tokens", tokens)
     if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
         raise ArgumentError(
             "tokens",
