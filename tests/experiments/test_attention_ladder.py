@@ -277,11 +277,6 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
             assert row.error == pytest.approx((change.std() / 2**0.5).item(), abs=1e-5)
             share = ((values["uniform"] - values[row.rung]).mean() / gap).item() if gap.abs() > noise else torch.nan
             assert row.recovered == pytest.approx(share, abs=1e-3, nan_ok=True)
-    found = head_verdicts(rows, confidence=0)
-    assert (found["verdict"] != "no effect").all()
-    flipped = head_verdicts(rows.assign(value=-rows["value"]), confidence=0)
-    assert flipped["simplest"].tolist() == found["simplest"].tolist()
-    assert flipped["gap"].tolist() == (-found["gap"]).tolist()
     plain = ladder(model, heldout=texts, **options)
     pd.testing.assert_series_equal(plain["loss"], rows["loss"])
     assert "value" not in plain
@@ -289,8 +284,8 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     one = ladder(model, heldout=TOKENS[:1], metric=lambda logits, tokens: logits[0, -1, 7], **options)
     assert set(rows) - set(one) == {"se", "se_mean", "error"}
     assert one["recovered"].notna().all()
-    assert head_verdicts(one)["between"].str.startswith("distance and").all()
-    assert set(head_verdicts(rows)) - set(head_verdicts(one)) == {"se", "error", "error_mean"}
+    with pytest.raises(ValueError, match="table must come from attention_ladder without metric="):
+        head_verdicts(rows)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import stats
 from support import zoo
 from support.intervention_cases import TOKENS, L
 from support.lanes import slow
@@ -24,15 +23,12 @@ def ladder(model: Any, **options: Any) -> pd.DataFrame:
     return attention_ladder(model, zoo.random_tokens(L + 2), **{"heldout": TOKENS, "progress": False, **options})
 
 
-def made(recovered: dict[str, float], gap: float = 1.0, error: float = 0.01, head: int = 0) -> pd.DataFrame:
+def made(recovered: dict[str, float]) -> pd.DataFrame:
+    """A ladder of a head whose rungs recover these shares of a divergence of 1, with an error of 0.003; ten blocks."""
     shares = {"uniform": 0.0, **recovered, "untouched": 1.0}
-    rows = [(1, head, "none", x, 3 - gap * (y + 1e-9), y, 0.004, error, 10, 5, True) for x, y in shares.items()]
-    names = ["layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "parameters"]
-    return pd.DataFrame(rows, columns=[*names, "causal"])
-
-
-def of_loss(table: pd.DataFrame, share: float = 0.95, **options: Any) -> pd.DataFrame:
-    return head_verdicts(table, share, measure="loss", **options)
+    table = pd.DataFrame({"rung": [*shares], "recovered_kl": [*shares.values()]})
+    table = table.assign(kl=1 - table["recovered_kl"], error_kl=0.01, se_kl=0.003)
+    return table.assign(layer=1, head=0, control="none", blocks=10, parameters=5, causal=True)
 
 
 def in_words(verdicts: pd.DataFrame) -> list[str]:
@@ -43,7 +39,7 @@ def in_words(verdicts: pd.DataFrame) -> list[str]:
 
 
 def said(table: pd.DataFrame, **options: Any) -> list[str]:
-    return in_words(of_loss(table, **options))
+    return in_words(head_verdicts(table, **options))
 
 
 def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
@@ -68,7 +64,7 @@ def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
         assert said(made(tried))[0] == verdict
     shuffled = made({"distance": 1.0}).assign(control="shuffled")
     assert said(pd.concat([made(low), shuffled]))[1] == "untouched"
-    unknown = made(low).assign(se=float("nan"), error=float("nan"))  # a metric of one text
+    unknown = made(low).assign(se_kl=float("nan"))
     assert said(unknown)[0] == "undecided between first token and more than additive"
 
 
@@ -80,7 +76,9 @@ def test_what_an_undecided_head_is_between_are_its_two_rungs() -> None:
         for at_most in tried[n:]:
             shares = dict.fromkeys(tried[:n], 0.2) | dict.fromkeys(tried[n:-1], 0.95)
             shares |= dict.fromkeys(tried[tried.index(at_most) : -1], 0.99)
-            verdict, between, *rungs = of_loss(made(shares))[["verdict", "between", "simplest", "at_most"]].iloc[0]
+            verdict, between, *rungs = head_verdicts(made(shares))[["verdict", "between", "simplest", "at_most"]].iloc[
+                0
+            ]
             assert rungs == [simplest, at_most]
             first, last = (words.get(x, x) for x in rungs)
             alike = {first, last} <= {"distance", "distance+sink"} or first == last
@@ -88,63 +86,24 @@ def test_what_an_undecided_head_is_between_are_its_two_rungs() -> None:
             assert (verdict == "undecided") is not alike
 
 
-def test_a_gap_within_noise_is_no_effect() -> None:
-    small, negative = made({"distance": 1.0}, gap=0.1, error=0.05), made({"distance": 1.0}, gap=-1.0, head=1)
-    verdicts = of_loss(pd.concat([small, negative]))
-    assert verdicts[["verdict", "simplest"]].to_numpy().tolist() == [["no effect", "uniform"]] * 2
-    assert verdicts["gap"].tolist() == pytest.approx([0.1, -1.0])
-    assert said(small, confidence=0.9)[0] == "distance"  # Student's t with 9 degrees: 1.83, and 2.26 at 0.95
-    assert of_loss(small)["error"].tolist() == [0.05]
-
-
 def test_a_head_whose_mean_output_costs_nothing_is_not_used() -> None:
     """Whatever uniform attention does to it; and a head that is used has the verdict that it would have without."""
     table = made({"distance": 0.2, "static": 1.0})
-    uniform, untouched = (table[table["rung"] == x] for x in ("uniform", "untouched"))
-    for worth, error, verdict in ((0.1, 0.01, "static"), (0.02, 0.01, "not used"), (-0.5, 0.01, "not used")):
-        mean = uniform.assign(rung="mean_output", loss=untouched["loss"].item() + worth, error=error)
-        found = of_loss(pd.concat([table, mean])).iloc[0]
+    for kl, error, verdict in ((0.1, 0.01, "static"), (0.0002, 1e-5, "not used")):
+        mean = table[table["rung"] == "uniform"].assign(rung="mean_output", kl=kl, error_kl=error)
+        found = head_verdicts(pd.concat([table, mean])).iloc[0]
         assert found["verdict"] == verdict
-        assert found["gap_mean"] == pytest.approx(worth)
-        assert found["error_mean"] == error
-        assert found["gap"] == pytest.approx(1.0)
+        assert found[["gap_mean", "error_mean", "gap", "error"]].tolist() == [kl, error, 1.0, 0.01]
         if verdict == "not used":
             assert found[["simplest", "at_most"]].tolist() == ["mean_output"] * 2
-    assert np.isnan(of_loss(table)["gap_mean"].item())
-
-
-@pytest.mark.parametrize("lengths", [[60], [300, 120, 60, 20, 8, 4, 2], *slow([[60] * 3, [60] * 12, [400, *[13] * 9]])])
-def test_verdicts_are_as_sure_as_they_say(lengths: list[int]) -> None:
-    """Tokens with heavy tails; one rung recovers just the share, which the simpler one misses: 300 heads."""
-    random, n = np.random.default_rng(0), 300
-    blocks = Blocks.of_texts(lengths)
-    for missed, least in ((0.9499, 0), (0.5, 80)):
-        noise = torch.from_numpy(random.standard_t(4, (2, n, sum(lengths))))
-        effects = 0.5 + noise[0]
-        tables = []
-        for rung, share in (("uniform", 0.0), ("distance", missed), ("static", 0.95), ("untouched", 1.0)):
-            off = 0.1 * noise[1] if rung in ("distance", "static") else torch.zeros_like(effects)
-            found = [blocks.ratio(share * x + y, x) for x, y in zip(effects, off, strict=True)]
-            table = pd.DataFrame(found, columns=["recovered", "se"]).assign(rung=rung, head=range(n))
-            table["loss"] = 3 - (share * effects + off).mean(1).numpy()
-            tables.append(table)
-        errors = [blocks.mean(x)[1] for x in effects]
-        table = pd.concat(tables).assign(layer=0, control="none", blocks=blocks.count, df=blocks.df, causal=True)
-        table["error"] = np.tile(errors, 4)
-        verdicts = of_loss(table).query("verdict != 'no effect'")
-        right = (verdicts["simplest"] != "untouched") & (verdicts["at_most"] != "distance")
-        assert len(verdicts) > 200
-        assert right.mean() > 0.95 - 3 * (0.05 * 0.95 / len(verdicts)) ** 0.5
-        assert (verdicts["simplest"] == "static").sum() >= least
-        guessed = of_loss(table, confidence=0).query("verdict != 'no effect'")
-        assert (guessed["verdict"] == "static").mean() < 0.7
+    assert np.isnan(head_verdicts(table)["gap_mean"].item())
 
 
 def test_degrees_of_freedom_decide(shared_model: Any) -> None:
     """A share just outside the t-interval of nine degrees is inside that of two; tables without ``df`` have equal
     blocks."""
-    near = made({"distance": 0.95 + 2.3 * 0.004})
-    assert said(near)[0] == said(near.assign(df=9.0))[0] == said(near.assign(df=np.nan))[0] == "distance"
+    near = made({"distance": 0.95 - 2.3 * 0.003})
+    assert said(near)[0] == said(near.assign(df=9.0))[0] == said(near.assign(df=np.nan))[0] == "more than distance"
     assert said(near.assign(df=2.0))[0] == "undecided between distance and more than distance"
     unequal = torch.ones(2, L, dtype=torch.long)
     unequal[0, 3:] = 0
@@ -163,15 +122,15 @@ def test_degrees_of_freedom_decide(shared_model: Any) -> None:
 
 def test_verdicts_of_a_run(shared_model: Any) -> None:
     table = ladder(shared_model("bridge", "llama-gqa"), layers=1, rungs=["distance"], heads=[2, 5])
-    verdicts = of_loss(table, share=1e-9, confidence=0)
+    verdicts = head_verdicts(table, share=1e-9, confidence=0)
     assert verdicts[["layer", "head"]].to_numpy().tolist() == [[1, 2], [1, 5]]
     for row in verdicts.itertuples():
-        gap = table[(table["head"] == row.head) & (table["control"] == "none")].set_index("rung")["loss"]
-        assert row.gap == pytest.approx(gap["uniform"] - gap["untouched"])
+        gap = table[(table["head"] == row.head) & (table["control"] == "none")].set_index("rung")["kl"]
+        assert row.gap == gap["uniform"] > 0
     assert len(head_verdicts(ladder(shared_model("bridge", "llama-gqa"), unit="all", rungs=["distance"]))) == 1
 
 
-# --- verdicts from divergences --------------------------------------------------------------------------------
+# --- how sure they are ----------------------------------------------------------------------------------------
 
 
 def divergent(kl: dict[str, tuple[float, float]], se: float = 0.004, head: int = 0) -> pd.DataFrame:
@@ -180,10 +139,6 @@ def divergent(kl: dict[str, tuple[float, float]], se: float = 0.004, head: int =
     table = pd.DataFrame([(x, *y) for x, y in rungs.items()], columns=["rung", "kl", "error_kl"])
     table["recovered_kl"] = 1 - table["kl"] / kl["uniform"][0]
     return table.assign(layer=1, head=head, control="none", se_kl=se, blocks=10, causal=True)
-
-
-def by_kl(table: pd.DataFrame, **options: Any) -> list[str]:
-    return in_words(head_verdicts(table, **options))
 
 
 T9 = 2.262  # Student's t of nine degrees of freedom, two-sided 95 %
@@ -207,13 +162,13 @@ NEITHER = "undecided between not used and static"
 )
 def test_a_mean_output_is_not_used_if_its_divergence_is_negligible(kl: float, error: float, verdict: str) -> None:
     table = divergent({"mean_output": (kl, error), "uniform": (1.0, 0.01), "static": (0.01, 0.001)}, se=0.001)
-    assert by_kl(table)[0] == verdict
+    assert said(table)[0] == verdict
     for scale in (0.1, 10):  # the unit does not matter
         scaled = table.assign(kl=table["kl"] * scale, error_kl=table["error_kl"] * scale)
-        assert by_kl(scaled, negligible=0.001 * scale)[0] == verdict
+        assert said(scaled, negligible=0.001 * scale)[0] == verdict
     if not np.isnan(error):
-        assert by_kl(table, negligible=0.02)[0] == "not used"
-        assert by_kl(table, confidence=0)[0] == ("not used" if kl < 0.001 else "static")
+        assert said(table, negligible=0.02)[0] == "not used"
+        assert said(table, confidence=0)[0] == ("not used" if kl < 0.001 else "static")
     found = head_verdicts(table).iloc[0]
     assert found[["gap", "error", "gap_mean"]].tolist() == [1.0, 0.01, kl]
 
@@ -232,7 +187,7 @@ def test_the_simplest_rung_that_recovers_the_divergence() -> None:
         (0.0, "distance"),
     ):
         table = divergent({**ends, "first_token": (0.9, 0.01), "distance": (left, 0.01), "additive": (0.3, 0.01)})
-        assert by_kl(table)[0] == verdict
+        assert said(table)[0] == verdict
 
 
 def test_verdicts_between_baselines() -> None:
@@ -244,14 +199,37 @@ def test_verdicts_between_baselines() -> None:
         (far, unsure, "undecided between no effect and more"),
         (surely, far, "not used"),
     ):
-        assert by_kl(divergent({"mean_output": mean, "uniform": uniform}))[0] == verdict
-    assert by_kl(divergent({"uniform": far, "static": (0.0, 0.0)}), share=1.0)[0] == "static"
+        assert said(divergent({"mean_output": mean, "uniform": uniform}))[0] == verdict
+    assert said(divergent({"uniform": far, "static": (0.0, 0.0)}), share=1.0)[0] == "static"
     some = divergent({"uniform": far, "static": surely})
-    assert by_kl(some, share=1.0, confidence=0)[0] == "more than static"
+    assert said(some, share=1.0, confidence=0)[0] == "more than static"
 
 
 def lognormal(mean: float, spread: float, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
     return mean * np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
+
+
+@pytest.mark.parametrize("lengths", [[60], [300, 120, 60, 20, 8, 4, 2], *slow([[60] * 3, [60] * 12, [400, *[13] * 9]])])
+def test_verdicts_of_texts_of_any_lengths_are_as_sure_as_they_say(lengths: list[int]) -> None:
+    """Skewed tokens; one rung recovers just the share, which the simpler one misses: 300 heads."""
+    random, n = np.random.default_rng(0), 300
+    blocks, shape = Blocks.of_texts(lengths), (n, sum(lengths))
+    for missed, least in ((0.9499, 0), (0.5, 80)):
+        whole = lognormal(1.0, 0.8, shape, random)
+        tables = []
+        for rung, share in (("uniform", 0.0), ("distance", missed), ("static", 0.95), ("untouched", 1.0)):
+            kl = whole if rung == "uniform" else (1 - share) * whole * lognormal(1.0, 0.8, shape, random)
+            left, of_whole = torch.from_numpy(kl), torch.from_numpy(whole)
+            found = [blocks.ratio(x - y, x) for x, y in zip(of_whole, left, strict=True)]
+            table = pd.DataFrame(found, columns=["recovered_kl", "se_kl"]).assign(rung=rung, head=range(n))
+            table[["kl", "error_kl"]] = [blocks.mean(y) for y in left]
+            tables.append(table)
+        table = pd.concat(tables).assign(layer=0, control="none", blocks=blocks.count, df=blocks.df, causal=True)
+        verdicts = head_verdicts(table)
+        right = (verdicts["simplest"] != "untouched") & (verdicts["at_most"] != "distance")
+        assert right.mean() > 0.95 - 3 * (0.05 * 0.95 / n) ** 0.5
+        assert (verdicts["simplest"] == "static").sum() >= least
+        assert (head_verdicts(table, confidence=0)["verdict"] == "static").mean() < 0.7
 
 
 def blocks_of_heads(
@@ -333,53 +311,16 @@ def test_the_error_at_the_threshold_is_what_keeps_skewed_verdicts_sure() -> None
     assert scaled < 0.055 + 3 * (0.05 * 0.95 / n) ** 0.5
 
 
-def test_divergences_with_a_false_discovery_rate() -> None:
-    """A hundred mean outputs just below what is negligible, and ten far above: few of the former are called used."""
-    random = np.random.default_rng(3)
-    tables = [simulated({"mean_output": x, "uniform": 1.0}, 0.6, n, random) for x, n in ((0.0009, 100), (0.02, 10))]
-    table = pd.concat([tables[0], tables[1].assign(head=tables[1]["head"] + 100)])
-    plain, fdr = (head_verdicts(table, correction=x) for x in ("none", "fdr"))
-    p = []
-    for row in table[table["rung"] == "mean_output"].itertuples():
-        t = (row.kl - 0.001) / row.error_kl
-        p.append(2 * stats.t.sf(t, 11) if t > 0 else 1.0)
-    passed = stats.false_discovery_control(p) <= 0.05
-    assert fdr.attrs["confidence"] == pytest.approx(1 - 0.05 * passed.sum() / 110)
-    used = ~fdr["verdict"].isin(["not used"]) & (fdr["simplest"] != "mean_output")
-    np.testing.assert_array_equal(used, passed)
-    assert passed[100:].all()
-    assert passed[:100].sum() <= 1
-    assert (plain["simplest"] != "mean_output")[:100].sum() <= 5
-
-
-def test_the_measure_of_a_table(shared_model: Any) -> None:
-    """Divergences by default, the metric where the table has one, and what the table cannot say is refused."""
-    model = shared_model("bridge", "llama-gqa")
-    table = ladder(model, layers=1, rungs=["distance"], heads=[2], controls=[])
-    for measure, columns in (("kl", ("kl", "error_kl")), ("loss", ("loss", "error"))):
-        found, uniform = head_verdicts(table, measure=measure), table.set_index("rung").loc["uniform"]
-        value, error = (uniform[x] for x in columns)
-        untouched = table.set_index("rung")[columns[0]]["untouched"]
-        assert found[["gap", "error"]].iloc[0].tolist() == pytest.approx([value - untouched, error])
-        assert found.attrs["measure"] == measure
-    assert head_verdicts(table).attrs["measure"] == "kl"
-    of_metric = ladder(model, layers=1, rungs=["distance"], heads=[2], controls=[], metric=lambda x: x[:, -1, 7])
-    assert head_verdicts(of_metric).attrs["measure"] == "metric"
-    for each, options, words in (
-        (of_metric, {"measure": "kl"}, "measure must be 'metric' for a metric's table"),
-        (table, {"measure": "metric"}, "table must come from attention_ladder, with columns .*value"),
-        (table.drop(columns="se_kl"), {}, "table must come from attention_ladder, with columns .*se_kl"),
-        (table, {"measure": "entropy"}, "measure must be"),
-        (table, {"negligible": 0}, "negligible must be"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            head_verdicts(each, **options)  # type: ignore[arg-type]
-
-
-def test_refusals() -> None:
-    for option, value in (("share", 1.1), ("confidence", 1.0)):
+def test_refusals(shared_model: Any) -> None:
+    of_metric = ladder(
+        shared_model("bridge", "llama-gqa"), heads=[(1, 2)], rungs=[], controls=[], metric=lambda x: x[:, -1, 7]
+    )
+    for option, value in (("share", 1.1), ("confidence", 1.0), ("negligible", 0)):
         with pytest.raises(ValueError, match=f"{option} must be"):
-            of_loss(made({}), **{option: value})
-    for table in (None, made({}).drop(columns="error"), made({})[:1], pd.concat([made({}), made({})])):
-        with pytest.raises(ValueError, match="table must"):
-            of_loss(table)
+            head_verdicts(made({}), **{option: value})
+    for table in (None, of_metric, made({}).drop(columns="se_kl")):
+        with pytest.raises(ValueError, match=r"table must come from attention_ladder without metric=, .*se_kl"):
+            head_verdicts(table)  # type: ignore[arg-type]
+    for table in (made({})[:1], pd.concat([made({}), made({})])):
+        with pytest.raises(ValueError, match="table must have one row per rung and head"):
+            head_verdicts(table)

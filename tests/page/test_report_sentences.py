@@ -126,8 +126,7 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     table = pd.concat([*heads, none, unsure]).assign(layer=3)
     said = plain(verdict({"ladder": Measurement(table)}))
     depend = "The predictions depend on {}, by more than 0.001 nats per token"
-    held = " (5 with the false discovery rate held at 5 %)"
-    assert depend.format("5 of 7 heads" + held) + "; 1 is undecided (ladder)." in said
+    assert depend.format("5 of 7 heads") + "; 1 is undecided (ladder)." in said
     counted = "1 distance, 1 static, 1 additive, 1 more than additive, 1 undecided"
     assert f"the 5 are: {counted}." in said
     assert "diverge by no more than 0.001 nats, at most 0.2 would be counted by chance on average." in said

@@ -12,7 +12,6 @@ from scipy import stats
 
 from tl_posdisent.utils.statistics import (
     Blocks,
-    confidence_of_selected,
     error_over_draws,
     jackknife_error,
     significance,
@@ -106,17 +105,6 @@ def test_significance_without_an_error() -> None:
     assert significance(1.0, float("nan"), 9) == significance(1.0, 0.1, float("nan")) == significance(1.0, 0.1, 0) == 0
     assert significance(1.0, 0.0, 9) == 1
     assert significance(0.0, 0.0, 9) == 0
-
-
-@pytest.mark.parametrize("confidence", [0.5, 0.95])
-@pytest.mark.parametrize("n", [1, 5, 40])
-def test_selected_are_as_many_as_the_step_up_procedure_selects(n: int, confidence: float) -> None:
-    random = np.random.default_rng(n)
-    for p in (random.uniform(0, 1, n), random.uniform(0, 0.1, n), np.full(n, 0.04), np.full(n, np.inf)):
-        passed = [k for k, x in enumerate(sorted(p), start=1) if x <= (1 - confidence) * k / n]
-        expected = 1 - (1 - confidence) * max(passed, default=1) / n
-        assert confidence_of_selected(p.tolist(), confidence) == pytest.approx(expected)
-    assert confidence_of_selected([], confidence) == confidence
 
 
 def test_errors_over_crossed_draws_are_those_of_drawing_anew() -> None:

@@ -311,15 +311,10 @@ def test_scales_of_any_number_of_verdicts_end_at_1() -> None:
         assert (scale[0][0], scale[-1][0]) == (0.0, 1.0), n
 
 
-def test_shares_on_hovering_are_those_of_the_measure() -> None:
+def test_shares_on_hovering_are_those_of_the_divergence() -> None:
     rungs = pd.DataFrame({"layer": 0, "head": 0, "rung": ["static"], "recovered": 0.25, "recovered_kl": 0.75})
-    one = HEAD_VERDICTS.iloc[:1].assign(layer=0, head=0)
-    for measure, share in (("loss", "25%"), ("metric", "25%"), ("kl", "75%"), (None, "75%")):
-        one.attrs = {} if measure is None else {"measure": measure}
-        (heat,) = plot_verdicts(one, rungs=rungs).data
-        assert heat.customdata[0][0].endswith(f"<br>recovered: static {share}")
-    (heat,) = plot_verdicts(one, rungs=rungs.drop(columns="recovered_kl")).data
-    assert heat.customdata[0][0].endswith("<br>recovered: static 25%")
+    (heat,) = plot_verdicts(HEAD_VERDICTS.iloc[:1].assign(layer=0, head=0), rungs=rungs).data
+    assert heat.customdata[0][0].endswith("<br>recovered: static 75%")
 
 
 def test_verdicts_have_their_colours_and_are_counted() -> None:

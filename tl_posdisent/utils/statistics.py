@@ -1,4 +1,4 @@
-"""Standard errors (over blocks of unequal size, over draws of several kinds, by jackknife), Student's t, many tests."""
+"""Standard errors (over blocks of unequal size, over draws of several kinds, by jackknife), Student's t."""
 
 from __future__ import annotations
 
@@ -129,23 +129,6 @@ def surely_below(value: float, error: float, threshold: float, df: float) -> tup
         return True, 1.0
     scaled = error * min(_MAX_ERROR_SCALE, max(1.0, threshold / value))
     return value <= threshold, significance(abs(value - threshold), scaled, df)
-
-
-def confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
-    """Compute the confidence that intervals of selected effects need, to be wrong as rarely as ``confidence`` states.
-
-    The procedure of Benjamini and Hochberg (1995) selects k of n effects by their p-values, with a false discovery rate
-    of at most ``1 - confidence``; an interval of each then has the confidence ``1 - (1 - confidence) * k / n``
-    (Benjamini and Yekutieli, 2005). An effect is selected if its p-value is at most 1 minus this. If none is, k is 1.
-
-    >>> confidence_of_selected([0.001, 0.02, 0.6, 0.9], 0.95)
-    0.975
-    """
-    if not p_values:
-        return confidence
-    adjusted = stats.false_discovery_control(np.minimum(p_values, 1))
-    selected = int((adjusted <= 1 - confidence).sum())
-    return 1 - (1 - confidence) * max(selected, 1) / len(p_values)
 
 
 def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> float:

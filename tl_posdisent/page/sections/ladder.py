@@ -104,16 +104,14 @@ def _sentences(measurement: Measurement) -> list[Markup]:
     verdicts = head_verdicts(measurement.trained)
     used = _are_used(verdicts)
     n_used = int(used.sum())
-    sentence = Markup("The predictions depend on {}{}, by more than {} nats per token{} {}.")
+    sentence = Markup("The predictions depend on {}, by more than {} nats per token{} {}.")
     heads = f"{n_used or 'none'} of {plural(len(verdicts), 'head')}"
     n_unsure = int((~used & ~verdicts["verdict"].isin(_IDLE)).sum())
     unsure = f"; {are(n_unsure)} undecided" if n_unsure else ""
     link = link_section(LADDER.name, measurement)
     if not n_used:
-        return [sentence.format(heads, "", NEGLIGIBLE, unsure, link)]
-    n_sure = int(_are_used(head_verdicts(measurement.trained, correction="fdr")).sum())
-    rate = f" ({n_sure} with the false discovery rate held at 5 %)"
-    depend = sentence.format(heads, rate, NEGLIGIBLE, unsure, link)
+        return [sentence.format(heads, NEGLIGIBLE, unsure, link)]
+    depend = sentence.format(heads, NEGLIGIBLE, unsure, link)
     return [depend, _kinds(verdicts[used]), _by_chance(len(verdicts))]
 
 

@@ -164,13 +164,12 @@ _LETTERS = {"not used": "·", "no effect": "–", "undecided": "?"}
 def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, title: str | None = None) -> go.Figure:
     """Plot the verdict of each head: layers on y, the first at the top, heads on x.
 
-    Below the letter of a verdict is the share that the rung of that name recovers, of the divergence of predictions or
-    of the loss, whichever decided the verdicts. Hovering shows the gap.
+    Below the letter of a verdict is the share of the divergence of predictions that the rung of that name recovers.
+    Hovering shows the gap.
 
     Args:
         table: table of ``head_verdicts``.
-        rungs: table of ``attention_ladder``, to show the share that each rung recovers on hovering: of the measure in
-            ``table.attrs``, or of the default of ``head_verdicts``.
+        rungs: table of ``attention_ladder``, to show the share that each rung recovers on hovering.
         title: title of the figure; default a description with the number of heads per verdict.
 
     Raises:
@@ -240,12 +239,10 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     ]
     if rungs is None:
         return texts
-    of_kl = table.attrs.get("measure", "kl" if "recovered_kl" in rungs else "loss") == "kl"
-    column = "recovered_kl" if of_kl else "recovered"
-    rungs = check_table(rungs, ["layer", "head", "rung"], [column], "attention_ladder")
-    tried = rungs[~rungs["rung"].isin(["mean_output", "uniform", "untouched"])].dropna(subset=column)
+    rungs = check_table(rungs, ["layer", "head", "rung"], ["recovered_kl"], "attention_ladder")
+    tried = rungs[~rungs["rung"].isin(["mean_output", "uniform", "untouched"])].dropna(subset="recovered_kl")
     listed: dict[tuple[int, int], list[str]] = {}
-    for layer, head, rung, share in tried[["layer", "head", "rung", column]].itertuples(index=False):
+    for layer, head, rung, share in tried[["layer", "head", "rung", "recovered_kl"]].itertuples(index=False):
         listed.setdefault((layer, head), []).append(f"{rung} {share:.0%}")
     shares = [", ".join(listed.get(place, ())) for place in zip(*columns[:2], strict=True)]
     return [text + (f"<br>recovered: {share}" if share else "") for text, share in zip(texts, shares, strict=True)]
