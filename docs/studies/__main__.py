@@ -29,11 +29,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="demo, smollm2, gemma3-270m, or any that load_model takes")
     parser.add_argument("--texts", default="speeches", choices=SOURCES, help="of the findings")
     parser.add_argument("--out", type=Path, help="folder of the findings' table, and of the page with its numbers")
-    chosen = parser.parse_args()
+    chosen, known = parser.parse_args(), running.first_lines()
     if chosen.list:
-        print(*(f"{name:28} {sentence}" for name, sentence in running.first_lines().items()), sep="\n")
-    elif unknown := running.unknown(chosen.names):
-        parser.error(f"{unknown[0]} is no study; --list shows them")
+        print(*(f"{name:28} {sentence}" for name, sentence in known.items()), sep="\n")
+    elif chosen.names[:1] and chosen.names[0] not in {"findings", *known}:
+        parser.error(f"{chosen.names[0]} is no study; --list shows them")
     else:
         running.run(chosen.names, chosen.model, chosen.texts, chosen.out)
 

@@ -74,7 +74,7 @@ def test_every_table_is_read() -> None:
 
 
 def test_findings_are_the_studies_of_the_page_of_results() -> None:
-    from shared.writing import FINDINGS, SYNTHETIC
+    from shared.running import FINDINGS, SYNTHETIC
 
     assert sorted(FINDINGS) == [name for name in NAMES if hasattr(importlib.import_module(name), "rows")]
     assert sorted(SYNTHETIC) == [name for name in NAMES if hasattr(importlib.import_module(name), "synthetic_rows")]
