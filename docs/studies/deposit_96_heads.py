@@ -1,17 +1,16 @@
 """Train and measure models of six layers of 16 heads: necessity and sufficiency of heads.
 
-``python docs/studies deposit_96_heads FOLDER`` trains models into the folder, for days of one core, and writes
-``tables/deposit_96_heads.csv``. ``deposit_96_tables`` prints the page's tables.
+``python docs/studies deposit_96_heads FOLDER`` trains the models of ``tables/deposit_96_heads.csv`` again into the
+folder, for days of one core, and writes their numbers. ``deposit_96_tables`` prints the page's tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from shared.deposits import HEADS, ROTATING
+from shared.deposits import HEADS
 from shared.rows import TABLES
 from torch import Tensor
 
@@ -24,19 +23,6 @@ ON_A_CPU |= {"test_every": 250, "precision": "bfloat16"}
 STEPS = {("distance", "sinusoidal_rope"): 1200, ("distance", "rope"): 2000, ("count", "sinusoidal_rope"): 900}
 SAMPLES = 128  # not seen in training: of another seed
 KEY = ["size", "task", "encoding", "rotary_heads", "seed"]
-Cell = tuple[str, str, str, int, int]
-
-
-def cells() -> list[Cell]:
-    """All models: 16 and 32 distances with every encoding, five seeds of three encodings; one and two rotary heads in
-    each layer; and models of the paper's size."""
-    three = (*ROTATING, "sinusoidal")
-    parts: list[tuple[int, Sequence[str], Sequence[int]]] = [(n, MEDIUM.encodings, [0]) for n in (8, 16, 32, 70)]
-    parts += [(n, three, range(1, 5)) for n in (8, 16, 32)]
-    keys = [("medium", f"gap{n}", name, seed) for n, names, seeds in parts for seed in seeds for name in names]
-    keys += [("paper", *key, 0) for key in STEPS]
-    models = [(size, task, name, HEADS * (name in ROTATING), seed) for size, task, name, seed in keys]
-    return models + [("medium", "gap16", name, n, seed) for seed in range(3) for name in ROTATING for n in (1, 2)]
 
 
 def trained(size: str, task: str, encoding: str, rotary_heads: int, seed: int, folder: Path) -> TrainRun:
@@ -60,17 +46,17 @@ def measured(model: SyntheticModel, tokens: Tensor, labels: Tensor) -> dict[str,
             report = deposit(drops, measure=measure)  # type: ignore[arg-type]
             row |= {f"{mode}_{name}_{x}": getattr(report, x) for x in ("drop", "second", "layer", "head")}
     if model.encoding.rotates:
-        sets = sufficient_heads(model, tokens, labels, by="rotation", order=drops, progress=False)
+        sets = sufficient_heads(model, tokens, labels, order=drops, progress=False)
         one = sets.path.query("heads >= 1")["accuracy"].iloc[-1] if sets.heads else sets.none
         row |= {"rotation_heads": len(sets.heads), "rotation_none": sets.none, "rotation_one": one}
     return row
 
 
 def main(folder: str) -> None:
-    """Train and measure models into ``tables/deposit_96_heads.csv``."""
-    rows = []
-    for cell in cells():
+    """Train and measure the models of the table."""
+    path, rows = TABLES / "deposit_96_heads.csv", []
+    for cell in pd.read_csv(path)[KEY].itertuples(index=False, name=None):
         run = trained(*cell, Path(folder))
         row = dict(zip(KEY, cell, strict=True)) | {"steps": run.steps, "accuracy": run.test_accuracy}
         rows.append(row | measured(run.model, *run.task.batch(SAMPLES, seed=99)))
-    pd.DataFrame(rows).sort_values(KEY).round(4).to_csv(TABLES / "deposit_96_heads.csv", index=False)
+    pd.DataFrame(rows).round(4).to_csv(path, index=False)

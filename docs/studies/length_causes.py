@@ -20,7 +20,7 @@ TRAINED, HALF = 512, 256
 
 def cases() -> Iterator[tuple[str, Any, Tensor]]:
     """Both models, each with a text of three and of five times the length of training."""
-    yield "demo model", tp.load_demo_model(backend="bridge"), tp.demo_tokens(length=1537)
+    yield "demo model", tp.load_demo_model(backend="bridge", n_ctx=1537), tp.demo_tokens(length=1537)
     yield "story model", stories_bridge(), torch.cat([sample_story(500, seed, 0.7) for seed in range(5)], 1)
 
 

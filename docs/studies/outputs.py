@@ -40,7 +40,7 @@ def comparisons(model: Any, texts: Tensor) -> Iterator[Row]:
 
 def cases() -> Iterator[tuple[str, Any, Tensor]]:
     """The demo model with speeches, the story model with texts of three stories that it generated."""
-    demo = tp.load_demo_model(backend="bridge")
+    demo = tp.load_demo_model(backend="bridge", n_ctx=BEYOND)
     yield "demo", demo, parts(demo, "speeches", TEXTS, BEYOND)
     torch.manual_seed(0)
     bos = torch.full((3 * TEXTS, 1), stories.BOS)
