@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
@@ -219,9 +218,8 @@ def test_logits_of_too_few_tokens() -> None:
     assert next_token_loss(torch.zeros(1, 3, 10), tokens).item() == pytest.approx(math.log(10))
 
 
-def test_it_can_be_sent_and_compared() -> None:
-    metric = logit_difference(ANSWERS, WRONG)
-    assert pickle.loads(pickle.dumps(metric)) == metric == logit_difference(torch.tensor(ANSWERS), torch.tensor(WRONG))
+def test_it_can_be_compared() -> None:
+    assert logit_difference(ANSWERS, WRONG) == logit_difference(torch.tensor(ANSWERS), torch.tensor(WRONG))
 
 
 def test_numbers_of_every_kind() -> None:

@@ -10,7 +10,7 @@ from support import zoo
 from support.zoo_configs import MECHANISMS
 from torch import Tensor
 
-from tl_posdisent import additivity, capture, fit_additive, load_demo_model, read_model
+from tl_posdisent import additivity, capture, load_demo_model, read_model
 from tl_posdisent.models import AttentionSpec, Captured
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.rope import rotate
@@ -239,25 +239,3 @@ def test_an_error_of_the_callback_is_the_callers(shared_model: Any) -> None:
     with pytest.raises(RuntimeError, match="of the callback") as caught:
         for_each_layer(model, tokens, read_model(model).specs(), fail)
     assert caught.value is own
-
-
-# --- autocast -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
-def test_autocast_of_the_caller_is_obeyed(kind: str, name: str, shared_model: Any) -> None:
-    """Captured are the very scores that the model has under it, and those are not the model's without."""
-    model = shared_model(kind, name)
-    plain = [layer.scores for layer in capture(model, TOKENS)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = cached(model)
-        layers = capture(model, TOKENS)
-        table = additivity(model, TOKENS, progress=False)
-    for layer, without in zip(layers, plain, strict=True):
-        inside = layer.spec.mask(12)
-        if layer.spec.taps.scores is not None:
-            assert torch.equal(layer.scores, cache["attn_scores", layer.layer])
-        assert not torch.equal(layer.scores[..., inside].float(), without[..., inside])
-        rows = table[(table["layer"] == layer.layer) & (table["batch"] == 0)]
-        expected = fit_additive(layer.scores[0].double(), mask=inside).to_frame()["r"]
-        assert abs(rows["r"].to_numpy() - expected.to_numpy()).max() < 1e-6

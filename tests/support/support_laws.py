@@ -63,7 +63,7 @@ def try_laws(model: Any, tools: Sequence[str] | None = None, *, length: int = 12
     """
     reading = read_model(model)
     ids = ordinary_ids(reading.model)
-    drawn = torch.randint(0, len(ids), (2, length), generator=torch.Generator().manual_seed(0), device="cpu")
+    drawn = torch.randint(0, len(ids), (2, length), generator=torch.Generator().manual_seed(0))
     trial = Trial(reading, ids[drawn].to(device_of(reading.model)))
     rows: list[dict[str, Any]] = []
     for tool in TOOLS if tools is None else tools:
@@ -195,7 +195,7 @@ def _gap(got: Any, expected: Any) -> float:
 
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
     """Compute a random linear combination of all logits of a text, of the size of one logit."""
-    weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5), device="cpu").to(logits)
+    weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5)).to(logits)
     result: Tensor = (logits.detach() * weights).double().flatten(1).sum(1) / weights.numel() ** 0.5
     return result
 
@@ -291,7 +291,7 @@ def _head_patching(trial: Trial) -> Iterator[Law]:
 
 def _position_patching(trial: Trial) -> Iterator[Law]:
     """Patching the first rotary layer equals excluding it from the intervention: nothing before it has positions."""
-    order = torch.arange(trial.tokens.shape[1], device="cpu").flip(0)
+    order = torch.arange(trial.tokens.shape[1]).flip(0)
     everywhere = swap_positions(trial.reading, order)  # refuses what position_patching refuses
     first, *behind = [spec.layer for spec in trial.reading.attention if spec.rotary is not None]
     rest = swap_positions(trial.reading, order, layers=behind) if behind else []

@@ -20,13 +20,12 @@ from tl_posdisent.additive.least_squares import pooled, solve
 from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_pool, read_scores, refuse_patterns, refuse_vectors
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
 
 ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 
 
-@own_sums()
+@torch.no_grad()
 def fit_additive(
     scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any,
     *,

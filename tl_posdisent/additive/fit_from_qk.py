@@ -22,14 +22,13 @@ from tl_posdisent.additive.marginals import Marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_pool, check_queries_and_keys
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_number
 
 _BLOCK_SIDE = 256  # side of a block of queries and keys; blocks that are partly masked are computed cell by cell
 _COORDINATES_AT_ONCE = 8  # coordinates that are summed and transformed at a time, so that their data stays in cache
 
 
-@own_sums()
+@torch.no_grad()
 def fit_additive_qk(
     q_rot: Float[Tensor, "*batch query head d_head"],
     k_rot: Float[Tensor, "*batch key kv d_head"],

@@ -134,7 +134,7 @@ class AdditiveFit(CellsFit):
             columns = {name: getattr(self, name).flatten().tolist() for name in SUMMARY}
             return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled, layers=self.layers), **columns})
         values = getattr(self, component)
-        axis = self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")
+        axis = self.distances if component == "distance" else torch.arange(values.shape[-1])
         pooled = self.pooled and component == "distance"
         index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis), layers=self.layers)
         return pd.DataFrame(

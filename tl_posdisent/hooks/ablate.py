@@ -143,9 +143,9 @@ def derangement(n: int, seed: int) -> Int[Tensor, " text"]:
     """Draw a permutation of n texts that leaves none in its place, uniformly among such permutations."""
     if n < 2:
         raise ArgumentError("mode", f'"resample" needs a batch of at least two texts, got {n}')
-    generator, places = torch.Generator().manual_seed(seed), torch.arange(n, device="cpu")
+    generator, places = torch.Generator().manual_seed(seed), torch.arange(n)
     while True:  # e = 2.7 draws on average, whatever n
-        order = torch.randperm(n, generator=generator, device="cpu")
+        order = torch.randperm(n, generator=generator)
         if not bool((order == places).any()):
             return order
 

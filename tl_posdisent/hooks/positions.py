@@ -174,7 +174,7 @@ def remap_distance(
         future = distances.shape[-1] == distances.shape[-2] and bool((distances.tril() < 0).any())
     elif callable(distances):
         described = getattr(distances, "__name__", "a function")
-        real = torch.arange(64.0, dtype=torch.float64, device="cpu")
+        real = torch.arange(64.0, dtype=torch.float64)
         future = bool((mapped(distances, real, "distances", "real distances") < 0).any())  # or fail, before any pass
     else:
         raise ArgumentError("distances", f"must be a function or a tensor, got {type(distances).__name__}")

@@ -23,7 +23,7 @@ def checked_rows(length: int, device: torch.device) -> Int[Tensor, " row"]:
     Computed in float64, which represents the indices of long texts exactly.
     """
     n = min(length, _ROWS_CHECKED)
-    rows: Tensor = torch.linspace(0, length - 1, n, dtype=torch.float64, device="cpu").round().long()
+    rows: Tensor = torch.linspace(0, length - 1, n, dtype=torch.float64).round().long()
     return rows.to(device)
 
 

@@ -109,7 +109,7 @@ def capture(
     """Run the model once and return each layer's queries, keys and scores, or what a function makes of them.
 
     Every layer is checked during the pass: scores recomputed from queries, keys and the rotation that was read must
-    equal the model's own, and the same cells must be masked. The caller's hooks and autocast act on the pass.
+    equal the model's own, and the same cells must be masked. The caller's hooks act on the pass.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
@@ -258,10 +258,9 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
         positions = torch.arange(q.shape[1], device=q.device)
         q_rot, k_rot = spec.rotated(q, positions), spec.rotated(k, positions)
     own = held[spec.taps.scores] if spec.taps.scores else None
-    with torch.autocast(q.device.type, enabled=False):
-        _self_check(spec, q, k, own, held.get(spec.taps.pattern or ""))
-        if scores and own is None:
-            own = spec.score(q_rot, k_rot)
+    _self_check(spec, q, k, own, held.get(spec.taps.pattern or ""))
+    if scores and own is None:
+        own = spec.score(q_rot, k_rot)
     return Captured(spec.layer, spec, q, k, q_rot, k_rot, own if scores else None)
 
 

@@ -16,7 +16,6 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from tl_posdisent.utils.lazy_names import public_name
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import HasTable, index_columns
 from tl_posdisent.utils.validation import Numbers, check_choice, check_number
 from tl_posdisent.utils.words import plural
@@ -90,7 +89,7 @@ class Factors(NamedTuple):
         return (self.distance.power.amax(-1) * vectors).flatten()
 
 
-@own_sums()
+@torch.no_grad()
 def read_factors(moments: Moments, distances: Numbers, scale: float) -> Factors:
     """Compute the factors' means and covariances; the key's are those of its conjugate, so that all three multiply."""
     d, n_subspaces = check_distances(moments, distances), -(-moments.query.mean.shape[-1] // 2)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import Numbers, check_floating, real_numbers
 from tl_posdisent.utils.words import plural
 
@@ -101,7 +100,7 @@ class Moments:
     rotary: Rotary
 
     @classmethod
-    @own_sums()
+    @torch.no_grad()
     def from_qk(
         cls, q: Float[Tensor, "*n_q head d_head"], k: Float[Tensor, "*n_k kv_head d_head"], rotary: Rotary
     ) -> Moments:
@@ -117,7 +116,7 @@ class Moments:
             ValueError: queries or keys that are empty, not finite, or do not match each other or the rotation.
         """
         _check_vectors(q, k, rotary)
-        planes, rest = to_complex(torch.arange(q.shape[-1], dtype=torch.float64, device="cpu"), rotary)
+        planes, rest = to_complex(torch.arange(q.shape[-1], dtype=torch.float64), rotary)
         order = torch.cat([torch.view_as_real(planes).flatten(), rest]).long().to(q.device)
         query, key = (_measured(name, x.detach(), order) for name, x in (("q", q), ("k", k)))
         return cls(query, key, rotary.to(q.device))

@@ -15,12 +15,11 @@ from tl_posdisent.rope.factorial_variance_decomposition import (
 )
 from tl_posdisent.rope.moments import Moments, Spread, check_distances, chunks, spread_of, total
 from tl_posdisent.rope.rotary import Rotary, to_complex
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import Numbers
 
 
-@own_sums()
+@torch.no_grad()
 def subspace_patterns_qk(
     q: Float[Tensor, "*n_q head d_head"],
     k: Float[Tensor, "*n_k kv_head d_head"],

@@ -1,31 +1,9 @@
-"""Precision of the package's own sums, independent of the caller's torch modes, and tolerances for comparisons."""
+"""Tolerances for comparisons."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
-
-_KINDS = ("cpu", "cuda", "mps", "xpu")
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """Disable the caller's autocast, which would round products to bfloat16."""
-    with contextlib.ExitStack() as stack:
-        for kind in _KINDS:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def own_sums() -> Iterator[None]:
-    """Disable gradients and autocast. Use it as a context, or as a decorator of functions that do not run a model."""
-    with torch.no_grad(), no_autocast():
-        yield
 
 
 def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None, slack: float = 0.0) -> float:
@@ -53,10 +31,6 @@ def apart(a: float, b: float, dtype: torch.dtype = torch.float32) -> bool:
 
 
 def score_tolerance(*dtypes: torch.dtype | None) -> float:
-    """Return the tolerance for recomputed scores, relative to the largest, for inputs of these dtypes.
-
-    If autocast is on, its dtype counts too.
-    """
+    """Return the tolerance for recomputed scores, relative to the largest, for inputs of these dtypes."""
     known = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2}  # rotation tables are float32 at best
-    rounded = [torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)]
-    return max(known.get(dtype, 6e-2) for dtype in (*dtypes, *rounded) if dtype)
+    return max(known.get(dtype, 6e-2) for dtype in dtypes if dtype)

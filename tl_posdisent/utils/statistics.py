@@ -39,14 +39,14 @@ class Blocks:
         total, parts, first = sum(lengths), list[Tensor](), 0
         for length in lengths:
             pieces = min(length, -(-_MIN_BLOCKS * length // total)) if length else 1
-            parts.append(first + torch.arange(length, device="cpu") * pieces // max(length, 1))
+            parts.append(first + torch.arange(length) * pieces // max(length, 1))
             first += pieces if length else 0
         return cls(torch.cat(parts))
 
     @classmethod
     def single(cls, n: int) -> Blocks:
         """Make each observation a block."""
-        return cls(torch.arange(n, device="cpu"))
+        return cls(torch.arange(n))
 
     @property
     def count(self) -> int:

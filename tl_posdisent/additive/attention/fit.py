@@ -26,7 +26,6 @@ from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.additive.identifiability import slope_over_keys, weighted_mean
 from tl_posdisent.additive.score_checks import check_pool, read_scores, refuse_vectors
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_integer, check_number
 
 PSEUDO_COUNT = 1e-3
@@ -35,7 +34,7 @@ _KEYS_PER_FEATURE = 4  # with fewer, a direction fits other texts badly: the num
 _UNIFORM_NATS = 1e-12  # nats per query: attention this close to uniform has nothing to explain
 
 
-@own_sums()
+@torch.no_grad()
 def fit_attention(
     scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any = None,
     *,

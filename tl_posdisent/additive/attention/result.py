@@ -170,7 +170,7 @@ class AttentionFit(CellsFit):
             index = index_columns(self.explained.shape, pooled=self.pooled, layers=self.layers)
             return pd.DataFrame({**index, **columns})
         values = self.kl if component == "query" else getattr(self, component)
-        axis = (self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")).tolist()
+        axis = (self.distances if component == "distance" else torch.arange(values.shape[-1])).tolist()
         pooled = self.pooled and component == "distance"
         index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis), layers=self.layers)
         columns = {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}

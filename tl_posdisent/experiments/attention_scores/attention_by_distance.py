@@ -104,7 +104,7 @@ def mean_attention(
     """
     heads = {spec.layer: of_layer for spec, of_layer in chosen}
     sums = {  # of all keys, and of the first
-        layer: torch.zeros(2, len(of_layer), 2 * texts.longest - 1, dtype=torch.float64, device="cpu")
+        layer: torch.zeros(2, len(of_layer), 2 * texts.longest - 1, dtype=torch.float64)
         for layer, of_layer in heads.items()
     }
 
@@ -130,7 +130,7 @@ def _table(
     spec: AttentionSpec, heads: list[int], texts: Texts, sums: Float64[Tensor, "2 head distance"]
 ) -> pd.DataFrame:
     """Divide sums by the number of visible cells at each distance; distances without any have no rows."""
-    cells, first_cells = torch.zeros(2, sums.shape[-1], dtype=torch.int64, device="cpu")
+    cells, first_cells = torch.zeros(2, sums.shape[-1], dtype=torch.int64)
     for group in texts.groups:
         length, n = group.tokens.shape[1], len(group.tokens)
         places, visible = _columns(texts, length), n * spec.mask(length).long().cpu()
@@ -140,7 +140,7 @@ def _table(
     of_all, of_first = sums[:, :, seen]
     columns = {
         "layer": spec.layer,
-        "head": torch.tensor(heads, device="cpu").repeat_interleave(len(seen)),
+        "head": torch.tensor(heads).repeat_interleave(len(seen)),
         "distance": (seen - texts.longest + 1).repeat(len(heads)),
         "attention": (of_all / cells[seen]).flatten(),
         "cells": cells[seen].repeat(len(heads)),

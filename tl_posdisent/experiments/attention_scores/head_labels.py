@@ -113,7 +113,7 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     bos = start_token(model)
     start = [] if bos is None else [bos]
     special = (special_id(model, "pad"), getattr(model.cfg, "pad_id", None), *start)
-    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
+    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special])
     room = (getattr(model.cfg, "n_ctx", None) or 2 * SEQUENCE_TOKENS + 1) - len(start)
     most = min(len(usable), room // 2)
     length = min(most, SEQUENCE_TOKENS) if length is None else check_integer("length", length, 2)
@@ -124,9 +124,9 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
             f"context fits {room // 2} tokens twice",
         )
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(len(usable), generator=generator, device="cpu")[:length] for _ in range(repeats)]
+    orders = [torch.randperm(len(usable), generator=generator)[:length] for _ in range(repeats)]
     drawn = usable[torch.stack(orders)]
-    first = torch.tensor(start, dtype=torch.int64, device="cpu").expand(repeats, -1)
+    first = torch.tensor(start, dtype=torch.int64).expand(repeats, -1)
     return torch.cat([first, drawn, drawn], 1).to(device_of(model))
 
 

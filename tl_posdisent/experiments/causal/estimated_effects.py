@@ -21,7 +21,7 @@ from tl_posdisent.hooks.hook_list import Chosen, Hooks
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.partial_forward import attempted, changed_results, has_hooks
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import mismatch, own_sums
+from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.validation import shown
 
 InterventionHead = tuple[str, int, int]
@@ -124,10 +124,10 @@ def estimated_effects(
         ValueError: what ``changes_of_results`` refuses.
     """
     rows = [(x.name, x.layer, head) for x in interventions for head in x.heads]
-    first, curvature = torch.full((2, n_texts, len(rows)), torch.nan, dtype=torch.float64, device="cpu")
-    n_predictions = torch.zeros(n_texts, dtype=torch.float64, device="cpu")
+    first, curvature = torch.full((2, n_texts, len(rows)), torch.nan, dtype=torch.float64)
+    n_predictions = torch.zeros(n_texts, dtype=torch.float64)
     for x in changes_of_results(model, interventions, parts, draws=draws, seed=seed, bar=bar):
-        with own_sums():
+        with torch.no_grad():
             products = torch.einsum("gtphd,tphd->gtph", x.gradients, x.change)[..., list(x.intervention.heads)].cpu()
         first_row = rows.index((x.intervention.name, x.intervention.layer, x.intervention.heads[0]))
         of_heads = slice(first_row, first_row + len(x.intervention.heads))
@@ -195,7 +195,7 @@ def _differentiate(model: Any, part: Part, layers: Sequence[int], draws: int, se
     for group in part.texts.groups:
         generators = [np.random.default_rng((seed, int(place))) for place in part.places[group.rows.cpu()]]
         drawn = [generator.random((draws, group.tokens.shape[1])) for generator in generators]
-        uniforms.append(torch.as_tensor(np.stack(drawn, 1), device="cpu"))
+        uniforms.append(torch.as_tensor(np.stack(drawn, 1)))
     groups = [group.tokens for group in part.texts.groups]
     return result_gradients(model, groups, layers, partial(_mean_metric, part), uniforms)
 

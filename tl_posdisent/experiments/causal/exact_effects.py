@@ -88,7 +88,7 @@ def _changed_runs(runs: Runs, interventions: Sequence[LayerIntervention]) -> Ite
 
 
 def _nan_by_text(n_texts: int) -> Float64[Tensor, " text"]:
-    return torch.full((n_texts,), torch.nan, dtype=torch.float64, device="cpu")
+    return torch.full((n_texts,), torch.nan, dtype=torch.float64)
 
 
 def _hooks_on(changed: LayerIntervention, group: int, heads: Sequence[int]) -> Hooks:

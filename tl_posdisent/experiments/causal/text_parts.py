@@ -40,7 +40,7 @@ def parts_of(texts: Texts, metric: Metric, *, tokens: int = 1) -> list[Part]:
     Short texts of equal length may share a part of at most so many ``tokens``, whose passes take little longer than
     those of one of them.
     """
-    places = torch.arange(len(texts.tokens), device="cpu")
+    places = torch.arange(len(texts.tokens))
     if not is_separable(metric):
         return [Part(texts, metric, places)]
     if isinstance(metric, LogitDifference):

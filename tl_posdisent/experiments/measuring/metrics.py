@@ -59,7 +59,7 @@ class LogitDifference:
         """Compute the differences for a batch of logits without padding; the tokens are not read."""
         self._check(logits)
         self.check_batch(len(logits))
-        return self.of_texts(logits, torch.arange(len(logits), device="cpu"))
+        return self.of_texts(logits, torch.arange(len(logits)))
 
     @staticmethod
     def _check(logits: Any) -> None:
@@ -253,7 +253,7 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     """
     numbers = as_numbers(values_of(metric, outputs, texts), len(texts.tokens))
     if is_loss(metric):
-        numbers = numbers.repeat_interleave(torch.tensor(_predicted(texts), device="cpu"))
+        numbers = numbers.repeat_interleave(torch.tensor(_predicted(texts)))
     return float(numbers.mean())
 
 

@@ -133,7 +133,7 @@ def measure_example(
     """
     text, query, ids = _query(spec, texts, place)
     length = ids.shape[1]
-    sees = spec.sees(query - torch.arange(length, device="cpu"))
+    sees = spec.sees(query - torch.arange(length))
     if int(sees.sum()) < 2:
         raise ArgumentError("query", f"must see two keys or more, got position {query}, which sees one")
     attention = _attention(model, spec, head, ids, query)

@@ -38,7 +38,7 @@ class HeadRuns:
     @property
     def n_predictions(self) -> Float64[Tensor, " text"]:
         """The number of predicted tokens of each text."""
-        return torch.tensor([x.shape[1] for x in self.divergences], dtype=torch.float64, device="cpu")
+        return torch.tensor([x.shape[1] for x in self.divergences], dtype=torch.float64)
 
     def needs(self, layer: int, head: int) -> pd.DataFrame:
         """Return the head's row of the table of ``where_or_what``."""

@@ -89,7 +89,7 @@ def verdicts(table: pd.DataFrame, n_predictions: Float64[Tensor, " text"], negli
     taken for more, and for less, in 3 to 6 % of the heads; for content, in up to 10 % where several constants are
     equally good.
     """
-    df = Blocks(torch.repeat_interleave(torch.arange(len(n_predictions), device="cpu"), n_predictions.long())).df
+    df = Blocks(torch.repeat_interleave(torch.arange(len(n_predictions)), n_predictions.long())).df
     return [_verdict(row, df, negligible) for row in table.to_dict("records")]
 
 

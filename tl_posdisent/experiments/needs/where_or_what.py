@@ -200,7 +200,7 @@ def _estimated(
             )
             divergences.append(torch.stack(found.curvature.chunk(len(names), 1)))
             n_predictions.append(found.n_predictions)
-    order = torch.tensor([row for fold in of_folds for row in fold.rows], device="cpu").argsort()
+    order = torch.tensor([row for fold in of_folds for row in fold.rows]).argsort()
     return torch.cat(divergences, 1)[:, order], torch.cat(n_predictions)[order]
 
 

@@ -295,7 +295,7 @@ def score_sources(
     }
     if against is not None:
         falls, key_positions = {name: x[:-1] - x[-1] for name, x in falls.items()}, key_positions[:-1]
-    rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64, device="cpu"))).to(own_scores.device)
+    rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64))).to(own_scores.device)
     words = tuple(token_words(model, ids[0]))
     against = None if against is None else int(rows[-1])
     place = (spec.layer, head, query, tuple(key_positions), against, words, tuple(names))
@@ -305,7 +305,7 @@ def score_sources(
 def _positions(spec: AttentionSpec, length: int, query: Any, keys: Any, against: Any) -> tuple[int, list[int]]:
     """Return the positions of the query, and of the keys followed by ``against``, all of which the query must see."""
     query = check_integer("query", query, -length, length - 1) % length
-    sees = spec.sees(query - torch.arange(length, device="cpu")).nonzero()[:, 0].tolist()
+    sees = spec.sees(query - torch.arange(length)).nonzero()[:, 0].tolist()
     chosen = sees if keys is None else check_indices("keys", keys, length)
     other = [] if against is None else [check_integer("against", against, -length, length - 1) % length]
     for name, positions in (("keys", chosen), ("against", other)):

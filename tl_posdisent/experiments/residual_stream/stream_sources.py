@@ -93,7 +93,7 @@ class _Layer:
         if not isinstance(weight, Tensor) or weight.ndim != 3:
             raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model], not quantised")
         self.norm: FrozenNorm | None = None
-        self.z = self.mlp = self.scale = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.z = self.mlp = self.scale = torch.zeros(())
 
     def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, " d_model"]]:
         """Convert W_O and b_O to float64, only when needed, so that weights of all layers are not held twice."""

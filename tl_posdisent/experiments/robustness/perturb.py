@@ -116,7 +116,7 @@ def perturb(
     specs = [] if kind == "order" else _rotary_specs(reading)
     texts = read_texts(reading.model, tokens, attention_mask)
     unit = unit or ("token" if isinstance(tokens, Tensor) else "word")
-    places = torch.arange(texts.tokens.shape[1], device="cpu")
+    places = torch.arange(texts.tokens.shape[1])
     source = places.repeat(len(texts.tokens), 1)
     shifts = torch.zeros_like(source, dtype=torch.float64)
     generators = []
@@ -153,7 +153,7 @@ def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence
     permuted = shifts.new_zeros(*shifts.shape, subspaces)
     for row, shift, generator in zip(permuted, shifts, generators, strict=True):
         displaced = shift.nonzero()[:, 0]
-        order = torch.rand(len(displaced), subspaces, generator=generator, dtype=torch.float32, device="cpu")
+        order = torch.rand(len(displaced), subspaces, generator=generator)
         row[displaced] = shift[displaced][order.argsort(0)]
 
     return PhaseNoise("perturb", partial(_phase_angles, permuted))
@@ -169,7 +169,7 @@ def _reordered(
 ) -> Int[Tensor, " pos"]:
     """Return the old position of each new one: pairs of units are exchanged, units between them keep their order."""
     order = _exchanged(len(units), fraction, window, generator)
-    old, end, pieces = torch.arange(length, device="cpu"), 0, []
+    old, end, pieces = torch.arange(length), 0, []
     for slot, n in zip(units, order, strict=True):
         pieces += [old[end : slot.start], old[units[n].start : units[n].stop]]
         end = slot.stop
@@ -184,9 +184,9 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
     begins with 0 or 1 is random if both are possible.
     """
     n_pairs = min(int(fraction * n / 2 + 0.5), n // 2)
-    first = int(torch.randint(2, (), generator=generator, device="cpu"))
+    first = int(torch.randint(2, (), generator=generator))
     free = list(range(first if n_pairs < n // 2 else 0, n))
-    draws = torch.rand(len(free), generator=generator, dtype=torch.float32, device="cpu").tolist()
+    draws = torch.rand(len(free), generator=generator).tolist()
     pairs = []
     while len(free) > 1:
         left = free.pop(0)
@@ -195,7 +195,7 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
         free.remove(right)
         pairs.append((left, right))
     order = list(range(n))
-    for pair in torch.randperm(len(pairs), generator=generator, device="cpu")[:n_pairs].tolist():
+    for pair in torch.randperm(len(pairs), generator=generator)[:n_pairs].tolist():
         left, right = pairs[pair]
         order[left], order[right] = right, left
     return order

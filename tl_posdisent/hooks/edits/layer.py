@@ -24,10 +24,8 @@ from tl_posdisent.models.patterns import masked_softmax
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.results import by_heads
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.precision import no_autocast
 
 
-@no_autocast()
 def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch head query key"]:
     """Return the scores of a layer under its edits."""
     scores, shows = layer.scores, layer.spec.taps.scores is not None
@@ -119,7 +117,6 @@ def _with_heads(scores: Tensor, heads: list[int], new: Tensor) -> Float[Tensor, 
 # --- models that neither show scores nor use edited ones
 
 
-@no_autocast()
 def edit_attention_result(edits: LayerEdits, layer: RunningLayer, z: Tensor) -> Tensor:
     """Return z with the attention of edited heads put in, for a text without padding."""
     scores = edit_scores(edits, layer)[:, edits.heads]
@@ -128,7 +125,6 @@ def edit_attention_result(edits: LayerEdits, layer: RunningLayer, z: Tensor) -> 
     return z.index_copy(2, torch.tensor(edits.heads, device=z.device), result)
 
 
-@no_autocast()
 def check_hidden_attention(edits: LayerEdits, layer: RunningLayer) -> None:
     """Compare what the edits relied on with pattern and result, once both are seen, in whichever order."""
     assert layer.spec.taps.pattern is not None

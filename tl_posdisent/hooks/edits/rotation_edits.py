@@ -123,7 +123,7 @@ class PhaseNoise(RotationEdit):
             generator = torch.Generator().manual_seed(self.seed)  # reseeded: all runs and layers get the same angles
             blocks = range(int(positions.max()) // _NOISE_BLOCK + 1)
             shape: Any = (_NOISE_BLOCK, n)
-            drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for _ in blocks]
+            drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in blocks]
             return self.angles * torch.cat(drawn).to(positions.device)[positions]
         angles = self.angles if isinstance(self.angles, Tensor) else self.angles(rotary)
         shape = positions.shape[-1], n

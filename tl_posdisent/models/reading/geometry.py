@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.rope.rotary import Rotary, rotate
-from tl_posdisent.utils.precision import no_autocast
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,6 @@ class Geometry:
         """Rotate queries or keys to these positions as the model does (unchanged in a layer without rotation)."""
         return x if self.rotary is None else rotate(x, positions, self.rotary)
 
-    @no_autocast()
     def score(
         self, q_rot: Float[Tensor, "batch query head d_head"], k_rot: Float[Tensor, "batch key kv d_head"]
     ) -> Float[Tensor, "batch head query key"]:
@@ -77,7 +75,6 @@ class Geometry:
         scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).flatten(1, 2)
         return self.capped(scores * self.require_scale())
 
-    @no_autocast()
     def gathered(
         self,
         pattern: Float[Tensor, "batch head query key"],

@@ -145,7 +145,7 @@ def check_edited_scores(
     generator = torch.Generator().manual_seed(2)
 
     def disturb(spec: AttentionSpec, x: Tensor, hook: Any) -> Tensor:
-        noise = torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x)
+        noise = torch.randn(x.shape, generator=generator).to(x)
         return torch.where(spec.is_masked(x), x, noise)
 
     edits = [(spec.taps.scores, partial(disturb, spec)) for spec in specs if spec.taps.scores]

@@ -30,7 +30,7 @@ def why_no_result_edits(model: Any, layers: Sequence[int]) -> dict[int, str]:
     def disturb(copy: int, layer: int, z: Tensor, hook: Any) -> Tensor:
         seen[layer] = tuple(z.shape)
         z = z.clone()
-        noise = torch.randn(z[copy].shape, dtype=torch.float32, generator=generator, device="cpu").to(z)
+        noise = torch.randn(z[copy].shape, generator=generator).to(z)
         z[copy] += noise * (10 * z.detach().double().square().mean().sqrt().clamp_min(1e-3)).to(z)
         return z
 

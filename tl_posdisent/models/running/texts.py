@@ -144,7 +144,7 @@ class Texts:
 
 def _shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
+    drawn = torch.rand(length, generator=generator)
     drawn[0] = -1
     return drawn.argsort()
 
@@ -294,8 +294,7 @@ def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
 
 def text_ids(model: Any, text: str, **options: Any) -> Int[Tensor, "1 _pos"]:
     """Encode a text with the model's tokenizer, without truncation; ``options`` are those of ``to_tokens``."""
-    with torch.device("cpu"):  # tokenizers make tensors on the default device
-        ids: Tensor = model.to_tokens(text, truncate=False, **options)
+    ids: Tensor = model.to_tokens(text, truncate=False, **options)
     return ids
 
 
@@ -348,7 +347,7 @@ def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
     length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no two axes can be confused
     length = min(length, getattr(cfg, "n_ctx", None) or length)
     ids = ordinary_ids(model)
-    drawn = torch.randint(0, len(ids), (2, length), generator=torch.Generator().manual_seed(0), device="cpu")
+    drawn = torch.randint(0, len(ids), (2, length), generator=torch.Generator().manual_seed(0))
     return ids[drawn].to(device_of(model))
 
 
@@ -360,4 +359,4 @@ def ordinary_ids(model: Any) -> Int[Tensor, " id"]:
         getattr(model.cfg, "pad_id", None),
         special_id(model, "pad"),
     }
-    return torch.tensor([t for t in range(min(model.cfg.d_vocab, 4096)) if t not in special], device="cpu")
+    return torch.tensor([t for t in range(min(model.cfg.d_vocab, 4096)) if t not in special])

@@ -24,7 +24,7 @@ def analysed(subject: Subject, sampled: Sequence[str] = ()) -> Markup:
     model, spec, words = subject.model, subject.specs[0], subject.words
     rotary = [spec.layer for spec in subject.specs if spec.rotary is not None]
     nameless = words == [str(i) for i in subject.first[0].tolist()]  # a model without a tokenizer
-    parameters = next(model.parameters(), torch.zeros(0, device="cpu"))
+    parameters = next(model.parameters(), torch.zeros(0))
     dtype = str(parameters.dtype).removeprefix("torch.")
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
     cut = "" if sum(subject.lengths) == subject.n_passed else f", of {subject.n_passed} tokens given"

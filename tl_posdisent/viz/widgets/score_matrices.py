@@ -240,7 +240,7 @@ What = Literal["pattern", "scores"]
 
 def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Options, title: str) -> Widget:
     choice = choose(before.shape, tokens, options, charts=3)
-    at = torch.tensor(choice.positions, device="cpu")
+    at = torch.tensor(choice.positions)
     cells = make_cells(before.shape[-2:], mask)
     inside = cells.to_mask()[at][:, at]
     old, new = (torch.where(inside, choice.of(x.detach().cpu()), 0.0) for x in (before, after))
