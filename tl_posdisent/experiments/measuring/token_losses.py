@@ -77,7 +77,7 @@ class Unmodified:
     """
 
     texts: Texts
-    log_p: list[Float[Tensor, "text pos v"]]
+    log_p: list[Float[Tensor, "_text _pos v"]]
     losses: Float64[Tensor, " predicted"]
     blocks: Blocks
 
