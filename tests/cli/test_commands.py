@@ -19,12 +19,10 @@ from typer.testing import Result
 
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, random_control, report
 from tl_posdisent.cli import app
-from tl_posdisent.cli.commands.report import SECTIONS
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.page.sections.all_sections import SECTIONS as BY_NAME
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 SHORT = "fit --length 16 --layers 0 --texts 1 --control 0 --no-progress"
@@ -101,11 +99,6 @@ def test_the_table_is_that_of_the_library(name: str, model: Any, tmp_path: Path)
     same(pd.read_csv(out), case.expected(model, case.tokens))
     assert result.stderr == ""
     assert str(out) not in result.stdout
-
-
-def test_sections_are_those_of_the_library() -> None:
-    """Help imports no library, so the command reads their names from their type."""
-    assert tuple(BY_NAME) == SECTIONS
 
 
 def test_means_over_heads_are_shown_beside_random_weights(model: Any) -> None:
@@ -322,7 +315,7 @@ REFUSED = [
     ("fit --model short.txt", "model must be the folder of a model, or a model's name, but short.txt is not a folder"),
     ("fit --length 600", "tokens are 600 long, and the model fails beyond its context of 512: "),
     ("fit --length 32 --texts 1000", "text has 3257 tokens, too few for 1000 × 32"),
-    ("report --section ladders", "section cannot be 'ladders': did you mean 'ladder'? It must be 'where_or_what', "),
+    ("report --section share", "section cannot be 'share': did you mean 'shares'? It must be 'where_or_what', "),
 ]
 
 

@@ -24,7 +24,8 @@ class Document(HTMLParser):
         self.source = path.read_text(encoding="utf-8")
         self.tables: dict[str, list[list[str]]] = {}
         self.scripts: list[str] = []
-        self.figures: list[dict[str, Any]] = []
+        self.figures: list[dict[str, Any]] = []  # those whose data are beside them
+        self.captions: list[str] = []  # of the figures
         self.data: dict[str, Any] = {}  # other data, by id
         self.attributes: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
@@ -64,6 +65,7 @@ class Document(HTMLParser):
             found = json.loads(data, object_hook=_decoded)
             if self._name is None:
                 self.figures.append(found)
+                self.captions += [str(a["aria-label"]) for _, a in self.attributes if a.get("class") == "plot"][-1:]
             else:
                 self.data[self._name] = found
         elif "script" in self._open:
@@ -91,8 +93,7 @@ class Document(HTMLParser):
 
     def drawn(self, caption: str) -> list[dict[str, Any]]:
         """Return the traces of the figures whose caption contains this text."""
-        labels = [str(a["aria-label"]) for _, a in self.attributes if a.get("class") == "plot"]
-        found = [figure for label, figure in zip(labels, self.figures, strict=True) if caption in label]
+        found = [figure for label, figure in zip(self.captions, self.figures, strict=True) if caption in label]
         return [trace for figure in found for trace in figure["data"]]
 
     def rows(self, name: str) -> list[dict[str, str]]:
@@ -112,3 +113,12 @@ def _decoded(found: dict[str, Any]) -> Any:
 def as_number(cell: str) -> float:
     """What a cell says."""
     return float("nan") if cell == "–" else float(cell.replace("−", "-"))
+
+
+def decoded(scores: list[Any], n: int, *, causal: bool) -> np.ndarray:
+    """Return the score map of a panel, as the page's script reads it."""
+    low, high, text = scores
+    found = np.frombuffer(base64.b64decode(text), np.uint8)
+    cells = np.full((n, n), 255.0)
+    cells[np.tril(np.ones_like(cells)) > 0 if causal else cells > 0] = found
+    return np.where(cells == 255, np.nan, low + cells / 254 * (high - low))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -25,9 +25,7 @@ from tl_posdisent.cli.options import (
     TextFile,
 )
 from tl_posdisent.cli.output import answering, check_out, show
-from tl_posdisent.page.sections.names import ON_REQUEST, SectionName
-
-SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
+from tl_posdisent.page.names import ON_REQUEST, SECTION_NAMES
 
 
 def report(
@@ -46,8 +44,8 @@ def report(
     section: Annotated[
         list[str] | None,
         Option(
-            help=f"{', '.join(SECTIONS)}; may be repeated; default all but {' and '.join(ON_REQUEST)}.",
-            autocompletion=lambda: list(SECTIONS),
+            help=f"{', '.join(SECTION_NAMES)}; may be repeated; default all but {ON_REQUEST}.",
+            autocompletion=lambda: list(SECTION_NAMES),
         ),
     ] = None,
     title: Annotated[str | None, Option(help="Title of the page.")] = None,
@@ -72,10 +70,10 @@ def report(
         sections: Any = _sections(section)
         loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.page.build import check_page, check_sections, read_settings, write_report
-        from tl_posdisent.page.measuring.subject import ENOUGH, read_subject
+        from tl_posdisent.page.subject import FEWEST, read_subject
 
         whole = length is None and texts is None  # the text is cut as in Python
-        tokens = words if whole else cut_tokens(loaded, words, length, texts, default=ENOUGH)
+        tokens = words if whole else cut_tokens(loaded, words, length, texts, default=FEWEST)
 
         subject = read_subject(loaded, tokens, chosen_layers, chosen_heads)
         command = shlex.join(["tl-posdisent", *sys.argv[1:]])  # as typed, to be run again
@@ -89,5 +87,5 @@ def _sections(given: list[str] | None) -> list[str] | None:
     from tl_posdisent.utils.validation import check_choice  # which imports torch
 
     for name in given or ():
-        check_choice("section", name, SECTIONS)
+        check_choice("section", name, SECTION_NAMES)
     return list(dict.fromkeys(given)) if given else None

@@ -317,11 +317,6 @@ def bar_title(title: str) -> str:
     return "<br>".join(line for part in lines for line in part)
 
 
-def bounded_limits(value: str, values: Any) -> tuple[float, float] | None:
-    """Return the lowest and the highest value, as the colour limits of several figures."""
-    return float(values.min()), float(values.max())
-
-
 def _limits(limits: Any) -> tuple[float, float]:
     try:
         low, high = (float(x) for x in (() if isinstance(limits, (str, bytes)) else limits))

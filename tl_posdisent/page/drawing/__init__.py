@@ -1,1 +1,0 @@
-"""Figures, tables and pages as HTML, from templates; nothing here runs a model."""

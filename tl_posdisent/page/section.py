@@ -1,0 +1,201 @@
+"""The one form of all sections: what is measured, and the sentences, figures and table that show it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import pandas as pd
+import plotly.graph_objects as go
+from markupsafe import Markup
+from tqdm.auto import tqdm
+
+from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.page.markup import figure, render, table
+from tl_posdisent.page.names import SectionName
+from tl_posdisent.page.subject import POSITIONS, TOKENS, Subject
+
+HEAD = ["layer", "head"]
+FAILURES = (ValueError, RuntimeError, MemoryError)
+"""What a computation may raise without ending the report."""
+
+
+class Settings(NamedTuple):
+    """What measurements need beside the model and its texts.
+
+    Attributes:
+        seed: first seed of random copies and of perturbations.
+        copies: number of random copies of the model, the baseline.
+        std: standard deviation of their weights.
+        progress: show progress bars.
+    """
+
+    seed: int
+    copies: int
+    std: float
+    progress: bool
+
+    @property
+    def copy_seeds(self) -> range:
+        return range(self.seed, self.seed + self.copies)
+
+
+@dataclass
+class Measured:
+    """The measurement of a section.
+
+    Attributes:
+        read: the model, and what was read of the texts.
+        trained: the table of the model; None if it could not be measured.
+        copies: the tables of random copies, with a column ``seed``.
+        notes: what could not be measured, and why.
+    """
+
+    read: Subject
+    trained: pd.DataFrame | None = None
+    copies: list[pd.DataFrame] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def random(self) -> pd.DataFrame | None:
+        """The tables of all random copies, one below the other; None without any."""
+        return pd.concat(self.copies, ignore_index=True) if self.copies else None
+
+
+class Shown(NamedTuple):
+    """What a section shows.
+
+    Attributes:
+        sentences: computed from the measurement, the main one first.
+        figures: plotly figures with their captions.
+        table: with its caption.
+        titles: of the columns of the table, where they differ from their names.
+        digits: decimals of its columns, where they are not 3.
+    """
+
+    sentences: Sequence[str] = ()
+    figures: Sequence[tuple[go.Figure, str]] = ()
+    table: tuple[pd.DataFrame, str] | None = None
+    titles: Mapping[str, str] = {}
+    digits: Mapping[str, int] = {}
+
+
+Measure = Callable[[Subject, Settings], pd.DataFrame]
+
+
+class Section(NamedTuple):
+    """A section of the report.
+
+    Attributes:
+        heading: its heading.
+        about: how it is measured, in plain text.
+        measure: runs an experiment; raises ``ValueError`` where the model or the text is not suitable.
+        show: makes sentences, figures and a table of the tables of the model and of all random copies.
+        measure_copy: measures a random copy; None for a section without this baseline.
+        positions, tokens: the most that is read of each text, and of all texts together.
+    """
+
+    heading: str
+    about: str
+    measure: Measure
+    show: Callable[[pd.DataFrame, pd.DataFrame | None], Shown]
+    measure_copy: Measure | None = None
+    positions: int = POSITIONS
+    tokens: int = TOKENS
+
+
+def measure_sections(
+    sections: Mapping[SectionName, Section], subject: Subject, settings: Settings
+) -> dict[str, Measured]:
+    """Measure the sections, and then random copies of the model, one in memory at a time."""
+    measured: dict[str, Measured] = {}
+    with_baseline = [name for name, section in sections.items() if section.measure_copy]
+    seeds = settings.copy_seeds if with_baseline else range(0)
+    n_steps = len(sections) + len(seeds) * len(with_baseline)
+    with tqdm(total=n_steps, desc="report", unit="section", disable=not settings.progress) as bar:
+        for name, section in sections.items():
+            bar.set_postfix_str(name)
+            measured[name] = _measure(name, section, subject, settings)
+            bar.update()
+        if all(one.trained is None for one in measured.values()):
+            reason = next(iter(measured.values())).notes[0]
+            raise ValueError(f"none of the requested sections can be measured: {reason}")
+        copies = random_control(subject.model, seeds, std=settings.std) if seeds else ()
+        for seed, copy in zip(seeds, copies, strict=True):
+            reading = read_model(copy)
+            for name in with_baseline:
+                bar.set_postfix_str(f"{name}, random weights")
+                _add_copy(measured[name], sections[name], reading, seed, settings)
+                bar.update()
+            del copy, reading  # free their memory before the next
+    return measured
+
+
+def _measure(name: SectionName, section: Section, subject: Subject, settings: Settings) -> Measured:
+    """Measure a section, or note why that failed: an unsuitable input (``ValueError``) or a failed computation."""
+    measured = Measured(subject.cut(section.positions, section.tokens))
+    try:
+        measured.trained = section.measure(measured.read, settings)
+    except FAILURES as error:
+        reason = str(error)
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the section {name} could not be measured: {reason}", stacklevel=4)
+        measured.notes.append(f"Not measured: {reason}")
+    else:
+        failures = measured.trained.attrs.get("failures", {}).items()
+        measured.notes += [f"Not measured: {part}: {reason}." for part, reason in failures]
+    return measured
+
+
+def _add_copy(measured: Measured, section: Section, reading: ModelReading, seed: int, settings: Settings) -> None:
+    """Measure a random copy as well, unless the model itself could not be measured."""
+    if section.measure_copy is None or measured.trained is None:
+        return
+    try:
+        table = section.measure_copy(replace(measured.read, reading=reading), settings)
+    except FAILURES as error:
+        measured.notes.append(f"Not measured with random weights of seed {seed}: {type(error).__name__}: {error}.")
+    else:
+        measured.copies.append(table.assign(seed=seed))
+
+
+def render_section(name: SectionName, section: Section, measured: Measured, subject: Subject) -> Markup:
+    """Render a section; without a measurement, its heading and the reason."""
+    shown = Shown() if measured.trained is None else section.show(measured.trained, measured.random)
+    whole = "" if measured.read.tokens.shape == subject.tokens.shape else f", of {subject.sizes()}"
+    return render(
+        "section",
+        id=name,
+        heading=section.heading,
+        sentences=shown.sentences,
+        figures=[figure(drawn, of_figure) for drawn, of_figure in shown.figures],
+        table=None if shown.table is None else _table(name, shown, subject),
+        about=section.about,
+        read=None if measured.trained is None else f"Read: {measured.read.sizes()}{whole}.",
+        notes=measured.notes,
+    )
+
+
+def _table(name: str, shown: Shown, subject: Subject) -> Markup:
+    assert shown.table is not None
+    rows, caption = shown.table
+    return table(name, caption, with_attention(rows, subject.attention), shown.titles, shown.digits)
+
+
+def with_attention(rows: pd.DataFrame, attention: Mapping[int, str]) -> pd.DataFrame:
+    """Insert the column ``attention`` behind layer and head, if the model has sliding windows."""
+    if not attention or "layer" not in rows:
+        return rows
+    place = 2 if "head" in rows else 1
+    rows = rows.copy()
+    rows.insert(place, "attention", [attention[int(layer)] for layer in rows["layer"]])
+    return rows
+
+
+def by_head(measured: pd.DataFrame) -> pd.DataFrame:
+    """Average over texts and seeds: one row for each layer and head."""
+    return measured.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
