@@ -72,6 +72,4 @@ def test_dynamics_are_the_measures_of_every_step(models: dict[int, SyntheticMode
         pd.testing.assert_frame_equal(rows[["r"]], disentanglement(model, tokens, progress=False)[["r"]])
     assert bool((table[table["step"] == 0]["r"].to_numpy() != table[table["step"] == 4]["r"].to_numpy()).all())
     margins = gradient_margins(table)
-    noise = margins["margin"] <= 2 * margins["margin_se"]
-    assert margins["amplification"].isna().tolist() == [*(noise | noise.shift(-1, fill_value=True))]
-    assert margins["amplification"][1::2].isna().all()  # no layer follows
+    assert margins[["step", "layer"]].values.tolist() == [[step, layer] for step in (0, 3, 4) for layer in (0, 1)]

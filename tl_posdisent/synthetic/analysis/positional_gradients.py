@@ -158,7 +158,7 @@ def _along_rotation(model: SyntheticModel, gradient: Tensor, q: Tensor, k: Tenso
 
 
 def gradient_margins(table: pd.DataFrame) -> pd.DataFrame:
-    """Compute the margin of the largest positional gradient in each layer, and its ratio to that of the next layer.
+    """Compute the margin of the largest positional gradient in each layer.
 
     By theorem 6.1 of arXiv 2505.13027 margins grow towards the first layer: ``margin_l ≥ margin_L · Π_k γ_k``, with k
     from layer l to the last but one and every ``γ_k > 1``.
@@ -168,10 +168,8 @@ def gradient_margins(table: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per layer: ``step`` if the table has it, ``layer``, ``head`` (the one with the largest gradient), its
-        ``norm_of_mean`` as ``largest``, that of the next head as ``second``, ``margin`` (their difference),
-        ``margin_se`` if the table has standard errors (assuming that those of two heads are independent), and
-        ``amplification``, ``γ_l = margin_l / margin_{l+1}``: NaN in the last layer, and where one of the two margins is
-        below two standard errors.
+        ``norm_of_mean`` as ``largest``, that of the next head as ``second``, ``margin`` (their difference), and
+        ``margin_se`` if the table has standard errors (assuming that those of two heads are independent).
 
     Raises:
         ValueError: a table without these columns; a layer with a single head.
@@ -181,9 +179,9 @@ def gradient_margins(table: pd.DataFrame) -> pd.DataFrame:
         >>> from tl_posdisent.synthetic import gradient_margins
         >>> norms = {"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "norm_of_mean": [1.0, 4.0, 2.5, 1.0]}
         >>> gradient_margins(pd.DataFrame(norms))
-           layer  head  largest  second  margin  amplification
-        0      0     1      4.0     1.0     3.0            2.0
-        1      1     0      2.5     1.0     1.5            NaN
+           layer  head  largest  second  margin
+        0      0     1      4.0     1.0     3.0
+        1      1     0      2.5     1.0     1.5
     """
     by, error = "norm_of_mean", "norm_of_mean_se"
     missing = [name for name in ("layer", "head", by) if name not in getattr(table, "columns", ())]
@@ -199,12 +197,9 @@ def gradient_margins(table: pd.DataFrame) -> pd.DataFrame:
     margins: pd.DataFrame = first[[*keys, "head"]].assign(
         largest=first[by], second=second[by], margin=first[by] - second[by]
     )
-    known = margins["margin"]
     if error in table.columns:
         margins["margin_se"] = np.hypot(first[error], second[error])
-        known = known.where(known > 2 * margins["margin_se"])
-    following = known.groupby(margins["step"] if "step" in keys else margins["layer"] * 0).shift(-1)
-    return margins.assign(amplification=known / following)
+    return margins
 
 
 def _batches(task: Task | Samples, batches: int, batch_size: int, seed: int) -> Iterator[Samples]:
