@@ -66,7 +66,7 @@ def screenshots(pages: list[str]) -> list[bytes]:
             page = chromium.new_page(viewport={"width": 1150, "height": 400})
             page.set_content(f"<!doctype html><meta charset='utf-8'>{page_html}")
             page.wait_for_timeout(3000)  # charts are drawn in several steps
-            images.append(page.locator("div[id^=tl-posdisent]").first.screenshot())
+            images.append(page.locator("div.tl-posdisent").screenshot())
     return images
 
 

@@ -133,7 +133,6 @@ ELSEWHERE = {
     ("patch_vectors", "k_rot"): "",
     ("knock_out", "keys"): "slots",
     ("rotary_from_table", "sin"): "",  # as cos
-    ("Widget", "title"): "",
     ("load_model", "device"): "",
     ("load_model", "backend"): "",  # tested with a folder
     ("load_model", "dtype"): "",
@@ -171,7 +170,7 @@ RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
     *("HeadDescription", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
     *("RopeHadamard", "ScoreSources", "Split"),
-    *("SufficientHeads", "TrainRun", "VarianceShares"),
+    *("SufficientHeads", "TrainRun", "VarianceShares", "Widget"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Preset", "Task"}  # nor are presets checked before they are used
 

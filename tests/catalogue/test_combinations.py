@@ -13,7 +13,6 @@ import torch
 from support.intervention_cases import patch_scores
 from support.public_calls import (
     DROPS,
-    FIT,
     GOOD,
     HEADS,
     LABELS,
@@ -200,7 +199,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("show_scores", {"fit": tp.fit_additive(X[None, None])}, "scores"),
     ("show_scores", {"component": "scores"}, "scores"),
     ("show_scores", {"positions": [3, 2]}, "positions"),
-    ("show_key_importance", {"fit": {0: FIT, 1: tp.fit_additive(SCORES[:1])}}, "fit"),
     ("show_patterns", {"pattern": SCORES * 9}, "pattern"),
     ("show_patterns", {"pattern": SCORES[:, :2].softmax(-1)}, "pattern"),
     ("plot_length", {"tables": {}}, "tables"),

@@ -123,7 +123,6 @@ OWN: dict[str, dict[str, Any]] = {
     "remap_distance": {"distances": lambda d: d},
     "rotary_from_table": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
     "rotate": {"positions": torch.arange(9)},
-    "show_key_importance": {"tokens": WORDS},
     "show_parts": {"tokens": WORDS},
     "show_patterns": {"tokens": WORDS, "pattern": SCORES.softmax(-1)},
     "show_scores": {"tokens": WORDS},
@@ -131,7 +130,6 @@ OWN: dict[str, dict[str, Any]] = {
     "Rotary": {"frequencies": ROTARY.frequencies},
     "SyntheticConfig": SHAPE,
     "SyntheticModel": {"config": SyntheticConfig(**SHAPE)},
-    "Widget": {"body": "", "draw": "", "title": ""},
 }
 """By the function, where another value is needed, or one in the place of a default."""
 
@@ -141,7 +139,7 @@ CHEAP = {"progress": False, "rungs": ["distance"], "controls": [], "fractions": 
 MADE: dict[str, Function] = {"Moments": Moments.from_qk} | {
     made.__name__: made
     for made in (
-        *(Rotary, SyntheticConfig, SyntheticModel, tp.viz.Widget),
+        *(Rotary, SyntheticConfig, SyntheticModel),
         *(TriggerCount, tp.synthetic.TriggerDistance, tp.synthetic.Reversal, tp.synthetic.Brackets),
     )
 }

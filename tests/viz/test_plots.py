@@ -311,12 +311,6 @@ def test_scales_of_any_number_of_verdicts_end_at_1() -> None:
         assert (scale[0][0], scale[-1][0]) == (0.0, 1.0), n
 
 
-def test_shares_on_hovering_are_those_of_the_divergence() -> None:
-    rungs = pd.DataFrame({"layer": 0, "head": 0, "rung": ["static"], "recovered": 0.25, "recovered_kl": 0.75})
-    (heat,) = plot_verdicts(HEAD_VERDICTS.iloc[:1].assign(layer=0, head=0), rungs=rungs).data
-    assert heat.customdata[0][0].endswith("<br>recovered: static 75%")
-
-
 def test_verdicts_have_their_colours_and_are_counted() -> None:
     figure = plot_verdicts(HEAD_VERDICTS.sample(frac=1, random_state=0))
     (heat,) = figure.data

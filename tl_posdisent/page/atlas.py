@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from tl_posdisent.page.words import label_words, numbers
 from tl_posdisent.utils.validation import head_label, printable
 from tl_posdisent.viz.palette import NEEDS
 from tl_posdisent.viz.plots.heatmaps import category_map, plot_heads
-from tl_posdisent.viz.widgets.offline import script_json
 
 _TITLES = {
     "verdict": "verdict",
@@ -97,7 +97,7 @@ def atlas(subject: Subject, heads: pd.DataFrame, panels: Panels) -> Markup:
         has=set(heads.columns),
         axes={name: colour["title"] for name, colour in data["colours"].items() if not colour["names"]},
         colours={name: colour["title"] for name, colour in data["colours"].items()},
-        data=Markup(script_json(data)),
+        data=Markup(_script_json(data)),
         distances=panels.distances,
         height=map_height(len(layers)),
         reasons=[f"{reason} (layers {numbers(of_layers)})" for reason, of_layers in panels.reasons.items()],
@@ -105,6 +105,11 @@ def atlas(subject: Subject, heads: pd.DataFrame, panels: Panels) -> Markup:
         shown=len(data["words"]),
         table=table("atlas", "Every head", shown, _TITLES, _DIGITS, linked=True),
     )
+
+
+def _script_json(data: Any) -> str:
+    """Encode JSON for ``<script>``: ASCII without ``<``, which is needed to end a script or begin a comment."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")
 
 
 def places_of(heads: pd.DataFrame) -> list[tuple[int, int]]:

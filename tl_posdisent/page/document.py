@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gzip
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from hashlib import sha256
 from typing import NamedTuple
 
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from tl_posdisent.page.markup import read, render
-from tl_posdisent.viz.widgets.offline import policy
 
 _LARGE = 100_000
 """Characters of a script from which it is compressed."""
@@ -41,9 +41,19 @@ def page(title: str, parts: Sequence[Part]) -> str:
         scripts=[(len(script) > _LARGE, _packed(script) if len(script) > _LARGE else script) for script in scripts],
         loader=loader,
         style=read("page.css"),
-        policy=policy([*scripts, loader] if scripts else []),
+        policy=_policy([*scripts, loader] if scripts else []),
     )
     return html + "\n"
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """Return the Content-Security-Policy of a page that runs only these scripts and fetches nothing."""
+    digests = (sha256(script.encode("utf-8")).digest() for script in scripts)
+    allowed = " ".join(f"'sha256-{b64encode(digest).decode('ascii')}'" for digest in digests) or "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
 
 
 @cache

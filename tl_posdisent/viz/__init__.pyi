@@ -6,10 +6,9 @@ from .plots.heatmaps import plot_heads as plot_heads
 from .plots.heatmaps import plot_subspaces as plot_subspaces
 from .plots.heatmaps import plot_verdicts as plot_verdicts
 from .plots.plane import plot_where_or_what as plot_where_or_what
-from .widgets.offline import Widget as Widget
+from .widgets.charts import Widget as Widget
 from .widgets.score_matrices import show_interventions as show_interventions
 from .widgets.score_matrices import show_parts as show_parts
 from .widgets.score_matrices import show_patterns as show_patterns
 from .widgets.score_matrices import show_scores as show_scores
-from .widgets.token_colours import show_key_importance as show_key_importance
 from .widgets.token_colours import show_loss_change as show_loss_change

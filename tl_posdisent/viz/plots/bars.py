@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -39,27 +36,18 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """
     index = head_index(table) or ["head"]
     means = mean_over_texts(check_table(table, index, COMPONENTS, "controlled_distance"), index, COMPONENTS)
-    order = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
-    figure = stacked_shares(head_axis(means), means, order, names=head_names(means))
-    figure.update_xaxes(**head_ticks(means))
-    figure.update_yaxes(range=[0, 1.0001])  # shares add up to 1
-    return add_title(figure, title, "Variance decomposition of the scores of each head")
-
-
-def stacked_shares(
-    x: Sequence[Any], table: pd.DataFrame, components: Sequence[str], *, names: Sequence[str] | None = None
-) -> go.Figure:
-    """Draw stacked shares of components, one bar per row of a table; ``names`` of the bars appear on hovering."""
     bars = [
         go.Bar(
-            x=x,
-            y=table[component].to_numpy(),
+            x=head_axis(means),
+            y=means[component].to_numpy(),
             name=component.replace(":", " × "),
             marker={"color": component_colour(component), "line": {"width": 0}},
-            customdata=x if names is None else names,
+            customdata=head_names(means),
             hovertemplate="%{customdata}: %{y:.3f}",
         )
-        for component in components
+        for component in sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
     ]
     figure = go.Figure(bars).update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
-    return figure.update_yaxes(title="share of the variance")
+    figure.update_xaxes(**head_ticks(means))
+    figure.update_yaxes(title="share of the variance", range=[0, 1.0001])  # shares add up to 1
+    return add_title(figure, title, "Variance decomposition of the scores of each head")

@@ -25,7 +25,7 @@ from .tables import (
     without_unit,
 )
 
-WRITTEN = 160
+_WRITTEN = 160
 """Largest number of cells in which numbers are shown."""
 _MAX_TICK_LABELS = 48  # largest number of heads with a tick label each, which are 10 pixels apart
 _MAX_TITLE_LINE = 16  # largest number of characters of a line above a colour bar
@@ -139,7 +139,7 @@ def plot_subspaces(
     means = mean_over_texts(table, [*index, "subspace"], [value, "frequency"])
     grid = means.pivot(index="subspace", columns=index, values=value)
     heat = _heat_map(grid, title_of(value, table), signed, limits, room=0)
-    names, heads = wavelengths(means), grid.columns.to_frame(index=False)
+    names, heads = _wavelengths(means), grid.columns.to_frame(index=False)
     heat.update(
         x=head_axis(heads),
         y=whole(grid.index),
@@ -161,7 +161,7 @@ def plot_subspaces(
 _LETTERS = {"not used": "·", "no effect": "–", "undecided": "?"}
 
 
-def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, title: str | None = None) -> go.Figure:
+def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the verdict of each head: layers on y, the first at the top, heads on x.
 
     Below the letter of a verdict is the share of the divergence of predictions that the rung of that name recovers.
@@ -169,7 +169,6 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
 
     Args:
         table: table of ``head_verdicts``.
-        rungs: table of ``attention_ladder``, to show the share that each rung recovers on hovering.
         title: title of the figure; default a description with the number of heads per verdict.
 
     Raises:
@@ -192,7 +191,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     cells = table[["layer", "head"]].assign(
         number=verdicts.map(names.index),
         letter=[_LETTERS.get(name, name[0].upper()) for name in verdicts],
-        hover=verdict_texts(table, rungs),
+        hover=_verdict_texts(table),
     )
     if "recovered" in table and "simplest" in table:
         known = ~table["simplest"].isin(["mean_output", "uniform", "untouched"])  # no share, or 0 or 1
@@ -203,7 +202,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
     codes: Any = grids["number"]  # a table
     heat = category_map(codes, names, [VERDICTS.get(name, GREY) for name in names]).update(
         text=grids["letter"].fillna("").to_numpy(),
-        texttemplate="%{text}" if codes.size <= WRITTEN else None,
+        texttemplate="%{text}" if codes.size <= _WRITTEN else None,
         customdata=grids["hover"].fillna("").to_numpy(),
         hovertemplate="layer %{y}, head %{x}: %{customdata}",
     )
@@ -227,25 +226,15 @@ def category_map(codes: pd.DataFrame, names: Sequence[str], colours: Sequence[st
     )
 
 
-def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
-    """Describe each head of ``head_verdicts``: verdict, gap, and the share that each rung recovers."""
+def _verdict_texts(table: pd.DataFrame) -> list[str]:
+    """Describe each head of ``head_verdicts``: verdict and gap."""
     missing = [float("nan")] * len(table)
     between = table.get("between", pd.Series("", table.index)).fillna("")  # empty cells of a CSV file are read as NaN
     verdicts = table["verdict"].where(between == "", table["verdict"] + " between " + between)
-    columns = (table["layer"], table["head"], verdicts, table["gap"], table.get("error", missing))
-    texts = [
+    return [
         f"{verdict}<br>gap {gap:.3g}{'' if pd.isna(se) else f' ± {se:.2g} (standard error)'} nats per token"
-        for *_, verdict, gap, se in zip(*columns, strict=True)
+        for verdict, gap, se in zip(verdicts, table["gap"], table.get("error", missing), strict=True)
     ]
-    if rungs is None:
-        return texts
-    rungs = check_table(rungs, ["layer", "head", "rung"], ["recovered_kl"], "attention_ladder")
-    tried = rungs[~rungs["rung"].isin(["mean_output", "uniform", "untouched"])].dropna(subset="recovered_kl")
-    listed: dict[tuple[int, int], list[str]] = {}
-    for layer, head, rung, share in tried[["layer", "head", "rung", "recovered_kl"]].itertuples(index=False):
-        listed.setdefault((layer, head), []).append(f"{rung} {share:.0%}")
-    shares = [", ".join(listed.get(place, ())) for place in zip(*columns[:2], strict=True)]
-    return [text + (f"<br>recovered: {share}" if share else "") for text, share in zip(texts, shares, strict=True)]
 
 
 def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
@@ -281,7 +270,7 @@ def head_names(heads: pd.DataFrame) -> list[str]:
     return [", ".join(names) for names in zip(*columns, strict=True)]
 
 
-def _heat_map(grid: pd.DataFrame, title: str, signed: bool | None, limits: Any, room: int = WRITTEN) -> go.Heatmap:
+def _heat_map(grid: pd.DataFrame, title: str, signed: bool | None, limits: Any, room: int = _WRITTEN) -> go.Heatmap:
     """Colour a grid of numbers; in a small one they are written."""
     z = grid.to_numpy(dtype=float, na_value=np.nan)
     known = z[~np.isnan(z)] if (~np.isnan(z)).any() else np.zeros(1)
@@ -299,16 +288,16 @@ def _heat_map(grid: pd.DataFrame, title: str, signed: bool | None, limits: Any, 
         zmin=low,
         zmax=high,
         colorscale=diverging(low, high) if signed else SEQUENTIAL,
-        colorbar={"title": {"text": bar_title(title), "side": "top"}},
+        colorbar={"title": {"text": _bar_title(title), "side": "top"}},
         texttemplate=f"%{{z:.{max(2, 1 - math.floor(math.log10(high)))}f}}" if z.size <= room and high > 0 else None,
         name="",
     )
 
 
-def bar_title(title: str) -> str:
+def _bar_title(title: str) -> str:
     """Break the title of a colour bar into short lines. It stands above the bar: beside it, it would cover the ticks.
 
-    >>> bar_title("what − where over random (share of variance)")
+    >>> _bar_title("what − where over random (share of variance)")
     'what − where<br>over random<br>(share of<br>variance)'
     """
     lines = (
@@ -327,7 +316,7 @@ def _limits(limits: Any) -> tuple[float, float]:
     return low, high
 
 
-def wavelengths(subspaces: pd.DataFrame) -> list[str]:
+def _wavelengths(subspaces: pd.DataFrame) -> list[str]:
     """Name the subspaces, in ascending order, by their wavelengths if these are the same in all layers."""
     frequencies = subspaces.groupby("subspace")["frequency"].agg(["min", "max"])
     if not np.allclose(frequencies["min"], frequencies["max"], rtol=1e-6, atol=0):

@@ -20,8 +20,8 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.texts import check_tokens, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_flag, is_integer, listed
-from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick
-from tl_posdisent.viz.widgets.offline import Widget
+from tl_posdisent.viz.widgets.charts import Widget
+from tl_posdisent.viz.widgets.selection import Choice, Options, choose, pick
 
 ScoreComponent = Literal["scores", "fitted", "residual", "distance", "query", "key"]
 _COMPONENTS = get_args(ScoreComponent)
@@ -60,8 +60,7 @@ def show_scores(
         positions: positions to show as queries and as keys, ascending; default all.
         centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores.
         scale: magnitude of the darkest colours, in units of the scores; default the largest magnitude in the chosen
-            heads without one cell in 200 and without the first key, which often is an attention sink; larger values
-            have the colour of the scale's end.
+            heads without the first key, which often is an attention sink. Larger values have the darkest colours.
         title: the default describes the content.
 
     Raises:
@@ -80,16 +79,16 @@ def show_scores(
     if scores is None and component in ("scores", "residual"):
         raise ArgumentError("scores", f"must be given to show the component {component!r}: the fit does not keep them")
     options = Options(heads, text, positions, scale, title, layer)
-    choice = choose(check_fit(fit), tokens, options, more=1, layers=fit.layers)
+    choice = choose(check_fit(fit), tokens, options, layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
     titles = {"fitted": "the fitted scores", "scores": "the scores", "residual": "what the fit leaves of the scores"}
-    layout = choice.layout(
-        components.values(),
+    return choice.draw(
+        {component: components[component]},
         titles.get(component, f"the {component} component of the scores"),
         _MEAN if centred and component in ("scores", "fitted") else "",
         causal=fit.cells.low >= 0,
+        scaled_by=components.values(),
     )
-    return head_selector(components[component], choice.names, choice.tokens, layout)
 
 
 def show_parts(
@@ -105,7 +104,7 @@ def show_parts(
     scale: float | None = None,
     title: str | None = None,
 ) -> Widget:
-    """Show all components of one head's scores side by side, in one colour scale: distance + query + key = fitted.
+    """Show all components of one head's scores, in one colour scale: distance + query + key = fitted.
 
     With ``scores``, the scores and the residual are shown too: fitted + residual = scores.
 
@@ -131,13 +130,12 @@ def show_parts(
     options = Options([head], text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, charts=len(names), layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
-    layout = choice.layout(
-        components.values(),
+    return choice.draw(
+        {name: components[name] for name in names},
         "the scores and their components",
         "distance + query + key = fitted. " + (_MEAN if centred else ""),
         causal=fit.cells.low >= 0,
     )
-    return matrices_beside({name: components[name] for name in names}, choice.names, choice.tokens, layout)
 
 
 def show_patterns(
@@ -152,7 +150,7 @@ def show_patterns(
     scale: float | None = None,
     title: str | None = None,
 ) -> Widget:
-    """Show the model's attention pattern beside that of the additive scores, head by head.
+    """Show the model's attention pattern and that of the additive scores, head by head.
 
     The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask.
 
@@ -179,14 +177,12 @@ def show_patterns(
     own = choice.of(pattern.detach()).to(additive.device)
     if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
         raise ArgumentError("pattern", "must be probabilities, from 0 to 1, as the softmax of scores is")
-    shown = {"model": torch.where(inside, own, 0.0), "additive scores": additive}
-    layout = choice.layout(
-        shown.values(),
+    return choice.draw(
+        {"model": torch.where(inside, own, 0.0), "additive": additive},
         "attention patterns of the model and of its additive scores",
-        "Rows are queries; those of a whole text add up to 1.",
+        "The rows of a whole text add up to 1.",
         causal=fit.cells.low >= 0,
     )
-    return matrices_beside(shown, choice.names, choice.tokens, layout)
 
 
 def check_fit(fit: Any) -> tuple[int, ...]:
@@ -247,11 +243,8 @@ def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Opti
     for name, x in (("before", old), ("after", new)):
         if bool((x <= masked_below(x.dtype)).any()) or not bool(x.isfinite().all()):
             raise ArgumentError(name, "must be finite inside the mask, got NaN, infinite or masked scores")
-    shown = {"before": old, "after": new, "after − before": new - old}
-    note = "Rows are queries, columns keys."
-    return matrices_beside(
-        shown, choice.names, choice.tokens, choice.layout(shown.values(), title, note, causal=cells.low >= 0)
-    )
+    shown = {"before": old, "after": new, "change": new - old}
+    return choice.draw(shown, title, "change = after − before.", causal=cells.low >= 0)
 
 
 def show_interventions(

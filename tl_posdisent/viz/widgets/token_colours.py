@@ -1,15 +1,14 @@
-"""A text with coloured tokens: key components of a fit, sources of one query's scores, or the loss that hooks add."""
+"""A text with tokens coloured by the loss that hooks add."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import check_hooks
@@ -19,56 +18,7 @@ from tl_posdisent.models.running.texts import check_tokens, read_texts, token_wo
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
-from .layout import Layout, check_positions, check_scale, check_title, check_words, coloured_text, pick, pick_heads
-from .offline import Widget, text_token
-from .score_matrices import check_fit
-
-
-def show_key_importance(
-    fit: AdditiveFit | Mapping[int, AdditiveFit],
-    tokens: Sequence[str],
-    *,
-    heads: Iterable[int] | None = None,
-    text: int = 0,
-    positions: Iterable[int] | None = None,
-    scale: float | None = None,
-    title: str | None = None,
-) -> Widget:
-    """Show the text with tokens coloured by their key component: tokens with high scores for all queries.
-
-    Red keys get more attention than the head's average from every query, blue ones less; 0.69 more doubles a key's
-    weight in the softmax. A menu selects the head; all heads have the same colour scale.
-
-    Args:
-        fit: as in ``show_scores``, or one fit for each layer, ``{layer: fit}``.
-        tokens, heads, text, positions, scale, title: as in ``show_scores``.
-
-    Raises:
-        ValueError: invalid arguments.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
-        >>> from tl_posdisent.viz import show_key_importance
-        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> _, cache = model.run_with_cache(tokens)
-        >>> fits = {layer: fit_additive(cache["attn_scores", layer]) for layer in range(5)}
-        >>> show_key_importance(fits, model.to_str_tokens(tokens[0]))
-        Widget('Key importance')
-    """
-    fits = {f"layer {layer}": one for layer, one in fit.items()} if isinstance(fit, Mapping) else {"": fit}
-    shapes = {check_fit(one) for one in fits.values()}
-    if len(shapes) != 1:
-        raise ArgumentError(
-            "fit", f"must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}"
-        )
-    *batch, _, n_key = next(iter(shapes))
-    words, at = check_words(tokens, n_key), check_positions(positions, n_key)
-    chosen, rows = pick_heads(batch, heads, text)
-    shown = {name: pick(one.key, rows, cell_axes=1)[:, at] for name, one in fits.items()}
-    note = "How much higher than the head's average a token's scores are as a key, apart from distance and query."
-    scale = check_scale(scale, shown.values(), first=at[0] == 0)
-    layout = Layout(scale, check_title(title, "Key importance"), note)
-    return coloured_text(shown, [str(head) for head in chosen], [text_token(words[i]) for i in at], layout)
+from .charts import Widget, check_scale, check_title, coloured_text, text_token
 
 
 def show_loss_change(
@@ -112,7 +62,11 @@ def show_loss_change(
     added = after - before
     if not bool(added.isfinite().all()):
         raise ArgumentError("hooks", "must leave every token's loss finite, got NaN or infinite losses")
-    shown = {"": pad(added, (1, 0)).cpu()}
-    note = f"Loss added to each token, in nats; {added.mean():+.3f} on average. The first token is not predicted."
-    layout = Layout(check_scale(scale, shown.values()), check_title(title, "Added loss"), note)
-    return coloured_text(shown, [""], [text_token(word) for word in token_words(model, ids[0])], layout)
+    values = pad(added[0], (1, 0)).cpu()
+    return coloured_text(
+        values,
+        [text_token(word) for word in token_words(model, ids[0])],
+        scale=check_scale(scale, [values]),
+        title=check_title(title, "Added loss"),
+        note=f"Loss added to each token, in nats; {added.mean():+.3f} on average. The first token is not predicted.",
+    )
