@@ -1,4 +1,4 @@
-"""Call public functions with their model and tensors on a device, in a dtype."""
+"""Call public functions with their model and tensors on a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from support import zoo
 from support.public_calls import GOOD, OWN, TOKENS, call, callables
@@ -25,22 +25,9 @@ QUICK = {"layers": [0]}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a function runs, and in which dtype (None: as it is). Weights and arguments are changed at random by
-    ``jitter`` units in their last place, so that they are rounded another way for each ``seed``."""
+    """Where a function runs."""
 
     device: str = "cpu"
-    dtype: torch.dtype | None = None
-    jitter: float = 0.0
-    seed: int = 0
-
-    def of(self, x: Tensor) -> Tensor:
-        if self.dtype is None or not x.is_floating_point():
-            return x.to(self.device)
-        if self.jitter:
-            generator = torch.Generator().manual_seed(self.seed)
-            unit = self.jitter * torch.finfo(self.dtype).eps / 2
-            x = x.double() * (1 + unit * torch.randn(x.shape, generator=generator, dtype=torch.float64))
-        return x.to(self.device, self.dtype)
 
 
 def has_tensors(value: Any) -> bool:
@@ -53,8 +40,6 @@ def moved(value: Any, place: Place) -> Any:
     """The same with all tensors at the place; itself, if there are none."""
     if not has_tensors(value):
         return value
-    if isinstance(value, Tensor):
-        return place.of(value)
     if isinstance(value, (list, tuple)):
         return type(value)(moved(x, place) for x in value)
     return value.to(place.device)
@@ -77,19 +62,7 @@ def arguments(name: str) -> dict[str, Any]:
 @functools.cache
 def a_model(kind: str, place: Place) -> Any:
     """What a function takes."""
-    return put(zoo.load(kind, "llama"), place)
-
-
-@torch.no_grad()
-def put(model: nn.Module, place: Place) -> nn.Module:
-    """The model itself, at the place."""
-    changed = {name: place.of(x) for name, x in model.named_parameters()} if place.jitter else {}
-    model.to(place.device)
-    if place.dtype is not None:
-        model.to(place.dtype)
-    for name, x in model.named_parameters():
-        x.copy_(changed.get(name, x))
-    return model
+    return zoo.load(kind, "llama").to(place.device)
 
 
 def called(name: str, kind: str, place: Place, *model: Any, **other: Any) -> Any:

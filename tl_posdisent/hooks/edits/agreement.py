@@ -26,7 +26,8 @@ def rest_of_scores(layer: RunningLayer, heads: Sequence[int]) -> Float[Tensor, "
         masked = shown <= layer.masked_below
         if not layer.spec.limits.shows_mask:
             masked = masked | ~layer.mask.allowed
-        masked = masked | layer.mask.after[:, None, :, None]  # padding after a text has positions of its own
+        if bool(layer.mask.after.any()):  # padding after a text has positions of its own
+            masked = masked | layer.mask.after[:, None, :, None]
         rows = agreement.checked_rows(len(layer.slots), shown.device)
         largest = shown[:, :, rows].masked_fill(masked[:, :, rows], 0.0)
         slack = _slack(layer, *(x.detach() for x in vectors))

@@ -59,6 +59,9 @@ class RunningMask:
     @cached_property
     def after(self) -> Bool[Tensor, "batch query"]:
         """The queries at the padding after a text: the last slots, if no query sees their keys."""
+        last = self.scores[..., -1].flatten(1).amax(1)
+        if not bool((last <= self.masked_below).any()):  # no row ends with padding
+            return torch.zeros_like(self.scores[:, 0, :, 0], dtype=torch.bool)
         unseen = ~self.seen.any(1)
         return unseen.flip(-1).long().cumprod(-1).flip(-1).bool()
 
