@@ -40,7 +40,7 @@ def rows(model: Any, source: Source) -> Iterator[Row]:
             yield Row(name, area(values, has), bootstrap(values, has), over, LENGTH, "fit_additive(scores)")
 
 
-def of_layer(generator: torch.Generator, layer: tp.Captured) -> pd.DataFrame:
+def of_layer(generator: torch.Generator, layer: Any) -> pd.DataFrame:
     """r of a layer's queries with keys of another text, and of queries and keys from a normal distribution."""
     at, tables = torch.arange(layer.q.shape[1]), []
     origins = {"keys of another text": (layer.q, layer.k.roll(1, 0))}
