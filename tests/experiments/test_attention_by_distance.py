@@ -96,6 +96,7 @@ def test_an_intervention_on_one_layer_leaves_the_layers_before_it() -> None:
     assert (changed[[2, 3, 4]] > 0.01).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_the_other_tool_refuses_is_refused() -> None:
     model = tp.load_demo_model()
     for tool in (attention_by_distance, intervention_losses):

@@ -62,7 +62,7 @@ def test_the_layers_that_attend_are_taken(shared_model: Any) -> None:
 
 def test_the_laws_find_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
     """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
-    monkeypatch.setattr(layer, "check_start", lambda layer, rotations: None)
+    monkeypatch.setattr(layer, "_check_start", lambda layer, tools: None)
     tools = ["swap_positions", "phase_noise", "remap_distance"]
     table = try_laws(shared_model("bridge", "qwen3.5"), tools)
     wrong = table[table["verdict"] == "wrong"]

@@ -13,7 +13,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tl_posdisent.rope import Rotary, rotary_from_table, rotate, to_complex
-from tl_posdisent.rope.rotary import from_complex, in_columns_of, table_like
+from tl_posdisent.rope.rotary import from_complex
 
 PAIRINGS = ("half", "adjacent")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -192,22 +192,3 @@ def test_wavelengths() -> None:
     geometry = Rotary(torch.tensor([torch.pi / 2, 0.0], dtype=torch.float64))
     assert geometry.wavelengths.tolist() == [4.0, torch.inf]
     assert geometry.dim == 4
-
-
-@pytest.mark.parametrize("pairing", [None, *PAIRINGS])
-def test_tables_are_made_in_the_columns_of_the_models_own(pairing: Any) -> None:
-    """One column for each subspace, two halves, or neighbours: values at other positions, and marks of subspaces."""
-    geometry = rotary(n=4, angle_dtype=torch.float32)
-    angle = geometry.angles(torch.arange(9))
-
-    def laid_out(x: Tensor) -> Tensor:
-        if pairing is None:
-            return x
-        return torch.cat([x, x], -1) if pairing == "half" else torch.stack([x, x], -1).flatten(-2)
-
-    seen = laid_out(angle.float().cos())[None]
-    assert torch.equal(table_like(seen, geometry, torch.arange(9), "cos"), seen)
-    moved = table_like(seen, geometry, torch.arange(9) + 3, "sin")
-    torch.testing.assert_close(moved[0], laid_out(geometry.angles(torch.arange(9) + 3).sin().float()))
-    marks = torch.tensor([True, False, False, True])
-    assert torch.equal(in_columns_of(seen, marks), laid_out(marks))

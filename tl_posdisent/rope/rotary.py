@@ -284,24 +284,3 @@ def _one_column_each(table: Float64[Tensor, "*pos columns"]) -> Float64[Tensor, 
 
 def _wrapped(angle: Tensor) -> Tensor:
     return torch.remainder(angle + torch.pi, 2 * torch.pi) - torch.pi
-
-
-def table_like(
-    seen: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, positions: Tensor, which: str
-) -> Float[Tensor, "texts rows columns"]:
-    """Compute the table (``which`` is ``"cos"`` or ``"sin"``) that the model would compute for ``positions``.
-
-    It has the precision and the columns of ``seen``, the model's own table: one column per subspace, or two in either
-    order. At the model's own positions the result equals that table bit by bit.
-    """
-    angle = rotary.angles(positions.to(seen.device)).to(rotary.angle_dtype)
-    values = in_columns_of(seen, (angle.cos() if which == "cos" else angle.sin()) * rotary.attention_factor)
-    return (values if values.ndim == 3 else values[None]).to(seen.dtype)
-
-
-def in_columns_of(table: Tensor, x: Tensor) -> Tensor:
-    """Arrange values of subspaces ``[..., subspace]`` like a table's columns: one each, or two in either order."""
-    n = x.shape[-1]
-    if table.shape[-1] != 2 * n:
-        return x
-    return torch.cat([x, x], -1) if torch.equal(table[..., :n], table[..., n:]) else x.repeat_interleave(2, -1)

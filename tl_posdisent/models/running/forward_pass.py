@@ -318,16 +318,6 @@ def installed(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None
             point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
 
 
-def alter_arguments(
-    changed: Sequence[torch.nn.Module],
-    alter: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
-    handles: list[RemovableHandle],
-) -> None:
-    """Call modules with the arguments that ``alter(module, args, kwargs)`` returns, until the handles are removed."""
-    for module in changed:
-        handles.append(module.register_forward_pre_hook(alter, with_kwargs=True))
-
-
 # --- the state of a model in a block
 
 

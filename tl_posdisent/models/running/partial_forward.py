@@ -7,8 +7,7 @@ check that the output is the same.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,13 +47,6 @@ def run_to(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hoo
     with running(model) as p, p.skipping(model.blocks[:layer], lambda: before), p.keeping([module]) as kept:
         p.run(tokens, hooks, stop=module, **more)
     return kept[module]
-
-
-@contextlib.contextmanager
-def after_blocks(model: Any, layer: int, before: Any) -> Iterator[None]:
-    """Let passes within the block begin at a layer, given the output of the block before."""
-    with running(model) as p, p.skipping(model.blocks[:layer], lambda: before):
-        yield
 
 
 def are_separate(model: Any, text: Int[Tensor, "1 pos"]) -> bool:
