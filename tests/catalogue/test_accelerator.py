@@ -11,8 +11,6 @@ from support.accelerator import NAME, imitated
 from support.on_devices import NAMES, Place, with_model
 from support.results import assert_same
 
-pytestmark = pytest.mark.tl4
-
 KIND = "hooked" if zoo.TL_MAJOR < 4 else "bridge"
 
 

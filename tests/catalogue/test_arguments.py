@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from jaxtyping import AbstractArray
+from support.lanes import LONG
 from support.public import public_names
 from support.public_calls import (
     SCORES,
@@ -24,7 +26,6 @@ from support.public_calls import (
     Function,
     call,
     callables,
-    functions,
     model_for,
     numbers,
 )
@@ -227,46 +228,66 @@ def bad_values(of: str, function: Function, argument: str) -> Iterable[tuple[Any
             yield value, message
 
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+def tried(of: str, function: Function) -> list[str]:
+    """Its arguments whose bad values are tried."""
+    named = parameters(function)[: 1 if of in OF_A_RESULT else None]
+    return [argument for argument in named if f"{of}.{argument}" not in NOT_YET]
+
+
+def not_refused(of: str, argument: str, bad: Iterable[tuple[Any, str]], reading: Any) -> list[str]:
+    """What does not happen as it should: each value is refused, in few words and without a tensor."""
+    function, wrong = callables()[of], []
+    model = {"model": model_for(function, reading)} if "model" in inspect.signature(function).parameters else {}
+    for value, message in bad:
+        shown = f"{of}({argument}={type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)})"
+        try:
+            call(function, **model, **{argument: value})
+        except ValueError as error:
+            said = str(error)
+            if not re.match(message, said) or "tensor([" in said or len(said) > 400:
+                wrong.append(f"{shown}: {said}")
+        except Exception as error:  # noqa: BLE001 - all of another kind are listed
+            wrong.append(f"{shown}: {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{shown}: nothing raised")
+    return wrong
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.mark.parametrize("of", callables())
-def test_bad_values(of: str, shared_reading: Any) -> None:
-    """Each is refused, in few words and without a tensor, and leaves the model as it was."""
+def test_every_argument_refuses_another_kind(of: str, shared_reading: Any) -> None:
+    """By one bad value of each argument; the model stays as it was."""
     function, wrong, reading = callables()[of], [], shared_reading("bridge", "llama-gqa")
-    named = inspect.signature(function).parameters
-    model = {"model": model_for(function, reading)} if "model" in named else {}
     before = state(reading.model)
-    for argument in parameters(function)[: 1 if of in OF_A_RESULT else None]:
-        for value, message in bad_values(of, function, argument):
-            if f"{of}.{argument}" in NOT_YET:
-                continue
-            shown = f"{argument}={type(value).__name__ if isinstance(value, torch.Tensor) else value!r}"
-            try:
-                call(function, **model, **{argument: value})
-            except ValueError as error:
-                said = str(error)
-                if not re.match(message, said) or "tensor([" in said or len(said) > 400:
-                    wrong.append(f"{shown}: {said}")
-            except Exception as error:  # noqa: BLE001 - all of another kind are listed
-                wrong.append(f"{shown}: {type(error).__name__}: {error}")
-            else:
-                wrong.append(f"{shown}: nothing raised")
+    for argument in tried(of, function):
+        wrong += not_refused(of, argument, islice(bad_values(of, function, argument), 1), reading)
     assert not wrong, "\n".join(wrong)
     assert state(reading.model) == before
 
 
-def takes_pairs(function: Function) -> bool:
-    """Say whether heads may be given as pairs (layer, head); a figure of one layer takes only their numbers."""
-    return function != tp.viz.show_interventions
+def first_arguments() -> dict[str, tuple[str, str]]:
+    """The first function and argument of each kind, of functions that do not take long."""
+    found: dict[str, tuple[str, str]] = {}
+    for of, function in sorted(callables().items(), key=lambda item: item[1] in LONG):
+        for argument in tried(of, function):
+            found.setdefault(kind_of(of, function, argument) or "", (of, argument))
+    return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-@pytest.mark.parametrize("function", [*filter(takes_pairs, functions("heads"))], ids=lambda function: function.__name__)
-def test_a_tuple_of_two_integers_is_not_a_choice_of_heads(function: Function, shared_reading: Any) -> None:
+@pytest.mark.parametrize("kind", first_arguments())
+def test_every_bad_value_of_a_kind(kind: str, shared_reading: Any) -> None:
+    of, argument = first_arguments()[kind]
+    bad = bad_values(of, callables()[of], argument)
+    wrong = not_refused(of, argument, bad, shared_reading("bridge", "llama-gqa"))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_tuple_of_two_integers_is_not_a_choice_of_heads(shared_reading: Any) -> None:
     """It could be one head or two of each layer, so it is refused with both ways to write it."""
-    reading = shared_reading("bridge", "llama-gqa")
     with pytest.raises(ArgumentError, match=r"got \(0, 1\): write \[\(0, 1\)\] .* or \[0, 1\]") as caught:
-        call(function, model_for(function, reading), heads=(0, 1))
+        tp.ablate_heads(shared_reading("bridge", "llama-gqa"), (0, 1))
     assert caught.value.argument == "heads"
 
 

@@ -17,7 +17,7 @@ from support.public_calls import synthetic
 from tl_posdisent import load_model
 from tl_posdisent.synthetic import load_checkpoint, save_checkpoint
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 LINEAR = torch.nn.Linear(2, 2)
 

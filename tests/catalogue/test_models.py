@@ -17,7 +17,6 @@ import tl_posdisent as tp
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 
 LINEAR = torch.nn.Linear(2, 2)
-EVERY = pytest.mark.parametrize("function", functions(), ids=lambda function: function.__name__)
 
 
 def table(model: Any, layers: int = 1) -> pd.DataFrame:
@@ -35,19 +34,18 @@ def own() -> Any:
     return zoo.bridge("llama-gqa")
 
 
-@EVERY
-def test_other_models(function: Function) -> None:
+def test_other_models() -> None:
     """Those of Hugging Face too, which are not wrapped without being asked for."""
     for other in (LINEAR, zoo.hf_model("llama"), None, "gpt2", object):
         kind = type(other).__name__
         message = f"model must be a HookedTransformer, a TransformerBridge or another model .* got {kind}"
         with pytest.raises(ValueError, match=message):
-            call(function, model=other)
+            table(other)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-@EVERY
+@pytest.mark.parametrize("function", functions(), ids=lambda function: function.__name__)
 def test_good_input_leaves_no_trace(function: Function, kind: str, name: str, shared_model: Any) -> None:
     """Nor are the values in ``GOOD`` the reason for any refusal."""
     model = shared_model(kind, name)

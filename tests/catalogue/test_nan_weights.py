@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.public_calls import call, callables
 
-pytestmark = pytest.mark.tl4
+import tl_posdisent as tp
+from tl_posdisent.experiments import positional_subspace
 
-TOOLS = ["additivity", "head_ablation", "length_generalization", "substitute_attention"]
+TOKENS = zoo.random_tokens()
 
 
 def broken(kind: str, name: str, value: float) -> Any:
@@ -25,20 +24,17 @@ def broken(kind: str, name: str, value: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("kind", zoo.KINDS)
-def test_a_layer_whose_scores_are_not_finite(kind: str, tool: str) -> None:
-    """In classes that attend to nothing where the pattern is NaN, also tools that look at the layer before alone."""
-    function = callables()[tool]
-    only = {"layers": [0]} if kind != "bridge" and "layers" in inspect.signature(function).parameters else {}
+def test_a_layer_whose_scores_are_not_finite(kind: str) -> None:
+    """In classes that attend to nothing where the pattern is NaN, also where the layer before alone is asked for."""
     for value in (math.nan, math.inf):
         with pytest.raises(ValueError, match=r"layer 1 .*NaN or infinite"):
-            call(function, broken(kind, "llama-gqa", value), **only)
+            tp.additivity(broken(kind, "llama-gqa", value), TOKENS, layers=None if kind == "bridge" else [0])
 
 
 def test_a_token_whose_embedding_is_not_finite() -> None:
     model = zoo.hooked("llama-gqa")
     with torch.no_grad():
-        model.embed.W_E[zoo.random_tokens()[0, 4], 3] = math.nan
+        model.embed.W_E[TOKENS[0, 4], 3] = math.nan
     with pytest.raises(ValueError, match="residual stream must be finite"):
-        call(callables()["positional_subspace"], model)
+        positional_subspace(model, TOKENS, 0)

@@ -12,7 +12,7 @@ import tl_posdisent as tp
 from tl_posdisent import additivity, fit_additive
 from tl_posdisent.rope import decompose
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 X = numbers(3, 6, 6)
 
