@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dense import Dense
-from support.masks import CASES, Case, documents, random_mask
+from support.masks import CASES, Case, random_mask
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, ConvexCells, by_distance, cell_distances, diagonal_sums, make_cells
@@ -71,18 +70,6 @@ def test_a_band_from_numbers_is_the_band_from_its_mask(n_query: int, more: int, 
         assert torch.equal(found.to_mask(), band.to_mask())
         x = torch.randn(3, band.counts.shape[-1], dtype=torch.float64)
         torch.testing.assert_close(found.product(x), band.product(x), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"mask": documents(4, 5)}], ids=["causal", "window", "documents"]
-)
-def test_cells_move_to_another_device(options: dict[str, Any]) -> None:
-    cells = make_cells((2, 9, 9), **{"mask": "causal", **options})
-    there = cells.to("meta")
-    assert type(there) is type(cells)
-    assert there.counts.device.type == there.to_mask().device.type == there.distances.device.type == "meta"
-    x = torch.zeros(2, cells.counts.shape[-1], dtype=torch.float64, device="meta")
-    assert there.product(x).device.type == "meta"
 
 
 def test_sums_over_short_runs_are_exact_however_large_the_sums_before_them() -> None:

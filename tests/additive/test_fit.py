@@ -111,14 +111,24 @@ def test_a_fit_without_residual_degrees_of_freedom_has_no_correlation(mask: Any)
     assert torch.equal(pooled.r.isnan(), ~spare)
 
 
-def test_constant_scores_have_no_correlation() -> None:
-    for value in (0.0, 1.0, -1e4, 0.1):
-        fit = fit_additive(torch.full((2, 6, 6), value))
-        assert bool(fit.r.isnan().all())
-        assert bool(fit.r2.isnan().all())
-        assert bool(fit.r2_adjusted.isnan().all())
-        assert bool(fit.share_distance.isnan().all())
-        torch.testing.assert_close(fit.intercept, torch.full((2,), value).double(), rtol=1e-12, atol=0)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float64, x) for x in (0.1, -3.7, 12345.678, 1e-300)]
+    + [(x, 0.1) for x in (torch.float16, torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_constant_scores_have_no_correlation(dtype: torch.dtype, value: float) -> None:
+    for n in (7, 29):
+        constant = torch.full((2, n, n), value, dtype=dtype)
+        for mask in ("causal", "full"):
+            fit = fit_additive(constant, mask=mask)
+            assert bool(fit.r.isnan().all())
+            torch.testing.assert_close(fit.intercept, constant[:, 0, 0].double(), rtol=1e-12, atol=0)
+    # But for the last bit of float64, which is what sums round to.
+    nearly = constant.double() * (1 + 2**-52 * torch.randint(0, 3, constant.shape))
+    fit = fit_additive(nearly)
+    assert bool(fit.r.isnan().all())
+    assert bool(fit.share_distance.isnan().all())
 
 
 @pytest.mark.parametrize("level", [1e4, -1e4, 1e6])

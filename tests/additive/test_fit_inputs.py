@@ -60,16 +60,14 @@ def test_cells_outside_the_mask_never_matter(options: dict[str, Any], dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "min", "max", -1e38], ids=str)
-@pytest.mark.parametrize("where", [(0, 0, 0, 0), (1, 2, 8, 3), (1, 0, 5, 5)], ids=str)
-def test_cells_inside_the_mask_must_be_scores(dtype: torch.dtype, value: Any, where: tuple[int, ...]) -> None:
-    scores = noise(2, 3, 9, 9, dtype=dtype)
-    if isinstance(value, str):
-        value = getattr(torch.finfo(dtype), value)
-    scores[where] = torch.tensor(value, dtype=torch.float64).to(dtype)
-    shown = re.escape(f"got {scores[where].item():g} at index {where} (query {where[-2]}, key {where[-1]}) and 0 more")
-    with pytest.raises(ValueError, match=f"scores must be finite inside the mask, {shown}"):
-        fit_additive(scores)
+def test_cells_inside_the_mask_must_be_scores(dtype: torch.dtype) -> None:
+    limits, where = torch.finfo(dtype), (1, 2, 8, 3)
+    for value in (math.nan, math.inf, -math.inf, limits.min, limits.max):
+        scores = noise(2, 3, 9, 9, dtype=dtype)
+        scores[where] = value
+        shown = re.escape(f"got {scores[where].item():g} at index {where} (query 8, key 3) and 0 more")
+        with pytest.raises(ValueError, match=f"scores must be finite inside the mask, {shown}"):
+            fit_additive(scores)
 
 
 @pytest.mark.parametrize("value", [6e4, -6e4])
@@ -94,11 +92,8 @@ def layouts() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", layouts())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_layout_does_not_matter_and_the_input_is_left_alone(name: str, dtype: torch.dtype) -> None:
+def test_layout_does_not_matter_and_the_input_is_left_alone(name: str) -> None:
     scores = layouts()[name]
-    if dtype == torch.float64:
-        scores = scores.detach().to(dtype, memory_format=torch.preserve_format)
     before, version = scores.detach().clone(), scores._version
     fit = fit_additive(scores)
     assert_equal(fit, fit_additive(before.contiguous()))
@@ -155,17 +150,15 @@ def test_methods_take_what_the_fit_took(pool: bool) -> None:
         fit_additive(listed[0]).residual(cache)
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "cache"])
-def test_layers_of_one_text_are_not_pooled(kind: str) -> None:
+def test_layers_of_one_text_are_not_pooled() -> None:
     """Their first axis is that of the heads; a list of texts is stacked by its user."""
     each = [torch.randn(2, 9, 9, dtype=torch.float64) for _ in range(3)]
-    cache = {f"blocks.{layer}.attn.hook_attn_scores": x for layer, x in enumerate(each)}
     with pytest.raises(
         ArgumentError,
         match=r"pool must be False for layers without an axis of texts, got scores of shape \(2, 9, 9\) per layer: "
         r"pass \(text, head, query, key\) for each, as a cache with remove_batch_dim=False has, or torch.stack",
     ):
-        fit_additive({"list": each, "tuple": (*each,), "cache": cache}[kind], pool=True)
+        fit_additive(each, pool=True)
     pooled = fit_additive([x[None] for x in each], pool=True)  # one text: nothing to pool
     torch.testing.assert_close(pooled.r, fit_additive(each).r)
 

@@ -50,9 +50,9 @@ def test_a_residual_has_no_additive_part(name: str, pool: bool, sizes: list[tupl
     ("shape", "options"),
     [
         ((1, 1500, 1500), {}),
-        ((1, 3000, 3000), {"window": 3}),
         ((2, 40, 900), {"sinks": 4}),
         ((2, 3, 400, 400), {"pool": True}),
+        *slow([((1, 3000, 3000), {"window": 3})]),
     ],
 )
 def test_of_any_length(shape: tuple[int, ...], options: dict[str, Any]) -> None:

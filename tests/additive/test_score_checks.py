@@ -32,8 +32,9 @@ def masked(scores: Tensor, cells: Tensor, value: float, how: str) -> Tensor:
     return scores + torch.zeros(cells.shape, dtype=scores.dtype).masked_fill(~cells, value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", [fit_additive, fit_attention])
+@pytest.mark.parametrize(
+    ("function", "dtype"), [*((fit_additive, dtype) for dtype in DTYPES), (fit_attention, torch.float32)], ids=str
+)
 def test_masked_cells_inside_the_mask_are_refused(function: Callable[..., Any], dtype: torch.dtype) -> None:
     """As models mask: with -inf, or with the lowest number of a dtype, in place of the scores or added to them."""
     causal, window = allowed(LENGTH, LENGTH), allowed(LENGTH, LENGTH, window=5)
@@ -107,9 +108,10 @@ def test_negative_scores_whose_rows_sum_to_one_are_fitted() -> None:
     fit_additive(scores, mask="full")
 
 
-@pytest.mark.parametrize("fit", [fit_additive, fit_attention])
-@pytest.mark.parametrize("length", [12, *slow([40, 80])])  # fewer positions than coordinates, and more
-def test_of_all_activations_only_scores_are_fitted(length: int, fit: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize(  # fewer positions than coordinates, and more
+    ("fit", "length"), [(fit_additive, 12), *slow([(fit_attention, 12), (fit_additive, 80), (fit_attention, 80)])]
+)
+def test_of_all_activations_only_scores_are_fitted(fit: Callable[[Tensor], Any], length: int) -> None:
     _, cache = load_demo_model().run_with_cache(demo_tokens(length=length))
     fitted = set()
     for name, x in cache.items():

@@ -119,7 +119,7 @@ def test_no_divergence_is_lower(kind: str, seed: int) -> None:
             assert float(divergence(pattern[texts, head], logits[texts, head], inside[texts, head])) <= best + 1e-6
 
 
-@pytest.mark.parametrize("seed", [*range(4), *slow(range(4, 8))])
+@pytest.mark.parametrize("seed", [0, 1, *slow(range(2, 8))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_pseudo_count_nothing_raises(kind: str, seed: int) -> None:
     """The optimum is often at infinity; what is found is finite and better than uniform attention."""
@@ -133,7 +133,7 @@ def test_without_a_pseudo_count_nothing_raises(kind: str, seed: int) -> None:
     assert bool(((fit.explained > 0) | fit.explained.isnan()).all())
 
 
-@pytest.mark.parametrize("features", [None, 0, 3])
+@pytest.mark.parametrize("features", [None, 0, *slow([3])])
 def test_the_optimum_is_found_from_far_away(features: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The problem is convex. A whole step of Newton's from coefficients that are wrong by 10 nats leads nowhere."""
     g = torch.Generator().manual_seed(0)
