@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
     "one head": ([3, "L9H0", "head", (0, 9), [(0, 1)], (0, 1, 2), None], ""),
     "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),
-    "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1], 10**400], "layers heads"),
+    "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1], 10**400, {1: [0]}, 1.0], "layers heads"),
     "tokens": (
         [
             *(TOKENS.float(), TOKENS * 1j, TOKENS > 30, TOKENS.tolist(), None),

@@ -12,8 +12,6 @@ from support.public_calls import call, callables
 
 import tl_posdisent as tp
 
-pytestmark = pytest.mark.tl4
-
 REPEATED = torch.full((2, 12), 7)
 REFUSED = {
     "position_patching": "positions must change the metric",

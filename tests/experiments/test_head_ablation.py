@@ -276,7 +276,7 @@ def test_texts_of_a_batch_that_see_each_other_in_some_batches_alone() -> None:
     agree(table, torch.stack([whole[8 * layer + head] for layer, head in sorted(heads)]))
 
 
-@pytest.mark.parametrize("texts", [2, 3, 5])
+@pytest.mark.parametrize("texts", [2, *slow([3, 5])])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_an_unembedding_that_has_no_memory_for_many_texts(kind: str, name: str, texts: int) -> None:
     model = zoo.load(kind, name)

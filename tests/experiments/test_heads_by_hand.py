@@ -18,7 +18,7 @@ from tl_posdisent.experiments import where_or_what
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 REFERENCE, TEXTS = by_hand.draw_texts(16, seed=1), by_hand.draw_texts(16, seed=2)
 CORNERS = {"where": (1, 0), "what": (0, 1), "neither": (1, 1), "both": (0, 0)}

@@ -22,8 +22,6 @@ import tl_posdisent as tp
 from tl_posdisent import experiments as ex
 from tl_posdisent.experiments.residual_stream.content_position import TERMS
 
-pytestmark = pytest.mark.tl4
-
 LENGTHS = [9, 14, 9, 11]
 WIDTH = max(LENGTHS)
 TEXTS = [zoo.random_tokens(n, batch=1, seed=i) for i, n in enumerate(LENGTHS)]

@@ -34,7 +34,6 @@ def scores_of(control: Any, model: Any, tokens: Tensor = TOKENS, **more: Any) ->
 # --- foreign keys ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tl4
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2", "gpt2"))
 def test_foreign_keys_are_those_of_the_next_key_head(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
@@ -47,7 +46,6 @@ def test_foreign_keys_are_those_of_the_next_key_head(kind: str, name: str, share
             torch.testing.assert_close(found, layer.spec.capped(expected).double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.tl4
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-mqa"))
 def test_heads_that_share_one_key_head_meet_the_keys_of_the_next_layer(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
@@ -106,7 +104,6 @@ def test_foreign_keys_of_heads_that_are_sums_give_what_a_formula_says() -> None:
 # --- the table ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tl4
 @pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"layers": [1]}])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2"))
 def test_own_scores_of_the_table(kind: str, name: str, options: dict[str, Any], shared_model: Any) -> None:

@@ -95,7 +95,6 @@ def plain_parts(hf: Any, text: Tensor, distance: float) -> tuple[list[str], Tens
     return names, content, true - content
 
 
-@pytest.mark.tl4
 @pytest.mark.parametrize("kind", zoo.KINDS)
 @pytest.mark.parametrize("distance", [0, 2.5])
 def test_every_term_is_that_of_plain_attention(kind: str, distance: float) -> None:
@@ -221,9 +220,8 @@ def test_a_difference_is_the_logarithm_of_a_ratio_of_attention() -> None:
         lambda model: limit_frequencies(model, 0.1),
     ],
 )
-@pytest.mark.parametrize("kind", zoo.KINDS)
-def test_changed_positions_are_refused(kind: str, make: Callable[[Any], Any], shared_model: Model) -> None:
-    model = shared_model(kind, "llama-gqa")
+def test_changed_positions_are_refused(make: Callable[[Any], Any], shared_model: Model) -> None:
+    model = shared_model("bridge", "llama-gqa")
     before = model(TOKENS)
     with (
         model.hooks(fwd_hooks=make(model)),
@@ -416,18 +414,12 @@ def test_the_cost_is_four_passes_and_one_for_each_source_to_remove(remove: list[
     ("changed", "message"),
     [
         ({"query": 9}, "query must be .* 9"),
-        ({"query": [3]}, "query must be an integer"),
         ({"keys": 5, "query": 4}, "keys must be positions that query 4 sees in layer 1, 0 to 4, got 5"),
         ({"keys": []}, "keys must name at least one"),
         ({"against": 8, "query": 4}, "against must be positions that query 4 sees in layer 1, 0 to 4, got 8"),
-        ({"against": 9}, "against must be"),
         ({"wavelengths": [8, 4]}, "wavelengths must be ascending numbers above 0"),
-        ({"wavelengths": [0]}, "wavelengths must be ascending numbers above 0"),
         ({"remove": "L1H0"}, "remove must be sources of the stream before layer 1, such as 'embedding' or 'L0 MLP'"),
-        ({"remove": "bias"}, "remove must be sources of the stream before layer 1"),
         ({"remove": [3]}, "remove must be names of sources"),
-        ({"text": 3}, "text must be"),
-        ({"distance": math.nan}, "distance must be"),
     ],
 )
 def test_bad_arguments(changed: dict[str, Any], message: str) -> None:
@@ -452,16 +444,6 @@ def test_other_scores_are_refused(encoding: str, message: str) -> None:
     model = small_model(encoding=encoding, causal=True)
     with pytest.raises(ValueError, match=message):
         score_sources(model, SMALL, 1, 0, 8)
-
-
-def test_edited_scores_are_refused(shared_model: Model) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    hooks = [(hook_name(1, "hook_attn_scores"), lambda x, hook: 0.5 * x)]
-    with (
-        model.hooks(fwd_hooks=hooks),
-        pytest.raises(ValueError, match="are not what its queries, keys"),
-    ):
-        score_sources(model, TOKENS, 1, 3, 9)
 
 
 GATED = "attention whose output is a linear function of hook_z, added as it is or after a norm"

@@ -95,11 +95,18 @@ INNER: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("at", ["blocks.0.hook_resid_pre", "blocks.0.attn.hook_k", "blocks.1.attn.hook_q"])
+@pytest.mark.parametrize(
+    ("inner", "at"),
+    [
+        ("forward", "blocks.0.hook_resid_pre"),
+        ("run_with_hooks", "blocks.0.attn.hook_k"),
+        ("capture", "blocks.0.attn.hook_k"),
+        ("a reading", "blocks.1.attn.hook_q"),
+    ],
+)
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_a_hook_that_runs_the_model_is_not_listened_to(
-    kind: str, name: str, at: str, inner: str, shared_model: Any
+    kind: str, name: str, inner: str, at: str, shared_model: Any
 ) -> None:
     """The pass that it makes is its own, and what is captured is of the text that was given."""
     model, busy, made = shared_model(kind, name), [], []

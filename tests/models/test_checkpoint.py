@@ -20,7 +20,7 @@ from tl_posdisent import load_model
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 TOKENS = zoo.random_tokens()
 NAME = "model.layers.1.self_attn.k_proj.weight"
@@ -61,41 +61,42 @@ def test_what_save_pretrained_writes_is_whole(name: str, size: str, tmp_path: Pa
     torch.testing.assert_close(loaded(folder), zoo.hf_logits(name, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", zoo.KINDS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({NAME: None}, f"1 tensors that are missing or have another shape .{NAME}."),
         ({NAME: torch.ones(8, 64)}, f"1 tensors that are missing or have another shape .{NAME}."),
         ({f"{NAME}_scale": torch.ones(4)}, f"1 tensors that the model would ignore .{NAME}_scale."),
-        ({"model.layers.1.self_attn.q_proj.lora_A.weight": torch.ones(4)}, "would ignore .*lora_A"),
-        ({"model.layers.1.self_attn.q_proj.bias": torch.ones(4)}, "would ignore .*q_proj.bias"),
     ],
 )
-def test_no_tensor_is_filled_in_or_ignored(change: Any, message: str, backend: Any, tmp_path: Path) -> None:
+def test_no_tensor_is_filled_in_or_ignored(change: Any, message: str, tmp_path: Path) -> None:
     def changed(tensors: dict[str, Tensor]) -> None:
         for name, x in change.items():
             tensors.pop(name, None)
             tensors |= {} if x is None else {name: x}
 
     with pytest.raises(ValueError, match=f"the weights are not those of this model: .*{message}"):
-        load_model(with_tensors(saved(tmp_path), changed), backend=backend)
+        load_model(with_tensors(saved(tmp_path), changed))
 
 
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
         ("llama-gqa", "model.layers.1.self_attn.rotary_emb.inv_freq"),
-        ("neox", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"),
-        ("neox", "gpt_neox.layers.1.attention.bias"),
-        ("neox", "gpt_neox.layers.1.attention.masked_bias"),
         ("gpt2", "transformer.h.1.attn.bias"),
-        ("gpt2", "h.1.attn.masked_bias"),
-        ("gptj", "transformer.h.1.attn.masked_bias"),
-        ("codegen", "transformer.h.1.attn.causal_mask"),
-        ("gpt_neo", "transformer.h.1.attn.attention.bias"),
-        ("gpt_neo", "transformer.h.1.attn.attention.masked_bias"),
-        ("qwen3-next", "mtp.fc.weight"),
+        *slow(
+            [
+                ("neox", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"),
+                ("neox", "gpt_neox.layers.1.attention.bias"),
+                ("neox", "gpt_neox.layers.1.attention.masked_bias"),
+                ("gpt2", "h.1.attn.masked_bias"),
+                ("gptj", "transformer.h.1.attn.masked_bias"),
+                ("codegen", "transformer.h.1.attn.causal_mask"),
+                ("gpt_neo", "transformer.h.1.attn.attention.bias"),
+                ("gpt_neo", "transformer.h.1.attn.attention.masked_bias"),
+                ("qwen3-next", "mtp.fc.weight"),
+            ]
+        ),
     ],
 )
 def test_buffers_that_older_versions_stored_are_harmless(name: str, extra: str, tmp_path: Path) -> None:
@@ -121,8 +122,6 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     [
         ({"num_hidden_layers": 3}, r"9 tensors that are missing .* .model.layers.2.input_layernorm.weight, .*, …"),
         ({"num_hidden_layers": 1}, r"9 tensors that the model would ignore .model.layers.1.input_layernorm.weight"),
-        ({"attention_bias": True}, r"8 tensors that are missing .* .model.layers.0.self_attn.k_proj.bias"),
-        ({"intermediate_size": 97}, r"6 tensors that are missing or have another shape .*down_proj.weight"),
     ],
 )
 def test_a_configuration_that_is_not_of_these_weights_is_refused(

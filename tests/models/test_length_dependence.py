@@ -13,7 +13,6 @@ import torch
 import transformers
 from support import zoo
 from support.intervention_cases import close
-from support.lanes import slow
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -157,9 +156,6 @@ ENTRIES: dict[str, Callable[[Any, Tensor, int], Any]] = {
 
 
 CASES = [("longrope", entry) for entry in ENTRIES] + [(kind, "capture") for kind in KINDS if kind != "longrope"]
-OTHERS = {(kind, entry) for kind in KINDS for entry in ENTRIES} - {*CASES}
-OTHERS.remove(("temperature", "controlled distance"))  # which passes over layers without rotation
-CASES += slow(sorted(OTHERS))
 
 
 @pytest.mark.parametrize(("kind", "entry"), CASES)

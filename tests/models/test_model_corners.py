@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from support import zoo
 
 import tl_posdisent as tp
@@ -15,7 +14,6 @@ from tl_posdisent.hooks.hook_list import hooks_for, replace_scores
 from tl_posdisent.models.reading.probe import judge_edits, listen
 from tl_posdisent.models.reading.seen import Seen
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.texts import check_tokens
 
 pytestmark = pytest.mark.tl4
 
@@ -54,12 +52,3 @@ def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
     unread = spec.with_taps(q=None).with_limits(problem="hook_q does not fire")
     with pytest.raises(ValueError, match="hook_q does not fire"):
         hooks_for([(unread, [0])], ScoreEdit("a test", lambda view: view.scores, Order.REPLACE, vectors=True))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_half_a_surrogate_pair_is_no_text() -> None:
-    model = tp.load_demo_model(backend="bridge")
-    with pytest.raises(ValueError, match="text that is not valid UTF-8"):
-        check_tokens(model, "broken \ud800 text")
-    with pytest.raises(ValueError, match="parameters are meta tensors"):
-        check_tokens(model.to("meta"), torch.tensor([1, 2]))

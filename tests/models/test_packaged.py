@@ -24,8 +24,6 @@ from tl_posdisent.models.loading.load import load_model
 from tl_posdisent.models.loading.packaged import PACKAGED, SAMPLE, PackagedModel
 from tl_posdisent.models.loading.random_init import random_control
 
-pytestmark = pytest.mark.tl4
-
 pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
 files = pytest.importorskip("support.gguf_files")
 PIECES = [(f"pieces-part{n}", f"pieces_part{n}/data/part{n}") for n in range(3)]

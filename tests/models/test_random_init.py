@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent import head_labels, random_control, read_model
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.config import EncodingName
-
-pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens(24)
 
@@ -40,6 +39,7 @@ def first_inputs(model: Any) -> dict[str, Tensor]:
     return seen
 
 
+@pytest.mark.tl4
 @pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "gpt_oss"))
 def test_random_control(kind: str, name: str) -> None:
@@ -158,12 +158,10 @@ def test_tables_say_what_they_are_compared_with() -> None:
     ("arguments", "error"),
     [
         ({"std": 0.0}, "std must be a finite number above 0, got 0.0"),
-        ({"std": "wide"}, "std must be a finite number above 0, got 'wide'"),
         (
             {"weights": "shuffled", "std": 0.1},
             'std must be "config" for weights="shuffled", which keeps the weights, got 0.1',
         ),
-        ({"weights": "zero"}, "weights must be 'random' or 'shuffled', got 'zero'"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], error: str, shared_model: Any) -> None:
@@ -234,21 +232,20 @@ def test_synthetic_models_of_any_encoding_have_copies(encoding: Any) -> None:
 
 
 @zoo.needs_hooked
-@pytest.mark.parametrize("weights", ["random", "shuffled"])
-def test_a_parametrized_matrix_of_a_hooked_transformer_is_refused(weights: Any) -> None:
+def test_a_parametrized_matrix_of_a_hooked_transformer_is_refused() -> None:
     attention = (model := zoo.hooked("llama-gqa")).blocks[1].attn
     torch.nn.utils.parametrize.register_parametrization(
         attention, "W_Q", Constant(attention.W_Q.detach().clone()), unsafe=True
     )
     with pytest.raises(ValueError, match=r"in floating point parameters .* and a module \("):
-        random_control(model, weights=weights)
+        random_control(model, weights="random")
 
 
 # --- under hooks ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-@pytest.mark.parametrize("what", ["random", "shuffled"])
+@pytest.mark.parametrize("what", ["random", *slow(["shuffled"])])
 def test_under_hooks_of_this_package_the_copy_has_none(kind: str, name: str, what: Any) -> None:
     model = zoo.load(kind, name)
     expected = next(random_control(model, weights=what))(TOKENS)

@@ -9,14 +9,11 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.lanes import slow
 
 from tl_posdisent import (
     additivity,
     capture,
-    controlled_distance,
     dummy_distance,
-    head_ablation,
     read_attention,
     read_model,
     remap_distance,
@@ -121,15 +118,11 @@ def test_other_weights_need_no_other_reading(kind: str, name: str) -> None:
 
 READERS: dict[str, Callable[[Any, Any], Any]] = {
     "capture": lambda model, tokens: capture(model, tokens),
-    "additivity": lambda model, tokens: additivity(model, tokens, progress=False),
-    "controlled_distance": lambda model, tokens: controlled_distance(model, tokens, progress=False),
-    "head_ablation": lambda model, tokens: head_ablation(model, tokens, progress=False),
     "swap_positions": lambda model, tokens: swap_positions(model, torch.arange(tokens.shape[1])),
-    "remap_distance": lambda model, tokens: remap_distance(model, lambda d: d),
 }
 
 
-@pytest.mark.parametrize("name", [*list(READERS)[:1], *slow(list(READERS)[1:])])
+@pytest.mark.parametrize("name", READERS)
 def test_a_public_call_reads_its_model_once(name: str) -> None:
     """And not at all, given its reading."""
     model, tokens = zoo.bridge("llama-gqa"), zoo.random_tokens(16)

@@ -11,8 +11,6 @@ from support import zoo
 from tl_posdisent import capture, dummy_distance, read_model
 from tl_posdisent.models import AttentionSpec
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 
 

@@ -11,12 +11,8 @@ from support.support_laws import try_laws
 from support.zoo_configs import _SLIDING, _grouped
 
 from tl_posdisent import (
-    ablate_heads,
     additivity,
-    head_ablation,
-    head_effects,
     read_model,
-    swap_positions,
 )
 from tl_posdisent.experiments import positional_subspace
 from tl_posdisent.utils.errors import ArgumentError
@@ -41,14 +37,7 @@ def bridge(family: str, arguments: dict[str, Any], config: str = "") -> Any:
 
 TOOLS = {
     "read_model": read_model,
-    "additivity": lambda m: additivity(m, TOKENS, progress=False),
-    "swap_positions": lambda m: swap_positions(m, lambda p: p),
-    "ablate_heads": lambda m: ablate_heads(m, 1),
-    "head_ablation": lambda m: head_ablation(m, TOKENS, heads=1, progress=False),
-    "head_effects": lambda m: head_effects(m, TOKENS, ablate_heads, progress=False),
-    "to_frame": lambda m: read_model(m).to_frame(),
     "positional_subspace": lambda m: positional_subspace(m, TOKENS, 0),
-    "one layer": lambda m: read_model(m).specs(0),
 }
 
 

@@ -13,8 +13,6 @@ from support import zoo
 import tl_posdisent as tp
 from tl_posdisent.models.running.texts import check_tokens, read_texts
 
-pytestmark = pytest.mark.tl4
-
 LENGTHS = [7, 12, 7, 3]
 
 
