@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import heads_by_hand as by_hand
 from support import zoo
+from support.lanes import slow
 from support.tolerance import rounding
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from tl_posdisent.experiments.needs.sentences import (
     needs_sentences,
 )
 
-IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", ["bridge", "hooked"])
+IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", zoo.KINDS)
 REFERENCE, TEXTS = by_hand.draw_texts(12, seed=1), by_hand.draw_texts(12, seed=2)
 QUIET: dict[str, Any] = {"seeds": 0, "progress": False}
 
@@ -88,7 +89,7 @@ def test_the_answer_is_that_of_all_heads(wrapper: str, head: str) -> None:
 
 
 @IN_BOTH_CLASSES
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", *slow(["right"])])
 def test_costs_are_those_of_plain_passes(wrapper: str, side: str) -> None:
     """Of texts of several lengths, each run alone."""
     model, head, lengths = wrapped(wrapper), by_hand.HEADS.index("both"), [40, 64, 40, 23]

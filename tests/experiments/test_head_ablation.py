@@ -231,7 +231,8 @@ def _stream(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("part", "texts"), [("block", 2), *slow([("block", 1), ("attention", 1)])])
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "texts"), [("block", 2), ("block", 1), ("attention", 1)])
 def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts: int) -> None:
     """A skip from layer 1 to layer 3 of six: not into the last block, so that this alone shows nothing."""
     model, tokens, kept = zoo.bridge("llama-gqa", num_hidden_layers=6), TOKENS[:texts], dict[str, Tensor]()
@@ -251,6 +252,7 @@ def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts
     agree(effects.assign(value=effects["exact"] + baseline), expected)
 
 
+@pytest.mark.slow
 def test_texts_of_a_batch_that_see_each_other_in_some_batches_alone() -> None:
     """A cap on the whole batch that changes of layer 0 hardly reach."""
     model, tokens, largest = zoo.bridge("llama-gqa", num_hidden_layers=3), TOKENS[:1], dict[int, list[float]]()

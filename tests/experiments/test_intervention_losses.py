@@ -102,6 +102,7 @@ def test_a_sum_is_named_after_all_its_edits() -> None:
     ]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -22,7 +22,6 @@ CASES += [
     for function, name, options in (
         (tp.attention_ladder, "heads", {"layers": 0, "heads": [0, 3], "controls": ["shuffled"]}),
         (tp.attention_ladder, "layers", {"unit": "layer", "controls": ["shuffled"]}),
-        (tp.attention_ladder, "all", {"unit": "all", "controls": ["shuffled"]}),
         (tp.head_ablation, "few", {"layers": 1, "heads": [0, 1, 5]}),
         (tp.head_effects, "few", {"exact": 2}),
     )

@@ -410,6 +410,7 @@ def test_the_cost_is_four_passes_and_one_for_each_source_to_remove(remove: list[
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

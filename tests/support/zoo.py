@@ -43,7 +43,6 @@ _NOT_IN_HOOKED = {"olmo2-gqa"}
 HOOKED_NAMES: tuple[str, ...] = tuple(
     name for name in NAMES if ARCHITECTURES[name].model in CONVERTIBLE and name not in _NOT_IN_HOOKED
 )
-ROTARY_NAMES: tuple[str, ...] = tuple(name for name in NAMES if ARCHITECTURES[name].rotary)
 
 
 def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.PreTrainedModel:
