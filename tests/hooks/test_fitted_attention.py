@@ -14,7 +14,7 @@ from tl_posdisent.hooks import applied, fitted_attention
 
 TOKENS = zoo.random_tokens(length=12, batch=5)
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-pytestmark = [pytest.mark.filterwarnings("ignore:a static head's direction"), pytest.mark.tl4]
+pytestmark = pytest.mark.filterwarnings("ignore:a static head's direction")
 
 
 @FEW

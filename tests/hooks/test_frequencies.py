@@ -16,7 +16,7 @@ from tl_posdisent import limit_frequencies, read_attention
 from tl_posdisent.hooks.edits.rotation_edits import within_band
 from tl_posdisent.rope import Rotary
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def cut(model: Any, layer: int = 0) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent import ablate_heads, knock_out, lambda_mask
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def masked(model: Any, hidden: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from support.intervention_cases import L, close, edited, every_way, logits, mixe
 
 from tl_posdisent import lambda_mask, read_attention
 
-pytestmark = pytest.mark.tl4
-
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.
 SHAPES = [(2, 4, 4), (2, 4, 3), (1, 4, 7), (2, 6, 2), (3, 2, 1), (0, 3, 3), (2, 12, 3), (2, 3, 12), (12, 1, 5)]
 

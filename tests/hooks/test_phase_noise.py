@@ -13,8 +13,6 @@ from tl_posdisent import read_model
 from tl_posdisent.hooks import phase_noise
 from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
 
-pytestmark = pytest.mark.tl4
-
 
 def subspaces(model: Any, layer: int = 0) -> int:
     return len(read_model(model).specs([layer])[0].rotary.frequencies)

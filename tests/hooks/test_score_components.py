@@ -20,7 +20,7 @@ PARTS = get_args(ScorePart)
 # Scores edited; z recomputed; no rotation: learned, ALiBi; soft cap and window; multi-head latent attention.
 ALL_KINDS = zoo.cases("llama-gqa", "gpt2", "gptj", "bloom", "gemma2", "deepseek_v3")
 each_kind = pytest.mark.parametrize(("kind", "name"), ALL_KINDS)
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def masks(length: int) -> dict[str, Tensor]:

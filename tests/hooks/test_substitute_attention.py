@@ -23,7 +23,7 @@ from tl_posdisent.hooks import (
 from tl_posdisent.hooks.fitted_attention import fit_layers
 from tl_posdisent.hooks.hook_list import any_heads
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 MODELS = zoo.cases("llama-gqa", "gptj", "gemma2", "gpt_oss", "gpt2")
 
 
