@@ -283,9 +283,7 @@ def test_a_mask_that_the_model_chooses() -> None:
 
 def test_refusals_say_that_the_model_chooses_its_mask() -> None:
     model, few = glm_5(11), glm_5(6)
-    beyond = (
-        r"tokens must be at most {} long for capture, got 12: layer 0 of \w+ has a mask that is chosen by the model"
-    )
+    beyond = r"tokens must be at most {} long for capture, got 12: layer 0 of \w+ rotates, scales or masks longer texts"
     for tool in (capture, partial(additivity, progress=False)):
         with pytest.raises(ValueError, match=beyond.format(11)):
             tool(model, TEXTS)
