@@ -180,6 +180,7 @@ def test_what_is_not_there_is_nan() -> None:
         assert getattr(found, name).isnan().tolist() == [[False] * 3 + [True] * 2] * 2, name
     assert not found.key_size.isnan().any()
     assert found.turn[0, 3:].tolist() == [0, 0]
+    assert not torch.stack([found.distance, found.interaction])[..., 3:].any()  # what is not rotated has none
     silent = patterns(q, torch.zeros_like(k), rotary)  # scores that do not vary have no shares, keys no direction
     for name in (*SHARES, "spread", "key_phase", "key_concentration", "key_variation"):
         assert getattr(silent, name).isnan().all(), name
