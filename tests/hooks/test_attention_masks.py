@@ -281,7 +281,7 @@ def test_a_mask_that_the_model_chooses() -> None:
     assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
-def test_refusals_say_that_the_model_chooses_its_mask() -> None:
+def test_refusals_say_how_long_texts_may_be() -> None:
     model, few = glm_5(11), glm_5(6)
     beyond = r"tokens must be at most {} long for capture, got 12: layer 0 of \w+ rotates, scales or masks longer texts"
     for tool in (capture, partial(additivity, progress=False)):
@@ -289,7 +289,7 @@ def test_refusals_say_that_the_model_chooses_its_mask() -> None:
             tool(model, TEXTS)
     with pytest.raises(ValueError, match=beyond.format(6)):
         additivity(few, TEXTS, progress=False)
-    with pytest.raises(ValueError, match=r"layer 0 of \w+ cannot be read: its mask is chosen by the model"):
+    with pytest.raises(ValueError, match=r"layer 0 of \w+ cannot be read: its mask holds for texts of at most 6 tokens"):
         swap_positions(few, lambda p: p)
 
 
