@@ -29,8 +29,7 @@ from tl_posdisent.utils.errors import ArgumentError
 def edit_scores(edits: LayerEdits, layer: RunningLayer) -> Float[Tensor, "batch head query key"]:
     """Return the scores of a layer under its edits."""
     scores, shows = layer.scores, layer.spec.taps.scores is not None
-    if shows:
-        check_whole_text(layer.spec, scores)
+    check_whole_text(layer.spec, scores)
     rest = rest_of_scores(layer, edits.recomputed) if shows and edits.recomputed and layer.has_vectors else None
     if edits.by_place:
         _check_start(layer, edits.by_place)
