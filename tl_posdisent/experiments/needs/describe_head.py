@@ -93,7 +93,7 @@ def describe_head(
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
             runs = measure_head(model, of_folds, chosen, bar)
         place = runs.largest() if query is None else query
-        example = measure_example(model, spec, number, texts, place, key)
+        example = measure_example(reading, spec, number, texts, place, key)
         example = replace(example, contribution=runs.contribution_at(example.text, example.query))
         looks = measure_looks(reading, texts, chosen, numbers, seed)
     passes = sum(counts) / sum(texts.lengths) / len(model.blocks)

@@ -15,6 +15,7 @@ from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources,
 from tl_posdisent.hooks.score_components import split_two_axis
 from tl_posdisent.models.capture import Captured, for_each_layer, some_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern
+from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
@@ -120,7 +121,7 @@ class HeadExample:
 
 
 def measure_example(
-    model: Any, spec: AttentionSpec, head: int, texts: Texts, place: tuple[int, int], key: int | None
+    reading: ModelReading, spec: AttentionSpec, head: int, texts: Texts, place: tuple[int, int], key: int | None
 ) -> HeadExample:
     """Explain one query of a head.
 
@@ -131,6 +132,7 @@ def measure_example(
     Raises:
         ValueError: a text or position that is not there; a query that sees a single key; a key that it does not see.
     """
+    model = reading.model
     text, query, ids = _query(spec, texts, place)
     length = ids.shape[1]
     sees = spec.sees(query - torch.arange(length))
@@ -146,7 +148,7 @@ def measure_example(
     other = prefers if prefers != key else next(x for x in largest if x != key)
     of_content, of_distance, whole = (float(x[key] - x[other]) for x in (content, distance, scores))
     rest = whole - of_content - of_distance
-    sources, without_sources = _sources(model, spec, head, ids, query, key, other)
+    sources, without_sources = _sources(reading, spec, head, ids, query, key, other)
     effect, without_effect = _effect(model, spec, head, ids, query)
     return HeadExample(
         text,
@@ -203,11 +205,11 @@ def _parts(model: Any, spec: AttentionSpec, head: int, ids: Tensor, query: int) 
 
 
 def _sources(
-    model: Any, spec: AttentionSpec, head: int, ids: Tensor, query: int, key: int, other: int
+    reading: ModelReading, spec: AttentionSpec, head: int, ids: Tensor, query: int, key: int, other: int
 ) -> tuple[ScoreSources | None, str]:
     """Split the difference of two scores over sources, or say why that is impossible."""
     try:
-        return score_sources(model, ids, spec.layer, head, query, [key], against=other), ""
+        return score_sources(reading, ids, spec.layer, head, query, [key], against=other), ""
     except ValueError as error:
         return None, str(error)
 
