@@ -33,7 +33,9 @@ def masked(scores: Tensor, cells: Tensor, value: float, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "dtype"), [*((fit_additive, dtype) for dtype in DTYPES), (fit_attention, torch.float32)], ids=str
+    ("function", "dtype"),
+    [*((fit_additive, dtype) for dtype in DTYPES), (fit_attention, torch.float32)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_masked_cells_inside_the_mask_are_refused(function: Callable[..., Any], dtype: torch.dtype) -> None:
     """As models mask: with -inf, or with the lowest number of a dtype, in place of the scores or added to them."""
