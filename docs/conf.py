@@ -27,7 +27,6 @@ html_theme = "furo"
 html_title = "tl_posdisent"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
-html_extra_path = ["llms.txt"]
 
 nitpicky = True  # a page that names a function which is gone is a warning
 nitpick_ignore_regex = [  # types in signatures, and what other packages document
@@ -72,7 +71,7 @@ def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any,
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    llms.write()
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
     app.connect("source-read", drop_stubs)
     app.connect("source-read", api_pages.insert)
+    app.connect("build-finished", llms.write)

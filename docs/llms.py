@@ -14,7 +14,6 @@ sys.path.insert(0, str(DOCS))
 
 import api_pages  # noqa: E402
 
-LLMS = DOCS / "llms.txt"
 _LONGEST_DEFAULT = 12  # characters; longer ones are shown as …
 
 
@@ -88,6 +87,7 @@ def llms() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write() -> None:
-    if not LLMS.is_file() or LLMS.read_text(encoding="utf-8") != llms():
-        LLMS.write_text(llms(), encoding="utf-8")
+def write(app: Any, exception: Exception | None) -> None:
+    """For Sphinx's ``build-finished``."""
+    if exception is None:
+        Path(app.outdir, "llms.txt").write_text(llms(), encoding="utf-8")
