@@ -44,9 +44,6 @@ NOTHING = torch.zeros(6, 6, dtype=torch.bool)
 ONE_CELL = NOTHING.index_put((torch.tensor(4), torch.tensor(2)), torch.tensor(True))
 FEW_SAMPLES = TriggerCount(d_vocab=3, n_triggers=1, max_count=1, min_length=2, max_length=2, n_ctx=6)
 
-ONE_SUBSET = pd.DataFrame({"scope": ["all"], "put_in": ["fit"], "keep": ["distance"], "loss": [1.0]})
-
-
 LINEAR = torch.nn.Linear(2, 2)
 ANGLES = torch.arange(64)[:, None] * ROTARY.frequencies
 BENT = ANGLES + 0.1 * (torch.arange(64) == 37)[:, None]  # at a position that doubling from the first does not come by

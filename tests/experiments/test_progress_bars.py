@@ -11,11 +11,6 @@ from support.public_calls import call, functions
 
 import tl_posdisent as tp
 
-
-def two_interventions(model: Any) -> dict[str, Any]:
-    return {name: tp.ablate_heads(model, None) for name in "ab"}
-
-
 CASES = [pytest.param(case.values[0], {}, id=case.id, marks=case.marks) for case in by_cost(functions("progress"))]
 CASES += [
     pytest.param(function, options, id=f"{function.__name__}-{name}")

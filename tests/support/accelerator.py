@@ -22,7 +22,7 @@ from .nested import mapped, tensors
 
 NAME = "imitated"
 aten = torch.ops.aten
-_KERNELS, _ALL = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+_KERNELS = torch.library.Library("aten", "IMPL")
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _NO_SCALARS = {aten.stack.default, aten.cat.default, aten.mm.default, aten.bmm.default, aten.index_select.default}
@@ -38,9 +38,6 @@ class _Module(backend_registration._DummyBackendModule):
 
     def device_count(self) -> int:
         return 2
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
 
     def get_rng_state(self, device: Any = None) -> Tensor:
         return GENERATOR.get_state()
@@ -181,7 +178,6 @@ def register() -> None:
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
     # torch.tensor(...) goes past all modes
-    _ALL.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _KERNELS.impl("_local_scalar_dense", lambda x: x.inside.item(), "PrivateUse1")
     _KERNELS.impl("copy_", _copy, "PrivateUse1")
     _KERNELS.impl("_copy_from", lambda source, into, block=False: _copy(into, source), "PrivateUse1")
