@@ -6,6 +6,7 @@ Also how the layers and heads of an intervention are chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import pandas as pd
@@ -62,6 +63,25 @@ class Hooks(list[Any]):
     def others(self) -> list[Any]:
         """The user's own hooks, including those appended to the list later."""
         return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1] is self._function)]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The heads on which an intervention acts, as ``(layer, head)``, in ascending order."""
+        return sorted({(x.spec.layer, head) for x in self.interventions for head in x.heads})
+
+    def only(self, heads: Iterable[tuple[int, int]]) -> Hooks:
+        """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks."""
+        kept = set(heads)
+        restricted = [
+            replace(x, heads=tuple(head for head in x.heads if (x.spec.layer, head) in kept))
+            for x in self.interventions
+        ]
+        return Hooks(x for x in restricted if x.heads)
+
+    @property
+    def resamples(self) -> bool:
+        """Whether a text gets what another text of the batch has."""
+        return any(getattr(x.edit, "of_others", False) for x in self.interventions)
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
