@@ -52,7 +52,7 @@ def test_text_of_any_letters(text: str) -> None:
     ("text", "message"),
     [
         ("half a pair: \ud83d!", "tokens.*UTF-8"),
-        ("", "at least two positions"),
+        ("", "at least two tokens, got .. as text 0"),
         (b"some text", "tokens must.*bytes"),
         ([], "tokens must hold at least one text, got an empty list"),
     ],

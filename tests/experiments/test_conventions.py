@@ -131,6 +131,17 @@ def test_the_model_is_read_once(function: Call, shared_reading: Any, monkeypatch
 
 
 @pytest.mark.usefixtures("unchecked")
+@experiments()
+def test_tables_name_hooks_of_the_users_own(function: Call, shared_reading: Any) -> None:
+    reading = shared_reading("bridge", "llama-gqa")
+    point = "blocks.0.hook_resid_pre"
+    with reading.model.hooks(fwd_hooks=[(point, lambda x, hook: 1.5 * x)]):
+        table = call(function, reading, **few(function))
+    if isinstance(table, pd.DataFrame):
+        assert table.attrs["hooks"] == [point]
+
+
+@pytest.mark.usefixtures("unchecked")
 @experiments("layers")
 def test_forms_of_layers(function: Call, shared_reading: Any) -> None:
     """An integer, numpy's from the end, and a tensor of one are the same."""

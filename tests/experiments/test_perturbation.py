@@ -100,6 +100,18 @@ def test_words_move_as_a_whole() -> None:
             assert sum(a != b for a, b in zip(got, words, strict=True)) == moved
 
 
+def test_ids_move_token_by_token_in_every_form_and_strings_word_by_word() -> None:
+    model = load_demo_model()
+    ids, options = model.to_tokens(SPEECH), {"kinds": ["order"], "fractions": [0.5], "seeds": 1}
+    encoded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for unit, forms in (("token", (ids, encoded, [ids[0]])), ("word", (SPEECH, [SPEECH]))):
+        expected = perturb(model, ids, "order", 0.5, unit=unit).tokens
+        table = CURVE(model, ids, unit=unit, **options)
+        for tokens in forms:
+            assert torch.equal(perturb(model, tokens, "order", 0.5).tokens, expected)
+            pd.testing.assert_frame_equal(CURVE(model, tokens, **options), table)
+
+
 def test_a_text_without_beginning_of_text_keeps_its_first_word() -> None:
     model = load_demo_model()
     ids = model.to_tokens("We the people of", prepend_bos=False)

@@ -11,6 +11,7 @@ from support.intervention_cases import TOKENS, L, close, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, knock_out, lambda_mask
+from tl_posdisent.hooks import applied
 from tl_posdisent.utils.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -161,3 +162,17 @@ def test_what_is_given_may_be_changed_afterwards(shared_model: Any) -> None:
     cells.fill_(False)
     marks.fill_(False)
     assert all(torch.equal(logits(model, hooks), x) for hooks, x in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("bloom", "mpt"))
+def test_beside_a_hook_of_the_users_own_and_results_of_other_texts(kind: str, name: str, shared_model: Any) -> None:
+    """Where a bias is added to the scores: a sum equals one list around the other."""
+    model = shared_model(kind, name)
+    hooks = knock_out(model, range(1, L), 0)
+    own = [("blocks.0.hook_resid_pre", lambda x, hook: 1.5 * x)]
+    for other in (own, ablate_heads(model, [(1, 2)], mode="resample")):
+        with torch.no_grad(), applied(model, hooks), applied(model, other):
+            expected = model(TOKENS)
+        for together in (hooks + other, other + hooks):
+            with torch.no_grad(), applied(model, together):
+                assert torch.equal(model(TOKENS), expected)

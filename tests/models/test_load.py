@@ -178,12 +178,14 @@ def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) ->
 @zoo.needs_hooked
 def test_conversion_leaves_the_original_and_the_warning_filters_alone() -> None:
     hf_model = llama().train()
+    hf_model.model.layers[0].eval()
+    training = {name: part.training for name, part in hf_model.named_modules()}
     before = {name: value.clone() for name, value in hf_model.state_dict().items()}
     filters = list(warnings.filters)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         model = hooked_from_hf(hf_model)
-    assert hf_model.training
+    assert {name: part.training for name, part in hf_model.named_modules()} == training
     assert not model.training
     assert warnings.filters == filters
     with torch.no_grad():

@@ -65,15 +65,25 @@ def test_what_a_tokenizer_returns_is_ids_with_their_mask(demo: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_texts_of_any_length(side: str) -> None:
-    """Each as the model tokenises it alone, padded on the tokenizer's side."""
+    """Strings as the model tokenises each alone, or their ids, padded on the tokenizer's side."""
     model = tp.load_demo_model()
     model.tokenizer.padding_side = side
     texts = ["We the people of the United States", "in order", "to form a more perfect Union"]
-    batch = read_texts(model, texts)
-    for group in batch.groups:
-        for row, ids in zip(group.rows.tolist(), group.tokens, strict=True):
-            assert ids.tolist() == model.to_tokens(texts[row])[0].tolist()
-    assert bool(batch.real[:, -1 if side == "left" else 0].all())
+    ids = [model.to_tokens(text)[0] for text in texts]
+    for given in (texts, ids, [texts[0], *ids[1:]]):
+        batch = read_texts(model, given)
+        assert all(map(torch.equal, batch.unpadded(), ids))
+        assert bool(batch.real[:, -1 if side == "left" else 0].all())
+    assert all(map(torch.equal, read_texts(model, [torch.stack([ids[1], ids[1]])]).unpadded(), [ids[1], ids[1]]))
+
+
+@pytest.mark.parametrize("backend", zoo.KINDS)
+def test_a_written_bos_is_the_only_one(backend: Any) -> None:
+    model = tp.load_demo_model(backend=backend)
+    bos, plain = model.tokenizer.bos_token, read_texts(model, "We the people").tokens
+    assert plain[0].tolist().count(model.tokenizer.bos_token_id) == 1
+    assert torch.equal(read_texts(model, f"{bos}We the people").tokens, plain)
+    assert torch.equal(read_texts(model, [f"{bos}We the people", "We the people"]).tokens, plain.repeat(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +96,12 @@ def test_texts_of_any_length(side: str) -> None:
         (torch.tensor([[0.0] + [1.0] * 5 + [0.0] * 6]).expand(4, 12), "both sides in text 0"),
         (torch.tensor([[1.0] + [0.0] * 11]).expand(4, 12), "at least two tokens of each text"),
         ([1] * 12, "a tensor like tokens"),
-        (torch.ones(1, 4), "None"),
+        (torch.ones(1, 4), "None for strings and lists"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_masks_that_are_refused(demo: Any, mask: Any, words: str) -> None:
-    tokens = "We the people" if words == "None" else padded("right")[0]
+    tokens = "We the people" if words.startswith("None") else padded("right")[0]
     with pytest.raises(ValueError, match=f"attention_mask must .*{words}"):
         read_texts(demo, tokens, mask)
 

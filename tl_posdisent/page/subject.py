@@ -101,20 +101,18 @@ def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None
     (group,) = texts.groups
     tokens, context = group.tokens, getattr(reading.model.cfg, "n_ctx", None) or POSITIONS
     if isinstance(text, str) and tokens.shape[1] > min(2 * SHORTEST, context):
-        tokens = _parts(reading.model, text, tokens[0], min(LONGEST, context))
+        tokens = _parts(reading.model, tokens[0], min(LONGEST, context))
     subject = Subject(reading, tokens, sum(texts.lengths), [], chosen).cut(min(POSITIONS, context), TOKENS)
     return replace(subject, words=token_words(reading.model, subject.tokens[0]))
 
 
-def _parts(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
+def _parts(model: Any, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
     """Cut a text into ``FEWEST`` to ``MOST`` texts of equal length, if it is long enough; the rest is not read.
 
     Each begins with the model's BOS token, if any.
     """
-    bare = text_ids(model, text, prepend_bos=False)[0].to(ids.device)
-    begin = len(ids) - len(bare)
-    if begin < 0 or not torch.equal(ids[begin:], bare):
-        begin = 0
+    start = text_ids(model, "").flatten().to(ids)
+    begin = len(start) if torch.equal(ids[: len(start)], start) else 0
     rest = ids[begin:]
     n_texts = max(-(-len(rest) // (longest - begin)), min(FEWEST, len(rest) // SHORTEST))
     length, n_texts = len(rest) // n_texts, min(n_texts, MOST)

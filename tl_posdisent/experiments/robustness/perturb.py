@@ -18,7 +18,7 @@ from tl_posdisent.hooks.positions import positions_edit
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
-from tl_posdisent.models.running.texts import Tokens, read_texts
+from tl_posdisent.models.running.texts import Tokens, are_strings, read_texts
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, check_number
@@ -115,7 +115,7 @@ def perturb(
     reading = read_model(model)
     specs = [] if kind == "order" else _rotary_specs(reading)
     texts = read_texts(reading.model, tokens, attention_mask)
-    unit = unit or ("token" if isinstance(tokens, Tensor) else "word")
+    unit = unit or ("word" if are_strings(tokens) else "token")
     places = torch.arange(texts.tokens.shape[1])
     source = places.repeat(len(texts.tokens), 1)
     shifts = torch.zeros_like(source, dtype=torch.float64)

@@ -19,7 +19,7 @@ from tl_posdisent.experiments.measuring.runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.running.texts import Tokens, read_texts
+from tl_posdisent.models.running.texts import Tokens, are_strings, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
@@ -84,7 +84,7 @@ def perturbation_curve(
     seeds = check_seeds(seeds)
     fractions = check_distinct("fractions", fractions, lambda x: check_number("fractions", x, least=0, most=1))
     reading = read_model(model)
-    model, default_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
+    model, default_unit = reading.model, "word" if are_strings(tokens) else "token"
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
         raise ArgumentError("model", "must be causal: if it sees the next token, next-token losses are meaningless")
@@ -126,7 +126,7 @@ def perturbation_curve(
         table[name] = mean[name]
         if len(seeds) > 1:
             table[f"{name}_se"] = error[name]
-    return table.reset_index()
+    return reading.note(table.reset_index())
 
 
 def lower_and_higher(

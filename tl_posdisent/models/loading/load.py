@@ -117,11 +117,12 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     """
     check_backend("hooked")
     _check_hf_model(hf_model)
-    training = hf_model.training
+    training = [part for part in hf_model.modules() if part.training]
     try:
         model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
     finally:
-        hf_model.train(training)
+        for part in training:
+            part.training = True
     config = hf_model.config.get_text_config()
     if stated := getattr(config, "initializer_range", None):
         model.cfg.initializer_range = stated

@@ -149,8 +149,8 @@ def _shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
     return drawn.argsort()
 
 
-Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | Mapping[str, Tensor] | Texts
-"""Token ids ``[batch, pos]`` or ``[pos]``, a text, texts of any lengths, ids and mask as a tokenizer returns them, or
+Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | list[Tensor] | Mapping[str, Tensor] | Texts
+"""Token ids ``[batch, pos]`` or ``[pos]``, a string, a list of either, ids and mask as a tokenizer returns them, or
 what was read from these before."""
 
 
@@ -158,44 +158,52 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     """Split a batch into groups of texts of equal length, without padding.
 
     Args:
-        tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths, which are padded on the
+        tokens: ids ``[batch, pos]`` or ``[pos]``, a string, or a list of either, of any lengths, which is padded on the
             side that the model's tokenizer uses; or what a tokenizer returns, a mapping with ``"input_ids"`` and
             ``"attention_mask"``. ``Texts`` that were already read are returned unchanged.
         attention_mask: for ids, of the same shape: True or 1 at tokens, False or 0 at padding, which must be at the
-            beginning or at the end of a text. None for ids without padding, and for text.
+            beginning or at the end of a text. None for ids without padding, for strings and for lists.
 
     Raises:
         ValueError: what ``check_tokens`` refuses; a mask of another shape or with other values, with a gap, with
-            padding on both sides of a text, or with fewer than two tokens in a text; a mask together with text.
+            padding on both sides of a text, or with fewer than two tokens in a text; a mask beside strings or a list.
     """
     if isinstance(tokens, Texts):
         return tokens
     if isinstance(tokens, Mapping):
         tokens, attention_mask = _ids_and_mask(tokens, attention_mask)
-    several = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
-    if (several or isinstance(tokens, str)) and attention_mask is not None:
-        raise ArgumentError("attention_mask", "must be None for tokens that are given as text: text needs no padding")
-    if several and tokens:
-        rows = [row[0] for row in encode(model, tokens)]
-        if short := [n for n, row in enumerate(rows) if len(row) < 2]:
-            raise ArgumentError(
-                "tokens", f"must be texts of at least two tokens, got {shown(tokens[short[0]])} as text {short[0]}"
-            )
-        rows = [check_tokens(model, row, padded=True)[0] for row in rows]
-        side = getattr(model.tokenizer, "padding_side", "right")
+    if isinstance(tokens, (str, list)):
+        if attention_mask is not None:
+            raise ArgumentError("attention_mask", "must be None for strings and lists of texts, which need no padding")
+        rows = _listed_texts(model, [tokens] if isinstance(tokens, str) else tokens)
+        side = getattr(getattr(model, "tokenizer", None), "padding_side", "right")
         ids = pad_sequence(rows, True, special_id(model, "pad") or 0, side)
-        real = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool()
-    else:
-        ids = check_tokens(model, tokens, padded=attention_mask is not None)
-        real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else _real(attention_mask, ids)
-        if attention_mask is not None and (where := padding_in(model, ids.masked_fill(~real, -1))):
-            warnings.warn(
-                f"attention_mask is 1 at {where}, which is measured as a part of the text. If it is padding, give the "
-                "texts as a list of strings, or the mask of model.tokenizer(texts, padding=True): TransformerLens's "
-                "get_attention_mask looks on the tokenizer's side unless padding_side= names another",
-                stacklevel=3,
-            )
+        return Texts.of(ids, pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool())
+    ids = check_tokens(model, tokens, padded=attention_mask is not None)
+    if attention_mask is None:
+        return Texts.of(ids, torch.ones_like(ids, dtype=torch.bool))
+    real = _real(attention_mask, ids)
+    if where := padding_in(model, ids.masked_fill(~real, -1)):
+        warnings.warn(
+            f"attention_mask is 1 at {where}, which is measured as a part of the text. If it is padding, give the "
+            "texts as a list of strings, or the mask of model.tokenizer(texts, padding=True): TransformerLens's "
+            "get_attention_mask looks on the tokenizer's side unless padding_side= names another",
+            stacklevel=3,
+        )
     return Texts.of(ids, real)
+
+
+def _listed_texts(model: Any, texts: Sequence[Any]) -> list[Int[Tensor, " _pos"]]:
+    """Return the ids of each text of a list of strings and tensors of ids."""
+    if not texts:
+        raise ArgumentError("tokens", "must hold at least one text, got an empty list")
+    rows: list[Tensor] = []
+    for n, text in enumerate(texts):
+        ids = text_ids(model, text) if isinstance(text, str) else text
+        if isinstance(text, str) and ids.shape[1] < 2:
+            raise ArgumentError("tokens", f"must be texts of at least two tokens, got {shown(text)} as text {n}")
+        rows += check_tokens(model, ids, padded=isinstance(text, str))
+    return rows
 
 
 def _ids_and_mask(tokens: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
@@ -241,22 +249,17 @@ def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor,
 # --- token ids, and texts as strings
 
 
+def are_strings(tokens: Any) -> bool:
+    """Say whether tokens are given as a string or a list of strings, not as ids."""
+    return isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(text, str) for text in tokens))
+
+
 def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
-    """Validate token ids or text and return ids on the model's device; raise ValueError for anything else.
+    """Validate token ids and return them on the model's device; raise ValueError for anything else.
 
     Unless ``padded`` says that an attention mask marks padding, texts must not begin or end with padding. A padding id
     that is also the id of the beginning (or end) of a text counts as padding if it occurs two or more times in a row.
     """
-    if isinstance(tokens, list) and not tokens:
-        raise ArgumentError("tokens", "must hold at least one text, got an empty list")
-    if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
-        rows, padded = encode(model, [tokens] if isinstance(tokens, str) else tokens), True
-        if len({row.shape[1] for row in rows}) != 1:  # padding is not text
-            lengths = [row.shape[1] for row in rows]
-            raise ArgumentError(
-                "tokens", f"were given as texts of unequal length ({lengths} tokens): pass them one by one"
-            )
-        tokens = torch.cat(rows)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else f"{type(tokens).__name__}: torch.tensor makes one of ids"
         raise ArgumentError("tokens", f"must be text or an integer tensor of shape (batch, pos), got {kind}")
@@ -280,21 +283,20 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     return ids
 
 
-def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
-    """Encode each text with the model's tokenizer, without truncation."""
+def text_ids(model: Any, text: str) -> Int[Tensor, "1 _pos"]:
+    """Encode a text with the model's tokenizer, without truncation.
+
+    It begins with the BOS token if the model's texts do, once, also if that is written, as in chat templates.
+    """
     if getattr(model, "tokenizer", None) is None:
         raise ArgumentError("tokens", "were given as text, but the model has no tokenizer: pass token ids")
-    for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
-            raise ArgumentError("tokens", f"were given as text that is not valid UTF-8: {error}") from error
-    return [text_ids(model, text) for text in texts]
-
-
-def text_ids(model: Any, text: str, **options: Any) -> Int[Tensor, "1 _pos"]:
-    """Encode a text with the model's tokenizer, without truncation; ``options`` are those of ``to_tokens``."""
-    ids: Tensor = model.to_tokens(text, truncate=False, **options)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
+        raise ArgumentError("tokens", f"were given as text that is not valid UTF-8: {error}") from error
+    begin = getattr(model.tokenizer, "bos_token", None)
+    once = {"prepend_bos": False} if begin and text.startswith(begin) else {}
+    ids: Tensor = model.to_tokens(text, truncate=False, **once)
     return ids
 
 

@@ -17,7 +17,7 @@ from tl_posdisent.hooks.applied import applied, check_hooks
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.forward_pass import Hook, running
-from tl_posdisent.models.running.texts import check_tokens, token_words
+from tl_posdisent.models.running.texts import read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_flag, is_integer, listed
 from tl_posdisent.viz.widgets.charts import Widget
@@ -285,7 +285,7 @@ def show_interventions(
     """
     check_choice("what", what, get_args(What))
     spec, model = read_attention(model, layer), model_of(model)
-    ids = check_tokens(model, tokens)
+    ids = read_texts(model, tokens).one_group("show_interventions")
     options = Options(listed("heads", heads), text, listed("positions", positions), scale, title, layer)
     # Refuse what cannot be drawn before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)

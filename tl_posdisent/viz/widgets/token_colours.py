@@ -14,7 +14,7 @@ from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.running.forward_pass import Hook
-from tl_posdisent.models.running.texts import check_tokens, read_texts, token_words
+from tl_posdisent.models.running.texts import read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
@@ -53,10 +53,9 @@ def show_loss_change(
         Widget('Added loss')
     """
     model = model_of(model)
-    ids = check_tokens(model, tokens)
-    check_integer("text", text, 0, len(ids) - 1)
-    ids = ids[text : text + 1]
-    texts, hooks = read_texts(model, ids, None), check_hooks(model, hooks)
+    texts, hooks = read_texts(model, tokens), check_hooks(model, hooks)
+    texts = texts.take([check_integer("text", text, 0, len(texts.tokens) - 1)])
+    ids = texts.groups[0].tokens
     runs = [run_texts(model, texts, [some])[0] for some in ([], hooks)]
     before, after = (token_losses(as_log_probabilities(logits), ids.to(logits.device)) for logits in runs)
     added = after - before
