@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.token_losses import in_blocks
@@ -244,6 +244,25 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
         )
     logits = outputs[0] if whole else texts.lay_out(outputs)
     return metric(logits, texts.tokens) if _takes_tokens(metric) else metric(logits)
+
+
+def metric_values(metric: Metric) -> Callable[..., Callable[[Sequence[Any]], Float64[Tensor, " text"]]]:
+    """Return what compares texts by a metric, for ``run_changes``; a number for all texts is that of each of them."""
+
+    def read(
+        unmodified: Sequence[Any], texts: Texts, rows: Sequence[int]
+    ) -> Callable[[Sequence[Any]], Float64[Tensor, " text"]]:
+        own = metric.of_rows(rows) if isinstance(metric, LogitDifference) else metric
+
+        def compare(outputs: Sequence[Any]) -> Float64[Tensor, " text"]:
+            numbers = as_numbers(values_of(own, outputs, texts), len(texts.tokens))
+            if numbers.ndim and is_separable(own):  # in the order of the groups
+                return numbers[torch.cat([group.rows for group in texts.groups]).cpu().argsort()]
+            return numbers.expand(len(texts.tokens))
+
+        return compare
+
+    return read
 
 
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +56,68 @@ def in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, T
     for block in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
         log_p = as_log_probabilities(logits[:, block])
         yield block, log_p, _token_losses(log_p, tokens[:, block.start : block.stop + 1])
+
+
+def logits_of(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text prediction option"] | None:
+    """Return the logits of a model's predictions: of all tokens but the first, or of each text's class.
+
+    None for an output that is neither logits by token nor by text.
+    """
+    if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == tokens.shape[:1]:
+        if output.ndim == 3 and output.shape[1] == tokens.shape[1]:
+            return output[:, :-1]
+        if output.ndim == 2:
+            return output[:, None]
+    return None
+
+
+def n_predictions(outputs: Sequence[Any], texts: Texts) -> Float64[Tensor, " text"]:
+    """Count the predictions of each text, given the output for each group of texts."""
+    counts = torch.zeros(len(texts.tokens), dtype=torch.float64)
+    for output, group in zip(outputs, texts.groups, strict=True):
+        logits = logits_of(output, group.tokens)
+        counts[group.rows.cpu()] = 0 if logits is None else logits.shape[1]
+    return counts
+
+
+def divergence(
+    unmodified: Sequence[Any], texts: Texts, rows: Sequence[int]
+) -> Callable[[Sequence[Any]], Float64[Tensor, " text"]]:
+    """Compare texts by the mean of KL(unmodified ‖ changed) over their predictions; NaN without predictions."""
+    logits = [logits_of(output, group.tokens) for output, group in zip(unmodified, texts.groups, strict=True)]
+    clean = [None if x is None else as_log_probabilities(x) for x in logits]
+
+    def compare(outputs: Sequence[Any]) -> Float64[Tensor, " text"]:
+        by_text = torch.full((len(texts.tokens),), torch.nan, dtype=torch.float64)
+        for output, group, log_p in zip(outputs, texts.groups, clean, strict=True):
+            changed = logits_of(output, group.tokens)
+            if log_p is not None and changed is not None:
+                by_text[group.rows.cpu()] = divergences_of_logits(log_p, changed).double().mean(1).cpu()
+        return by_text
+
+    return compare
+
+
+def by_token(
+    unmodified: Sequence[Any], texts: Texts, rows: Sequence[int]
+) -> Callable[[Sequence[Any]], Float64[Tensor, "text predicted 2"]]:
+    """Compare texts by the loss of each token but the first, and KL(unmodified ‖ changed) of its prediction.
+
+    The model must return logits. Shorter texts have NaN after their last token.
+    """
+    for output, group in zip(unmodified, texts.groups, strict=True):
+        check_logits(output, group.tokens)
+    clean = [as_log_probabilities(output) for output in unmodified]
+    longest = texts.longest - 1
+
+    def compare(outputs: Sequence[Any]) -> Float64[Tensor, "text predicted 2"]:
+        values = torch.full((len(texts.tokens), longest, 2), torch.nan, dtype=torch.float64)
+        for output, group, log_p in zip(outputs, texts.groups, clean, strict=True):
+            found = losses_and_divergences(output, group.tokens, log_p)
+            values[group.rows.cpu(), : found[0].shape[1]] = torch.stack(found, -1).double().cpu()
+        return values
+
+    return compare
 
 
 class ByToken(NamedTuple):
@@ -117,6 +179,15 @@ def divergences(
     n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[-2] // max(1, log_p.numel()))
     pairs = zip(log_p.split(n, -2), log_q.split(n, -2), strict=True)
     return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
+
+
+def divergences_of_logits(
+    log_p: Float[Tensor, "text prediction v"], logits: Float[Tensor, "text prediction v"]
+) -> Float[Tensor, "text prediction"]:
+    """Compute KL(p ‖ q) at each prediction from log-probabilities of p and logits of q; some predictions at a time."""
+    n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[1] // max(1, log_p.numel()))
+    pairs = zip(log_p.split(n, 1), logits.split(n, 1), strict=True)
+    return torch.cat([(p.exp() * (p - as_log_probabilities(q))).sum(-1) for p, q in pairs], -1)
 
 
 def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, " token"]:
