@@ -59,9 +59,9 @@ class Case:
 def beside_random(
     measure: Callable[..., pd.DataFrame], seeds: list[int], model: Any, tokens: torch.Tensor, std: float = 0.02
 ) -> pd.DataFrame:
-    tables = [measure(model, tokens, progress=False).assign(weights="trained", std=float("nan"))]
+    tables = [measure(model, tokens, progress=False).assign(weights="trained", seed=float("nan"), std=float("nan"))]
     for seed, random in zip(seeds, random_control(model, seeds, std=std) if seeds else [], strict=True):
-        tables.append(measure(random, tokens, progress=False).assign(weights=f"random {seed}", std=std))
+        tables.append(measure(random, tokens, progress=False).assign(weights="random", seed=seed, std=std))
     return pd.concat(tables)
 
 
@@ -80,7 +80,7 @@ CASES = {
     ),
     "fit labels": Case(
         "fit --length 32 --heads L4H5,L0H7 --control 0 --texts 1",
-        lambda m, t: additivity(m, t, layers=[0, 4], **QUIET).iloc[[7, 13]].assign(weights="trained", std=float("nan")),
+        lambda m, t: beside_random(partial(additivity, layers=[0, 4]), [], m, t).iloc[[7, 13]],
         ONE,
     ),
     "fit pooled": Case(
@@ -238,7 +238,7 @@ def test_a_directory_as_save_pretrained_writes_it(
     result = run_command(line, "--model", "../my [bold] model", "--text", text, "--out", out)
     ids = torch.tensor([demo_tokenizer().encode(text.read_text(encoding="utf-8"))[:32]])
     expected = additivity(load_demo_model(backend=backend), ids, progress=False)
-    pd.testing.assert_frame_equal(pd.read_csv(out).drop(columns=["weights", "std"]), expected, rtol=1e-4)
+    pd.testing.assert_frame_equal(pd.read_csv(out).drop(columns=["weights", "seed", "std"]), expected, rtol=1e-4)
     assert "by layer and head: my [bold] model, 1 × 32 tokens" in result.stdout
 
 

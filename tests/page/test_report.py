@@ -293,10 +293,10 @@ def test_ablation_is_on_request_and_a_bar_names_the_section(tmp_path: Path, caps
     assert ids & set(SECTION_NAMES) == set(SECTION_NAMES) - {"ablation"}
     bars = [x.strip() for x in re.split(r"[\r\n]", capsys.readouterr().err)]
     assert sum(x.startswith("passes:   0%") for x in bars) == 1  # of the model, not of its copy
-    counts = [re.search(r"report: .*\| (\d+)/9 .*section(?:/s)?, ([\w, ]+)\]", x) for x in bars]
+    counts = [re.search(r"report: .*\| (\d+)/10 .*section(?:/s)?, ([\w, ]+)\]", x) for x in bars]
     running = [(int(found[1]), found[2]) for found in counts if found]
     assert {(0, "where_or_what"), (1, "additivity"), (6, "where_or_what, random weights")} <= set(running)
-    assert running[-1][0] == 9
+    assert running[-1][0] == 10
 
 
 def test_a_single_text_is_no_answer(tmp_path: Path) -> None:

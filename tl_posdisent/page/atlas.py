@@ -13,10 +13,11 @@ from markupsafe import Markup
 from tl_posdisent.page.contract import AtlasData, Colour
 from tl_posdisent.page.markup import cells_of, map_height, render, table
 from tl_posdisent.page.panels import SAME, SHOWN, Panels, shown_distances
-from tl_posdisent.page.section import HEAD, Measured, by_head, with_attention
+from tl_posdisent.page.section import Measured, by_head, with_attention
 from tl_posdisent.page.sections import main_correlation
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.page.words import label_words, numbers
+from tl_posdisent.utils.tables import HEAD
 from tl_posdisent.utils.validation import head_label, printable
 from tl_posdisent.viz.palette import NEEDS
 from tl_posdisent.viz.plots.heatmaps import category_map, plot_heads

@@ -21,8 +21,9 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.page.contract import Panel
-from tl_posdisent.page.section import FAILURES, HEAD, Measured, by_head
+from tl_posdisent.page.section import FAILURES, Measured, by_head
 from tl_posdisent.page.subject import Subject
+from tl_posdisent.utils.tables import HEAD
 from tl_posdisent.utils.validation import head_label
 
 SHOWN = 48

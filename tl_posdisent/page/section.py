@@ -12,13 +12,13 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from tqdm.auto import tqdm
 
-from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.experiments.measuring.random_copies import random_copies
+from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.page.markup import figure, render, table
 from tl_posdisent.page.names import SectionName
 from tl_posdisent.page.subject import POSITIONS, TOKENS, Subject
+from tl_posdisent.utils.tables import HEAD
 
-HEAD = ["layer", "head"]
 FAILURES = (ValueError, RuntimeError, MemoryError)
 """What a computation may raise without ending the report."""
 
@@ -95,6 +95,8 @@ class Section(NamedTuple):
         measure: runs an experiment; raises ``ValueError`` where the model or the text is not suitable.
         show: makes sentences, figures and a table of the tables of the model and of all random copies.
         measure_copy: measures a random copy; None for a section without this baseline.
+        beside_copies: makes the model's table of its measures and those of all random copies, if any; None where the
+            table is what was measured.
         positions, tokens: the most that is read of each text, and of all texts together.
     """
 
@@ -103,6 +105,7 @@ class Section(NamedTuple):
     measure: Measure
     show: Callable[[pd.DataFrame, pd.DataFrame | None], Shown]
     measure_copy: Measure | None = None
+    beside_copies: Callable[[pd.DataFrame, pd.DataFrame | None], pd.DataFrame] | None = None
     positions: int = POSITIONS
     tokens: int = TOKENS
 
@@ -123,14 +126,16 @@ def measure_sections(
         if all(one.trained is None for one in measured.values()):
             reason = next(iter(measured.values())).notes[0]
             raise ValueError(f"none of the requested sections can be measured: {reason}")
-        copies = random_control(subject.model, seeds, std=settings.std) if seeds else ()
-        for seed, copy in zip(seeds, copies, strict=True):
-            reading = read_model(copy)
+        for seed, copy in random_copies(subject.model, seeds, settings.std):
             for name in with_baseline:
                 bar.set_postfix_str(f"{name}, random weights")
-                _add_copy(measured[name], sections[name], reading, seed, settings)
+                _add_copy(measured[name], sections[name], copy, seed, settings)
                 bar.update()
-            del copy, reading  # free their memory before the next
+            del copy  # free its memory before the next
+        for name, section in sections.items():
+            one = measured[name]
+            if section.beside_copies and one.trained is not None:
+                one.trained = section.beside_copies(one.trained, one.random)
     return measured
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import pandas as pd
 from torch import Tensor
@@ -10,21 +10,27 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
-from tl_posdisent.experiments.attention_scores.head_labels import head_labels
+from tl_posdisent.experiments.attention_scores.head_labels import (
+    N_SEQUENCES,
+    label_measures,
+    labelled,
+    repeated_tokens,
+)
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
-from tl_posdisent.experiments.measuring.above_random import above_random
+from tl_posdisent.experiments.measuring.random_copies import above_random
 from tl_posdisent.experiments.robustness.perturb import Kind
 from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher, perturbation_curve
 from tl_posdisent.models.capture import for_each_scores, of_heads
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.page.names import SectionName
-from tl_posdisent.page.section import HEAD, Section, Settings, Shown, by_head
+from tl_posdisent.page.section import Section, Settings, Shown, by_head
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.page.where_or_what import WHERE_OR_WHAT
 from tl_posdisent.page.words import NO_LABEL, counted, label_words, number, signed
 from tl_posdisent.rope.factorial_variance_decomposition import COMPONENTS
 from tl_posdisent.utils.statistics import error_over_draws
-from tl_posdisent.utils.tables import number_heads
+from tl_posdisent.utils.tables import HEAD, number_heads
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.bars import plot_shares
@@ -208,11 +214,9 @@ neither sum. [A] reports an r of 0.959 for large language models.
 
 
 def _measure_labels(subject: Subject, settings: Settings) -> pd.DataFrame:
-    """Label heads, with the mean over random copies beside each measure; ``head_labels`` makes these copies itself."""
-    copies: dict[str, Any] = {"seeds": settings.copy_seeds, "std": settings.std}
-    return head_labels(
-        subject.reading, subject.tokens, heads=subject.pairs, seed=settings.seed, progress=False, **copies
-    )
+    """Measure that by which ``head_labels`` labels heads, of the model or of a copy."""
+    copied = repeated_tokens(subject.model, None, N_SEQUENCES, settings.seed)
+    return label_measures(subject.reading, read_texts(subject.model, subject.tokens), copied, subject.pairs)
 
 
 def _show_labels(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
@@ -237,6 +241,8 @@ is that of the attention over keys, in nats.
     """,
     _measure_labels,
     _show_labels,
+    measure_copy=_measure_labels,
+    beside_copies=labelled,
     positions=512,
     tokens=1024,
 )

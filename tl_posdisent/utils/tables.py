@@ -8,6 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+HEAD = ["layer", "head"]
+"""The columns of a table that name a head."""
+
 
 def index_columns(
     shape: Sequence[int], *, pooled: bool = False, repeat: int = 1, layers: Sequence[int] | None = None

@@ -57,7 +57,7 @@ def fit(
       share_distance …     share of the variance that one component explains alone
       r_no_distance        r of the query and key component alone
       r_held_out           r with the distance profile of the other texts
-      weights              trained, or random and the seed
+      weights, seed        trained; or random, and the seed
       std                  standard deviation of the random weights
 
     Examples:
@@ -69,6 +69,9 @@ def fit(
         check_out(out)
         chosen_layers, chosen_heads, scale = numbers_or_words(layers), numbers_or_words(heads), number_or_word(std)
         from tl_posdisent.experiments.attention_scores.additivity import additivity
+        from tl_posdisent.experiments.measuring.random_copies import beside_random
+        from tl_posdisent.models.loading.random_init import initial_scale
+        from tl_posdisent.models.reading.model_reading import read_model
 
         loaded, words = load_and_read(model, text, backend, device, dtype)
         tokens = cut_tokens(loaded, words, length, texts)
@@ -76,34 +79,21 @@ def fit(
         def measure(m: Any) -> Any:
             return additivity(m, tokens, layers=chosen_layers, heads=chosen_heads, pool=pool, progress=progress)
 
-        trained = measure(loaded).assign(weights="trained", std=float("nan"))
-        chance = _at_random(measure, loaded, range(seed, seed + control), scale)
-        save(_concatenated(trained, *chance), out)
-        lines = _shown(trained, _concatenated(trained.iloc[:0], *chance), title_of(model, tokens))
+        scale = initial_scale(loaded, scale) if control else float("nan")
+        seeds = range(seed, seed + control)
+        table = beside_random(read_model(loaded), {"fit": measure}, seeds, scale)["fit"]
+        table["std"] = table["weights"].map({"random": scale})
+        save(table, out)
+        lines = _shown(table, title_of(model, tokens))
     show(lines)
 
 
-def _concatenated(*tables: Any) -> Any:
-    import pandas as pd
-
-    return pd.concat(tables, ignore_index=True)
-
-
-def _at_random(measure: Any, model: Any, seeds: range, std: Any) -> list[Any]:
-    """Measure the model with random weights for each seed."""
-    if not seeds:
-        return []
-    from tl_posdisent.models.loading.random_init import initial_scale, random_control
-
-    scale = initial_scale(model, std)
-    copies = random_control(model, seeds, std=scale)
-    return [measure(m).assign(weights=f"random {s}", std=scale) for s, m in zip(seeds, copies, strict=True)]
-
-
-def _shown(trained: Any, chance: Any, what: str) -> list[str]:
+def _shown(table: Any, what: str) -> list[str]:
     """Format r by layer and head, its means beside those of random weights, and the shares of the components."""
-    from tl_posdisent.experiments.measuring.above_random import above_random
+    from tl_posdisent.experiments.measuring.random_copies import above_random, by_weights
 
+    trained, random = by_weights(table)
+    chance = table.iloc[:0] if random is None else random
     column, means = "r", "r of the three-axis fit"
     if "r_held_out" in trained:
         column, means = "r_held_out", "r with the distance profile of the other texts"
@@ -111,7 +101,7 @@ def _shown(trained: Any, chance: Any, what: str) -> list[str]:
     return [
         *_by_head(trained, chance, column, f"{means}, by layer and head: {what}"),
         *(_mean(x, trained, chance) for x in dict.fromkeys([column, "r"])),
-        *([] if chance.empty else [above_random(trained, chance, column)]),
+        *([] if random is None else [above_random(trained, random, column)]),
         f"share of the variance that each component explains alone: {shares}",
     ]
 

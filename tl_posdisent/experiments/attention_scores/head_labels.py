@@ -11,17 +11,18 @@ import pandas as pd
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from tl_posdisent.experiments.measuring.random_copies import beside_random, by_weights
 from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads, pairs_of
 from tl_posdisent.models.capture import of_heads
-from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
+from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, described_copies, initial_scale
 from tl_posdisent.models.patterns import Pattern, for_each_pattern
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tables import HEAD
 from tl_posdisent.utils.validation import check_integer, check_seed, check_seeds, listed
 
 SEQUENCE_TOKENS = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
@@ -94,16 +95,12 @@ def head_labels(
     pairs = pairs_of(any_heads(reading, layers, heads))
     copied = repeated_tokens(reading.model, length, N_SEQUENCES, check_seed(seed))
     read = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
-    texts = read_texts(reading.model, *read)
-    scale = initial_scale(reading.model, std) if seeds else None
-    copies = () if scale is None else random_control(reading.model, seeds, std=scale)
-    models = (m for group in ([reading], copies) for m in group)
-    with tqdm(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
-        trained, *random = [_measured(m, texts, copied, pairs) for m in bar]
-    chance: Any = sum(random) / len(random) if random else None
-    table = _labelled(trained, chance)
+    measure = partial(label_measures, texts=read_texts(reading.model, *read), copied=copied, pairs=pairs)
+    scale = initial_scale(reading.model, std) if seeds else USUAL_STD
+    rows = beside_random(reading, {"labels": measure}, seeds, scale, progress=progress)["labels"]
+    table = labelled(*by_weights(rows))
     table.attrs["start_token"] = start_token(reading.model)
-    if scale is not None:
+    if seeds:
         table.attrs["random weights"] = described_copies(scale, seeds)
     return reading.note(table)
 
@@ -139,20 +136,15 @@ def start_token(model: Any) -> int | None:
     return bos if bos is not None and bos < model.cfg.d_vocab else None
 
 
-def _labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame:
-    """Put each measure of the trained model beside that of the random copies, with the labels before them."""
-    above = (trained if random is None else (trained - random) / (1 - random)) >= _LABEL_THRESHOLD
-    names = [[name for name in _LABELS if row[name]] for _, row in above.iterrows()]
-    labels = ["+".join(label or ["local"] * local) for label, local in zip(names, above["local"], strict=True)]
-    columns = {"label": pd.Series(labels, index=trained.index, dtype="object")}
-    for name in trained.columns:
-        columns |= {name: trained[name]} | ({} if random is None else {f"{name}_random": random[name]})
-    return pd.DataFrame(columns).reset_index()
+def label_measures(
+    reading: ModelReading, texts: Texts, copied: Int[Tensor, "repeats pos"], pairs: list[tuple[int, int]]
+) -> pd.DataFrame:
+    """Compute the measures of the heads of one model, a row for each.
 
-
-def _measured(model: Any, texts: Texts, copied: Tensor, pairs: list[tuple[int, int]]) -> pd.DataFrame:
-    """Compute the measures of one model, by layer and head."""
-    reading = read_model(model)
+    Args:
+        texts: where duplicate tokens and induction are not measured.
+        copied: where these are: ``repeated_tokens``.
+    """
     chosen = any_heads(reading, None, pairs)
     sums: dict[tuple[str, int], Any] = defaultdict(float)
     local = min(_N_LOCAL_KEYS, min(texts.lengths) - 1)
@@ -160,7 +152,24 @@ def _measured(model: Any, texts: Texts, copied: Tensor, pairs: list[tuple[int, i
         _add_means(sums, reading, group.tokens, chosen, partial(_text_measures, local=local), len(texts.tokens))
     _add_means(sums, reading, copied, chosen, partial(_copy_measures, n=copied.shape[1] // 2), len(copied))
     columns = {name: torch.cat([sums[name, spec.layer] for spec, _ in chosen]).tolist() for name in _MEASURES}
-    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(pairs_of(chosen), names=["layer", "head"]))
+    return pd.DataFrame(pairs_of(chosen), columns=HEAD).assign(**columns)
+
+
+def labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame:
+    """Label heads by their measures, and put the mean over random copies beside each.
+
+    Args:
+        trained, random: tables of ``label_measures``, of the model and of all random copies, if any.
+    """
+    own = trained.set_index(HEAD)[[*_MEASURES]]
+    chance = None if random is None else random.groupby(HEAD)[[*_MEASURES]].mean().loc[own.index]
+    above = (own if chance is None else (own - chance) / (1 - chance)) >= _LABEL_THRESHOLD
+    names = [[name for name in _LABELS if row[name]] for _, row in above.iterrows()]
+    labels = ["+".join(label or ["local"] * local) for label, local in zip(names, above["local"], strict=True)]
+    columns = {"label": pd.Series(labels, index=own.index, dtype="object")}
+    for name in _MEASURES:
+        columns |= {name: own[name]} | ({} if chance is None else {f"{name}_random": chance[name]})
+    return pd.DataFrame(columns).reset_index()
 
 
 def _add_means(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import nan
 from typing import Final
 
@@ -11,10 +12,15 @@ import pandas as pd
 
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.attention_by_distance import mean_attention
-from tl_posdisent.experiments.attention_scores.head_labels import head_labels
+from tl_posdisent.experiments.attention_scores.head_labels import (
+    N_SEQUENCES,
+    label_measures,
+    labelled,
+    repeated_tokens,
+)
+from tl_posdisent.experiments.measuring.random_copies import beside_random, by_weights
 from tl_posdisent.experiments.needs.sentences import looks_sentences
 from tl_posdisent.hooks.hook_list import Chosen
-from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.texts import Texts
 
@@ -62,16 +68,17 @@ def measure_looks(reading: ModelReading, texts: Texts, chosen: Chosen, seeds: Se
         seeds: of random copies of the model.
         seed: of the random tokens on which labels are measured.
     """
-    ((spec, heads),) = chosen
-    pairs = [(spec.layer, head) for head in heads]
-    shares = _shares(additivity(reading, texts, heads=pairs, progress=False))
-    random = None
-    if seeds:
-        copies = random_control(reading.model, seeds)
-        tables = [additivity(copy, texts, layers=[spec.layer], progress=False) for copy in copies]
-        random = _shares(pd.concat(tables))
-    labels = head_labels(reading, texts, heads=pairs, seeds=seeds, seed=seed, progress=False)
-    (label,) = labels["label"]
+    ((spec, (head,)),) = chosen
+    copied = repeated_tokens(reading.model, None, N_SEQUENCES, seed)
+    measures = {
+        "scores": partial(additivity, tokens=texts, layers=[spec.layer], progress=False),
+        "labels": partial(label_measures, texts=texts, copied=copied, pairs=[(spec.layer, head)]),
+    }
+    tables = beside_random(reading, measures, seeds, "config")
+    trained, copies = by_weights(tables["scores"])
+    shares = _shares(trained[trained["head"] == head])
+    random = None if copies is None else _shares(copies)
+    (label,) = labelled(*by_weights(tables["labels"]))["label"]
     attention = mean_attention(reading, texts, chosen, [], whole=False)
     first_token = first_token_share(attention)
     profile = profile_without_first(attention)[["distance", "attention", "cells"]].reset_index(drop=True)

@@ -10,11 +10,10 @@ import numpy as np
 import pandas as pd
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import HasTable
+from tl_posdisent.utils.tables import HEAD, HasTable
 from tl_posdisent.utils.validation import check_choice, head_label
 from tl_posdisent.utils.words import plural
 
-_HEAD = ["layer", "head"]
 _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", "head")
 
 
@@ -98,7 +97,7 @@ def deposit(
     positive = drop.clip(min=0)
     total = float(positive.sum())
     p = positive / total if total > 0 else np.zeros_like(positive)
-    table = drops[_HEAD].assign(drop=drop, share=p).sort_values(_HEAD, ignore_index=True)
+    table = drops[HEAD].assign(drop=drop, share=p).sort_values(HEAD, ignore_index=True)
     largest = int(table["drop"].to_numpy().argmax())
     ranked = np.sort(positive)[::-1]
     return DepositReport(
@@ -117,14 +116,14 @@ def _check_drops(drops: pd.DataFrame, names: list[str]) -> None:
     """Raise unless the table has one row per head, with finite numbers in these columns."""
     if not isinstance(drops, pd.DataFrame):
         raise ArgumentError("drops", f"must be a table of head_ablation, got {type(drops).__name__}")
-    needed = [*_HEAD, *names]
+    needed = [*HEAD, *names]
     missing = [name for name in needed if name not in drops]
     if missing or not len(drops):
         what = f"no column {missing[0]!r}" if missing else "no rows"
         raise ArgumentError("drops", f"must have rows, and columns {', '.join(needed)}, as of head_drops, got {what}")
-    twice = drops[drops.duplicated(_HEAD)]
+    twice = drops[drops.duplicated(HEAD)]
     if len(twice):
-        raise ArgumentError("drops", f"must have one row per head, got several for {head_label(*twice[_HEAD].iloc[0])}")
+        raise ArgumentError("drops", f"must have one row per head, got several for {head_label(*twice[HEAD].iloc[0])}")
     for name in names:
         values = drops[name].to_numpy(float)
         if not np.isfinite(values).all():
