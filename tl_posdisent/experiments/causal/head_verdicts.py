@@ -9,11 +9,10 @@ from typing import Any, Final
 import pandas as pd
 
 from tl_posdisent.additive.attention.rungs import RUNGS
+from tl_posdisent.experiments.causal.ladder import MEAN
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import surely_below
 from tl_posdisent.utils.validation import check_number
-
-from .ladder_runs import MEAN
 
 _VERDICTS = {  # other rungs: their own name
     MEAN: "not used",

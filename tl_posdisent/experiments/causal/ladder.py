@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from math import nan
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung
-from tl_posdisent.experiments.causal.ladder_runs import MEAN, AnyRung, LadderRuns, Unit
-from tl_posdisent.experiments.measuring.metrics import Metric, check_metric
-from tl_posdisent.experiments.measuring.runs import note_failures
-from tl_posdisent.hooks.hook_list import Chosen, Heads, any_heads
-from tl_posdisent.models.reading.model_reading import Layers, read_model
+from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, WITHOUT_FIT, Rung, n_parameters
+from tl_posdisent.experiments.causal.recovered_share import share_between, share_of_kl
+from tl_posdisent.experiments.measuring.failures import note_failures
+from tl_posdisent.experiments.measuring.metrics import (
+    Metric,
+    as_numbers,
+    check_metric,
+    is_separable,
+    metric_values,
+    values_of,
+)
+from tl_posdisent.experiments.measuring.run_changes import Compare, Head, HooksOf, run_changes
+from tl_posdisent.experiments.measuring.token_losses import by_token
+from tl_posdisent.hooks.ablate import ablate_heads
+from tl_posdisent.hooks.fitted_attention import fit_layers, stored_hooks
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, pairs_of
+from tl_posdisent.hooks.substitute import rung_hooks
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.model_parts import dtype_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.statistics import Blocks
 from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
+Unit = Literal["head", "layer", "all"]
 LadderControl = Literal["shuffled"]
+MEAN: Final = "mean_output"
+AnyRung = Rung | Literal["mean_output"]
+"""A rung, or the head's mean output."""
+_Run = tuple[str, AnyRung]
+"""A control, or ``"none"``, and a rung."""
+_SHUFFLE_SEED = 0  # of the one order of the control "shuffled"
+Row = dict[str, Any]
+"""A row of the table, or some of its columns."""
 _END_RUNGS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
 _COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
@@ -107,28 +136,173 @@ def attention_ladder(
     fitted = read_texts(reading.model, tokens)
     with naming(tokens="heldout"):
         texts = fitted if heldout is None else read_texts(reading.model, heldout)
-    heads_by_layer = any_heads(reading, layers, heads)
-    _check_lengths(rung_list, texts, fitted, heads_by_layer)
-    rungs_by_control = {"none": rung_list}
+    chosen = any_heads(reading, layers, heads)
+    _check_lengths(rung_list, texts, fitted, chosen)
+    runs: list[_Run] = [("none", rung) for rung in rung_list]
     if "shuffled" in chosen_controls:
-        rungs_by_control["shuffled"] = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
-    n_runs = _n_runs(heads_by_layer, unit, rungs_by_control)
-    with tqdm(total=n_runs, desc="runs", disable=not progress) as bar:
-        ladder = LadderRuns(reading, fitted, texts, unit, metric, bar)
-        rows, failures = ladder.rows(heads_by_layer, rungs_by_control)
+        runs += [("shuffled", rung) for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
+    changes, heads_of = dict[str, Hooks | HooksOf](), dict[str, list[list[Head]]]()
+    with tqdm(desc="runs", disable=not progress) as bar:
+        for control, rung in (run for run in runs if run[1] != "untouched"):
+            # What is fitted to each text takes memory, so layer by layer.
+            single_layers = control == "shuffled" and rung not in PER_HEAD and unit != "all"
+            for part in [[layer] for layer in chosen] if single_layers else [chosen]:
+                name = f"{control} {rung} from layer {part[0][0].layer}"
+                changes[name] = _rung_hooks(reading, fitted, texts, part, rung, control, in_turn=unit == "all")
+                heads_of[name] = [pairs_of(item.chosen) for item in _items(part, unit)]
+        bar.reset(len(texts.tokens) * sum(map(len, heads_of.values())))
+        together = metric is not None and not is_separable(metric)
+        found = run_changes(reading, texts, changes, heads_of, _losses_and_metric(metric), together=together, bar=bar)
+    items, rows = _items(chosen, unit), list[Row]()
+    by_run = {
+        run: torch.cat([found[name] for name in changes if name.startswith(f"{run[0]} {run[1]} from")])
+        if run[1] != "untouched"
+        else found.unmodified.expand(len(items), *found.unmodified.shape)
+        for run in runs
+    }
+    for n, item in enumerate(items):
+        shares = _Shares({run: values[n] for run, values in by_run.items()}, texts, dtype_of(reading.model))
+        for control, rung in runs:
+            row: Row = {"layer": item.layer, "head": item.head, "control": control, "rung": rung}
+            rows.append(row | shares.of((control, rung)) | _fitted(rung, item.chosen, fitted, texts))
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     single = _OVER_TEXTS if len(texts.tokens) < 2 else []
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS + single)
-    table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     _warn_of_no_effect(table, texts)
-    return reading.note(note_failures(table, failures, n_runs))
+    return reading.note(note_failures(table, found.failures, found.n_runs))
 
 
-def _n_runs(heads_by_layer: Chosen, unit: Unit, rungs_by_control: dict[str, list[AnyRung]]) -> int:
-    """Count the runs: of each rung of each control except ``"untouched"``, for each head, layer or all."""
-    n_heads = sum(len(heads) for _, heads in heads_by_layer)
-    n_items = {"all": 1, "layer": len(heads_by_layer), "head": n_heads}[unit]
-    return n_items * sum(rung != "untouched" for rungs in rungs_by_control.values() for rung in rungs)
+class _Item(NamedTuple):
+    """Heads that are replaced at a time, and the layer and head of their rows; None for several."""
+
+    layer: int | None
+    head: int | None
+    chosen: Chosen
+
+
+def _items(chosen: Chosen, unit: Unit) -> list[_Item]:
+    if unit == "all":
+        return [_Item(None, None, chosen)]
+    if unit == "layer":
+        return [_Item(spec.layer, None, [(spec, heads)]) for spec, heads in chosen]
+    return [_Item(spec.layer, head, [(spec, [head])]) for spec, heads in chosen for head in heads]
+
+
+# --- hooks of a rung
+
+
+def _rung_hooks(
+    reading: ModelReading, fitted: Texts, texts: Texts, chosen: Chosen, rung: AnyRung, control: str, *, in_turn: bool
+) -> Hooks | HooksOf:
+    """Return hooks that put a rung in: fitted to other texts, in the run itself, or to the text in another order."""
+    if rung == MEAN:
+        try:
+            return ablate_heads(reading, pairs_of(chosen), mode="mean", reference=fitted)
+        except ValueError as error:  # of each of its runs
+            return partial(_raise, error)
+    if rung in PER_HEAD:
+        read = fitted.shuffled(_SHUFFLE_SEED) if control == "shuffled" else [group.tokens for group in fitted.groups]
+        return stored_hooks(chosen, fit_layers(reading.model, read, chosen, rung, in_turn=in_turn))
+    if control == "shuffled":
+        return partial(_shuffled_hooks, reading, texts, rung, in_turn)
+    return rung_hooks(chosen, rung)
+
+
+def _raise(error: ValueError, rows: Sequence[int], heads: Sequence[Head]) -> Hooks:
+    raise error
+
+
+def _shuffled_hooks(
+    reading: ModelReading, texts: Texts, rung: Rung, in_turn: bool, rows: list[int], heads: list[Head]
+) -> Hooks:
+    """Fit a rung to each of some texts in another order, and return hooks that put it in."""
+    chosen, (tokens,) = any_heads(reading, None, heads), texts.take(rows).shuffled(_SHUFFLE_SEED)
+    return stored_hooks(chosen, fit_layers(reading.model, [tokens], chosen, rung, in_turn=in_turn))
+
+
+def _fitted(rung: AnyRung, chosen: Chosen, fitted: Texts, texts: Texts) -> Row:
+    """Return how many parameters a rung has for these heads, and whether its predictions are causal."""
+    of_head = rung == MEAN or rung in PER_HEAD
+    lengths = [fitted.longest] if of_head else texts.lengths
+    static = rung in WITHOUT_FIT or (of_head and texts is not fitted)
+    n = sum(len(heads) * _n_parameters(rung, spec, length) for spec, heads in chosen for length in lengths)
+    return {"parameters": n, "causal": static and all(spec.causal for spec, _ in chosen)}
+
+
+def _n_parameters(rung: AnyRung, spec: AttentionSpec, length: int) -> int:
+    """Count the parameters that a rung fits for one head."""
+    return spec.d_head if rung == MEAN else n_parameters(rung, spec.mask(length), spec.d_head)
+
+
+# --- comparison of runs
+
+
+def _losses_and_metric(metric: Metric | None) -> Compare:
+    """Compare texts by losses and divergences by token and, with a metric, by its value, beside all tokens of a text.
+
+    A number for all texts stands beside the first text.
+    """
+    if metric is None:
+        return by_token
+
+    def read(
+        unmodified: list[Any], texts: Texts, rows: list[int]
+    ) -> Callable[[list[Any]], Float64[Tensor, "text predicted 3"]]:
+        tokens, values = by_token(unmodified, texts, rows), metric_values(metric)(unmodified, texts, rows)
+        by_text = is_separable(metric) or as_numbers(values_of(metric, unmodified, texts), len(rows)).ndim
+
+        def compare(outputs: list[Any]) -> Float64[Tensor, "text predicted 3"]:
+            found, numbers = tokens(outputs), values(outputs).clone()
+            if not by_text:
+                numbers[1:] = nan
+            return torch.cat([found, numbers[:, None, None].expand(-1, found.shape[1], 1)], -1)
+
+        return compare
+
+    return read
+
+
+class _Shares:
+    """Losses, divergences and shares of the runs of one item.
+
+    Args:
+        values: of each run, as ``_losses_and_metric`` returns them, including the untouched one.
+    """
+
+    def __init__(self, values: Mapping[_Run, Float64[Tensor, "text predicted _"]], texts: Texts, dtype: Any) -> None:
+        n_predicted = torch.tensor(texts.lengths) - 1
+        self.inside = torch.arange(int(n_predicted.max())) < n_predicted[:, None]
+        self.tokens = Blocks.of_texts(n_predicted.tolist())
+        self.all, self.dtype, self.untouched = values, dtype, values["none", "untouched"]
+        self.by_text = self.untouched.shape[-1] > 2  # a metric
+        self.known = ~self.untouched[:, 0, -1].isnan()
+        self.blocks = Blocks.single(int(self.known.sum())) if self.by_text else self.tokens
+
+    def of(self, run: _Run) -> Row:
+        """Return the columns of a run, with its shares between the baselines and the untouched model."""
+        own, uniform = self.all[run], self.all["none", "uniform"]
+        (losses, divergences), values, untouched = self._by_token(own), self._values(own), self._values(self.untouched)
+        row: Row = {"value": values.mean().item(), "loss": losses.mean().item()}
+        for names, baseline in (
+            (("recovered", "se"), uniform),
+            (("recovered_mean", "se_mean"), self.all["none", MEAN]),
+        ):
+            share = share_between(values, self._values(baseline), untouched, self.blocks, self.dtype)
+            row |= zip(names, share, strict=True)
+        row["kl"], row["error_kl"] = self.tokens.mean(divergences)
+        loss = self._by_token(self.untouched)[0].mean().item()
+        row["recovered_kl"], row["se_kl"] = share_of_kl(
+            divergences, self._by_token(uniform)[1], self.tokens, loss, self.dtype
+        )
+        _, row["error"] = self.blocks.mean(values - untouched)
+        return row | {"blocks": self.blocks.count, "df": self.blocks.df}
+
+    def _by_token(self, run: Tensor) -> tuple[Float64[Tensor, " predicted"], Float64[Tensor, " predicted"]]:
+        return run[..., 0][self.inside], run[..., 1][self.inside]
+
+    def _values(self, run: Tensor) -> Float64[Tensor, " sample"]:
+        """Return the values behind the shares: losses, or the metric of each text."""
+        return run[self.known, 0, -1] if self.by_text else self._by_token(run)[0]
 
 
 def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, heads_by_layer: Chosen) -> None:
