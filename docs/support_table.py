@@ -1,13 +1,12 @@
 """Which tool works with which architecture in which model class: tried, not typed.
 
-Builds the tiny models of `tests/support/zoo.py` and tries the laws of `tests/support/support_laws.py` on each of them,
-on whole texts and on padded ones. What a tool refuses has a name in its cell; one that breaks a law stops this script.
+Builds the tiny models of `tests/support/zoo.py` and compares every tool on each of them with attention summed by hand
+(`tests/support/attention_law.py`). What a tool refuses has a name in its cell; one that breaks the law stops it.
 
     .venv/bin/python docs/support_table.py       # writes what holds for the installed TransformerLens
     .venv-tl4/bin/python docs/support_table.py   # and for the other one; what is there of the rest stays
-    .venv/bin/python docs/support_table.py TOOL  # only this column
 
-`tests/docs/test_docs.py` does the same and compares.
+`tests/laws/test_attention_by_hand.py` does the same and compares.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
 
-import pandas as pd
 import torch
 
 HERE = Path(__file__).parent
@@ -30,17 +28,16 @@ PAGE = HERE / "support.md"
 sys.path.append(str(HERE.parent / "tests"))
 
 from support import zoo  # noqa: E402
-from support.support_laws import PADDED, TOOLS, try_laws  # noqa: E402
+from support.attention_law import TOOLS, tried  # noqa: E402
 
 OK = "✓"
-WHOLE_ONLY = f"{OK} not {PADDED}"
 REFUSALS = {  # words of an error: what it is called in a cell
     "additive bias such as ALiBi": "additive bias",
     "no rotary position embedding": "no rotation",
 }
 CLASSES = {"H3": "hooked", "B3": "bridge", "B4": "bridge"}  # code in the table: kind in the zoo
 Row = dict[str, str]
-"""One architecture in one class: the cell of every tool, OK, WHOLE_ONLY or the name of its refusal."""
+"""One architecture in one class: the cell of every tool, OK or the name of its refusal."""
 Table = dict[tuple[str, str], Row]
 """By (architecture, class code)."""
 
@@ -48,24 +45,13 @@ Table = dict[tuple[str, str], Row]
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-def try_tools(model: Any, tools: Sequence[str] = tuple(TOOLS)) -> Row:
-    """Every tool, or some, on one model."""
-    table = try_laws(model, tools)
-    wrong = table[table["verdict"] == "wrong"]
-    if len(wrong):
-        raise AssertionError(f"a tool does something else than it says:\n{wrong.to_string()}")
-    return {tool: _cell(table[table["tool"] == tool]) for tool in tools}
+def try_tools(model: Any) -> Row:
+    """Every tool on one model: OK, or the name of its refusal."""
+    return {tool: _cell(why) for tool, why in tried(model).items()}
 
 
-def _cell(rows: pd.DataFrame) -> str:
-    """OK, that padded texts are refused, or the name of the refusal."""
-    refused = rows[rows["verdict"] == "refused"]
-    if not len(refused):
-        return OK
-    (text,), (error,) = refused["text"], refused["reason"]
-    if text == PADDED:
-        return WHOLE_ONLY
-    return next(name for words, name in REFUSALS.items() if words in error)
+def _cell(why: str) -> str:
+    return next(name for words, name in REFUSALS.items() if words in why) if why else OK
 
 
 def codes() -> list[str]:
@@ -137,14 +123,11 @@ def in_order(table: Table) -> Table:
     return {case: table[case] for case in order if case in table}
 
 
-def main(tools: Sequence[str]) -> None:
-    """Replace what the table says of the installed TransformerLens: of these tools, or of all."""
+def main() -> None:
+    """Replace what the table says of the installed TransformerLens."""
     torch.set_num_threads(1)
-    table = from_markdown(written())
-    kept = {case: row for case, row in table.items() if case[1] not in codes()}
-    new = {(name, code): try_tools(zoo.load(CLASSES[code], name), tools or tuple(TOOLS)) for name, code in cases()}
-    if tools:
-        new = {case: table.get(case, {}) | row for case, row in new.items()}
+    kept = {case: row for case, row in from_markdown(written()).items() if case[1] not in codes()}
+    new = {(name, code): try_tools(zoo.load(CLASSES[code], name)) for name, code in cases()}
     write(kept | new)
     print(f"{PAGE.name}: {len(new)} tried with TransformerLens {zoo.TL_MAJOR}, {len(kept)} kept")
 
@@ -156,4 +139,4 @@ def write(table: Table) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

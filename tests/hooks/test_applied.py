@@ -77,51 +77,6 @@ def test_a_block_in_which_the_model_does_not_run(kind: str, name: str, shared_mo
 
 
 @CASES
-@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), SystemExit(3)], ids=repr)
-def test_exceptions_pass_unchanged(kind: str, name: str, error: BaseException, shared_model: Any) -> None:
-    """Idle hooks are not reported over them."""
-    model = shared_model(kind, name)
-    plain = run(model)
-    with pytest.raises(type(error)) as caught:  # noqa: SIM117
-        with applied(model, [(Z, double)]):
-            raise error
-    assert caught.value is error
-    assert torch.equal(run(model), plain)
-
-    def fail(x: Tensor, hook: Any) -> None:
-        raise error
-
-    with pytest.raises(type(error)) as caught, applied(model, [(Z, double), (LATE, fail)]):
-        run(model)
-    assert caught.value is error
-    assert torch.equal(run(model), plain)
-
-
-@CASES
-def test_hooks_of_the_user_survive(kind: str, name: str) -> None:
-    model = zoo.load(kind, name)
-    plain = run(model)
-    model.hook_dict[Z].add_hook(double)
-    doubled = run(model)
-    assert not torch.equal(doubled, plain)
-    with applied(model, [(Z, double)]):
-        twice = run(model)
-        assert not torch.equal(twice, doubled)
-        with model.hooks(fwd_hooks=[(LATE, double)]):  # which removes its own at its end
-            assert not torch.equal(run(model), twice)
-        assert torch.equal(run(model), twice)
-    assert torch.equal(run(model), doubled)
-    with applied(model, [(Z, double)]):
-        assert torch.equal(run(model), twice)
-        model.reset_hooks()
-        assert torch.equal(run(model), plain)
-        model.hook_dict[Z].add_hook(double)
-    with pytest.raises(RuntimeError, match="never fired"), applied(model, [(Z, double)]):
-        pass
-    assert torch.equal(run(model), doubled)
-
-
-@CASES
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("hooks", "message"),

@@ -1,28 +1,18 @@
-"""Several interventions at once: the oracle's scores, in any order, however installed, in every state of the run.
-
-Two lists that are added act together as the oracle says, or are refused when they are added. Two that are installed
-separately do the same, or are refused while running.
-"""
+"""Lists of hooks: added or installed one after the other, what they say of themselves, and what is no list."""
 
 from __future__ import annotations
 
-import re
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.edited_scores import Call
 from support.intervention_cases import (
     TOKENS,
     TOOLS,
-    TOOLS_FOR_ANY_LENGTH,
     UNORDERED,
-    L,
-    case,
     close,
-    edited,
     logits,
     mixed_of,
 )
@@ -33,7 +23,6 @@ from torch import Tensor
 import tl_posdisent as tp
 from tl_posdisent import (
     ablate_heads,
-    capture,
     dummy_distance,
     lambda_mask,
     limit_frequencies,
@@ -43,32 +32,15 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import (
-    applied,
-    drop_component,
-    patch_vectors,
     phase_noise,
-    substitute_additive,
-    substitute_attention,
 )
 from tl_posdisent.hooks.applied import check_hooks
-from tl_posdisent.hooks.hook_list import Hooks, joined
+from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
 MODELS = zoo.cases("llama-gqa")
 NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
-HEADS = [pytest.param(*case.values, [1, 6], id=f"{case.id}-two", marks=case.marks) for case in MODELS]
-HEADS += [pytest.param(*case.values, None, id=f"{case.id}-all", marks=pytest.mark.slow) for case in MODELS[:1]]
 OTHERS = "other hooks act on its attention"
-POSITIONS = {"swap", "dummy", "remap"}
-ROTATING = {*POSITIONS, "lambda", "interpolate", "freeze", "drop", "noise", "vectors"}
-REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
-REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "lambda", "noise", "vectors", "scores")} | {
-    frozenset(("vectors", "dummy")),
-    frozenset(("vectors", "remap")),
-    frozenset(("vectors", "lambda")),
-    frozenset(("attention", "scores")),
-    frozenset(("attention", "two axes")),
-}
 
 
 def nested(model: Any, outer: Hooks, inner: Hooks) -> Tensor:
@@ -90,113 +62,6 @@ def copied(model: Any, first: Hooks, second: Hooks) -> Tensor:
 
 
 WAYS = {"nested": nested, "separately": separately, "copied": copied}
-
-
-@pytest.mark.parametrize(("kind", "name", "heads"), HEADS)
-def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, shared_model: Any) -> None:
-    """Added, they act together; installed separately, edits of the rotation do the same or raise."""
-    model = shared_model(kind, name)
-    plain, chosen = mixed_of(model, []), list(range(8)) if heads is None else heads
-    rest = [h for h in range(8) if h not in chosen]
-    made = {tool: make(model, layers=[0], heads=heads) for tool, make in TOOLS.items()}
-    calls = {tool: case(tool, model, heads) for tool in TOOLS}
-    n_raised = 0
-    for n, (a, b) in enumerate(combinations(TOOLS, 2)):
-        a, b = (a, b) if n % 2 else (b, a)
-        way = WAYS[list(WAYS)[n % 3]]
-        try:
-            both = made[a] + made[b]
-        except ValueError as error:
-            assert frozenset((a, b)) in REFUSED, (a, b, error)  # noqa: PT017
-            assert "layer 0, head " in str(error)  # noqa: PT017
-            if {a, b} <= ROTATING:
-                with pytest.raises(ValueError, match=OTHERS):
-                    way(model, made[a], made[b])
-            continue
-        assert frozenset((a, b)) not in REFUSED, (a, b)
-        expected, got = edited(model, [calls[a], calls[b]]), mixed_of(model, both)
-        assert (got - expected)[:, chosen].abs().max() < 1e-4, (a, b)
-        assert torch.equal(got[:, rest], plain[:, rest]), (a, b)
-        if not {a, b} & ROTATING:
-            continue  # edits of scores act in the order in which they are installed
-        try:
-            close(way(model, made[a], made[b]), got, 1e-4)
-        except ValueError as error:
-            # a list that fits scores takes keys that another has hidden for those of several texts
-            assert re.search(f"{OTHERS}|must leave one text in each row", str(error)), (a, b, error)  # noqa: PT017
-            n_raised += 1
-    assert n_raised > 10
-
-
-DISTANCES = {
-    "dummy_distance": lambda model, **where: dummy_distance(model, 5, **where),
-    "remap_distance": lambda model, **where: remap_distance(model, lambda d: 0 * d + 5, **where),
-    "lambda_mask": lambda model, **where: lambda_mask(model, sinks=1, window=4, distance_ceiling=2, **where),
-}
-
-
-@pytest.mark.parametrize("sides", ["q", "k", "qk"])
-@pytest.mark.parametrize("tool", DISTANCES)
-def test_vectors_are_not_patched_where_only_distances_are_given(tool: str, sides: str, shared_model: Any) -> None:
-    """Patched vectors have positions, and a distance says none for the other side; on other heads both act."""
-    model = shared_model("bridge", "llama-gqa")
-    own = capture(model, TOKENS, layers=[0])[0]
-    given = [x if side in sides else None for side, x in (("q", own.q_rot), ("k", own.k_rot))]
-    patch = patch_vectors(model, 0, *given, heads=[1], keys="head")
-    for lists in permutations([patch, DISTANCES[tool](model, layers=[0])]):
-        with pytest.raises(ValueError, match=rf"L0H1\): {tool} sets distances, not positions, and vectors that are"):
-            joined(lists)
-    others = DISTANCES[tool](model, layers=[0], heads=[0, *range(2, 8)])
-    assert torch.equal(mixed_of(model, others + patch), mixed_of(model, patch + others))
-    swapped = swap_positions(model, torch.arange(TOKENS.shape[1]), layers=[0])
-    close(mixed_of(model, swapped + patch), mixed_of(model, []), 1e-4)
-
-
-@pytest.mark.parametrize("part", ["distance", "query", "key", "residual", "fit"])
-def test_first_token_attention_has_no_components_to_drop(part: str, shared_model: Any) -> None:
-    """All keys but one are hidden; uniform attention has finite scores, without a component that a softmax sees."""
-    model = shared_model("bridge", "llama-gqa")
-    where: Any = {"layers": [0], "heads": [3]}
-    dropped = substitute_additive(model, **where) if part == "fit" else drop_component(model, part, **where)
-    tool = "substitute_additive" if part == "fit" else "drop_component"
-    first, uniform = (substitute_attention(model, rung, **where) for rung in ("first_token", "uniform"))
-    for lists in permutations([first, dropped]):
-        with pytest.raises(ValueError, match=rf"attention\(first_token\) leaves no finite .*, which {tool} "):
-            joined(lists)
-    close(mixed_of(model, uniform + dropped), mixed_of(model, uniform), 1e-5)
-
-
-@pytest.mark.parametrize("patched", ["q", "k", "both"])
-@pytest.mark.parametrize(("kind", "name"), MODELS)
-def test_a_dropped_subspace_is_gone_whatever_is_patched(kind: str, name: str, patched: str, shared_model: Any) -> None:
-    """From both sides alike, beside what moves the other side, and whatever the patch holds there."""
-    model = shared_model(kind, name)
-    other = capture(model, TOKENS.flip(1), layers=[0])[0]
-    rotary = other.spec.rotary
-    low = float(rotary.frequencies.sort().values[-2:].log().mean().exp())  # the fastest alone is kept
-    slow = rotary.frequencies < low
-    columns = torch.cat([slow, slow]) if rotary.pairing == "half" else slow.repeat_interleave(2)
-    vectors = {"q": other.q_rot, "k": other.k_rot}
-    vectors = {side: x if patched in (side, "both") else None for side, x in vectors.items()}
-    wild = {side: None if x is None else x.clone() for side, x in vectors.items()}
-    for x in wild.values():
-        if x is not None:
-            x[..., : len(columns)][..., columns] = 50.0
-    limited = Call("limit_frequencies", low=low)
-    chosen = (None, [1, 6]) if (kind, name) == MODELS[0].values else (None,)
-    for heads in chosen:
-        for tool in (None, "swap", "interpolate", "freeze", "noise"):
-            hooks, calls = limit_frequencies(model, low, layers=[0], heads=heads), [limited.on(heads)]
-            if tool is not None:
-                hooks += TOOLS[tool](model, layers=[0], heads=heads)
-                calls.append(case(tool, model, heads))
-            where: Any = {"heads": heads, "keys": "head"}
-            one, same = (hooks + patch_vectors(model, 0, x["q"], x["k"], **where) for x in (vectors, wild))
-            got = mixed_of(model, one)
-            close(mixed_of(model, same), got, 1e-5)
-            calls.append(Call("patch_vectors", q_rot=vectors["q"], k_rot=vectors["k"], **where))
-            wanted, rows = edited(model, calls), range(8) if heads is None else heads
-            close(got[:, list(rows)], wanted[:, list(rows)])
 
 
 @pytest.mark.parametrize("step", [5, *slow([1])])
@@ -352,21 +217,6 @@ def test_own_hooks_on_vectors_act_with_interventions_or_are_noticed(name: str, a
                 model.run_with_hooks(tokens, fwd_hooks=[own])
 
 
-def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:
-    """An error in the middle of a layer, then other hooks: nothing is taken for installed that is not."""
-    model = shared_model("bridge", "llama-gqa")
-
-    def stop(x: Tensor, hook: Any) -> None:
-        raise RuntimeError("stopped")
-
-    first, second = dummy_distance(model, 3), swap_positions(model, UNORDERED)
-    expected = logits(model, second)
-    for where in ("hook_q", "hook_rot_k", "hook_pattern"):
-        with pytest.raises(RuntimeError, match="stopped"):
-            model.run_with_hooks(TOKENS, fwd_hooks=[*first, (f"blocks.0.attn.{where}", stop)])
-        assert torch.equal(logits(model, second), expected)
-
-
 def test_a_model_that_was_changed_since_is_noticed() -> None:
     model = zoo.load("hooked", "llama-gqa")
     hooks = dummy_distance(model, 3, heads=[1])
@@ -374,28 +224,3 @@ def test_a_model_that_was_changed_since_is_noticed() -> None:
     with pytest.raises(ValueError, match="make the hooks again after changing the model"):
         logits(model, hooks)
     logits(model, dummy_distance(model, 3, heads=[1]))
-
-
-# --- the same on padded batches -----------------------------------------------------------------------------------
-
-PAIRS = [(a, b) for a, b in combinations(TOOLS_FOR_ANY_LENGTH, 2) if frozenset((a, b)) not in REFUSED]
-PAD = 4
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_pairs_on_a_padded_text_are_as_on_the_text_alone(kind: str, name: str, side: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    tokens, mask = TOKENS.clone(), torch.ones(2, L, dtype=torch.int64)
-    at = slice(PAD, L) if side == "left" else slice(0, L - PAD)
-    tokens[0], mask[0] = 0, 0
-    tokens[0, at], mask[0, at] = TOKENS[0, : L - PAD], 1
-    for n, (a, b) in enumerate(PAIRS):
-        if side == "left" and {a, b} & {"swap", "noise", "lambda"}:
-            continue  # functions of positions
-        heads = None if n % 2 else [1, 6]
-        hooks = sum((TOOLS_FOR_ANY_LENGTH[tool](model, heads=heads) for tool in (a, b)), Hooks([]))
-        with torch.no_grad(), applied(model, hooks):
-            together, alone, long = model(tokens, attention_mask=mask), model(TOKENS[:1, : L - PAD]), model(TOKENS[1:])
-        close(together[0, at], alone[0], 2e-4)
-        close(together[1], long[0], 2e-4)

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.edited_scores import Call
-from support.intervention_cases import REAL, L, by_brute_force, close, edited, every_way, logits, mixed_of
+from support.intervention_cases import REAL, close, logits
 from support.small_models import small_model
 from support.tolerance import of_rounded_weights
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
-from tl_posdisent import bridge_from_hf, dummy_distance, read_model, remap_distance
+from tl_posdisent import bridge_from_hf, dummy_distance, remap_distance
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.edits.scores_at_distances import straight_pieces
 
 pytestmark = pytest.mark.tl4
-
-MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "halved": lambda d: 3 - d / 2,
-    "constant": lambda d: torch.full_like(d, 5.0),
-    "at most 3": lambda d: d.clamp(max=3),
-    "backwards": lambda d: 11 - d**2 / 7,
-}
-
-
-@pytest.mark.parametrize("name_of_map", MAPS)
-@every_way
-def test_any_function_of_the_distance(kind: str, name: str, name_of_map: str, shared_model: Any) -> None:
-    model, function = shared_model(kind, name), MAPS[name_of_map]
-    hooks = remap_distance(model, function)
-    matrix = function((REAL[:, None] - REAL).clamp(min=0).double())
-    expected = by_brute_force(model, matrix)
-    assert (expected - mixed_of(model, [])).abs().max() > 0.1
-    close(mixed_of(model, hooks), expected, layers=1)
-    close(mixed_of(model, remap_distance(model, matrix)), expected, layers=1)
-    close(mixed_of(model, remap_distance(model, matrix[None])), expected, layers=1)
-
-
-@every_way
-def test_one_dummy_distance_for_all(kind: str, name: str, shared_model: Any) -> None:
-    """Also in later layers, which see what the earlier ones have made of it; and at distance 0 without any turn."""
-    model = shared_model(kind, name)
-    for d in (0, -2.5, 40):
-        expected = edited(model, [Call("dummy_distance", distance=d)])
-        close(mixed_of(model, dummy_distance(model, d)), expected, layers=1)
-    everywhere = torch.full((L, L), 7.0)
-    close(logits(model, dummy_distance(model, 7)), logits(model, remap_distance(model, everywhere[None, None])))
 
 
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [3], [0, 2]])
@@ -96,19 +62,6 @@ def test_distances_into_the_future_are_said(shared_model: Any) -> None:
         remap_distance(both_ways, lambda d: -d)
 
 
-@every_way
-def test_any_matrix_of_distances(kind: str, name: str, shared_model: Any) -> None:
-    """For all heads, per head, per text; cells outside the mask may hold anything."""
-    model = shared_model(kind, name)
-    spec = read_model(model).specs([0])[0]
-    for shape in ((L, L), (8, L, L), (2, 1, L, L), (2, 8, L, L)):
-        matrix = (50_000 if shape[0] == 8 else 20) * torch.randn(shape, dtype=torch.float64)
-        expected = by_brute_force(model, matrix)
-        matrix[..., ~spec.mask(L)] = torch.nan
-        got = mixed_of(model, remap_distance(model, matrix, layers=[0]))
-        close(got, expected, layers=1)
-
-
 @pytest.mark.parametrize("name", zoo.names("llama-gqa", "gemma2"))  # others cannot run beyond their context
 def test_a_function_that_bends_beyond_the_context(name: str, shared_model: Any) -> None:
     """It is straight as far as the model's context goes (128 tokens), and the text is longer."""
@@ -134,17 +87,3 @@ def test_straight_pieces_of_a_function(values: list[float], pieces: list[tuple[f
     assert straight_pieces(torch.tensor(values, dtype=torch.float64)) == pieces
     curved = torch.arange(40.0, dtype=torch.float64).square()
     assert straight_pieces(curved) is None
-
-
-@pytest.mark.parametrize("distance", [1e5, 1e9])
-def test_distances_keep_their_digits(distance: float, shared_model: Any) -> None:
-    """One distance, a function and a matrix are the same, however far: angles of distances are not rounded."""
-    model = shared_model("bridge", "llama-gqa")
-    expected = by_brute_force(model, torch.full((L, L), distance, dtype=torch.float64))
-    matrix = torch.full((L, L), distance, dtype=torch.float64)
-    for hooks in (
-        dummy_distance(model, distance, layers=[0]),
-        remap_distance(model, lambda d: 0 * d + distance, layers=[0]),
-        remap_distance(model, matrix, layers=[0]),
-    ):
-        close(mixed_of(model, hooks), expected, 1e-4)

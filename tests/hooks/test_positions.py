@@ -5,23 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support import zoo
-from support.edited_scores import Call
 from support.intervention_cases import (
-    BROKEN,
     FAR,
     REAL,
     TOKENS,
     UNORDERED,
-    L,
-    by_brute_force,
     close,
     distances,
-    edited,
     every_way,
     logits,
-    mixed_of,
 )
 from support.zoo_configs import MECHANISMS
 
@@ -57,15 +50,3 @@ def test_far_positions(kind: str, name: str, shared_model: Any) -> None:
     close(got, expected, 1e-4 if kind == "bridge" else 3e-2)
     plain = logits(model, [])
     close(logits(model, swap_positions(model, REAL + 100_000)), plain, 0.2)
-
-
-@every_way
-def test_positions_between_and_before_the_whole_numbers(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    got = mixed_of(model, swap_positions(model, BROKEN))
-    close(got, edited(model, [Call("swap_positions", positions=BROKEN)]), layers=1)
-    close(got, by_brute_force(model, distances(BROKEN)), layers=1)
-    per_text = torch.stack([BROKEN, BROKEN.flip(0)])
-    expected = edited(model, [Call("swap_positions", positions=per_text)])
-    close(mixed_of(model, swap_positions(model, per_text)), expected, layers=1)
-    close(logits(model, swap_positions(model, [0.5 + i for i in range(L)])), logits(model, []))

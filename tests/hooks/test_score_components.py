@@ -13,7 +13,7 @@ from support.intervention_cases import close, logits
 from torch import Tensor
 
 from tl_posdisent import capture
-from tl_posdisent.hooks import drop_component, substitute_additive
+from tl_posdisent.hooks import drop_component
 from tl_posdisent.hooks.score_components import ScorePart, keep_parts, split_scores, split_two_axis
 
 PARTS = get_args(ScorePart)
@@ -110,24 +110,3 @@ def test_the_query_component_of_two_axes_has_mean_0(shared_model: Any) -> None:
     (layer,) = capture(shared_model("bridge", "llama-gqa"), zoo.random_tokens(), layers=[0])
     parts = split_two_axis(layer.spec, layer.q, layer.spec.per_query_head(layer.k), layer.spec.mask(12))
     assert parts.query.mean(-2).abs().max() < 1e-5 < parts.query.abs().max()
-
-
-def test_two_axes_need_one_text_in_a_row(shared_model: Any) -> None:
-    """Positions with gaps, and a mask with one."""
-    model, tokens = shared_model("bridge", "llama-gqa"), zoo.random_tokens()
-    hooks = substitute_additive(model, ("distance", "key", "residual"), axes="two")  # all but what a softmax ignores
-    places, ones = torch.arange(12).expand(2, -1), torch.ones_like(tokens)
-    gap = ones.clone()
-    gap[0, 3:6] = 0
-    refused = {
-        "are not what its queries, keys and rotation give": {"position_ids": places * 3, "attention_mask": ones},
-        "attention_mask must leave one text in each row": {
-            "position_ids": places,
-            "attention_mask": gap,
-        },
-    }
-    with torch.no_grad():
-        torch.testing.assert_close(model.run_with_hooks(tokens, fwd_hooks=hooks), model(tokens), rtol=0, atol=1e-4)
-        for message, options in refused.items():
-            with pytest.raises(ValueError, match=message):
-                model.run_with_hooks(tokens, fwd_hooks=hooks, **options)

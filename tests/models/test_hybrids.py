@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from support import public_calls, zoo
-from support.support_laws import try_laws
 
 from tl_posdisent import (
     ablate_heads,
@@ -22,7 +21,6 @@ from tl_posdisent import (
     subspace_patterns,
     swap_positions,
 )
-from tl_posdisent.hooks.edits import layer
 
 pytestmark = pytest.mark.tl4
 
@@ -58,15 +56,6 @@ def test_the_layers_that_attend_are_taken(shared_model: Any) -> None:
         assert table.attrs["layers_without_attention"] == [0, 2]
         assert table[table["layer"] == 3].attrs == table.attrs  # pandas keeps them
     assert repr(ablate_heads(model, 2)) == "ablate_heads(zero) on L1H2, L3H2"
-
-
-def test_the_laws_find_texts_that_do_not_begin_at_0(shared_model: Any, monkeypatch: Any) -> None:
-    """Qwen3.5 counts the padding before a text; an edit that takes its positions is not that of the text alone."""
-    monkeypatch.setattr(layer, "_check_start", lambda layer, tools: None)
-    tools = ["swap_positions", "phase_noise", "remap_distance"]
-    table = try_laws(shared_model("bridge", "qwen3.5"), tools)
-    wrong = table[table["verdict"] == "wrong"]
-    assert wrong[["tool", "text"]].values.tolist() == [["swap_positions", "padded"], ["phase_noise", "padded"]]
 
 
 def test_a_layer_without_attention_is_named(shared_model: Any) -> None:

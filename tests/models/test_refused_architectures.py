@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 from support import zoo
-from support.support_laws import try_laws
+from support.attention_law import ON_ROTATION, tried
 from support.zoo_configs import _SLIDING, _grouped
 
 from tl_posdisent import (
@@ -117,7 +117,5 @@ def test_laws_on_boot_native(positions: str) -> None:
         **shape, act_fn="gelu", normalization_type="LN", positional_embedding_type=positions, rotary_dim=8, seed=0
     )
     model = TransformerBridge.boot_native(config)
-    table = try_laws(model, ["additivity", "capture", "swap_positions", "ablate_heads"])
-    whole = table[table["text"] == "whole"].set_index("tool")["verdict"]
-    assert whole["additivity"] == whole["capture"] == whole["ablate_heads"] == "works"
-    assert whole["swap_positions"] == ("works" if positions == "rotary" else "refused")
+    refused = {tool for tool, why in tried(model).items() if why}
+    assert refused == (set() if positions == "rotary" else {*ON_ROTATION, "patch_vectors"})

@@ -57,6 +57,9 @@ class Layer:
     v: Tensor  # likewise
     sinks: Tensor | None = None  # ``[head]``, scores of attention sinks
     hidden: Tensor | None = None  # ``[query, key]``, cells that the run's own mask hides besides
+    seen: Tensor | None = None  # ``[query, key]``, cells that the run's own mask shows, in place of the layer's
+    own: Tensor | None = None  # ``[batch, head, query, key]``, scores that are not products of queries and keys
+    gate: Tensor | None = None  # ``[batch, pos, head, d_head or 1]``, factors of the results
 
     @property
     def length(self) -> int:
@@ -124,6 +127,8 @@ def _rotated(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
     """``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c · distance / s + ε_ic - ε_jc)))`` and what does not rotate."""
     spec, at = layer.spec, layer.at
     q, k, _ = layer.of(heads)
+    if layer.own is not None:
+        return layer.own[:, heads].double()
     if spec.rotary is None:
         return _capped(torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.scale, spec)
     theta, dropped = _frequencies(spec, calls)
@@ -232,7 +237,8 @@ def _capped(scores: Tensor, spec: Any) -> Tensor:
 
 def _scores(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
     """Keys are hidden, then components of another run put in, then scores replaced, then components dropped."""
-    scores, inside = _rotated(layer, heads, calls), layer.spec.mask(layer.length)
+    scores = _rotated(layer, heads, calls)
+    inside = layer.spec.mask(layer.length) if layer.seen is None else layer.seen
     inside = inside if layer.hidden is None else inside & ~layer.hidden
     for call in (x for x in calls if x.tool == "lambda_mask"):
         ahead = layer.at[:, None] - layer.at
@@ -272,6 +278,8 @@ def _two_axes(layer: Layer, heads: list[int], calls: Sequence[Call], keep: Seque
     spec, (q, k, _) = layer.spec, layer.of(heads)
     theta, dropped = _frequencies(spec, calls)
     (zq, q_rest), (zk, k_rest) = (_complex(x, spec) for x in (q, k))
+    if any(call.get("unrotated") == "drop" for call in calls):
+        q_rest = torch.zeros_like(q_rest)
     ahead = layer.at[:, None] - layer.at
     allowed = ahead[spec.mask(layer.length)].unique()
     pairs = (zq.movedim(1, 2)[:, :, :, None] * zk.conj().movedim(1, 2)[:, :, None])[..., ~dropped]
@@ -324,6 +332,7 @@ def _results(layer: Layer, heads: list[int], calls: Sequence[Call], read: Any) -
         beside = layer.sinks.double()[heads][None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, beside], -1)
     z = torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1)[..., : layer.length], v)
+    z = z if layer.gate is None else z * layer.gate.double()[:, :, heads].transpose(1, 2)
     for call in (x for x in calls if x.tool == "ablate_heads"):
         mode = call.get("mode", "zero")
         if mode == "mean":

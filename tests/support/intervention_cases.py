@@ -124,13 +124,6 @@ def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
     return edited(model, [Call("remap_distance", distances=wanted)], layer)
 
 
-INTERVENTIONS: dict[str, Callable[[Any], list[Hook]]] = {
-    "swap": lambda model: swap_positions(model, UNORDERED),
-    "swap some": lambda model: swap_positions(model, UNORDERED, heads=[1, 6]),
-    "dummy": lambda model: dummy_distance(model, 5),
-    "remap": lambda model: remap_distance(model, lambda d: d.clamp(max=2)),
-}
-EVERY_INTERVENTION = pytest.mark.parametrize("intervention", INTERVENTIONS.values(), ids=INTERVENTIONS)
 # Each on a text of any length, whole, padded or against a cache.
 CALLS_FOR_ANY_LENGTH: dict[str, Call] = {
     "swap": Call("swap_positions", positions=lambda p: (7 * p) % 5),

@@ -241,7 +241,7 @@ MECHANISMS = {
 """Architectures, and the mechanism of attention that each adds.
 
 A law is tried on the architectures that add a mechanism to it: `zoo.cases` marks the first one as fast and the others
-as slow. All architectures, in both classes, are tried with the laws of `support_laws.py`, which make the table of
-support (`tests/docs/test_docs.py`), and with those to which each adds something: how it is read (`zoo.every_case`), and
-which of its weights make queries and keys.
+as slow. All architectures, in both classes, are tried with attention summed by hand, which makes the table of support
+(`tests/laws/test_attention_by_hand.py`), and with those laws to which each adds something: how it is read
+(`zoo.every_case`), and which of its weights make queries and keys.
 """

@@ -1,0 +1,1 @@
+"""The laws that carry the package: one parametrized file each, by public functions alone."""
