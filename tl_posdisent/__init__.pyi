@@ -45,7 +45,6 @@ from .models.loading.load import bridge_from_hf as bridge_from_hf
 from .models.loading.load import hooked_from_hf as hooked_from_hf
 from .models.loading.load import load_model as load_model
 from .models.loading.random_init import random_control as random_control
-from .models.reading.model_reading import read_attention as read_attention
 from .models.reading.model_reading import read_model as read_model
 from .page.build import report as report
 from .viz.plots.bars import plot_shares as plot_shares

@@ -18,7 +18,7 @@ DISTANCES, RIDGE = 450, 1e-3
 def rows(model: Any, source: Source) -> Iterator[Row]:
     """r² of the best function of 450 distances that the rotary frequencies of the first layer give, with a ridge."""
     d = torch.arange(float(DISTANCES), dtype=torch.float64)
-    angle = tp.read_attention(model, 0).rotary.angles(d)
+    angle = tp.read_model(model).specs(0)[0].rotary.angles(d)
     waves = torch.cat([angle.cos(), angle.sin()], 1)
     for name, target in {"-log(1 + d)": -torch.log1p(d), "d < 64": d < 64, "d < 8": d < 8, "d = 1": d == 1}.items():
         over, call = f"{DISTANCES} distances", f"least squares of cosines and sines of the rotation, ridge {RIDGE:g}"

@@ -40,7 +40,7 @@ def distance() -> go.Figure:
     """Distance components of eight heads of the demo model."""
     model = tp.load_demo_model()
     _, cache = model.run_with_cache(tp.demo_tokens(length=512))
-    wavelengths = tp.read_attention(model, 3).rotary.wavelengths.tolist()
+    wavelengths = tp.read_model(model).specs(3)[0].rotary.wavelengths.tolist()
     return tp.plot_distance(tp.fit_additive(cache["attn_scores", 3]), wavelengths=wavelengths)
 
 

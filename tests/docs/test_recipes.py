@@ -63,7 +63,7 @@ def test_bands_add_up(model: Any) -> None:
 
 
 def read_frequencies(model: Any) -> list[float]:
-    return tp.read_attention(model, 3).rotary.frequencies.tolist()
+    return tp.read_model(model).specs(3)[0].rotary.frequencies.tolist()
 
 
 def test_a_head_without_positions_can_matter(model: Any) -> None:

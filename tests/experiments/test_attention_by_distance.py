@@ -23,7 +23,7 @@ QUIET: dict[str, Any] = {"progress": False}
 def by_hand(model: Any, texts: list[torch.Tensor], hooks: Any, layer: int, head: int) -> dict[int, list[float]]:
     """The weights of one head by distance, from loops over the queries and keys of patterns in the model's cache."""
     weights: dict[int, list[float]] = {}
-    spec = tp.read_attention(model, layer)
+    spec = tp.read_model(model).specs(layer)[0]
     for text in texts:
         seen: dict[str, torch.Tensor] = {}
         keep = (str(spec.taps.pattern), lambda x, hook, seen=seen: seen.update(x=x.detach()))
@@ -68,7 +68,7 @@ def test_means_are_those_of_a_loop_over_cells(kind: str, name: str, shared_model
     model, mask = shared_model(kind, name), torch.ones_like(TOKENS)
     mask[1, :9] = 0
     texts = [row[real.bool()] for row, real in zip(TOKENS, mask, strict=True)]
-    rotary = tp.read_attention(model, 1).rotary is not None
+    rotary = tp.read_model(model).specs(1)[0].rotary is not None
     hooks = tp.dummy_distance(model, 3) if rotary else [("blocks.1.hook_resid_pre", lambda x, hook: x.flip(-1))]
     table = attention_by_distance(model, TOKENS, {"changed": hooks}, attention_mask=mask, layers=[0, 1], **QUIET)
     assert table["intervention"].unique().tolist() == ["unmodified", "changed"]

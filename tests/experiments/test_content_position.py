@@ -182,7 +182,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("olmo2", {}, "queries that are an affine function of the residual stream .*QK-norm"),
     ("gemma2", {}, "soft-caps its scores, so they are not sums of products"),
     ({"encoding": "mla"}, {}, "affine function .* a norm of latents"),
-    ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* an unknown rotation"),
+    ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* rotates only some"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1]}, "tokens must be at least two texts at every position for content_position"),
     ({"pad_id": 0}, {"tokens": TOKENS[:1].expand(4, -1)}, "at least two different texts, got 4 equal ones"),
     ({"pad_id": 0}, {"tokens": TOKENS * (torch.arange(9) < 7)}, "for padded texts pass attention_mask="),

@@ -16,7 +16,7 @@ from tl_posdisent import (
     lambda_mask,
     length_generalization,
     load_model,
-    read_attention,
+    read_model,
 )
 from tl_posdisent.experiments.robustness.length_generalization import (
     largest_by_query,
@@ -45,7 +45,7 @@ def seen(model: Any, tokens: Tensor, hooks: list[Any], layer: int) -> dict[str, 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_share_of_the_key_is_that_of_the_fit(hooked: bool, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    spec = read_attention(model, 1)
+    spec = read_model(model).specs(1)[0]
     hooks = lambda_mask(model, 2, 6, 4) if hooked else []
     scores = seen(model, TOKENS, hooks, 1)["hook_attn_scores"]
     distance = torch.arange(40)[:, None] - torch.arange(40)
@@ -84,9 +84,9 @@ def test_every_column_by_its_definition(kind: str, name: str, hooked: bool, shar
             entropy = -(pattern * pattern.clamp_min(1e-30).log()).sum(-1).mean((0, 2))
             assert rows["entropy"].tolist() == pytest.approx(entropy.tolist(), rel=1e-4)
             scores = there["hook_attn_scores"]
-            largest = largest_by_query(scores, read_attention(model, layer))[:, :, start:stop].mean((0, 2))
+            largest = largest_by_query(scores, read_model(model).specs(layer)[0])[:, :, start:stop].mean((0, 2))
             assert rows["largest_score"].tolist() == pytest.approx(largest.tolist(), rel=1e-4)
-            shares = share_key(scores, read_attention(model, layer), start, stop).mean(0)
+            shares = share_key(scores, read_model(model).specs(layer)[0], start, stop).mean(0)
             assert rows["share_key"].tolist() == pytest.approx(shares.tolist(), rel=1e-4)
 
 

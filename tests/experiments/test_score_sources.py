@@ -22,7 +22,7 @@ from tl_posdisent import (
     dummy_distance,
     limit_frequencies,
     load_demo_model,
-    read_attention,
+    read_model,
     remap_distance,
     score_sources,
     swap_positions,
@@ -122,7 +122,7 @@ def test_every_term_is_that_of_plain_attention(kind: str, distance: float) -> No
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_terms_add_up_to_the_models_own_scores(kind: str, name: str, shared_model: Model) -> None:
     model = shared_model(kind, name)
-    own, spec = model_scores(model, 1, TOKENS), read_attention(model, 1)
+    own, spec = model_scores(model, 1, TOKENS), read_model(model).specs(1)[0]
     for query, head in ((9, 3), (5, 6)):
         found = score_sources(model, TOKENS, 1, head, query, text=1, wavelengths=[40], distance=1)
         total = found.terms().sum((1, 2, 3))
@@ -284,7 +284,7 @@ def test_with_frozen_norms_the_score_falls_by_the_term(name: str) -> None:
         return held.setdefault(hook.name, x.clone())
 
     scales = [(key, freeze) for key in model.hook_dict if key.endswith("hook_scale") and "ln_final" not in key]
-    cap = read_attention(model, 1).soft_cap
+    cap = read_model(model).specs(1)[0].soft_cap
 
     def scores(hooks: list[Any]) -> Tensor:
         """Before a soft cap."""

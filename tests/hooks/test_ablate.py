@@ -137,20 +137,12 @@ def test_one_text_has_no_other(shared_model: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("scale", "refused"), [(0.0, True), (0.05, False)])
-def test_heads_without_effect_are_refused_and_those_with_a_small_one_are_not(
-    kind: str, name: str, dtype: torch.dtype, scale: float, refused: bool
-) -> None:
+def test_heads_with_a_small_effect(kind: str, name: str, dtype: torch.dtype) -> None:
     """In 16 bits the head's effect lies within the rounding that scores are allowed, as in late layers of SmolLM2."""
     hf = zoo.hf_model(name)
     with torch.no_grad():
-        hf.get_submodule(OUTPUT[name].format(1)).weight.mul_(scale)
+        hf.get_submodule(OUTPUT[name].format(1)).weight.mul_(0.05)
     model = (zoo.as_bridge if kind == "bridge" else zoo.as_hooked)(hf).to(dtype)
-    ablate_heads(model, [(0, 3)])
-    if refused:
-        with pytest.raises(ValueError, match="layer 1: another z at hook_z does not change the output"):
-            ablate_heads(model, [(1, 3)])
-        return
     clean, without = run(model).float(), run(model, ablate_heads(model, [(1, 3)])).float()
     assert 0 < (without - clean).abs().max() < 0.06 * clean.abs().max()
 

@@ -12,7 +12,7 @@ import torch
 from support import zoo
 from support.intervention_cases import logits
 
-from tl_posdisent import limit_frequencies, read_attention
+from tl_posdisent import limit_frequencies, read_model
 from tl_posdisent.hooks.edits.rotation_edits import within_band
 from tl_posdisent.rope import Rotary
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 def cut(model: Any, layer: int = 0) -> float:
     """A frequency between the fastest of a layer and the next, or below the only one."""
-    frequencies = read_attention(model, layer).rotary.frequencies.sort(descending=True).values.tolist()
+    frequencies = read_model(model).specs(layer)[0].rotary.frequencies.sort(descending=True).values.tolist()
     return math.sqrt(frequencies[0] * frequencies[1]) if len(frequencies) > 1 else frequencies[0] / 2
 
 
@@ -29,7 +29,7 @@ def cut(model: Any, layer: int = 0) -> float:
 def test_the_whole_band_changes_nothing(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     plain = logits(model, [])
-    fastest, slowest = (f(read_attention(model, 0).rotary.frequencies).item() for f in (torch.max, torch.min))
+    fastest, slowest = (f(read_model(model).specs(0)[0].rotary.frequencies).item() for f in (torch.max, torch.min))
     for mode in ("drop", "freeze"):
         assert limit_frequencies(model, low=0, mode=mode) == []
         # Both ends belong to it, however a frequency was read off.
@@ -87,7 +87,7 @@ def test_a_limit_at_a_frequency_keeps_it_in_16_bits(
 ) -> None:
     """Its tables, or the frequencies that it keeps, are rounded: a formula gives others, by up to 0.4 %."""
     model = zoo.load(kind, name).to(dtype)
-    exact = sorted(read_attention(shared_model(kind, name), 0).rotary.frequencies.tolist())
+    exact = sorted(read_model(shared_model(kind, name)).specs(0)[0].rotary.frequencies.tolist())
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(exact)]
     for n, frequency in enumerate(exact):
         for mode in ("drop", "freeze"):

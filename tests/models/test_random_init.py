@@ -15,7 +15,8 @@ from support.lanes import slow
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent import head_labels, random_control, read_model
+from tl_posdisent import capture, head_labels, random_control, read_model
+from tl_posdisent.models.running.model_parts import modules
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.config import EncodingName
 
@@ -262,3 +263,37 @@ def test_copies_of_a_bridge_share_its_tokenizer() -> None:
     copy = next(random_control(model, [3]))
     assert copy.tokenizer is model.tokenizer
     assert copy.to_string(tokens) == model.to_string(tokens)
+
+
+# --- what is not random -----------------------------------------------------------------------------------------
+
+
+def change_attention(model: Any) -> None:
+    """Change tables of rotations, scales and sinks in place."""
+    for part in modules(model):
+        for name, buffer in part._buffers.items():
+            if name.endswith("inv_freq"):
+                buffer.mul_(1.1)
+            elif name.startswith("rotary_") and buffer.numel():  # cosines and sines: a smaller attention factor
+                buffer.mul_(0.9)
+        for name, factor in {"attention_scaling": 1.2, "scaling": 0.7, "attn_scale": 0.7}.items():
+            if name in vars(part):
+                setattr(part, name, getattr(part, name) * factor)
+        if "sinks" in part._parameters:
+            part.sinks.data.fill_(3.0)
+
+
+@pytest.mark.tl4
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt_oss", "gemma3", "gptj", "deepseek_v3", "laguna"))
+def test_rotation_scale_and_sinks_are_the_models(kind: str, name: str) -> None:
+    model = zoo.load(kind, name)
+    plain = read_model(model).specs()
+    change_attention(model)
+    (copy,) = random_control(model, std=0.02)
+    for before, own, other in zip(plain, read_model(model).specs(), read_model(copy).specs(), strict=True):
+        assert (other.rotary, other.scale) == (own.rotary, own.scale)
+        assert name == "gptj" or before.rotary != own.rotary
+    sinks = [x for part in modules(copy) if (x := part._parameters.get("sinks")) is not None]
+    assert all(bool((x == 3).all()) for x in sinks)
+    assert bool(sinks) == (name == "gpt_oss")
+    assert capture(copy, TOKENS)

@@ -123,8 +123,8 @@ def test_a_head_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
 
 def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
-    probe = model_reading.probe
-    monkeypatch.setattr(model_reading, "probe", lambda model, layers: read.extend(layers) or probe(model, layers))
+    described = model_reading._described
+    monkeypatch.setattr(model_reading, "_described", lambda layer: read.append(layer.number) or described(layer))
     options = OPTIONS | {"sections": ["additivity", "distance", "shares", "ablation"]}
     tp.report(tp.load_demo_model(), TOKENS, tmp_path / "r.html", **options)
     assert sorted(read) == [0, 1, 2, 3, 4]

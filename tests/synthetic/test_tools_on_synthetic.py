@@ -23,7 +23,6 @@ from tl_posdisent import (
     dummy_distance,
     fit_additive,
     random_control,
-    read_attention,
     remap_distance,
     swap_positions,
 )
@@ -70,7 +69,7 @@ def at_distances(model: Any, layer: int, distances: Tensor) -> Tensor:
 @every_encoding
 def test_read_and_captured(encoding: str, causal: bool) -> None:
     model = small_model(encoding=encoding, causal=causal)
-    spec = read_attention(model, 1)
+    spec = read_model(model).specs(1)[0]
     assert (spec.causal, spec.window, spec.limits.scores_editable) == (causal, None, True)
     if encoding in ("t5", "alibi"):
         assert spec.limits.problem is not None
@@ -171,7 +170,7 @@ def test_every_public_function_serves_or_refuses(encoding: str) -> None:
         assert not refused
     else:
         assert {swap_positions, dummy_distance, controlled_distance} <= set(refused)
-        assert not {additivity, read_attention, read_model, random_control} & set(refused)
+        assert not {additivity, read_model, random_control} & set(refused)
 
 
 def needed(function: Any) -> set[str]:
@@ -183,7 +182,7 @@ def needed(function: Any) -> set[str]:
 def test_first_heads_alone_are_refused_clearly() -> None:
     model = small_model(rotary_heads=2)
     additivity(model, TOKENS, progress=False)
-    with pytest.raises(ValueError, match=r"swap_positions needs rotary position embeddings .* an unknown rotation"):
+    with pytest.raises(ValueError, match=r"swap_positions needs rotary position embeddings .* only some of its heads"):
         swap_positions(model, torch.arange(9))
 
 

@@ -14,7 +14,7 @@ from support.small_models import ENCODINGS, both_directions, every_encoding, sma
 from support.tolerance import rounding
 from torch import Tensor
 
-from tl_posdisent import read_attention
+from tl_posdisent import read_model
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -235,7 +235,7 @@ def test_other_dtypes() -> None:
 def test_the_probe_leaves_padding_out() -> None:
     """With three tokens it could not help meeting it."""
     model = small_model(d_vocab=3, pad_id=1)
-    spec = read_attention(model, 0)
+    spec = read_model(model).specs(0)[0]
     assert spec.limits.problem is None
     assert spec.rotary is not None
 

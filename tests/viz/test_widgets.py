@@ -222,7 +222,7 @@ def test_masked_cells_may_hold_anything(dtype: torch.dtype) -> None:
 def test_before_and_after_are_the_models_own(kind: str, name: str, what: Any, shared_model: Any) -> None:
     model, tokens, layer = shared_model(kind, name), zoo.random_tokens(), 1
     hooks = tp.swap_positions(model, torch.arange(12).flip(0))
-    spec = tp.read_attention(model, layer)
+    spec = tp.read_model(model).specs(layer)[0]
     tap = {"pattern": spec.taps.pattern, "scores": spec.taps.scores}[what]
     seen: list[torch.Tensor] = []
     inside = spec.mask(12)
@@ -246,7 +246,7 @@ def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
 
 
 def _editable(model: Any) -> bool:
-    return tp.read_attention(model, 0).limits.scores_editable
+    return tp.read_model(model).specs(0)[0].limits.scores_editable
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

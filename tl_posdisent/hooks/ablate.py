@@ -13,8 +13,7 @@ from torch import Tensor
 from tl_posdisent.hooks.edits.score_edits import ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
-from tl_posdisent.models.reading.model_reading import Layers, model_of, read_model
-from tl_posdisent.models.reading.result_edits import why_no_result_edits
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.results import at_results
@@ -160,7 +159,7 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
-    """Raise if an edit of z in one of the layers has no effect on the output, or if its z has no axis of heads."""
-    for layer, problem in why_no_result_edits(model_of(model), layers).items():
-        if problem:
-            raise ValueError(f"layer {layer}: {problem}")
+    """Raise if one of the layers has no hook of its heads' outputs."""
+    for spec in read_model(model).specs(layers):
+        if spec.why_no_result_edits:
+            raise ValueError(f"layer {spec.layer}: {spec.why_no_result_edits}")

@@ -38,7 +38,7 @@ def limit_frequencies(
     ``patch_vectors`` puts in; ``"freeze"`` sets their exponential to 1, which keeps content and removes position.
 
     Frequencies are in radians per position: ``θ = 2π / wavelength``. Those of a model are
-    ``read_attention(model, layer).rotary.frequencies``.
+    ``read_model(model).specs(layer)[0].rotary.frequencies``.
 
     Args:
         model: a model with rotary embeddings.

@@ -88,7 +88,7 @@ def head_ablation(
     if mode == "resample":
         derangement(len(texts.one_group('mode="resample"')), seed)
     attending = [spec.layer for spec, _ in chosen]
-    check_reach(model, attending)
+    check_reach(reading, attending)
     with torch.no_grad(), running(model):
         replacement = stand_in(model, attending, mode, averaged, seed)
     units = [layer_units(spec, heads_of_layer) for spec, heads_of_layer in chosen]

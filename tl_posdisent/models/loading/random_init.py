@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import wrapped
+from tl_posdisent.models.reading.rotations import rotary_module
 from tl_posdisent.models.running.model_parts import device_of, dtype_of, modules, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
@@ -26,6 +27,7 @@ Scale: TypeAlias = float | Literal["config"]
 
 USUAL_STD = 0.02  # the default of transformers' configurations
 _SCALES = ("initializer_range", "init_std")  # its name in configurations; OPT uses the second
+_SINKS = "sinks"  # the logits of attention sinks, one for each head
 _OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks", "ctx")
 
 
@@ -43,7 +45,7 @@ def random_control(
 
     * ``"random"`` (default): all weights are redrawn, as before training. What did training change? A TransformerBridge
       is initialised like its Hugging Face class; in a HookedTransformer, weights are drawn from N(0, std²), gains of
-      norms are 1 and biases 0.
+      norms are 1 and biases 0. Rotation tables, the scale of scores and the logits of attention sinks stay the model's.
     * ``"shuffled"``: the entries of each weight matrix and vector are permuted. Is the scale of the trained weights
       enough, without their structure?
 
@@ -182,6 +184,8 @@ def _drawn(model: Any, std: float, seed: int) -> Any:
 @torch.no_grad()
 def _draw(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
     last = name.rsplit(".", 1)[-1]
+    if last == _SINKS:
+        return
     if last.lstrip("_").startswith("b_") or last in ("b", "bias"):  # grouped keys have `_b_K`
         parameter.zero_()
     elif parameter.ndim == 1 and last in ("w", "weight"):
@@ -200,7 +204,29 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed also seeds all GPUs
         fresh = type(model.original_model)(config)
         fresh = fresh.to(device_of(model), dtype_of(model.original_model))
-        return wrapped(fresh, getattr(model, "tokenizer", None))
+        fresh = wrapped(fresh, getattr(model, "tokenizer", None))
+    for own, other in zip(_attention_parts(model), _attention_parts(fresh), strict=True):
+        _keep_attention(own, other)
+    return fresh
+
+
+def _attention_parts(model: Any) -> list[Any]:
+    """Return Hugging Face's modules of attention and of its rotation, layer by layer."""
+    layers = [layer for layer, block in enumerate(model.blocks) if getattr(block, "attn", None) is not None]
+    rotations = [part for layer in layers if (part := rotary_module(model, layer)) is not None]
+    return [*(model.blocks[layer].attn.original_component for layer in layers), *dict.fromkeys(rotations)]
+
+
+@torch.no_grad()
+def _keep_attention(own: Any, fresh: Any) -> None:
+    """Give a copy the tables, numbers (scale, attention factor) and sinks of a module, as they are now."""
+    for name, buffer in own._buffers.items():
+        fresh._buffers[name] = None if buffer is None else buffer.detach().clone()
+    for name, value in vars(own).items():
+        if isinstance(value, float):
+            setattr(fresh, name, value)
+    if (sinks := own._parameters.get(_SINKS)) is not None:
+        fresh._parameters[_SINKS].copy_(sinks)
 
 
 @torch.no_grad()

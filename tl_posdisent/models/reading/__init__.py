@@ -1,1 +1,1 @@
-"""Read what a model's attention layers do by running it: probes, explanations, and the description of a layer."""
+"""Describe a model's attention layers from its configuration and modules."""

@@ -9,10 +9,15 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from tl_posdisent.models.reading.probe import probe
-from tl_posdisent.models.reading.result_edits import why_no_result_edits
+from tl_posdisent.models.reading.bridged_attention import BRIDGED, bridged_attention
+from tl_posdisent.models.reading.hidden_scores import hidden_scores
+from tl_posdisent.models.reading.hooked_attention import hooked_attention
+from tl_posdisent.models.reading.hugging_face import kinds_of
+from tl_posdisent.models.reading.latent_attention import LATENT, latent_attention
+from tl_posdisent.models.reading.layer import Layer
+from tl_posdisent.models.reading.rotations import Tables
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.model_parts import architecture, n_layers, user_hooks
+from tl_posdisent.models.running.model_parts import architecture, check_weights, n_layers, user_hooks
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import check_heads, check_indices, shown
@@ -53,14 +58,13 @@ class ModelReading(HasTable):
         frequencies and phases, ``controlled_distance``, ``position_patching``, ``patch_vectors``; ``score_edits``:
         ``substitute_additive``, ``drop_component``, ``component_patching``; ``result_edits``: ``ablate_heads``,
         ``head_ablation``, ``head_patching``. ``why_not`` says why the others do not; it is empty if all act. A tool of
-        a group that does not act on a layer raises a ``ValueError`` there. One pass over a short text for each layer
-        shows whether edited results reach the output.
+        a group that does not act on a layer raises a ``ValueError`` there.
 
         Each tool also compares the scores with the reading whenever it runs, so a text can be refused for its padding.
         """
-        rows, no_results = [], why_no_result_edits(self.model, [spec.layer for spec in self.attention])
+        rows = []
         for spec in self.attention:
-            rotary, obstacles = spec.rotary, _obstacles(spec, no_results[spec.layer])
+            rotary, obstacles = spec.rotary, _obstacles(spec)
             rows.append(
                 {
                     "layer": spec.layer,
@@ -168,7 +172,7 @@ class ModelReading(HasTable):
             )
 
 
-def _obstacles(spec: AttentionSpec, no_results: str) -> dict[str, str]:
+def _obstacles(spec: AttentionSpec) -> dict[str, str]:
     """Return for each group of tools why it does not act on a layer, empty if it does."""
     problem = spec.limits.problem or ""
     no_rotation = "it has no rotary position embedding" if spec.rotary is None else ""
@@ -177,7 +181,7 @@ def _obstacles(spec: AttentionSpec, no_results: str) -> dict[str, str]:
         "capture": problem,
         "rotation": spec.limits.no_rotation or problem or no_rotation,
         "score_edits": spec.why_no_score_edits,
-        "result_edits": no_results,
+        "result_edits": spec.why_no_result_edits,
     }
 
 
@@ -191,22 +195,22 @@ def _why_not(obstacles: dict[str, str]) -> str:
 def read_model(model: Any) -> ModelReading:
     """Read the attention of a model's layers.
 
-    There is no list of architectures. The model runs three or four times on about ten tokens; the rotation, scale,
-    mask, grouping and working hooks reported are those that reproduce its own scores, or its pattern where it shows no
-    scores. Dropout and your hooks are off meanwhile (except permanent hooks), and the model is restored afterwards.
-    Every function that takes a model reads it first; to read once for many calls, pass the reading in its place.
+    Sizes, rotation, scale, mask and names of hooks come from the model's configuration and modules; the model is not
+    run. Every pass of this package then compares the model's own scores and pattern with the reading, and is refused
+    where they differ. Every function that takes a model reads it first; to read once for many calls, pass the reading
+    in its place.
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
             ``ModelReading``, which is returned as it is. Changed weights need no new reading, since a reading describes
-            what the architecture does; another dtype, device or setting does.
+            what the architecture does; another dtype, device or setting does, and so do changed frequencies.
 
     Returns:
-        A ``ModelReading``. A layer that cannot be explained raises no error here: ``problem`` and ``no_rotation`` of
-        its ``AttentionSpec`` give the reason.
+        A ``ModelReading``. A layer that cannot be described raises no error here: ``limits.problem`` of its
+        ``AttentionSpec`` gives the reason.
 
     Raises:
-        ValueError: a model without TransformerLens's attention hooks, or one with scores that are NaN or infinite.
+        ValueError: a model without TransformerLens's attention hooks or without weights.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
@@ -225,37 +229,39 @@ def read_model(model: Any) -> ModelReading:
     if isinstance(model, ModelReading):
         return model
     n = n_layers(model)
+    check_weights(model)
+    _refuse_loops(model)
     attending = [layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is not None]
-    if not attending:
+    points, tables = model.hook_dict, Tables()
+    layers = [Layer(model, layer, points, tables) for layer in attending]
+    if not layers:
         raise ArgumentError(
             "model",
             f"must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose {n} "
             "blocks has them",
         )
-    return ModelReading(model, n, tuple(probe(model, attending)))
+    return ModelReading(model, n, tuple(_described(layer) for layer in layers))
 
 
-def model_of(model: Any) -> Any:
-    """Return the model, given the model or its reading."""
-    if isinstance(model, ModelReading):
-        return model.model
-    n_layers(model)
-    return model
+_LOOPS = ("total_ut_steps", "mean_recurrence")  # how often a pass runs the blocks: Ouro, Raven
 
 
-def read_attention(model: Any, layer: int) -> AttentionSpec:
-    """Read one layer's attention: rotary, scale, mask, grouping and working hooks (see ``read_model``).
+def _refuse_loops(model: Any) -> None:
+    """Refuse a model that runs a block several times in a pass: a hook or a row of a table has one place for it."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    blocks = [getattr(block, "original_component", block) for block in model.blocks]
+    if len({*blocks}) < len(blocks) or any(getattr(config, name, 1) > 1 for name in _LOOPS):
+        raise ArgumentError(
+            "model",
+            f"must run each block once in a pass, got {architecture(model)}, which runs some several times. Models "
+            "with such loops are not supported",
+        )
 
-    Args:
-        model: as in ``read_model``.
-        layer: 0 … n_layers - 1.
 
-    Raises:
-        ValueError: what ``read_model`` refuses.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model, read_attention
-        >>> read_attention(load_demo_model(), 0).rotary.dim
-        16
-    """
-    return read_model(model).specs([layer])[0]
+def _described(layer: Layer) -> AttentionSpec:
+    """Describe a layer by the adapter of its class."""
+    if layer.original is None:
+        return hooked_attention(layer)
+    if LATENT in kinds_of(layer):
+        return latent_attention(layer)
+    return bridged_attention(layer) if BRIDGED & kinds_of(layer) else hidden_scores(layer)

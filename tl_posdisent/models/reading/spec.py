@@ -1,7 +1,7 @@
 """Describe one attention layer: what it computes, the hooks that work, and where the description ends.
 
-``read_model`` (``model_reading.py``) measures these by running the model, so that other code need not depend on the
-model's class or architecture.
+``read_model`` (``model_reading.py``) takes these from the model's configuration and modules, so that other code need
+not depend on the model's class or architecture.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Limits:
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
         scores_editable: whether an edit of the scores reaches the output.
-        masked_below: cells at or below this value are masked (see ``is_masked``).
+        masked_below: cells at or below this value are masked (see ``is_masked``); it depends on the model's dtype.
         shows_mask: whether the scores show which cells are masked; False if the mask is applied behind their hook.
         holds_to: the most tokens of a text for which the description holds, from the model's configuration; None for
             any. Longer texts are refused: the layer rotates them by other frequencies (longrope, dynamic NTK), scales
@@ -71,15 +71,15 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Geometry):
-    """Properties of one layer's attention, as measured on the running model; those of ``Geometry`` are its own.
+    """Properties of one layer's attention; those of ``Geometry`` are its own.
 
     Attributes:
         layer: index of the layer.
         architecture: the model's architecture, for messages.
         taps: its hooks.
         limits: what cannot be read or edited.
-        points: the names in ``taps`` of the hooks that fire in the layer, in their order, by the name of the hook
-            point, which differs in a bridge.
+        points: the names in ``taps``, in the order in which the hooks fire, by the name of the hook point, which
+            differs in a bridge.
     """
 
     layer: int
@@ -105,6 +105,11 @@ class AttentionSpec(Geometry):
             return ""
         hidden = "shows no scores, and its hook_z is not the sum of its values, weighted by its pattern"
         return self.limits.problem or ("discards edited scores" if self.taps.scores else hidden)
+
+    @property
+    def why_no_result_edits(self) -> str:
+        """Why heads cannot be ablated at ``hook_z``, or an empty string if they can."""
+        return "" if self.taps.z else "hook_z does not fire, so no head can be ablated"
 
     def is_masked(self, scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Find the cells that are masked in a run of this model, for any reason (including padding)."""

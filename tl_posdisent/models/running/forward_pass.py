@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -185,19 +185,6 @@ class Pass:
                 if attention := getattr(block, "attn", None):
                     handles.append(attention.register_forward_hook(count))
             yield counts
-
-    @contextlib.contextmanager
-    def counting_runs(self, parts: Iterable[Any]) -> Iterator[Counter[Any]]:
-        """Count how often some modules run in passes within the block."""
-        runs: Counter[Any] = Counter()
-
-        def count(module: Any, *_: Any) -> None:
-            runs[module] += self.depth == 1
-
-        with removing() as handles:
-            for part in parts:
-                handles.append(part.register_forward_hook(count))
-            yield runs
 
     @contextlib.contextmanager
     def skipping(self, skipped: Iterable[Any], output: Callable[[], Any]) -> Iterator[None]:

@@ -54,15 +54,15 @@ def user_hooks(model: Any) -> list[str]:
     return [name for point, name in names.items() if any(not handle.is_permanent for handle in point.fwd_hooks)]
 
 
-def implementation(attn: Any) -> Any:
-    """Return the attention implementation of a Hugging Face layer (eager, sdpa …); None for other models."""
-    config = getattr(getattr(attn, "original_component", None), "config", None)
-    return getattr(config, "_attn_implementation", None)
-
-
 def device_of(model: Any) -> torch.device:
     """Return the device on which the model takes its tokens."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def check_weights(model: Any) -> None:
+    """Raise an ``ArgumentError`` if the model's weights are not in memory."""
+    if device_of(model).type == "meta":
+        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
 
 
 def dtype_of(model: Any) -> torch.dtype:

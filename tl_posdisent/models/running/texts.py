@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.models.running.model_parts import device_of
+from tl_posdisent.models.running.model_parts import check_weights, device_of
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
@@ -263,9 +263,7 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else f"{type(tokens).__name__}: torch.tensor makes one of ids"
         raise ArgumentError("tokens", f"must be text or an integer tensor of shape (batch, pos), got {kind}")
-    device = device_of(model)
-    if device.type == "meta":
-        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
+    check_weights(model)
     if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
         raise ArgumentError(
             "tokens",
@@ -277,7 +275,7 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
         raise ArgumentError(
             "tokens", f"must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
         )
-    ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
+    ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device_of(model), torch.int64)
     if not padded:
         refuse_padding(model, ids)
     return ids

@@ -147,7 +147,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
             act_fn=config.activation,
         )
-        self.cfg.pad_id, self.cfg.seed = config.pad_id, config.seed
+        self.cfg.pad_id, self.cfg.seed, self.cfg.rotary_heads = config.pad_id, config.seed, config.rotary_heads
         self.cfg.attention_dir = "causal" if config.causal else "bidirectional"
         self.embed, self.unembed = Embed(config), Unembed(config)
         self.hook_embed = HookPoint()  # [batch, pos, d_model]

@@ -57,11 +57,12 @@ def plot_distance(
         ValueError: invalid arguments; several rows for a distance of a head; ``log`` with negative distances.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_attention
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_model
         >>> model = load_demo_model()
         >>> _, cache = model.run_with_cache(demo_tokens(length=128))
         >>> fit = fit_additive(cache["attn_scores", 3])
-        >>> figure = plot_distance(fit, wavelengths=read_attention(model, 3).rotary.wavelengths.tolist(), log=False)
+        >>> wavelengths = read_model(model).specs(3)[0].rotary.wavelengths.tolist()
+        >>> figure = plot_distance(fit, wavelengths=wavelengths, log=False)
         >>> figure.data[5].name, figure.data[8].name, bool(figure.data[5].y[20] == fit.distance[0, 5, 20])
         ('head 5', 'wavelengths', True)
     """

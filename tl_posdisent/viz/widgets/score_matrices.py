@@ -14,7 +14,7 @@ from tl_posdisent.additive.result import AdditiveFit, as_fitted
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.experiments.attention_scores.attention_by_distance import check_shown
 from tl_posdisent.hooks.applied import applied, check_hooks
-from tl_posdisent.models.reading.model_reading import model_of, read_attention
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.texts import read_texts, token_words
@@ -284,7 +284,8 @@ def show_interventions(
         Widget('All keys at distance 3')
     """
     check_choice("what", what, get_args(What))
-    spec, model = read_attention(model, layer), model_of(model)
+    reading = read_model(model)
+    (spec,), model = reading.specs([layer]), reading.model
     ids = read_texts(model, tokens).one_group("show_interventions")
     options = Options(listed("heads", heads), text, listed("positions", positions), scale, title, layer)
     # Refuse what cannot be drawn before the model runs.

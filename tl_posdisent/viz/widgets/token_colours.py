@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import check_hooks
-from tl_posdisent.models.reading.model_reading import model_of
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
@@ -52,7 +52,7 @@ def show_loss_change(
         >>> show_loss_change(model, tokens, dummy_distance(model, 3))
         Widget('Added loss')
     """
-    model = model_of(model)
+    model = read_model(model).model
     texts, hooks = read_texts(model, tokens), check_hooks(model, hooks)
     texts = texts.take([check_integer("text", text, 0, len(texts.tokens) - 1)])
     ids = texts.groups[0].tokens
