@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy.optimize import minimize
+from support.attention_patterns import causal, marginals, mixed, pattern_of
 from support.masks import CASES, padding
 from support.tolerance import TIMES
 from torch import Tensor
@@ -21,74 +22,6 @@ from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.errors import ArgumentError
 
 CLOSE = TIMES * MARGINAL_ERROR
-
-
-def pattern_of(scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
-
-
-def mixed(pattern: Tensor, mask: Tensor, part: float) -> Tensor:
-    """With a pseudo-count."""
-    n = mask.sum(-1, keepdim=True).clamp_min(1)
-    return (1 - part) * pattern + part * mask / n
-
-
-def causal(n: int) -> Tensor:
-    return torch.ones(n, n, dtype=torch.bool).tril()
-
-
-def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL of each row, cell by cell."""
-    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
-
-
-def marginals(pattern: Tensor, low: int, high: int) -> list[Tensor]:
-    """Total attention of every distance, and of every key, by masks."""
-    d = cell_distances(*pattern.shape[-2:])
-    return [torch.stack([(pattern * (d == x)).sum((-2, -1)) for x in range(low, high + 1)], -1), pattern.sum(-2)]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_distance_and_key_gets_the_attention_of_the_data(name: str) -> None:
-    case = CASES[name]
-    scores = case.scores()
-    fit = fit_attention(scores, **case.options)
-    mask = case.mask.expand(scores.shape)
-    data = mixed(pattern_of(scores, mask), mask, 1e-3)
-    fitted = fit.pattern()
-    torch.testing.assert_close(fitted.sum(-1), mask.any(-1).double())
-    low, high = int(fit.distances[0]), int(fit.distances[-1])
-    for found, expected in zip(marginals(fitted, low, high), marginals(data, low, high), strict=True):
-        torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
-    torch.testing.assert_close(fit.kl, divergence(pattern_of(scores, mask), fitted), rtol=0, atol=1e-9)
-
-
-def convex_optimum(data: Tensor, mask: Tensor) -> Tensor:
-    """The same problem for scipy: minimise the divergence over distances and keys, one coefficient each."""
-    n_query, n_key = data.shape
-    d = cell_distances(n_query, n_key)
-    distance = d - d.min()
-    key = (int(distance.max()) + 1 + torch.arange(n_key)).expand_as(d)
-    x = torch.zeros(int(key.max()) + 1, dtype=torch.float64)
-
-    def objective(values: object) -> tuple[float, object]:
-        x = torch.as_tensor(values).requires_grad_()
-        logits = (x[distance] + x[key]).masked_fill(~mask, -torch.inf)
-        loss = (logits.logsumexp(-1) - (data * logits.masked_fill(~mask, 0.0)).sum(-1))[mask.any(-1)].sum()
-        return loss.item(), torch.autograd.grad(loss, x)[0].numpy()
-
-    found = minimize(objective, x.numpy(), jac=True, method="BFGS", options={"gtol": 1e-9, "maxiter": 5000})
-    x = torch.as_tensor(found.x)
-    return pattern_of(x[distance] + x[key], mask)
-
-
-@pytest.mark.parametrize("name", ["causal-9", "full-17", "window-3", "fewer-queries", "documents", "random-50"])
-def test_equals_a_generic_convex_solver(name: str) -> None:
-    case = CASES[name]
-    scores = 1.5 * case.scores(seed=3)[0]
-    data = mixed(pattern_of(scores, case.mask), case.mask, 1e-2)
-    fit = fit_attention(scores, pseudo_count=1e-2, **case.options)
-    torch.testing.assert_close(fit.pattern(), convex_optimum(data, case.mask), rtol=0, atol=1e-6)
 
 
 def planted(n: int = 24, seed: int = 0) -> tuple[Tensor, Tensor]:

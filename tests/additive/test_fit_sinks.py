@@ -7,52 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.dense import Dense, allowed, dense_fitted
 
 from tl_posdisent import additivity, fit_additive
-
-CASES: list[dict[str, Any]] = [
-    {"mask": "causal"},
-    {"mask": "full"},
-    {"mask": "causal", "window": 5},
-    {"mask": "full", "window": 4},
-]
-
-
-def scores(n_query: int = 11, n_key: int = 11, batch: tuple[int, ...] = (2, 3)) -> torch.Tensor:
-    x = torch.randn(*batch, n_query, n_key, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x[..., 0] += 40  # a sink
-    return x
-
-
-@pytest.mark.parametrize("options", CASES, ids=str)
-@pytest.mark.parametrize("n_query", [11, 7, 2])
-@pytest.mark.parametrize("sinks", [0, 1, 3, 6])
-def test_it_is_the_masked_least_squares_fit(options: dict[str, Any], n_query: int, sinks: int) -> None:
-    x = scores(n_query)
-    cells = allowed(n_query, 11, options["mask"], options.get("window")) & (torch.arange(11) >= sinks)
-    if not bool(cells.any()):
-        with pytest.raises(ValueError, match="mask must leave"):
-            fit_additive(x, sinks=sinks, **options)
-        return
-    fit = fit_additive(x, sinks=sinks, check=False, **options)
-    torch.testing.assert_close(fit.fitted(), dense_fitted(x, cells), rtol=0, atol=1e-8)
-    assert torch.equal(fit.mask, cells)
-    assert bool((fit.key[..., :sinks] == 0).all())
-    assert fit.n_parameters.unique().tolist() == [Dense(cells[None]).rank()]
-    other = fit_additive(x, mask=cells, check=False)  # named and boolean masks are made in different ways
-    torch.testing.assert_close(fit.r, other.r, rtol=0, atol=1e-10, equal_nan=True)
-    torch.testing.assert_close(fit.key, other.key, rtol=0, atol=1e-8)
-
-
-def test_of_a_boolean_mask_and_of_pooled_texts() -> None:
-    x, mask = scores(), torch.rand(11, 11, generator=torch.Generator().manual_seed(2)).lt(0.8).tril()
-    cells = mask & (torch.arange(11) >= 2)
-    torch.testing.assert_close(fit_additive(x, mask=mask, sinks=2).fitted(), dense_fitted(x, cells), rtol=0, atol=1e-8)
-    pooled = fit_additive(x[:, 0], sinks=2, pool=True)
-    tril = allowed(11, 11) & (torch.arange(11) >= 2)
-    wanted = Dense(tril.expand(2, -1, -1)).fitted(x[:, 0])
-    torch.testing.assert_close(pooled.fitted(), wanted, rtol=0, atol=1e-8)
 
 
 def test_a_sink_hides_an_additive_head() -> None:
