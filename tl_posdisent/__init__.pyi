@@ -27,11 +27,11 @@ from .experiments.causal.patching import component_patching as component_patchin
 from .experiments.causal.patching import head_patching as head_patching
 from .experiments.causal.patching import position_patching as position_patching
 from .experiments.measuring.metrics import logit_difference as logit_difference
-from .experiments.needs.describe_head import describe_head as describe_head
-from .experiments.needs.where_or_what import where_or_what as where_or_what
 from .experiments.residual_stream.score_sources import score_sources as score_sources
 from .experiments.robustness.length_generalization import length_generalization as length_generalization
 from .experiments.robustness.perturbation_curve import perturbation_curve as perturbation_curve
+from .experiments.where_or_what.describe_head import describe_head as describe_head
+from .experiments.where_or_what.where_or_what import where_or_what as where_or_what
 from .hooks.ablate import ablate_heads as ablate_heads
 from .hooks.frequencies import limit_frequencies as limit_frequencies
 from .hooks.knock_out import knock_out as knock_out

@@ -1,8 +1,7 @@
-"""Every head ablated alone: the numbers of the plain loop, less work, and a model that is as before."""
+"""Every head ablated alone: the numbers of the plain loop, whatever the model shares between blocks and texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +10,18 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.lanes import slow
 from support.tolerance import rounding
+from support.untouched import state
 from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from tl_posdisent import ablate_heads, head_ablation, head_effects
-from tl_posdisent.experiments.measuring import runs
+from tl_posdisent import ablate_heads, head_ablation
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 
+pytestmark = pytest.mark.usefixtures("unchecked")
 TOKENS = zoo.random_tokens(length=9, batch=3)
 LOSS = log(61)  # of models with random weights and this vocabulary
-FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "bloom"))
 
 
 def loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -56,15 +54,13 @@ def agree(table: pd.DataFrame, values: Tensor) -> None:
     assert values.std() > 10 * atol  # there is something to agree about
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "deepseek_v3"))
 @pytest.mark.parametrize("mode", ["zero", "mean", "resample"])
-@pytest.mark.usefixtures("unchecked")
 def test_the_numbers_of_the_plain_loop(kind: str, name: str, mode: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table = head_ablation(model, TOKENS, mode=mode, seed=4, progress=False)
     n = model.cfg.n_layers
-    assert table["layer"].tolist() == [layer for layer in range(n) for _ in range(8)]
-    assert table["head"].tolist() == list(range(8)) * n
+    assert table[["layer", "head"]].values.tolist() == [[layer, head] for layer in range(n) for head in range(8)]
     agree(table, loop(model, mode=mode))
     with torch.no_grad():
         baseline = float(loss(model(TOKENS), TOKENS).mean())
@@ -72,92 +68,36 @@ def test_the_numbers_of_the_plain_loop(kind: str, name: str, mode: Any, shared_m
     assert (table["effect"] == table["value"] - table["baseline"]).all()
 
 
-@FEW
-def test_a_choice_of_heads_and_layers_in_batches_of_any_size(
-    kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shared_model(kind, name)
-    whole = head_ablation(model, TOKENS, progress=False).set_index(["layer", "head"])["value"]
-    for size, most in ((1, 9), (2**27, 8), (2**27, 9)):  # of one head, two, and all
-        monkeypatch.setattr(runs, "_BYTES_PER_PASS", size)
-        monkeypatch.setattr(runs, "_MAX_TEXTS_PER_PASS", most)
-        some = head_ablation(model, TOKENS, layers=[1, 0], heads=[6, 1, 3], progress=False)
-        assert list(zip(some["layer"], some["head"], strict=True)) == [(x, h) for x in (0, 1) for h in (1, 3, 6)]
-        expected = whole.loc[list(zip(some["layer"], some["head"], strict=True))]
-        assert some["value"].tolist() == pytest.approx(expected.tolist(), abs=rounding(LOSS, 2))
+@pytest.mark.parametrize("mode", ["zero", "mean"])
+def test_a_list_of_heads_in_any_order(mode: Any, shared_reading: Any) -> None:
+    """Rows are in the order of layers and heads, with the numbers that they have among all heads."""
+    reading = shared_reading("bridge", "llama-gqa")
+    whole = head_ablation(reading, TOKENS, mode=mode, progress=False).set_index(["layer", "head"])["value"]
+    pairs = [(1, 6), (0, 3), (1, 1), (0, 1)]
+    for chosen in ({"heads": pairs}, {"heads": sorted(pairs)}, {"layers": [1, 0], "heads": [6, 1, 3]}):
+        some = head_ablation(reading, TOKENS, mode=mode, **chosen, progress=False).set_index(["layer", "head"])["value"]
+        assert list(some.index) == sorted(some.index)
+        assert some.tolist() == pytest.approx(whole.loc[some.index].tolist(), abs=rounding(LOSS, 2))
 
 
-# --- less work ------------------------------------------------------------------------------------------------
-
-
-def texts_through(model: Any, parts: dict[str, nn.Module], call: Callable[[], Any]) -> dict[str, list[int]]:
-    """How many texts of our length go through parts of a model in each call."""
-    counts: dict[str, list[int]] = {name: [] for name in parts}
-
-    def counter(name: str) -> Any:
-        def count(module: Any, args: Any, kwargs: Any) -> None:
-            x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
-            if x.shape[1] == TOKENS.shape[1]:  # not those of the probe
-                counts[name].append(len(x))
-
-        return count
-
-    handles = [part.register_forward_pre_hook(counter(name), with_kwargs=True) for name, part in parts.items()]
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return counts
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    parts = {f"mlp {i}": model.blocks[i].mlp for i in (0, 1)}
-    parts |= {f"attn {i}": model.hook_dict[f"blocks.{i}.attn.hook_q"] for i in (0, 1)}
-    # The clean run; z of each head; eight heads and an unmodified text; and one head by a full pass.
-    last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[1], progress=False))
-    assert last == {"attn 0": [3, 3], "mlp 0": [3, 3], "attn 1": [3, *[3] * 8, 25, 3], "mlp 1": [3, 25, 3]}
-    first = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[0], progress=False))
-    assert first == {"attn 0": [3, *[3] * 8, 25, 3], "mlp 0": [3, 25, 3], "attn 1": [3, 25, 3], "mlp 1": [3, 25, 3]}
-
-
-def test_what_is_known_is_not_computed_again_in_deeper_models() -> None:
-    model = zoo.bridge("llama-gqa", num_hidden_layers=4)
-    parts = {str(i): model.blocks[i].mlp for i in range(4)}
-    # The clean run; in the last block alone, eight heads and an unmodified text; and one head by a full pass.
-    last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[3], progress=False))
-    assert last == {"0": [3, 3], "1": [3, 3], "2": [3, 3], "3": [3, 25, 3]}
-    # Of two layers, one is compared. Before, a text, another one, and each block alone show that blocks are separate.
-    both = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[2, 3], progress=False))
-    separate = [1, 1, 1]
-    assert both["0"] == both["1"] == [3, *separate, 3]
-    assert (both["2"], both["3"]) == ([3, *separate, 25, 3], [3, *separate, 25, 3, 25])
-
-
-@FEW
-def test_hooks_of_the_user_stay_in_force(kind: str, name: str) -> None:
-    """Also those that no shortcut could bear, since they mix the texts of a batch."""
-    model = zoo.load(kind, name)
+def test_hooks_of_the_user_stay_in_force() -> None:
+    """Also those that mix the texts of a batch."""
+    model = zoo.load("bridge", "llama-gqa")
     plain = loop(model)
 
     def third_text_halved(x: Tensor, hook: Any) -> Tensor:
         return torch.cat([x[:2], 0.5 * x[2:3], x[3:]])
 
-    def of_large_batches(x: Tensor, hook: Any) -> Tensor:
-        return torch.cat([x[:12], 1.01 * x[12:13], x[13:]])
-
     point = model.hook_dict["blocks.0.hook_resid_post"]
-    for hook in (lambda x, hook: 0.7 * x + 0.3 * x.flip(0), third_text_halved, of_large_batches):
+    for hook in (lambda x, hook: 0.7 * x + 0.3 * x.flip(0), third_text_halved):
         point.add_hook(hook)
         table = head_ablation(model, TOKENS, progress=False)
         agree(table, loop(model))
-        assert ((torch.tensor(table["value"].to_numpy()) - plain).abs().max() > 1e-3) == (hook is not of_large_batches)
+        assert (torch.tensor(table["value"].to_numpy()) - plain).abs().max() > 1e-3
         model.reset_hooks()
 
 
-SHARING: dict[str, type[Exception]] = {"keys": KeyError, "attributes": AttributeError, "asserted": AssertionError}
+# --- models whose blocks or texts share something ------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -186,9 +126,9 @@ class Block(nn.Module):
             y = y - y.mean(0)  # the texts of a batch see each other
         if owner.trait == "secretive":
             y, owner.secret = y + owner.secret, y  # what a block hands on past the stream
-        if owner.trait in SHARING:  # keys of an earlier block, as Gemma 4 has them
+        if owner.trait == "keys":  # of an earlier block, as Gemma 4 has them
             if self is owner.blocks[1] and owner.secret == 0.0:
-                raise SHARING[owner.trait]("shared_kv_states")
+                raise KeyError("shared_kv_states")
             owner.secret = 1.0
         if owner.trait == "noisy":
             y = nn.functional.dropout(y, 0.5, self.training)
@@ -217,74 +157,44 @@ class Micro(HookedRootModule):
         return {"classes": x} if self.trait == "talkative" else x
 
 
-@pytest.mark.parametrize("trait", ["plain", "proud", "secretive", "full", "noisy", *SHARING])
-@pytest.mark.usefixtures("unchecked")
-def test_models_that_do_not_bear_shortcuts(trait: str) -> None:
+@pytest.mark.parametrize("trait", ["plain", "proud", "secretive", "full", "noisy", "keys", "talkative"])
+def test_models_whose_blocks_or_texts_share_something(trait: str) -> None:
+    def metric(output: Any, tokens: Tensor) -> Tensor:
+        return mass(output["classes"] if trait == "talkative" else output, tokens)
+
     model = Micro(trait).eval()
-    agree(head_ablation(model, TOKENS, mass, progress=False), loop(model, mass, n_heads=4))
-    one = TOKENS[:1]
-    if trait != "proud":  # for which a single text is nothing at all
-        agree(head_ablation(model, one, mass, progress=False), loop(model, mass, one, n_heads=4))
+    for tokens in (TOKENS, TOKENS[:1])[: 1 if trait == "proud" else 2]:  # for whom a single text is nothing at all
+        agree(head_ablation(model, tokens, metric, progress=False), loop(model, metric, tokens, n_heads=4))
 
 
-def _stream(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+def test_heads_that_do_not_reach_the_output_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0"):
+        head_ablation(Micro("deaf"), TOKENS, mass, progress=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("part", "texts"), [("block", 2), ("block", 1), ("attention", 1)])
-def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str, texts: int) -> None:
+@pytest.mark.parametrize("part", ["block", "attention"])
+def test_what_a_block_reads_from_an_earlier_one_past_the_stream(part: str) -> None:
     """A skip from layer 1 to layer 3 of six: not into the last block, so that this alone shows nothing."""
-    model, tokens, kept = zoo.bridge("llama-gqa", num_hidden_layers=6), TOKENS[:texts], dict[str, Tensor]()
+    model, tokens, kept = zoo.bridge("llama-gqa", num_hidden_layers=6), TOKENS[:1], dict[str, Tensor]()
     giver, taker = (model.blocks[n] if part == "block" else model.blocks[n].attn for n in (1, 3))
 
+    def stream(output: Any) -> Any:
+        return output[0] if isinstance(output, tuple) else output
+
     def take(module: Any, args: Any, output: Any) -> Any:
-        changed = _stream(output) + 0.7 * kept["given"]
+        changed = stream(output) + 0.7 * kept["given"]
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    giver.register_forward_hook(lambda module, args, output: kept.update(given=_stream(output)))
+    giver.register_forward_hook(lambda module, args, output: kept.update(given=stream(output)))
     taker.register_forward_hook(take)
-    expected = loop(model, tokens=tokens)
-    agree(head_ablation(model, tokens, progress=False), expected)
-    effects = head_effects(model, tokens, ablate_heads(model, None), exact="all", progress=False)
-    with torch.no_grad():
-        baseline = float(loss(model(tokens), tokens).double().mean())
-    agree(effects.assign(value=effects["exact"] + baseline), expected)
+    agree(head_ablation(model, tokens, progress=False), loop(model, tokens=tokens))
 
 
-@pytest.mark.slow
-def test_texts_of_a_batch_that_see_each_other_in_some_batches_alone() -> None:
-    """A cap on the whole batch that changes of layer 0 hardly reach."""
-    model, tokens, largest = zoo.bridge("llama-gqa", num_hidden_layers=3), TOKENS[:1], dict[int, list[float]]()
-    layer = -1
-
-    def note(module: Any, args: Any, output: Tensor) -> None:
-        largest.setdefault(layer, []).append(output.abs().max().item())
-
-    last = model.blocks[2].mlp
-    noting = last.register_forward_hook(note)
-    for layer in (0, 1):
-        for head in range(8):
-            with torch.no_grad(), model.hooks(fwd_hooks=ablate_heads(model, [(layer, head)])):
-                model(tokens)
-    noting.remove()
-    few = sorted(range(8), key=lambda head: largest[0][head])[:4]
-    cap = (largest[0][few[-1]] + max(largest[1])) / 2
-    assert largest[0][few[-1]] < cap < max(largest[1])
-    last.register_forward_hook(lambda module, args, output: output * min(1.0, cap / output.abs().max().item()))
-    heads = [*((0, head) for head in few), *((1, head) for head in range(8))]
-    table = head_ablation(model, tokens, loss, heads=heads, progress=False)
-    whole = loop(model, tokens=tokens)
-    agree(table, torch.stack([whole[8 * layer + head] for layer, head in sorted(heads)]))
-
-
-@pytest.mark.parametrize("texts", [2, *slow([3, 5])])
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_an_unembedding_that_has_no_memory_for_many_texts(kind: str, name: str, texts: int) -> None:
-    model = zoo.load(kind, name)
+def test_an_unembedding_that_has_no_memory_for_many_texts() -> None:
+    model = zoo.load("bridge", "llama-gqa")
 
     def limit(module: Any, args: Any) -> None:
-        if len(args[0]) > texts:
+        if len(args[0]) > 2:
             raise torch.OutOfMemoryError
 
     expected = loop(model, tokens=TOKENS[:2])
@@ -292,50 +202,31 @@ def test_an_unembedding_that_has_no_memory_for_many_texts(kind: str, name: str, 
     agree(head_ablation(model, TOKENS[:2], progress=False), expected)
 
 
-def test_any_output_for_a_metric_that_knows_it() -> None:
-    def metric(output: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        return mass(output["classes"], tokens)
-
-    reached = head_ablation(Micro("plain"), TOKENS, mass, progress=False)
-    with pytest.raises(ValueError, match="layer 0"):
-        head_ablation(Micro("deaf"), TOKENS, mass, progress=False)
-    assert len(reached) == 8
-
-
-def test_dropout_is_off_meanwhile() -> None:
-    model = Micro("noisy").eval()
-    quiet = head_ablation(model, TOKENS, mass, progress=False)
-    model.train()
-    model.blocks[0].eval()
-    pd.testing.assert_frame_equal(head_ablation(model, TOKENS, mass, progress=False), quiet)
-    assert [model.training, model.blocks[0].training, model.blocks[1].training] == [True, False, True]
-
-
 @pytest.mark.parametrize("options", [{}, {"keys_from": "input", "encoding": "mla"}, {"causal": True}])
 def test_synthetic_models(options: dict[str, Any]) -> None:
     sizes = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 64, "d_vocab": 61, "n_ctx": 24, "n_out": 7}
-    config = SyntheticConfig(**sizes, seed=1, **options)
-    model = SyntheticModel(config).eval()
+    model = SyntheticModel(SyntheticConfig(**sizes, seed=1, **options)).eval()
     agree(head_ablation(model, TOKENS, mass, progress=False), loop(model, mass, n_heads=4))
     with pytest.raises(ValueError, match=r"model must return logits .* got shape \(3, 7\) .* pass metric="):
         head_ablation(model, TOKENS, progress=False)
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------
+# --- metrics and state ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_a_metric_gets_logits_and_tokens_once_for_every_head(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    seen = []
-    head_ablation(model, TOKENS, lambda x, t: seen.append((x.shape, torch.equal(t, TOKENS))) or 0, progress=False)
-    assert seen == [((3, 9, 61), True)] * (1 + model.cfg.n_layers * 8)
-    values: list[float] = []  # in the order of the rows, whatever that of the heads
-    metric = lambda x, t: values.append(float(loss(x, t).mean())) or values[-1]  # noqa: E731
-    assert head_ablation(model, TOKENS, metric, heads=[6, 1], progress=False)["value"].tolist() == values[1:]
+    model, seen, values = shared_model("bridge", "llama-gqa"), list[Any](), list[float]()
+
+    def metric(logits: Tensor, tokens: Tensor) -> float:
+        seen.append((logits.shape, torch.equal(tokens, TOKENS)))
+        values.append(float(loss(logits, tokens).mean()))
+        return values[-1]
+
+    found = head_ablation(model, TOKENS, metric, heads=[6, 1], progress=False)
+    assert seen == [((3, 9, 61), True)] * (1 + 2 * model.cfg.n_layers)
+    assert found["value"].tolist() == values[1:]
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_a_head_that_fails_is_a_row_of_nan(shared_model: Any) -> None:
     """The others are as without it; where all fail, the error is raised."""
     model, calls = shared_model("bridge", "llama-gqa"), []
@@ -353,3 +244,16 @@ def test_a_head_that_fails_is_a_row_of_nan(shared_model: Any) -> None:
     values = iter([1.0])
     with pytest.raises(ValueError, match="metric must return finite numbers"):
         head_ablation(model, TOKENS, lambda x, t: next(values, torch.nan), layers=0, progress=False)
+
+
+def test_the_model_is_as_it_was() -> None:
+    """Also the training flags of its parts, while dropout is off meanwhile."""
+    model = Micro("noisy").eval()
+    quiet = head_ablation(model, TOKENS, mass, progress=False)
+    model.train()
+    model.blocks[0].eval()
+    before = state(model)
+    pd.testing.assert_frame_equal(head_ablation(model, TOKENS, mass, progress=False), quiet)
+    with pytest.raises(ZeroDivisionError):
+        head_ablation(model, TOKENS, lambda x, t: 1 / 0, progress=False)
+    assert state(model) == before

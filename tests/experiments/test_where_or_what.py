@@ -15,7 +15,7 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
-from tl_posdisent.experiments.needs import where_or_what as experiment
+from tl_posdisent.experiments.measuring import run_changes as driver
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 FITTED, MEASURED = zoo.random_tokens(12, 4, seed=1), zoo.random_tokens(11, 3, seed=2)
@@ -257,7 +257,7 @@ def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(arguments)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(experiment, "run_heads", fails)
+    monkeypatch.setattr(driver, "run_after", fails)
     with pytest.raises(ZeroDivisionError):
         measured(model, FITTED)
     assert calls

@@ -12,10 +12,12 @@ from scipy import stats
 
 from tl_posdisent.utils.statistics import (
     Blocks,
+    difference,
     error_over_draws,
     jackknife_error,
+    mean,
+    ratio,
     significance,
-    weighted_means,
 )
 
 DESIGNS = {
@@ -36,8 +38,8 @@ def test_error_and_degrees_of_freedom_are_those_of_the_quadratic_form(sizes: lis
     residual = member.T @ (torch.eye(n, dtype=torch.float64) - 1 / n)
     form = residual.T @ torch.diag(1 / (1 - torch.tensor(sizes) / n)).double() @ residual / n**2
     z = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mean, error = blocks.mean(z)
-    assert mean == pytest.approx(z.mean().item())
+    estimate, error = blocks.mean(z)
+    assert estimate == pytest.approx(z.mean().item())
     assert error**2 == pytest.approx((z @ form @ z).item())
     assert form.trace().item() == pytest.approx(1 / n)  # the variance of a mean of n
     assert blocks.df == pytest.approx((form.trace() ** 2 / (form @ form).trace()).item())
@@ -55,8 +57,8 @@ def test_intervals_hold_as_often_as_they_say(name: str) -> None:
     limit = float(stats.t.ppf(0.975, blocks.df))
     effect, noise = torch.from_numpy(random.standard_t(4, (2, draws, sum(DESIGNS[name]))))
     found = [(*blocks.mean(x), *blocks.ratio(0.9 * (1 + x) + y, 1 + x)) for x, y in zip(effect, noise, strict=True)]
-    mean, error, ratio, se = np.array(found).T
-    for inside in (abs(mean) <= limit * error, abs(ratio - 0.9) <= limit * se):
+    means, errors, ratios, se = np.array(found).T
+    for inside in (abs(means) <= limit * errors, abs(ratios - 0.9) <= limit * se):
         assert abs(inside.mean() - 0.95) < 3 * (0.95 * 0.05 / draws) ** 0.5
 
 
@@ -82,11 +84,17 @@ def test_means_over_texts_by_weight_are_those_of_their_tokens(sizes: list[int]) 
     values = torch.randn(len(sizes), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     lengths = torch.tensor(sizes)
     blocks = Blocks(torch.arange(len(sizes)).repeat_interleave(lengths))
-    means, errors = weighted_means(values, lengths.double())
+    means, errors = mean(values, lengths.double())
     for row in range(3):
         expected = blocks.mean(values[:, row].repeat_interleave(lengths))
-        assert (means[row], errors[row]) == pytest.approx(expected)
-    assert np.isnan(weighted_means(values[:1], lengths[:1].double())[1]).all()
+        assert (means[row].item(), errors[row].item()) == pytest.approx(expected)
+    assert mean(values[:1], lengths[:1].double()).error.isnan().all()
+    a, b = values.abs() + 1, values.square() + 1
+    found, change = ratio(a, b, lengths.double()), difference(a, b, lengths.double())
+    for row in range(3):
+        tokens = [x[:, row].repeat_interleave(lengths) for x in (a, b)]
+        assert (found.value[row].item(), found.error[row].item()) == pytest.approx(blocks.ratio(*tokens))
+        assert (change.value[row].item(), change.error[row].item()) == pytest.approx(blocks.mean(tokens[0] - tokens[1]))
 
 
 def test_a_single_block_has_no_error() -> None:

@@ -14,9 +14,6 @@ from .causal.patching import head_patching as head_patching
 from .causal.patching import position_patching as position_patching
 from .measuring.metrics import LogitDifference as LogitDifference
 from .measuring.metrics import logit_difference as logit_difference
-from .needs.describe_head import describe_head as describe_head
-from .needs.head_description import HeadDescription as HeadDescription
-from .needs.where_or_what import where_or_what as where_or_what
 from .residual_stream.content_position import ContentPosition as ContentPosition
 from .residual_stream.content_position import PositionalSubspace as PositionalSubspace
 from .residual_stream.content_position import content_position_terms as content_position_terms
@@ -29,3 +26,6 @@ from .robustness.length_generalization import length_generalization as length_ge
 from .robustness.perturb import Perturbed as Perturbed
 from .robustness.perturb import perturb as perturb
 from .robustness.perturbation_curve import perturbation_curve as perturbation_curve
+from .where_or_what.describe_head import describe_head as describe_head
+from .where_or_what.head_description import HeadDescription as HeadDescription
+from .where_or_what.where_or_what import where_or_what as where_or_what

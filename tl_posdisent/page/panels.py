@@ -13,8 +13,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.attention_by_distance import check_shown, mean_attention
-from tl_posdisent.experiments.needs.head_looks import first_token_share, frequent_distances, profile_without_first
-from tl_posdisent.experiments.needs.sentences import Row, disagreement_sentence, looks_sentences, needs_sentences
+from tl_posdisent.experiments.where_or_what.head_looks import (
+    first_token_share,
+    frequent_distances,
+    profile_without_first,
+)
+from tl_posdisent.experiments.where_or_what.sentences import (
+    Row,
+    disagreement_sentence,
+    looks_sentences,
+    needs_sentences,
+)
 from tl_posdisent.hooks.named_hooks import UNMODIFIED
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import for_each_scores

@@ -1,12 +1,13 @@
-"""Standard errors (over blocks of unequal size, over draws of several kinds, by jackknife), Student's t."""
+"""Estimates with standard errors (over blocks of unequal size, over draws of several kinds, by jackknife), and
+Student's t."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
+from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Float64, Int
@@ -16,6 +17,70 @@ from torch import Tensor
 # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow.
 _MIN_BLOCKS = 10
 _MAX_ERROR_SCALE = 3.0  # how often the error of a mean below its threshold may be scaled up
+
+
+class Estimate(NamedTuple):
+    """An estimate from independent blocks of observations, and its standard error (NaN for a single block)."""
+
+    value: Float64[Tensor, "..."]
+    error: Float64[Tensor, "..."]
+
+
+def ratio(
+    top: Float[Tensor, "block ..."], bottom: Float[Tensor, "block ..."], weights: Float[Tensor, " block"]
+) -> Estimate:
+    """Compute a ratio of sums over all observations, and its standard error.
+
+    The error is that of the blocks' sums of ``top - ratio · bottom``. Their squares are divided by 1 minus the block's
+    share of the observations: a block that is most of all has hardly any residual from its own ratio.
+
+    Args:
+        top, bottom: means of each block, such as a text.
+        weights: number of observations of each block.
+
+    >>> kept, whole, tokens = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 4.0]), torch.tensor([10.0, 10.0])
+    >>> [round(x.item(), 4) for x in ratio(kept, whole, tokens)]
+    [0.375, 0.125]
+    """
+    share = (weights.double() / weights.sum()).view(-1, *[1] * (top.ndim - 1)).to(top.device)
+    whole = (share * bottom).sum(0)
+    value = (share * top).sum(0) / whole
+    if len(weights) < 2:
+        return Estimate(value, torch.full_like(value, nan))
+    rest = share * (top - value * bottom)
+    return Estimate(value, (rest.square() / (1 - share)).sum(0).sqrt() / whole.abs())
+
+
+def mean(values: Float[Tensor, "block ..."], weights: Float[Tensor, " block"]) -> Estimate:
+    """Compute the mean over all observations, given those of each block, and its standard error (see ``ratio``).
+
+    >>> mean(torch.tensor([[1.0], [4.0]], dtype=torch.float64), torch.tensor([2.0, 1.0])).value.tolist()
+    [2.0]
+    """
+    return ratio(values, torch.ones_like(values), weights)
+
+
+def difference(
+    a: Float[Tensor, "block ..."], b: Float[Tensor, "block ..."], weights: Float[Tensor, " block"]
+) -> Estimate:
+    """Compute the difference of two means of the same observations, and its standard error (see ``mean``)."""
+    return mean(a - b, weights)
+
+
+def degrees_of_freedom(weights: Float[Tensor, " block"]) -> float:
+    """Compute those of the standard errors above by Satterthwaite: one fewer than blocks of equal size, fewer for
+    others, NaN for a single block.
+
+    >>> round(degrees_of_freedom(torch.ones(5)), 6)
+    4.0
+    """
+    if len(weights) < 2:
+        return nan
+    # With independent sums of variance w, residuals r = s - w Σs have covariance diag(w) - w wᵀ, and
+    # V = Σ r² / (1 - w) has expectation 1 and variance 2 / df.
+    w = weights.double() / weights.sum()
+    a = w / (1 - w)
+    return 1 / float(w.square().sum() + (w * a).sum().square() - (w * a).square().sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,59 +115,30 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        return int(self.numbers.max()) + 1
+        return len(self.sizes)
 
     @property
-    def weights(self) -> Float[Tensor, " block"]:
-        """The share of all observations in each block."""
-        return self.numbers.bincount().double() / len(self.numbers)
+    def sizes(self) -> Float64[Tensor, " block"]:
+        """The number of observations in each block."""
+        return self.numbers.bincount().double()
 
     @property
     def df(self) -> float:
-        """Degrees of freedom of ``ratio``'s standard error by Satterthwaite: ``count - 1`` for blocks of equal size,
-        fewer for others, NaN for a single block."""
-        if self.count < 2:
-            return nan
-        # With independent sums of variance w, residuals r = s - w Σs have covariance diag(w) - w wᵀ, and
-        # V = Σ r² / (1 - w) has expectation 1 and variance 2 / df.
-        w = self.weights
-        a = w / (1 - w)
-        return 1 / float(w.square().sum() + (w * a).sum().square() - (w * a).square().sum())
+        """Degrees of freedom of the standard errors (see ``degrees_of_freedom``)."""
+        return degrees_of_freedom(self.sizes)
 
     def ratio(self, top: Float[Tensor, " observation"], bottom: Float[Tensor, " observation"]) -> tuple[float, float]:
-        """Compute a ratio of sums and its standard error (NaN for a single block).
-
-        The error is that of the blocks' sums of ``top - ratio · bottom``. Their squares are divided by 1 minus the
-        block's share of the observations: a block that is most of all has hardly any residual from its own ratio.
-        """
-        whole = bottom.sum()
-        ratio = top.sum() / whole
-        if self.count < 2:
-            return ratio.item(), nan
-        rest = top.new_zeros(self.count).index_add(0, self.numbers.to(top.device), top - ratio * bottom)
-        error = (rest.square() / (1 - self.weights.to(rest))).sum().sqrt() / whole.abs()
-        return ratio.item(), error.item()
+        """Compute a ratio of sums and its standard error (see the function ``ratio``)."""
+        value, error = ratio(self._means(top), self._means(bottom), self.sizes)
+        return value.item(), error.item()
 
     def mean(self, values: Float[Tensor, " observation"]) -> tuple[float, float]:
-        """Compute the mean of all observations and its standard error (NaN for a single block)."""
+        """Compute the mean of all observations and its standard error (see the function ``ratio``)."""
         return self.ratio(values, torch.ones_like(values))
 
-
-def weighted_means(
-    values: Float64[Tensor, "text row"], weights: Float64[Tensor, " text"]
-) -> tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, " row"]]:
-    """Average over texts by weight, with the standard errors of ``Blocks.mean`` of one block a text (NaN for one text).
-
-    >>> values = torch.tensor([[1.0], [4.0]], dtype=torch.float64)
-    >>> weighted_means(values, torch.tensor([2.0, 1.0], dtype=torch.float64))[0].tolist()
-    [2.0]
-    """
-    w = (weights / weights.sum())[:, None]
-    mean = (w * values).sum(0)
-    error = torch.full_like(mean, nan)
-    if len(values) > 1:
-        error = ((w * (values - mean)).square() / (1 - w)).sum(0).sqrt()
-    return mean.numpy(), error.numpy()
+    def _means(self, values: Tensor) -> Float64[Tensor, " block"]:
+        sums = torch.zeros(self.count, dtype=torch.float64).index_add(0, self.numbers.cpu(), values.double().cpu())
+        return sums / self.sizes
 
 
 def significance(size: float, error: float, df: float) -> float:

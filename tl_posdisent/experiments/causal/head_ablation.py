@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.measuring.rows_by_head import layer_units, rows_by_head
-from tl_posdisent.experiments.measuring.runs import GroupHooks
-from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
-from tl_posdisent.hooks.edits.score_edits import ResultEdit
-from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.experiments.measuring.failures import note_failures
+from tl_posdisent.experiments.measuring.metrics import (
+    Metric,
+    check_metric,
+    is_loss,
+    is_separable,
+    metric_name,
+    metric_values,
+    next_token_loss,
+)
+from tl_posdisent.experiments.measuring.run_changes import run_changes
+from tl_posdisent.hooks.ablate import AblationMode, ablate_heads, check_mode, derangement
+from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.statistics import mean
 from tl_posdisent.utils.validation import listed
 
 
@@ -39,8 +44,8 @@ def head_ablation(
     """Ablate each head alone and measure the change of a metric.
 
     The numbers equal those of a loop over ``ablate_heads``, but are computed faster: layers before the ablated one are
-    not run again, and several heads run in one batch. This is compared with the unmodified run and with a full forward
-    pass; if it differs, or the model has other hooks, the function falls back to full forward passes.
+    not run again, and several heads run in one batch, beside an unmodified row that must be as before. Where blocks
+    share more than the residual stream, or the model has hooks of its own, all passes are full.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``. Dropout is disabled.
@@ -80,26 +85,21 @@ def head_ablation(
     """
     layers = listed("layers", layers)
     reading = read_model(model)
-    model, chosen = reading.model, any_heads(reading, layers, heads)
-    texts = read_texts(model, tokens, attention_mask)
+    pairs = pairs_of(any_heads(reading, layers, heads))
+    texts = read_texts(reading.model, tokens, attention_mask)
     averaged: Any = texts if reference is None and mode == "mean" else reference
     check_mode(mode, averaged, seed)
     check_metric(metric)
     if mode == "resample":
         derangement(len(texts.one_group('mode="resample"')), seed)
-    attending = [spec.layer for spec, _ in chosen]
-    check_reach(reading, attending)
-    with torch.no_grad(), running(model):
-        replacement = stand_in(model, attending, mode, averaged, seed)
-    units = [layer_units(spec, heads_of_layer) for spec, heads_of_layer in chosen]
-    hooks_in = partial(_ablations, ResultEdit("ablate_heads", replacement))
-    return rows_by_head(reading, texts, units, hooks_in, metric, progress=progress)
-
-
-def _ablations(edit: ResultEdit, spec: AttentionSpec) -> list[GroupHooks]:
-    """Return, for all positions together, what makes the hooks that ablate heads of a layer."""
-    return [partial(_ablation_hooks, edit, spec)]
-
-
-def _ablation_hooks(edit: ResultEdit, spec: AttentionSpec, group: int, heads: Sequence[int]) -> Hooks:
-    return hooks_for([(spec, heads)], edit)
+    ablations = {"ablated": ablate_heads(reading, pairs, mode=mode, reference=averaged, seed=seed)}
+    together = mode == "resample" or not is_separable(metric)
+    with tqdm(total=len(pairs) * len(texts.tokens), desc="heads", disable=not progress) as bar:
+        found = run_changes(reading, texts, ablations, pairs, metric_values(metric), together=together, bar=bar)
+    weights = found.predictions if is_loss(metric) else torch.ones_like(found.predictions)
+    table = pd.DataFrame(pairs, columns=["layer", "head"])
+    table["baseline"] = mean(found.unmodified, weights).value.item()
+    table["value"] = mean(found["ablated"].T, weights).value.numpy()
+    table["effect"] = table["value"] - table["baseline"]
+    table.attrs["metric"] = metric_name(metric)
+    return reading.note(note_failures(table, found.failures, found.n_runs))

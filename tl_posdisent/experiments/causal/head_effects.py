@@ -13,39 +13,42 @@ their total surprise. Each draw takes one backward pass for all heads and all in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
 from math import nan
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.causal.estimated_effects import (
-    InterventionHead,
-    LayerIntervention,
-    estimated_effects,
-    separate_layers,
+from tl_posdisent.experiments.measuring.curvature import curvature
+from tl_posdisent.experiments.measuring.metrics import (
+    Metric,
+    check_metric,
+    is_loss,
+    is_separable,
+    metric_name,
+    metric_values,
+    next_token_loss,
 )
-from tl_posdisent.experiments.causal.exact_effects import Outcome, exact_effects
-from tl_posdisent.experiments.causal.text_parts import RUN_TOKENS, differentiable_texts, parts_of
-from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, is_loss, metric_name, next_token_loss
+from tl_posdisent.experiments.measuring.run_changes import Divergences, Head, Item, run_changes
+from tl_posdisent.experiments.measuring.token_losses import by_token, divergence
 from tl_posdisent.hooks.ablate import check_reach
-from tl_posdisent.hooks.hook_list import Heads, any_heads
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, pairs_of
 from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.texts import Tokens
-from tl_posdisent.utils.statistics import weighted_means
-from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed
+from tl_posdisent.models.running.forward_pass import Hook, running
+from tl_posdisent.models.running.partial_passes import block_facts
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.statistics import mean
+from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed, shown
 from tl_posdisent.utils.words import plural
 
-_ROW_KEYS = ["intervention", "layer", "head"]
+_MEASURED = ("first", "curvature", "estimate", "exact", "kl")
 
 
 def head_effects(
@@ -64,14 +67,14 @@ def head_effects(
 ) -> pd.DataFrame:
     """Estimate the effect of interventions on each head alone, for all heads at once; run the largest exactly.
 
-    For each text, two passes and one backward pass per draw serve all heads and all interventions; each intervention
-    takes one more pass through the attention of each layer. The estimate is quadratic in the change of a head's result,
+    For each text, a pass and one backward pass per draw serve all heads and all interventions; each intervention takes
+    one more pass. The estimate is quadratic in the change of a head's result,
     so it is wrong for heads whose change is large. For each intervention, the ``4 * exact`` heads of largest curvature
     are therefore run one by one, and the other heads of each layer together, once. Unless heads of a layer cancel, none
     of these alone diverges more than all of them together.
 
-    A run begins at its layer: of a model of L layers, that of layer l takes 1 - l / L of a pass. To check this,
-    one head of each intervention is also run by a full pass (see ``head_ablation``).
+    A run begins at its layer: of a model of L layers, that of layer l takes 1 - l / L of a pass (see
+    ``head_ablation``).
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``.
@@ -134,78 +137,137 @@ def head_effects(
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     check_reach(reading, [spec.layer for spec, _ in chosen])
-    texts, parts = differentiable_texts(model, tokens, attention_mask, metric)
-    changes, n_texts = separate_layers(named_hooks(model, interventions), chosen), len(texts.tokens)
+    texts = read_texts(model, tokens, attention_mask)
+    hooks = _restricted(named_hooks(model, interventions), chosen)
+    heads_of, n_texts = {name: some.pairs for name, some in hooks.items()}, len(texts.tokens)
     with running(model) as p, p.counting_tokens() as counts:
-        total = n_texts * (2 + draws + len({x.name for x in changes}) / 2) + 1e-6  # more than the rounding of fractions
-        with tqdm(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-            estimates = estimated_effects(model, changes, parts, n_texts, draws=draws, seed=seed, bar=bar)
-        n_predictions = estimates.n_predictions
-        weights = n_predictions if is_loss(metric) else torch.ones_like(n_predictions)
-        second_order = estimates.curvature if is_loss(metric) and draws else 0
-        table = pd.DataFrame(estimates.rows, columns=_ROW_KEYS).astype({"head": "Int64"})
-        table["first"], table["first_se"] = weighted_means(estimates.first, weights)
-        table["curvature"], table["curvature_se"] = weighted_means(estimates.curvature, n_predictions)
-        table["estimate"], table["estimate_se"] = weighted_means(estimates.first + second_order, weights)
-        sizes = dict(zip(estimates.rows, table["curvature" if draws else "first"].abs(), strict=True))
-        to_run = _heads_to_run(changes, sizes, exact, together=bool(n_predictions.all()))
-        with tqdm(total=n_texts * len(to_run), desc="runs", disable=not progress) as bar:
-            outcomes = exact_effects(model, to_run, parts_of(texts, metric, tokens=RUN_TOKENS), n_texts, bar)
-    table = table.assign(**_exact_columns(estimates.rows, outcomes, weights, n_predictions))
+        facts = block_facts(p)
+        with tqdm(total=n_texts * (2 + draws + len(hooks)), desc="passes", disable=not progress) as bar:
+            estimated = curvature(
+                reading, texts, hooks, heads_of, draws, seed=seed, metric=metric, facts=facts, bar=bar
+            )
+        weights = estimated.predictions if is_loss(metric) else torch.ones_like(estimated.predictions)
+        rows = [(name, *head) for name, some in heads_of.items() for head in some]
+        first, curved = (torch.cat([*x.values()]).T for x in (estimated.first, estimated.curvature))
+        table = pd.DataFrame(rows, columns=["intervention", "layer", "head"]).astype({"head": "Int64"})
+        _add(table, "first", first, weights)
+        _add(table, "curvature", curved, estimated.predictions)
+        _add(table, "estimate", first + curved if is_loss(metric) and draws else first, weights)
+        sizes = dict(zip(rows, table["curvature" if draws else "first"].abs(), strict=True))
+        to_run = _heads_to_run(heads_of, sizes, exact, together=bool(estimated.predictions.all()))
+        total = n_texts * sum(len(items) for items in to_run.values())
+        with tqdm(total=total, desc="runs", disable=not progress) as bar:
+            options: Any = {"together": not is_separable(metric), "facts": facts, "bar": bar}
+            found = run_changes(reading, texts, hooks, to_run, _effects_and_divergences(metric), **options)
+    if found.failures:
+        failure = found.failures[0]
+        problem = f"must leave outputs that can be measured; {failure.change!r} at {failure.label}: {failure.error}"
+        raise ArgumentError("interventions", problem) from failure.error
+    alone, together = _outcomes(found, to_run)
+    not_run = torch.full((n_texts, 2), nan, dtype=torch.float64)
+    outcomes = torch.stack([alone.get(row, not_run) for row in rows], 1)
+    _add(table, "exact", outcomes[..., 0], weights)
+    _add(table, "kl", outcomes[..., 1], estimated.predictions)
     if n_texts < 2:
-        table = table.drop(columns=[f"{name}_se" for name in ("first", "curvature", "estimate", "exact", "kl")])
+        table = table.drop(columns=[f"{name}_se" for name in _MEASURED])
     table.attrs["metric"] = metric_name(metric)
     table.attrs["runs"] = {
-        name: _summary(rows, [x for x in outcomes if x.changed.name == name], n_predictions)
-        for name, rows in table.groupby("intervention", sort=False)
+        name: _summary(table[table["intervention"] == name], [x[:, 1] for x in some], estimated.predictions)
+        for name, some in together.items()
     }
     table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * (1 + draws)
     return reading.note(table)
 
 
+def _add(
+    table: pd.DataFrame, name: str, values: Float64[Tensor, "text row"], weights: Float64[Tensor, " text"]
+) -> None:
+    """Add the mean over texts of each row, and its standard error, to the table."""
+    value, error = mean(values, weights)
+    table[name], table[f"{name}_se"] = value.numpy(), error.numpy()
+
+
+def _restricted(named: Mapping[str, Sequence[Hook]], chosen: Chosen) -> dict[str, Hooks]:
+    """Return the hooks of each intervention on the chosen heads.
+
+    Raises:
+        ValueError: functions of the user's, or that need several texts; an intervention on none of the chosen heads.
+    """
+    restricted: dict[str, Hooks] = {}
+    for name, hooks in named.items():
+        if not isinstance(hooks, Hooks) or hooks.others or hooks.resamples:
+            raise ArgumentError(
+                "interventions",
+                "must be hooks of this package, each acting on a text alone, got functions of your own, or mode "
+                f'"resample", for {name!r}: intervention_losses runs the model under any hooks',
+            )
+        restricted[name] = hooks.only(pairs_of(chosen))
+        if not restricted[name].pairs:
+            raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
+    return restricted
+
+
+def _effects_and_divergences(metric: Metric) -> Callable[..., Any]:
+    """Return what compares texts by a metric, and by KL(unmodified ‖ changed) in nats per prediction."""
+
+    def read(unmodified: list[Any], texts: Texts, rows: list[int]) -> Callable[[list[Any]], Float64[Tensor, "text 2"]]:
+        if is_loss(metric):  # log-probabilities serve both
+            of_tokens = by_token(unmodified, texts, rows)
+            return lambda outputs: of_tokens(outputs).nanmean(1)
+        both = [metric_values(metric)(unmodified, texts, rows), divergence(unmodified, texts, rows)]
+        return lambda outputs: torch.stack([compare(outputs) for compare in both], 1)
+
+    return read
+
+
 def _heads_to_run(
-    changes: Sequence[LayerIntervention],
-    sizes: Mapping[InterventionHead, float],
+    heads_of: Mapping[str, Sequence[Head]],
+    sizes: Mapping[tuple[Any, ...], float],
     exact: int | Literal["all"],
     *,
     together: bool,
-) -> list[LayerIntervention]:
+) -> dict[str, list[Item]]:
     """Choose for each intervention the heads of largest estimates, one by one, and each layer's others ``together``."""
-    to_run: list[LayerIntervention] = []
-    for name in dict.fromkeys(x.name for x in changes):
-        layers = [x for x in changes if x.name == name]
-        by_size = sorted(((name, x.layer, head) for x in layers for head in x.heads), key=lambda row: -sizes[row])
-        largest = by_size if exact == "all" else by_size[: 4 * exact]
-        for x in layers if exact else []:
-            others = tuple(head for head in x.heads if (name, x.layer, head) not in largest)
-            to_run += [replace(x, heads=(head,)) for head in x.heads if head not in others]
-            to_run += [replace(x, heads=others)] if others and together else []
+    to_run: dict[str, list[Item]] = {}
+    for name, heads in heads_of.items():
+        by_size = sorted(heads, key=lambda head: -sizes[name, *head])
+        largest = heads if exact == "all" else by_size[: 4 * exact]
+        to_run[name] = [head for head in heads if head in largest]
+        for layer in sorted({layer for layer, _ in heads}) if exact and together else []:
+            others = tuple(head for head in heads if head[0] == layer and head not in largest)
+            to_run[name] += [others if len(others) > 1 else others[0]] if others else []
     return to_run
 
 
-def _exact_columns(
-    rows: Sequence[InterventionHead],
-    outcomes: Sequence[Outcome],
-    weights: Float64[Tensor, " text"],
-    n_predictions: Float64[Tensor, " text"],
-) -> dict[str, Float64[np.ndarray, " row"]]:
-    """Average the outcomes of heads that were run alone over texts; NaN in the other rows."""
-    run_alone = {(x.changed.name, x.changed.layer, *x.changed.heads): x for x in outcomes}
-    not_run = torch.full_like(weights, nan)
-    effects = [run_alone[row].effects if row in run_alone else not_run for row in rows]
-    divergences = [run_alone[row].divergences if row in run_alone else not_run for row in rows]
-    exact, exact_se = weighted_means(torch.stack(effects, 1), weights)
-    kl, kl_se = weighted_means(torch.stack(divergences, 1), n_predictions)
-    return {"exact": exact, "exact_se": exact_se, "kl": kl, "kl_se": kl_se}
+def _outcomes(
+    found: Divergences, to_run: Mapping[str, Sequence[Item]]
+) -> tuple[dict[tuple[Any, ...], Tensor], dict[str, list[Tensor]]]:
+    """Return the effect and the divergence in each text, ``[text, 2]``, of heads run alone, and of heads run together.
+
+    The first are by intervention, layer and head, the others by intervention.
+    """
+    alone, together = dict[tuple[Any, ...], Tensor](), dict[str, list[Tensor]]()
+    for name, items in to_run.items():
+        together[name] = []
+        for item, values in zip(items, found[name], strict=True):
+            outcome = values - found.unmodified
+            if isinstance(item[0], int):
+                alone[(name, *item)] = outcome
+            else:
+                together[name].append(outcome)
+    return alone, together
 
 
-def _summary(rows: pd.DataFrame, outcomes: Sequence[Outcome], n_predictions: Tensor) -> dict[str, Any]:
-    """Summarise the runs of one intervention: the largest divergence, and what no other head exceeds."""
+def _summary(rows: pd.DataFrame, together: Sequence[Tensor], n_predictions: Tensor) -> dict[str, Any]:
+    """Summarise the runs of one intervention: the largest divergence, and what no other head exceeds.
+
+    Args:
+        together: divergences of the other heads of each layer, by text.
+    """
     kl, n_run, largest, bound = rows["kl"], int(rows["exact"].notna().sum()), "", nan
     statement = f"{n_run} of {plural(len(rows), 'head')} were run"
     if kl.notna().any():
-        together = [x.divergences[:, None] for x in outcomes if len(x.changed.heads) > 1]
-        bound = max((weighted_means(x, n_predictions)[0].item() for x in together), default=0.0)
+        bound = max((mean(x, n_predictions).value.item() for x in together), default=0.0)
         largest = head_label(*rows[["layer", "head"]].to_numpy()[kl.argmax()])
         statement += f": {largest} diverges most, by {kl.max():.2g} nats per prediction"
         if n_run < len(rows):

@@ -14,18 +14,25 @@ _Measured = TypeVar("_Measured")
 
 @dataclass(frozen=True, eq=False)
 class Failure:
-    """The error of a measurement, and the head, layer or layers whose row it was to fill, as a label."""
+    """The error of a measurement.
+
+    Attributes:
+        label: the head, layer or layers whose row it was to fill.
+        error: what was raised.
+        change: the name of the change.
+    """
 
     label: str
     error: Exception
+    change: str = ""
 
 
-def attempt(measure: Callable[[], _Measured], label: str) -> _Measured | Failure:
+def attempt(measure: Callable[[], _Measured], label: str, change: str = "") -> _Measured | Failure:
     """Return the result of ``measure``, or the failure if it raises an error of its input or of the model."""
     try:
         return measure()
     except (ValueError, RuntimeError) as error:
-        return Failure(label, error)
+        return Failure(label, error, change)
 
 
 def note_failures(

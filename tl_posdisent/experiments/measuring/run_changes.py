@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, nan
 from typing import Any
 
@@ -30,7 +30,9 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.forward_pass import Hook, Pass, output_of, running
+from tl_posdisent.models.running.model_parts import user_hooks
 from tl_posdisent.models.running.partial_passes import (
+    BlockFacts,
     attempted,
     block_facts,
     hidden,
@@ -45,6 +47,7 @@ from tl_posdisent.utils.validation import head_label
 
 _BYTES_PER_PASS = 2**27  # of the largest tensor of all rows of a pass
 _MAX_ROWS_PER_PASS = 32
+_MAX_LOGITS = 2**25  # that are computed at a time, where one job does not need more
 _BYTES_OF_RESULTS = 2**28  # of changed z that is stored at a time
 
 Head = tuple[int, int]
@@ -103,6 +106,7 @@ def run_changes(
     compare: Compare = divergence,
     *,
     together: bool = False,
+    facts: BlockFacts | None = None,
     bar: Any = None,
 ) -> Divergences:
     """Change heads one by one, or some together, and compare each text with its unmodified run.
@@ -118,6 +122,7 @@ def run_changes(
             changes, or those of each by its name.
         compare: what is compared.
         together: whether ``compare`` needs all texts at once.
+        facts: what short passes show about the model, if that is known.
         bar: a progress bar, which counts runs of a text.
     """
     own = heads if isinstance(heads, Mapping) else dict.fromkeys(changes, heads)
@@ -129,8 +134,9 @@ def run_changes(
     if not jobs:
         return Divergences({name: predictions.new_zeros(0, n_texts) for name in changes}, predictions, predictions)
     with running(reading.model) as p:
-        facts = block_facts(p)
-        parts = parts_of(reading.model, texts, padded=can_pad(reading, facts), together=together)
+        facts = facts or block_facts(p)
+        together = together or bool(user_hooks(p.model))  # which may combine the texts of a batch
+        parts = parts_of(p.model, texts, padded=can_pad(reading, facts), together=together)
         separate = facts.separate
         for part in parts:
             runs = _PartRuns(p, part, changes, [job.layer for job in jobs if job.layer is not None], separate=separate)
@@ -139,7 +145,7 @@ def run_changes(
             predictions[part.rows] = n_predictions(outputs, part.texts)
             _put(unmodified, part.rows, measure(outputs))
             for job, run in runs.of_jobs(jobs):
-                found = attempt(partial(_compared, measure, run), job.label)
+                found = attempt(partial(_compared, measure, run), job.label, job.name)
                 if isinstance(found, Failure):
                     failures.setdefault(job, found)
                 else:
@@ -226,6 +232,25 @@ class _BatchRun:
         self.z[layer] = z.clone()
 
 
+class _After:
+    """What follows the last block, for several jobs at once: an unembedding may take longer to begin than to run."""
+
+    def __init__(self, p: Pass, tokens: Tensor, last: Any) -> None:
+        self._p, self._tokens, self._last = p, tokens, last
+
+    @cached_property
+    def _output(self) -> Any:
+        try:
+            return None if self._last is None else run_after(self._p, self._tokens, self._last)
+        except torch.OutOfMemoryError:
+            return None
+
+    def rows(self, rows: slice) -> Any:
+        """Return the output of one job; None for a full pass."""
+        output = self._output
+        return output[rows] if isinstance(output, Tensor) and len(output) == len(self._tokens) else None
+
+
 class _PartRuns:
     """The unmodified runs of a part's batches, and runs that differ from them from one layer on."""
 
@@ -301,28 +326,32 @@ class _PartRuns:
     def _of_layer(
         self, layer: int, jobs: Sequence[_Job], changed: Mapping[str, list[_Changed] | None]
     ) -> Iterator[tuple[_Job, _Run]]:
-        """Yield the run of each job of a layer, from what its last block returns."""
+        """Yield the run of each job of a layer, in passes of several jobs from this layer on."""
         of_batches = [
-            self._last_blocks(run, layer, jobs, {name: x[n] for name, x in changed.items() if x is not None})
+            self._outputs(run, layer, jobs, {name: x[n] for name, x in changed.items() if x is not None})
             for n, run in enumerate(self.batches)
         ]
-        for job, *last_blocks in zip(jobs, *of_batches, strict=True):
-            full = any(last is None for last in last_blocks)
-            yield job, partial(self._full, job) if full else partial(self._after, last_blocks)
+        for job, *outputs in zip(jobs, *of_batches, strict=True):
+            yield job, partial(self._combined, job, outputs)
 
-    def _last_blocks(
+    def _outputs(
         self, run: _BatchRun, layer: int, jobs: Sequence[_Job], changed: Mapping[str, _Changed]
-    ) -> Iterator[Any]:
-        """Yield what the last block returns under each job, or None for a full pass; several jobs share a pass."""
+    ) -> Iterator[Callable[[], Any]]:
+        """Yield functions that return the output of a batch under each job, or None where a full pass is needed."""
         n_texts, length = run.batch.tokens.shape
         n_passes = ceil(len(jobs) / max(1, _rows_at_once(self.p.model.cfg, length) // n_texts))
+        at_once = max(1, _MAX_LOGITS // (n_texts * length * max(1, getattr(self.p.model.cfg, "d_vocab", 1))))
         for n in range(n_passes):  # of about one size
             some = jobs[n * len(jobs) // n_passes : (n + 1) * len(jobs) // n_passes]
             last = self._from_layer(run, layer, some, changed) if self.separate else None
             self.separate = last is not None
-            for place in range(len(some)):
-                rows = slice(place * n_texts, (place + 1) * n_texts)
-                yield None if last is None else of_texts(last, rows)
+            for first in range(0, len(some), at_once):
+                n_jobs = min(at_once, len(some) - first)
+                rows = slice(first * n_texts, (first + n_jobs) * n_texts)
+                after = _After(
+                    self.p, run.batch.tokens.repeat(n_jobs, 1), None if last is None else of_texts(last, rows)
+                )
+                yield from (partial(after.rows, slice(k * n_texts, (k + 1) * n_texts)) for k in range(n_jobs))
 
     def _from_layer(self, run: _BatchRun, layer: int, jobs: Sequence[_Job], changed: Mapping[str, _Changed]) -> Any:
         """Return what the last block returns under some jobs, or None if an unmodified text differs in this pass."""
@@ -349,9 +378,9 @@ class _PartRuns:
         size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
         return last if same(unmodified / size, clean / size) else None
 
-    def _after(self, last_blocks: Sequence[Any]) -> list[Any]:
-        runs = zip(self.batches, last_blocks, strict=True)
-        return self.part.of_groups([run_after(self.p, run.batch.tokens, last) for run, last in runs])
+    def _combined(self, job: _Job, of_batches: Sequence[Callable[[], Any]]) -> list[Any]:
+        outputs = [output() for output in of_batches]
+        return self._full(job) if any(x is None for x in outputs) else self.part.of_groups(outputs)
 
     def _full(self, job: _Job) -> list[Any]:
         """Return the outputs of full passes under a job's hooks."""

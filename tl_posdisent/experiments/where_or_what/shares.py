@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.utils.statistics import Blocks, surely_below, weighted_means
+from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS, DISTANCE, MEAN, UNIFORM, content_alone
+from tl_posdisent.utils.statistics import degrees_of_freedom, mean, ratio, surely_below
 
 Verdict = Literal["where", "what", "both", "either", "neither", "not used", "undecided"]
 NEGLIGIBLE: Final = 0.0005  # nats per predicted token
@@ -57,24 +58,22 @@ def shares(
     chosen = content.gather(0, of_others[None])[0]
     table = pd.DataFrame()
     for name, divergences in (("where", distance), ("what", chosen), ("uniform", uniform)):
-        share, error = _surviving(divergences, contribution, weights)
-        table[name], table[f"{name}_se"] = share.clamp(0, 1).numpy(), error.numpy()
-        table[f"{name}_unclipped"] = share.numpy()
-    table["contribution"], table["contribution_se"] = weighted_means(contribution, n_predictions)
+        lost, error = ratio(divergences, contribution, n_predictions)
+        table[name], table[f"{name}_se"] = (1 - lost).clamp(0, 1).numpy(), error.numpy()
+        table[f"{name}_unclipped"] = (1 - lost).numpy()
+    contributions, errors = mean(contribution, n_predictions)
+    table["contribution"], table["contribution_se"] = contributions.numpy(), errors.numpy()
     table["content_distance"] = [constants[n] for n in sums.argmin(0).tolist()]
     return table
 
 
-def _surviving(
-    divergences: Float64[Tensor, "text head"],
-    contribution: Float64[Tensor, "text head"],
-    weights: Float64[Tensor, "text one"],
-) -> tuple[Float64[Tensor, " head"], Float64[Tensor, " head"]]:
-    """Compute 1 minus a ratio of weighted sums, and its standard error over texts (see ``Blocks.ratio``)."""
-    whole = (weights * contribution).sum(0)
-    ratio = (weights * divergences).sum(0) / whole
-    rest = weights * (divergences - ratio * contribution)
-    return 1 - ratio, (rest.square() / (1 - weights)).sum(0).sqrt() / whole
+def shares_of(
+    divergences: Mapping[str, Float64[Tensor, "text head"]], n_predictions: Float64[Tensor, " text"]
+) -> pd.DataFrame:
+    """Compute ``shares`` from the divergences under each of the ``replacements``, by name."""
+    contribution, distance, uniform = (divergences[name] for name in (MEAN, DISTANCE, UNIFORM))
+    content = torch.stack([divergences[content_alone(constant)] for constant in CONSTANTS])
+    return shares(contribution, distance, uniform, content, n_predictions, CONSTANTS)
 
 
 def verdicts(table: pd.DataFrame, n_predictions: Float64[Tensor, " text"], negligible: float) -> list[Verdict]:
@@ -89,7 +88,7 @@ def verdicts(table: pd.DataFrame, n_predictions: Float64[Tensor, " text"], negli
     taken for more, and for less, in 3 to 6 % of the heads; for content, in up to 10 % where several constants are
     equally good.
     """
-    df = Blocks(torch.repeat_interleave(torch.arange(len(n_predictions)), n_predictions.long())).df
+    df = degrees_of_freedom(n_predictions)
     return [_verdict(row, df, negligible) for row in table.to_dict("records")]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fitted_attention
@@ -27,6 +29,10 @@ CONSTANTS: Final = (1, 5, 32)
 best of eight from 0 to 64 in half of the heads of SmolLM2 and of the demo model."""
 
 _SHORT: Final = 32  # tokens: texts of 8 pull heads that need one thing to the corner where the pattern does not matter
+
+
+ByReplacement = dict[str, Tensor]
+"""Values ``[text, head, ...]`` by the name of the replacement."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +94,7 @@ def folds(reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen:
 
 
 def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]:
-    """Return the hooks that replace the heads, fitted to these texts; readers of results rely on their order.
+    """Return the hooks that replace the heads, fitted to these texts, by name.
 
     Raises:
         ValueError: heads whose scores or rotation cannot be changed.
@@ -100,6 +106,23 @@ def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]
         UNIFORM: substitute_attention(model, "uniform", heads=heads),
         **{content_alone(d): remap_distance(model, partial(_others_at, d), heads=heads) for d in CONSTANTS},
     }
+
+
+def over_folds(folds: Sequence[Fold], of_folds: Sequence[Mapping[str, Tensor]]) -> ByReplacement:
+    """Combine values ``[head, text, ...]`` of the texts of each fold, in the order of all texts.
+
+    Values by token are padded with NaN.
+    """
+    order = torch.tensor([row for fold in folds for row in fold.rows]).argsort()
+    by_text = {name: [text for values in of_folds for text in values[name].transpose(0, 1)] for name in of_folds[0]}
+    return {name: _stacked(texts)[order] for name, texts in by_text.items()}
+
+
+def _stacked(of_texts: Sequence[Tensor]) -> Tensor:
+    if of_texts[0].ndim == 1:
+        return torch.stack([*of_texts])
+    by_token = [x.transpose(0, 1) for x in of_texts]
+    return pad_sequence(by_token, batch_first=True, padding_value=torch.nan).transpose(1, 2)
 
 
 def _require_two(texts: Texts) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.needs.head_description import HeadDescription
-from tl_posdisent.experiments.needs.head_example import measure_example
-from tl_posdisent.experiments.needs.head_looks import measure_looks
-from tl_posdisent.experiments.needs.head_runs import measure_head
-from tl_posdisent.experiments.needs.replacements import folds
+from tl_posdisent.experiments.where_or_what.head_description import HeadDescription
+from tl_posdisent.experiments.where_or_what.head_example import measure_example
+from tl_posdisent.experiments.where_or_what.head_looks import measure_looks
+from tl_posdisent.experiments.where_or_what.head_runs import measure_head
+from tl_posdisent.experiments.where_or_what.replacements import folds
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Chosen, any_heads
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -91,13 +91,13 @@ def describe_head(
         texts, of_folds = folds(reading, tokens, heldout, chosen)
         total = len(texts.tokens) * len(of_folds[0].replacements)
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
-            runs = measure_head(model, of_folds, chosen, bar)
+            runs = measure_head(reading, of_folds, (spec.layer, number), bar)
         place = runs.largest() if query is None else query
         example = measure_example(reading, spec, number, texts, place, key)
         example = replace(example, contribution=runs.contribution_at(example.text, example.query))
         looks = measure_looks(reading, texts, chosen, numbers, seed)
     passes = sum(counts) / sum(texts.lengths) / len(model.blocks)
-    needs = reading.note(runs.needs(spec.layer, number))
+    needs = reading.note(runs.needs())
     return HeadDescription(spec.layer, number, needs, runs.costs(), looks, example, passes)
 
 

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import pandas as pd
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.causal.estimated_effects import LayerIntervention, estimated_effects, separate_layers
-from tl_posdisent.experiments.causal.text_parts import parts_of
-from tl_posdisent.experiments.measuring.metrics import next_token_loss
-from tl_posdisent.experiments.needs.head_runs import run_heads
-from tl_posdisent.experiments.needs.replacements import CONSTANTS, Fold, folds
-from tl_posdisent.experiments.needs.sentences import hooks_sentences
-from tl_posdisent.experiments.needs.shares import NEGLIGIBLE, Verdict, shares, verdicts
+from tl_posdisent.experiments.measuring.curvature import curvature
+from tl_posdisent.experiments.measuring.run_changes import Head, run_changes
+from tl_posdisent.experiments.where_or_what.replacements import MEAN, ByReplacement, Fold, folds, over_folds
+from tl_posdisent.experiments.where_or_what.sentences import hooks_sentences
+from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, Verdict, shares_of, verdicts
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.texts import Texts, Tokens
+from tl_posdisent.models.running.partial_passes import BlockFacts, block_facts
+from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, is_integer, listed
 from tl_posdisent.utils.words import plural
 
 Exact = int | Literal["all"] | Sequence[tuple[int, int] | str]
 """How many heads of the largest contribution are run, or which."""
-Place = tuple[int, int]
 
 
 def where_or_what(
@@ -126,25 +122,26 @@ def where_or_what(
     layers = listed("layers", layers)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads, "where_or_what")
-    places = pairs_of(chosen)
-    n_largest, asked = _heads_to_run(reading, places, exact)
+    pairs = pairs_of(chosen)
+    n_largest, asked = _heads_to_run(reading, pairs, exact)
     check_reach(reading, [spec.layer for spec, _ in chosen])
     with running(model) as p, p.counting_tokens() as counts:
-        with torch.inference_mode(False):  # tensors of inference mode cannot be in a graph
-            texts, of_folds = folds(reading, tokens, heldout, chosen)
-        changes = [separate_layers(fold.replacements, chosen) for fold in of_folds]
-        estimated, n_predictions = _estimated(model, texts, of_folds, changes, draws, seed, progress=progress)
-        by_size = (n_predictions @ estimated[0]).argsort(descending=True, stable=True)
-        to_run = {*by_size[:n_largest].tolist(), *(places.index(place) for place in asked)}
-        divergences = _with_runs(model, of_folds, changes, estimated, places, to_run, progress=progress)
-    table = pd.DataFrame(places, columns=["layer", "head"])
-    contribution, distance, uniform, *content = divergences
-    table = table.join(shares(contribution, distance, uniform, torch.stack(content), n_predictions, CONSTANTS))
-    table["exact"] = [n in to_run for n in range(len(places))]
+        texts, of_folds = folds(reading, tokens, heldout, chosen)
+        facts = block_facts(p)
+        divergences, n_predictions = _estimated(
+            reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, progress=progress
+        )
+        by_size = (n_predictions @ divergences[MEAN]).argsort(descending=True, stable=True)
+        to_run = sorted({*by_size[:n_largest].tolist(), *(pairs.index(pair) for pair in asked)})
+        measured = _run(reading, of_folds, [pairs[n] for n in to_run], facts=facts, progress=progress)
+    for name, values in measured.items():
+        divergences[name][:, to_run] = values
+    table = pd.DataFrame(pairs, columns=["layer", "head"]).join(shares_of(divergences, n_predictions))
+    table["exact"] = [n in to_run for n in range(len(pairs))]
     table["verdict"] = verdicts(table, n_predictions, negligible)
     table = reading.note(table)
     table.attrs["statement"] = " ".join([statement(table), *hooks_sentences(table)])
-    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * (1 + draws)
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * draws
     return table
 
 
@@ -163,71 +160,49 @@ def statement(table: pd.DataFrame) -> str:
     )
 
 
-def _heads_to_run(reading: ModelReading, places: Sequence[Place], exact: Exact) -> tuple[int, Sequence[Place]]:
+def _heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> tuple[int, Sequence[Head]]:
     """Return how many heads of the largest contribution are to be run, and which other ones."""
     if isinstance(exact, str) and exact == "all":
-        return len(places), []
+        return len(pairs), []
     if is_integer(exact):
         return check_integer("exact", exact, 0), []
     with naming(heads="exact"):
         asked = pairs_of(any_heads(reading, None, exact))
-    if missing := [head_label(*place) for place in asked if place not in places]:
+    if missing := [head_label(*pair) for pair in asked if pair not in pairs]:
         raise ArgumentError("exact", f"must lie within the chosen heads, got {missing[0]}")
     return 0, asked
 
 
 def _estimated(
-    model: Any,
-    texts: Texts,
+    reading: ModelReading,
     of_folds: Sequence[Fold],
-    changes: Sequence[Sequence[LayerIntervention]],
+    pairs: Sequence[Head],
+    *,
     draws: int,
     seed: int,
-    *,
+    facts: BlockFacts,
     progress: bool,
-) -> tuple[Float64[Tensor, "replacement text head"], Float64[Tensor, " text"]]:
+) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
     """Estimate the divergence of each text under each replacement of each head, and count its predictions."""
-    n_texts, names = len(texts.tokens), list(of_folds[0].replacements)
-    divergences, n_predictions = [], []
-    total = n_texts * (2 + draws + len(names) / 2) + 1e-6  # more than the rounding of fractions
-    with tqdm(total=total, desc="passes", unit_scale=True, disable=not progress) as bar:
-        for fold, interventions in zip(of_folds, changes, strict=True):
-            with torch.inference_mode(False):
-                parts = parts_of(fold.texts, next_token_loss)
-            fold_texts = len(fold.texts.tokens)
-            found = estimated_effects(
-                model, interventions, parts, fold_texts, draws=draws, seed=seed, bar=bar, by_position=True
-            )
-            divergences.append(torch.stack(found.curvature.chunk(len(names), 1)))
-            n_predictions.append(found.n_predictions)
-    order = torch.tensor([row for fold in of_folds for row in fold.rows]).argsort()
-    return torch.cat(divergences, 1)[:, order], torch.cat(n_predictions)[order]
+    n_texts, names = sum(len(fold.rows) for fold in of_folds), list(of_folds[0].replacements)
+    estimates = []
+    with tqdm(total=n_texts * (1 + draws + len(names)), desc="passes", disable=not progress) as bar:
+        for fold in of_folds:
+            heads = dict.fromkeys(names, pairs)
+            options: Any = {"seed": seed, "by_position": True, "facts": facts, "bar": bar}
+            estimates.append(curvature(reading, fold.texts, fold.replacements, heads, draws, **options))
+    counted = over_folds(of_folds, [{"": x.predictions[None]} for x in estimates])[""][:, 0]
+    return over_folds(of_folds, [x.curvature for x in estimates]), counted
 
 
-def _with_runs(
-    model: Any,
-    of_folds: Sequence[Fold],
-    changes: Sequence[Sequence[LayerIntervention]],
-    estimated: Float64[Tensor, "replacement text head"],
-    places: Sequence[Place],
-    to_run: set[int],
-    *,
-    progress: bool,
-) -> Float64[Tensor, "replacement text head"]:
-    """Return the divergences with those of some heads measured, by one run of each replacement of each head alone."""
-    divergences, names = estimated.clone(), list(of_folds[0].replacements)
-    to_run_alone = [
-        [
-            replace(x, heads=(head,))
-            for x in interventions
-            for head in x.heads
-            if places.index((x.layer, head)) in to_run
+def _run(
+    reading: ModelReading, of_folds: Sequence[Fold], pairs: Sequence[Head], *, facts: BlockFacts, progress: bool
+) -> ByReplacement:
+    """Measure the divergence of each text by one run of each replacement of each of these heads alone."""
+    total = len(pairs) * sum(len(fold.rows) * len(fold.replacements) for fold in of_folds)
+    with tqdm(total=total, desc="runs", disable=not progress or not pairs) as bar:
+        of_texts = [
+            run_changes(reading, fold.texts, fold.replacements, pairs, facts=facts, bar=bar).checked().by_change
+            for fold in of_folds
         ]
-        for interventions in changes
-    ]
-    total = len(to_run) * len(names) * divergences.shape[1]
-    with tqdm(total=total, desc="runs", disable=not progress or not to_run) as bar:
-        for (name, *place), by_text in run_heads(model, of_folds, to_run_alone, bar).items():
-            means = torch.stack([x.divergences.mean() for x in by_text])
-            divergences[names.index(name), :, places.index(tuple(place))] = means
-    return divergences
+    return over_folds(of_folds, of_texts)
