@@ -126,7 +126,7 @@ def test_a_run_that_fails_fails_alone(shared_reading: Any) -> None:
 
 
 def test_what_is_known_is_not_computed_again() -> None:
-    """The blocks before a layer run once without a change and once under it; then all heads share a pass."""
+    """The blocks before a layer run once; those to the last layer once more under a change; then heads share passes."""
     model, rows = zoo.bridge("llama-gqa", num_hidden_layers=4), list[list[int]]()
     texts = read_texts(model, zoo.random_tokens(length=16, batch=2))
     counting = [

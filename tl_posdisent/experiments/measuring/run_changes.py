@@ -137,9 +137,9 @@ def run_changes(
         facts = facts or block_facts(p)
         together = together or bool(user_hooks(p.model))  # which may combine the texts of a batch
         parts = parts_of(p.model, texts, padded=can_pad(reading, facts), together=together)
-        separate = facts.separate
+        separate, heard = facts.separate, facts.heard.intersection(job.layer for job in jobs if job.layer is not None)
         for part in parts:
-            runs = _PartRuns(p, part, changes, [job.layer for job in jobs if job.layer is not None], separate=separate)
+            runs = _PartRuns(p, part, changes, heard, separate=separate)
             outputs = part.of_groups([batch.output for batch in runs.batches])
             measure = compare(outputs, part.texts, part.rows)
             predictions[part.rows] = n_predictions(outputs, part.texts)
@@ -252,23 +252,24 @@ class _After:
 
 
 class _PartRuns:
-    """The unmodified runs of a part's batches, and runs that differ from them from one layer on."""
+    """The unmodified runs of a part's batches, and runs that differ from them from one of some layers on."""
 
     def __init__(
         self,
         p: Pass,
         part: Part,
         changes: Mapping[str, Hooks | HooksOf],
-        layers: Sequence[int],
+        layers: frozenset[int],
         *,
         separate: bool,
     ) -> None:
         self.p, self.part, self.changes, self.separate = p, part, changes, separate
-        self.batches = [_BatchRun(p, batch, sorted(set(layers)) if separate else []) for batch in part.batches]
+        self.layers = sorted(layers) if separate else []
+        self.batches = [_BatchRun(p, batch, self.layers) for batch in part.batches]
 
     def of_jobs(self, jobs: Sequence[_Job]) -> Iterator[tuple[_Job, _Run]]:
         """Yield the run of each job: for some names at a time, layer by layer."""
-        of_layers = [job for job in jobs if job.layer is not None] if self.separate else []
+        of_layers = [job for job in jobs if job.layer in self.layers]
         for some in self._few_names(of_layers):
             changed = {name: self._changed(name, [job for job in some if job.name == name]) for name in _names(some)}
             for layer in sorted({job.layer for job in some if job.layer is not None}):
@@ -276,8 +277,7 @@ class _PartRuns:
                 possible = [job for job in in_layer if changed[job.name] is not None]
                 yield from self._of_layer(layer, possible, changed)
                 yield from ((job, partial(self._full, job)) for job in in_layer if job not in possible)
-        rest = [job for job in jobs if job.layer is None or not of_layers]
-        yield from ((job, partial(self._full, job)) for job in rest)
+        yield from ((job, partial(self._full, job)) for job in jobs if job.layer not in self.layers)
 
     def _few_names(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
         """Separate the jobs by name, as many names at a time as there is memory for their changed z."""

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.running.forward_pass import UNSUPPORTED, Hook, Pass
-from tl_posdisent.models.running.model_parts import user_hooks
+from tl_posdisent.models.running.model_parts import hook_name, user_hooks
 from tl_posdisent.models.running.texts import probe_tokens
 from tl_posdisent.utils.precision import mismatch
 
@@ -31,11 +31,13 @@ class BlockFacts:
     Attributes:
         separate: whether a pass may begin at any block: each block computes its output from the residual stream and the
             tokens alone, and the model its output from that of the last block.
+        heard: the layers in which a change of z (``hook_z``) reaches the output of the block.
         by_token: whether the output is a tensor ``[text, pos, ...]``, so that padding after a text can be cut off.
     """
 
-    separate: bool
-    by_token: bool
+    separate: bool = False
+    heard: frozenset[int] = frozenset()
+    by_token: bool = False
 
 
 def block_facts(p: Pass) -> BlockFacts:
@@ -46,8 +48,8 @@ def block_facts(p: Pass) -> BlockFacts:
     is: with any, neither is true.
     """
     if user_hooks(p.model):
-        return BlockFacts(separate=False, by_token=False)
-    return attempted(partial(_block_facts, p)) or BlockFacts(separate=False, by_token=False)
+        return BlockFacts()
+    return attempted(partial(_block_facts, p)) or BlockFacts()
 
 
 def _block_facts(p: Pass) -> BlockFacts:
@@ -59,13 +61,25 @@ def _block_facts(p: Pass) -> BlockFacts:
     by_token = isinstance(output, Tensor) and output.ndim == 3 and output.shape[1] == text.shape[1]
     p.run(other)
     try:
-        separate = same(run_after(p, text, after[-1]), output) and all(
-            same(hidden(run_from(p, blocks[layer], text, layer, after[layer - 1])), hidden(after[layer]))
+        separate = same(run_after(p, text, after[-1]), output)
+        alone = {
+            layer: hidden(run_from(p, blocks[layer], text, layer, after[layer - 1]))
             for layer in reversed(range(len(blocks)))  # so that no earlier block has run since
-        )
+        }
+        separate = separate and all(same(x, hidden(after[layer])) for layer, x in alone.items())
+        heard = frozenset(layer for layer, x in alone.items() if _hears(p, text, layer, after[layer - 1], x))
     except UNSUPPORTED:
-        separate = False
-    return BlockFacts(separate, by_token)
+        return BlockFacts(by_token=by_token)
+    return BlockFacts(separate, heard, by_token)
+
+
+def _hears(p: Pass, text: Int[Tensor, "1 pos"], layer: int, before: Any, output: Tensor) -> bool:
+    """Say whether a block returns something else if z is 0 in its attention."""
+    name = hook_name(layer, "hook_z")
+    if name not in p.points:
+        return False
+    without = run_from(p, p.model.blocks[layer], text, layer, before, [(name, lambda z, hook: torch.zeros_like(z))])
+    return not torch.equal(hidden(without), output)
 
 
 def run_from(
