@@ -69,7 +69,7 @@ def test_an_encoder_attends_both_ways() -> None:
 def test_a_bias_is_named() -> None:
     for spec in read_model(zoo.hooked("bloom")).specs():
         assert "additive bias such as ALiBi" in str(spec.limits.problem)
-        assert spec.limits.scores_editable
+        assert spec.taps.scores is not None
 
 
 # --- synthetic models ---
@@ -91,7 +91,8 @@ def test_synthetic_models(encoding: EncodingName, causal: bool) -> None:
 def test_synthetic_models_whose_scores_are_no_product(more: dict[str, Any]) -> None:
     for spec in read_model(synthetic(**more)).specs():
         assert spec.limits.problem is not None
-        assert (spec.taps.q, spec.rotary, spec.limits.scores_editable) == (None, None, True)
+        assert (spec.taps.q, spec.rotary) == (None, None)
+        assert spec.taps.scores is not None
 
 
 @pytest.mark.parametrize("heads", [0, 4])

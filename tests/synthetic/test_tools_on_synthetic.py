@@ -70,13 +70,13 @@ def at_distances(model: Any, layer: int, distances: Tensor) -> Tensor:
 def test_read_and_captured(encoding: str, causal: bool) -> None:
     model = small_model(encoding=encoding, causal=causal)
     spec = read_model(model).specs(1)[0]
-    assert (spec.causal, spec.window, spec.limits.scores_editable) == (causal, None, True)
+    assert (spec.causal, spec.window, spec.limits.shows_mask) == (causal, None, True)
     if encoding in ("t5", "alibi"):
         assert spec.limits.problem is not None
         with pytest.raises(ValueError, match="an additive bias"):
             capture(model, TOKENS)[0]
         return
-    assert (spec.limits.problem, spec.scale, spec.limits.no_rotation) == (None, 8**-0.5, None)
+    assert (spec.limits.problem, spec.scale) == (None, 8**-0.5)
     assert (spec.rotary.dim if spec.rotary else 0) == model.config.rotary_dim
     if spec.rotary is not None:
         torch.testing.assert_close(spec.rotary.frequencies, rotary_of(model).frequencies, rtol=1e-5, atol=1e-9)

@@ -246,7 +246,7 @@ def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
 
 
 def _editable(model: Any) -> bool:
-    return tp.read_model(model).specs(0)[0].limits.scores_editable
+    return tp.read_model(model).specs(0)[0].taps.scores is not None
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def check_shown(spec: AttentionSpec, hooks: Sequence[Hook]) -> None:
     """Raise if a layer shows no pattern, or one that would not show what these hooks change."""
     pattern_or_scores(spec)
     z = str(spec.taps.z)
-    if not spec.limits.scores_editable and any(name(z) if callable(name) else name == z for name, _ in hooks):
+    if not spec.taps.scores and any(name(z) if callable(name) else name == z for name, _ in hooks):
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture} discards edited scores, so hooks change what it attends to at "
             f"{spec.taps.z}, behind its pattern: a mean or a picture of it would show nothing of the edit"

@@ -122,7 +122,7 @@ def disentanglement(
     table = additivity(reading, texts, heads=pairs_of(chosen), pool=True, progress=progress)[["layer", "head", "r"]]
     by_distances: dict[tuple[int, ...], Chosen] = {}  # that their masks allow
     for spec, numbers in chosen:
-        if spec.rotary is not None and not spec.limits.no_rotation and not spec.limits.problem:
+        if spec.rotary is not None and not spec.limits.problem:
             first = 0 if spec.causal else 1 - texts.longest
             allowed = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
             by_distances.setdefault(allowed, []).append((spec, numbers))

@@ -138,7 +138,7 @@ def _activation_hooks(
     """Patch an activation of heads of a layer, held for each group of texts, at a position or (None) at all."""
     held = of_groups[group]
     patched = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
-    if activation == "pattern" and not spec.limits.scores_editable:  # as scores of which it is the softmax
+    if activation == "pattern" and not spec.taps.scores:  # as scores of which it is the softmax
         if place is None:
             return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
 

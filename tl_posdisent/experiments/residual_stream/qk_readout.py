@@ -223,10 +223,10 @@ def measure_readouts(
 
     Only the length of the tokens matters.
     """
-    if spec.taps.q is None and spec.limits.no_rotation is not None:
+    if spec.taps.q is None and spec.taps.scores is None:
         raise ValueError(
-            f"{needed} queries and keys of each head before rotation, but layer {spec.layer} of {spec.architecture} "
-            f"{spec.limits.no_rotation}"
+            f"{needed} queries and keys of each head before rotation, and in layer {spec.layer} of {spec.architecture} "
+            f"{spec.limits.problem}"
         )
     if spec.taps.q is not None and spec.taps.q.latent is not None and taps["q"].latent is None:
         raise ValueError(

@@ -147,7 +147,7 @@ def length_generalization(
             observers: list[Hook] = []
             for spec, of_layer in chosen:
                 layer = _Layer(spec, of_layer, edges)
-                if spec.limits.scores_editable or not checked_hooks:
+                if spec.taps.scores or not checked_hooks:
                     observers += _observers(layer, values, bar)
                 else:  # the hooks do not show the scores that the layer uses
                     values += layer.unknown()

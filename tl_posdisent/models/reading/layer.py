@@ -74,7 +74,6 @@ class Layer:
         """Return the description of the layer, given its hooks and what it computes."""
         limits = Limits(
             problem=problem,
-            scores_editable=taps.scores is not None,
             masked_below=masked_below(dtype_of(self.model)),
             shows_mask=taps.scores is not None,
             holds_to=length_limit(self.model, self.number),

@@ -116,7 +116,7 @@ class ModelReading(HasTable):
         """Return the specs of these layers, by default all with RoPE; raise if ``tool`` cannot change a rotation."""
         specs = self.specs(layers)
         if layers is None:
-            specs = [s for s in specs if s.rotary is not None or s.limits.no_rotation or s.limits.problem] or specs[:1]
+            specs = [s for s in specs if s.rotary is not None or s.limits.problem] or specs[:1]
         for spec in specs:
             spec.require_rotary(tool)
         return specs
@@ -179,7 +179,7 @@ def _obstacles(spec: AttentionSpec) -> dict[str, str]:
     return {
         "fits": "" if spec.taps.scores else problem,
         "capture": problem,
-        "rotation": spec.limits.no_rotation or problem or no_rotation,
+        "rotation": problem or no_rotation,
         "score_edits": spec.why_no_score_edits,
         "result_edits": spec.why_no_result_edits,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,20 +87,3 @@ class Tap:
         if self.latent is not None:
             x = self.latent.read(x, shared)
         return x if self.norm is None else self.norm(x)
-
-
-def read(tap: Tap, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the vectors at a hook, from the tensors that fired in its layer, by short name."""
-    return tap.read(*(tensors[short_name(name)] for name in tap.names))
-
-
-def short_name(name: str) -> str:
-    """Return a hook's name within the attention of a layer: ``"hook_q"``, ``"q_norm.hook_out"``."""
-    return name.split(".attn.", 1)[-1]
-
-
-def layouts(tensors: Mapping[str, Tensor], *names: str) -> list[Layout]:
-    """Return the layouts that tensors at these hooks may have; none if one of the hooks did not fire."""
-    if any(name not in tensors for name in names):
-        return []
-    return ["flat"] if tensors[names[0]].ndim == 3 else ["pos head", "head pos"]

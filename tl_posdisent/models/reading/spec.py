@@ -7,8 +7,7 @@ not depend on the model's class or architecture.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
@@ -52,8 +51,6 @@ class Limits:
 
     Attributes:
         problem: why scores cannot be recomputed from q and k; None if they can.
-        no_rotation: why the layer's rotation cannot be read or changed; None if it can.
-        scores_editable: whether an edit of the scores reaches the output.
         masked_below: cells at or below this value are masked (see ``is_masked``); it depends on the model's dtype.
         shows_mask: whether the scores show which cells are masked; False if the mask is applied behind their hook.
         holds_to: the most tokens of a text for which the description holds, from the model's configuration; None for
@@ -62,8 +59,6 @@ class Limits:
     """
 
     problem: str | None = None
-    no_rotation: str | None = None
-    scores_editable: bool = False
     masked_below: float = -1e30
     shows_mask: bool = True
     holds_to: int | None = None
@@ -89,22 +84,9 @@ class AttentionSpec(Geometry):
     points: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def puts_in_result(self) -> bool:
-        """Whether the layer shows no scores, and the result of edited ones can be put in at ``hook_z``."""
-        return self.taps.scores is None and None not in (self.taps.v, self.taps.z, self.taps.pattern)
-
-    @property
-    def scores_can_be_edited(self) -> bool:
-        """Whether edited scores reach the output: at the hook of the scores, or by the result."""
-        return self.limits.scores_editable if self.taps.scores else self.puts_in_result
-
-    @property
     def why_no_score_edits(self) -> str:
-        """Why edited scores do not reach the output, or an empty string if they do."""
-        if self.scores_can_be_edited:
-            return ""
-        hidden = "shows no scores, and its hook_z is not the sum of its values, weighted by its pattern"
-        return self.limits.problem or ("discards edited scores" if self.taps.scores else hidden)
+        """Why edited scores do not reach the output, or an empty string if they do: at their hook, or by the result."""
+        return "" if self.taps.scores else self.limits.problem or ""
 
     @property
     def why_no_result_edits(self) -> str:
@@ -152,21 +134,13 @@ class AttentionSpec(Geometry):
 
     def require_rotary(self, tool: str) -> Rotary:
         """Return the rotary of a layer whose rotation can be changed, or raise an error that says what is missing."""
-        if self.rotary is None or self.limits.no_rotation is not None:
-            missing = "has no rotary position embedding" + (f": {self.limits.problem}" if self.limits.problem else "")
+        if self.rotary is None:
+            why = f": {self.limits.problem}" if self.limits.problem else ""
             raise ValueError(
                 f"{tool} needs rotary position embeddings (RoPE) that hooks can reach, but layer {self.layer} of "
-                f"{self.architecture} {self.limits.no_rotation or missing}"
+                f"{self.architecture} has no rotary position embedding{why}"
             )
         return self.rotary
-
-    def with_taps(self, **changes: Any) -> AttentionSpec:
-        """Return the spec with other hooks."""
-        return replace(self, taps=replace(self.taps, **changes))
-
-    def with_limits(self, **changes: Any) -> AttentionSpec:
-        """Return the spec with other limits."""
-        return replace(self, limits=replace(self.limits, **changes))
 
 
 def most_limited(specs: Iterable[AttentionSpec]) -> AttentionSpec | None:
