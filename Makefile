@@ -45,7 +45,7 @@ test-slow: .venv/dev.stamp ## tests with the mark slow
 	$(call tests,.venv,slow)
 
 test-tl4: .venv-tl4/dev.stamp ## tests with the mark tl4, with TransformerLens 4
-	$(call tests,.venv-tl4,"tl4 and not slow") $(call marked,tl4) tl_posdisent
+	$(call tests,.venv-tl4,"tl4 and not slow") $(call marked,tl4)
 
 test-all: test test-slow test-tl4 ## all of these
 

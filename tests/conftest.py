@@ -39,8 +39,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = "docs/test_examples.py"  # minutes in one kernel: begun last, it would leave the other processes without work
-PACKAGE = Path(__file__).parents[1] / "tl_posdisent"
-WITH_MODELS = ("models", "hooks", "experiments")  # examples in their docstrings run with TransformerLens 4 too
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,11 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark examples in docstrings by their folder, as they cannot themselves; all other marks are in the files."""
-    for item in items:
-        if isinstance(item, pytest.DoctestItem) and item.path.relative_to(PACKAGE).parts[0] in WITH_MODELS:
-            item.add_marker(pytest.mark.tl4)
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))  # the longest begin first
+    """Begin with the longest."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:

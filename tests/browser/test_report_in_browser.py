@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from playwright.sync_api import expect
 
 import tl_posdisent as tp
@@ -64,9 +66,14 @@ _CONTRAST = """() => {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of the demo model on several stretches of its text."""
-    target = tmp_path_factory.mktemp("report") / "report.html"
-    return tp.report(tp.load_demo_model(), tp.demo_text()[:2500], target, progress=False)
+    """A report of the demo model on several stretches of its text, made once for all processes of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    target = folder / "report.html"
+    with FileLock(folder / "report.lock"):
+        if not target.exists():
+            tp.report(tp.load_demo_model(), tp.demo_text()[:2500], target, progress=False)
+    return target
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import tl_posdisent as tp
 from tl_posdisent import ablate_heads, dummy_distance
 from tl_posdisent.hooks import applied
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

@@ -16,8 +16,6 @@ from support.results import assert_same
 import tl_posdisent as tp
 from tl_posdisent.hooks.hook_list import Hooks
 
-pytestmark = pytest.mark.tl4
-
 
 def llama() -> Any:
     return zoo.bridge("llama-gqa")
@@ -49,7 +47,7 @@ def test_functions_of_tensors(name: str) -> None:
             assert_same(call(OF_TENSORS[name]), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in OF_MODELS])
+@pytest.mark.parametrize("name", sorted(QUICK))
 def test_functions_of_models(name: str) -> None:
     results = []
     for within in (torch.no_grad, *MODES.values()):

@@ -13,8 +13,6 @@ from support.results import assert_same
 import tl_posdisent as tp
 from tl_posdisent.hooks.hook_list import Hooks
 
-pytestmark = pytest.mark.tl4
-
 FUNCTIONS = {f.__name__: f for f in functions()}
 NAMES = ["ablate_heads", "additivity", "drop_component", "perturb", "phase_noise", "remap_distance"]
 

@@ -17,8 +17,6 @@ from train_demo_model import HELD_OUT, order_report, perplexity, read_documents,
 from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokenizer, demo_tokens, load_demo_model
 from tl_posdisent.models.loading.convert import hf_logits
 
-pytestmark = pytest.mark.tl4
-
 DATA = Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / HELD_OUT).is_file(), reason=f"POSDISENT_DATA has no {HELD_OUT}")
 

@@ -14,18 +14,11 @@ from support.pages import PAGES, ROOT, blocks, run_python
 
 from tl_posdisent.cli import app
 
-pytestmark = pytest.mark.tl4
-
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"), "python")]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.slow, id=page.name)
-        for page in WITH_PYTHON
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 @pytest.mark.usefixtures("unchecked")
 def test_python_runs_as_printed(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -13,8 +13,6 @@ from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied, drop_component, substitute_additive
 from tl_posdisent.models.loading.load import has_hooked
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = tp.demo_tokens(length=48)
 HEAD = {"layers": [3], "heads": [0]}
 MASK = torch.ones(48, 48).tril().bool()

@@ -15,8 +15,6 @@ from tl_posdisent import ablate_heads, head_ablation
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.ablate import derangement
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens(batch=3)
 OTHERS = zoo.random_tokens(length=7, batch=2, seed=1)
 CASES = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "olmo2"))

@@ -13,8 +13,6 @@ from torch import Tensor
 from tl_posdisent import dummy_distance
 from tl_posdisent.hooks import applied
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 Q, Z, LATE = "blocks.0.attn.hook_q", "blocks.0.attn.hook_z", "blocks.1.attn.hook_z"
 CASES = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

@@ -37,7 +37,7 @@ from tl_posdisent.hooks import (
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.hooks.hook_list import Hooks
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 MODELS = zoo.cases("llama-gqa")
 NO_HOOKS = r"hooks must be a list of \(hook name or filter, function\), got "
 OTHERS = "other hooks act on its attention"

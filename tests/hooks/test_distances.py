@@ -17,8 +17,6 @@ from tl_posdisent import bridge_from_hf, dummy_distance, remap_distance
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.edits.scores_at_distances import straight_pieces
 
-pytestmark = pytest.mark.tl4
-
 
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [3], [0, 2]])
 def test_at_distance_0_layers_are_those_without_positions(layers: list[int]) -> None:

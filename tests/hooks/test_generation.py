@@ -14,7 +14,7 @@ from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L
 from tl_posdisent.hooks import drop_component, substitute_additive
 from tl_posdisent.models.running.forward_pass import Hook
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 TOOLS: dict[str, Callable[..., list[Hook]]] = {
     **{tool: make for tool, make in TOOLS_FOR_ANY_LENGTH.items() if tool != "ablation"},
     "component": partial(drop_component, component="key"),

@@ -23,8 +23,6 @@ from tl_posdisent import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = pytest.mark.tl4
-
 
 def refused(model: Any, hooks: list[Hook], message: str, **arguments: Any) -> None:
     """The run fails with this message, and the model is as before."""

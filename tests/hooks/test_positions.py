@@ -20,8 +20,6 @@ from support.zoo_configs import MECHANISMS
 
 from tl_posdisent import remap_distance, swap_positions
 
-pytestmark = pytest.mark.tl4
-
 ROTARY = [name for name in MECHANISMS if zoo.ARCHITECTURES[name].rotary and not zoo.ARCHITECTURES[name].hybrid]
 
 

@@ -26,7 +26,7 @@ from tl_posdisent import (
 from tl_posdisent.hooks import applied, patch_vectors, phase_noise, substitute_additive, substitute_attention
 from tl_posdisent.models import ModelReading
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 MODELS = [
     *(("bridge", "llama-gqa"), ("hooked", "gemma2"), ("bridge", "gptj")),

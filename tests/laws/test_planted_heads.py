@@ -132,6 +132,7 @@ def test_heads_attend_to_what_they_are_made_for(wrapper: str) -> None:
         torch.testing.assert_close(pattern.double(), attention, rtol=0, atol=leak(head) + uneven)
 
 
+@pytest.mark.slow
 @IN_BOTH_CLASSES
 def test_divergences_are_those_of_what_heads_read(wrapper: str) -> None:
     """K_mean, and K with every key at one distance, from the tokens alone."""
@@ -176,6 +177,7 @@ def test_where_distance_tells_content_either_replaces_the_pattern(wrapper: str) 
     assert (by_head["what"], by_head["neither"]) == ("either", "neither")
 
 
+@pytest.mark.slow
 @IN_BOTH_CLASSES
 def test_a_duplicate_head_needs_its_own_token_apart(wrapper: str) -> None:
     """With every key at one distance, a token gets as much attention as its other copy: half of the signs are wrong."""
@@ -218,6 +220,7 @@ def test_verdicts_in_a_padded_batch(wrapper: str, side: str, exact: Any) -> None
     assert verdicts(wrapped(wrapper), batch, exact=exact) == list(by_hand.HEADS)
 
 
+@pytest.mark.slow
 @IN_BOTH_CLASSES
 def test_shares_are_those_of_single_runs(wrapper: str) -> None:
     model = wrapped(wrapper)

@@ -22,7 +22,7 @@ from tl_posdisent import experiments as ex
 from tl_posdisent import hooks
 from tl_posdisent.hooks.hook_list import Hooks
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 TEXTS = zoo.random_tokens(14, batch=3)
 REAL = torch.arange(14) >= torch.tensor([[0], [4], [0]])
@@ -82,7 +82,9 @@ VARIANTS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["pooled", "disentanglement", *slow(["controls", "by subspace", "interventions", "hooks"])]
+)
 def test_rows_of_chosen_heads_with_options(variant: str, kind: str, name: str, shared_model: Any) -> None:
     model, measure = shared_model(kind, name), VARIANTS[variant]
     whole = measure(model)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tl_posdisent import capture, read_model
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 HIDDEN = {"gptj", "gemma4", "gemma4-shared", "opt", "gpt_neo", "llama4", "afmoe", "laguna", "nanochat"}
 HIDDEN |= {"olmo-hybrid", "jamba"}

@@ -15,8 +15,6 @@ from tl_posdisent.models import AttentionSpec, Captured
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.rope import rotate
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 PLAIN = zoo.cases(*(name for name in MECHANISMS if name not in ("bloom", "lfm2")))
 SOME = ("llama-gqa", "gptj", "gemma2")

@@ -14,8 +14,6 @@ from torch import Tensor
 from tl_posdisent import additivity, capture, dummy_distance
 from tl_posdisent.models import Captured
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 SOME = ("llama-gqa", "gptj", "gemma2")
 

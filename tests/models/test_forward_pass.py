@@ -14,8 +14,6 @@ from torch import Tensor
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import hook_name
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 OTHER = TOKENS.flip(1)
 SOME = zoo.cases("llama-gqa", "gptj")

@@ -17,10 +17,7 @@ from tl_posdisent import (
     capture,
     demo_text,
     fit_additive,
-    head_patching,
-    random_control,
     read_model,
-    score_sources,
     swap_positions,
 )
 from tl_posdisent.hooks import applied
@@ -29,8 +26,6 @@ from tl_posdisent.hooks.hook_list import joined
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 LOCAL, GLOBAL = 4, 5
 EDITS = {
-    "dummy": [Call("dummy_distance", distance=5)],
-    "ceiling": [Call("remap_distance", distances=lambda d: d.clamp(max=16))],
     "lambda": [Call("lambda_mask", sinks=2, window=12, distance_ceiling=8)],
     "two": [
         Call("swap_positions", positions=lambda p: p // 2),
@@ -98,43 +93,6 @@ def test_heads_under_edits_are_the_oracles(edit: str, model: Any, tokens: Tensor
         assert torch.equal(got[:, others], plain[z].transpose(1, 2)[:, others])
 
 
-def test_one_profile_for_other_texts_tells_it_from_shuffled_weights(model: Any) -> None:
-    texts = model.to_tokens(demo_text())[0, :257]
-    texts = torch.stack([texts[:128], torch.cat([texts[:1], texts[129:256]])])
-    options = {"layers": [LOCAL, GLOBAL], "progress": False}
-    trained, random = (
-        additivity(m, texts, **options)["r_held_out"].mean()
-        for m in (model, next(random_control(model, weights="shuffled")))
-    )
-    assert trained > random + 0.05
-
-
-def test_patched_heads_are_those_of_a_plain_loop(model: Any, tokens: Tensor) -> None:
-    """The result of a head of another text, in a local and in a global layer, at all positions."""
-    other, heads = tokens[:, [0, *range(tokens.shape[1] - 1, 0, -1)]], [(LOCAL, 1), (GLOBAL, 2)]
-
-    def of(logits: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(logits[0, :-1].double(), tokens[0, 1:])
-
-    def loss(hooks: list[Any]) -> float:
-        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-            return of(model(tokens)).item()
-
-    table = head_patching(model, tokens, other, of, heads=heads, progress=False)
-
-    for layer, head in heads:
-        name = f"blocks.{layer}.attn.hook_z"
-        with torch.no_grad():
-            theirs = model.run_with_cache(other, names_filter=name)[1][name]
-
-        def put(z: Tensor, hook: Any, head: int = head, theirs: Tensor = theirs) -> Tensor:
-            return torch.cat([z[:, :, :head], theirs[:, :, head : head + 1], z[:, :, head + 1 :]], 2)
-
-        row = table[(table["layer"] == layer) & (table["head"] == head)]
-        assert row["value"].item() == pytest.approx(loss([(name, put)]), abs=2e-5)
-    assert table["baseline"].iloc[0] == pytest.approx(loss([]), abs=2e-5)
-
-
 def test_additivity_counts_the_cells_within_the_window(model: Any) -> None:
     """Least squares: the residuals of these cells sum to 0 over each distance, each query and each key."""
     text, place = model.to_tokens(demo_text() * 2, truncate=False)[:, :600], torch.arange(600)
@@ -154,23 +112,6 @@ def test_additivity_counts_the_cells_within_the_window(model: Any) -> None:
             for pair in zip(scores[:, cells], fitted[:, cells], strict=True)
         ]
         assert table[layer].tolist() == pytest.approx(r, abs=1e-5)
-
-
-@pytest.mark.parametrize(("layer", "base"), [(LOCAL, 1e4), (GLOBAL, 1e6)])
-def test_sources_sum_to_scores_and_to_their_content(layer: int, base: float, model: Any, tokens: Tensor) -> None:
-    """Also minus another key's."""
-    found = score_sources(model, tokens, layer, 2, 30, [29, 0, 11], against=4).terms("key").sum(-1)
-    q, k = _plain_queries_and_keys(model, tokens, layer)
-    turned = [_turned(x, base) for x in (q, k)]
-    score, content = (torch.einsum("c,kc->k", x[30, 2].conj(), y[:, 0]).real / 16 for x, y in (turned, _still(q, k)))
-    for sums, wanted in ((found.sum(1), score), (found[:, 0], content)):
-        expected = wanted[[29, 0, 11]] - wanted[4]
-        torch.testing.assert_close(sums, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
-
-
-def _still(*vectors: Tensor) -> list[Tensor]:
-    """Vectors as complex numbers, not rotated."""
-    return [torch.complex(*x.chunk(2, -1)) for x in vectors]
 
 
 def _plain_queries_and_keys(model: Any, text: Tensor, layer: int) -> list[Tensor]:

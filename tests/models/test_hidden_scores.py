@@ -13,8 +13,6 @@ from support.tolerance import rounding
 
 from tl_posdisent import additivity, capture, dummy_distance, read_model, swap_positions
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = zoo.random_tokens()
 NAMES = ("gemma4", "gptj", "gemma4-shared", "opt", "gpt_neo", "llama4", "afmoe", "laguna", "nanochat", "olmo-hybrid")
 

@@ -22,8 +22,6 @@ from tl_posdisent import (
     swap_positions,
 )
 
-pytestmark = pytest.mark.tl4
-
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
     "RecurrentGemma": {

@@ -10,8 +10,6 @@ import transformers
 from support import zoo
 from support.readings import assert_described
 
-pytestmark = pytest.mark.tl4
-
 
 @pytest.mark.parametrize("name", zoo.names("deepseek_v3", "deepseek_v2", "glm4-lite", "youtu"))
 def test_scores_are_those_of_the_description(name: str, shared_model: Any) -> None:

@@ -23,7 +23,7 @@ from tl_posdisent.models.capture import listen_vectors
 from tl_posdisent.models.reading.length_limits import length_limit
 from tl_posdisent.models.running.model_parts import modules
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 ORIGINAL = 48  # tokens of the training, of a context of 128
 LONGROPE = {

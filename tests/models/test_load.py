@@ -103,7 +103,6 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.tl4
 @pytest.mark.parametrize("backend", zoo.KINDS)
 @pytest.mark.parametrize("name", [*LLAMAS, *OTHERS])
 def test_the_same_on_tokens_that_the_self_check_has_not_seen(name: str, backend: str) -> None:

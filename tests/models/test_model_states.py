@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.untouched import state
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -22,8 +21,6 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import modules
-
-pytestmark = pytest.mark.tl4
 
 TOKENS = zoo.random_tokens()
 
@@ -102,59 +99,6 @@ def test_masked_scores_are_told_from_scores(dtype: torch.dtype) -> None:
 # --- the model is left alone ----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gpt2"))
-def test_looking_changes_nothing(kind: str, name: str, training: bool) -> None:
-    model = zoo.load(kind, name)
-    for module in model.modules():  # what dropout there is bites when the model trains
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
-    model.train(training)
-    list(model.modules())[3].eval()  # a part that a user has frozen stays so
-    calls: list[int] = []
-    model.hook_dict["blocks.0.attn.hook_q"].add_hook(lambda x, hook: calls.append(1))
-
-    def logits() -> Tensor:
-        torch.manual_seed(1)
-        return model(TOKENS)
-
-    plain, before = logits(), state(model)
-    specs = read_model(model).specs()
-    assert state(model) == before
-    assert calls == [1]  # by the run of the user's own
-    assert torch.equal(logits(), plain)
-    assert calls == [1, 1]
-    assert [s.limits.problem for s in specs] == [None] * len(specs)
-
-
-@pytest.mark.filterwarnings("ignore:A hook on attn")  # TransformerLens 4 says where an edit is in vain
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_model: Any) -> None:
-    """A patch made for the user's text would fail on the probe's, and an edit would be taken for the model."""
-    model = shared_model(kind, name)
-
-    def patch(x: Tensor, hook: Any) -> Tensor:
-        x = x.clone()
-        x[:, 11] = 0  # the probe's text is shorter
-        return x
-
-    def bend(x: Tensor, hook: Any) -> Tensor:
-        return x / 2
-
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_q", patch), ("blocks.1.attn.hook_attn_scores", bend)]):
-        plain = model(TOKENS)
-        inside = read_model(model).specs()
-        assert torch.equal(model(TOKENS), plain)
-    for spec, bare in zip(inside, read_model(model).specs(), strict=True):
-        assert (spec.limits.problem, spec.scale, spec.taps.scores, spec.taps.q_rot) == (
-            None,
-            bare.scale,
-            bare.taps.scores,
-            bare.taps.q_rot,
-        )
-
-
 @pytest.mark.parametrize("name", zoo.names("llama", "gpt2", "falcon"))
 def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""
@@ -199,14 +143,3 @@ def test_keys_and_values_are_kept_on_request_alone(shared_model: Any, monkeypatc
         assert len(kept) == 2 * by_default > 0
         model(TOKENS)
     assert len(kept) == 3 * by_default
-
-
-def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
-    """A bridge installs hooks of its own at its first pass; reading must not make it install them again."""
-    ran, read = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")
-    for model in (read, read, ran):
-        if model is read:
-            read_model(model).specs()
-        model(TOKENS)
-    found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, ran)]
-    assert found[0] == found[1]

@@ -40,7 +40,6 @@ def first_inputs(model: Any) -> dict[str, Tensor]:
     return seen
 
 
-@pytest.mark.tl4
 @pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "gpt_oss"))
 def test_random_control(kind: str, name: str) -> None:
@@ -283,7 +282,6 @@ def change_attention(model: Any) -> None:
             part.sinks.data.fill_(3.0)
 
 
-@pytest.mark.tl4
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt_oss", "gemma3", "gptj", "deepseek_v3", "laguna"))
 def test_rotation_scale_and_sinks_are_the_models(kind: str, name: str) -> None:
     model = zoo.load(kind, name)

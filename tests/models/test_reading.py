@@ -22,8 +22,6 @@ from tl_posdisent import (
 from tl_posdisent.models.reading import model_reading
 from tl_posdisent.models.running.model_parts import modules
 
-pytestmark = pytest.mark.tl4
-
 FUNCTIONS = {function.__name__: function for function in functions()}
 
 

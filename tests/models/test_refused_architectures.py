@@ -17,7 +17,7 @@ from tl_posdisent import (
 from tl_posdisent.experiments import positional_subspace
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+pytestmark = pytest.mark.usefixtures("unchecked")
 TOKENS = zoo.random_tokens()
 
 

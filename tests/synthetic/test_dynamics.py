@@ -20,8 +20,6 @@ from tl_posdisent.synthetic import (
 )
 from tl_posdisent.synthetic.tasks.task import long_texts
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = torch.randint(1, 20, (12, 9), generator=torch.Generator().manual_seed(3))
 TOKENS[::3, 6:] = 0
 LABELS = torch.arange(12) % 5

@@ -14,8 +14,6 @@ from torch.nn.functional import cross_entropy
 from tl_posdisent.synthetic import SyntheticModel, gradient_margins, positional_gradients
 from tl_posdisent.synthetic.analysis.positional_gradients import _vectors
 
-pytestmark = pytest.mark.tl4
-
 TOKENS = torch.randint(1, 20, (12, 9), generator=torch.Generator().manual_seed(3))
 TOKENS[::3, 6:] = 0
 LABELS = torch.arange(12) % 5

@@ -31,8 +31,6 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
 from tl_posdisent.rope import Rotary, rotate
 
-pytestmark = pytest.mark.tl4
-
 ROTARY = ("rope", "absolute_rope", "mla")
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 rotary_encodings = pytest.mark.parametrize("encoding", ROTARY)
