@@ -145,7 +145,7 @@ def test_one_head_at_one_position_by_hand(kind: str, name: str, activation: str,
 
 @pytest.mark.parametrize("places", [[5], [1, 2, 3, 5, 7]])
 def test_what_no_position_changes_is_computed_once(places: list[int], shared_model: Any) -> None:
-    """Earlier layers run for the source (with its activations and to its end), the baseline and one comparison."""
+    """Earlier layers run for a text of the source, the source, its metric, that of the baseline, and the runs."""
     model, seen = shared_model("bridge", "llama-gqa"), list[int]()
     point = model.hook_dict["blocks.0.attn.hook_z"]
 
@@ -158,7 +158,7 @@ def test_what_no_position_changes_is_computed_once(places: list[int], shared_mod
         table(model, "z", positions=places, layers=[1], heads=[6, 3])
     finally:
         point.remove_hooks("fwd", including_permanent=True)
-    assert seen == [len(TOKENS)] * 4
+    assert seen == [1, *[len(TOKENS)] * 4]
 
 
 def test_a_change_without_effect_proves_nothing(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_heads_that_share_keys_have_the_effect_of_their_key_head(shared_model: A
     values = table(model, "v", metric=metric, heads=[7, 2, 3], layers=[1])
     assert values["head"].tolist() == [2, 3, 7]
     assert values["value"][0] == values["value"][1] != values["value"][2]
-    assert len(asked) == 2 + 2
+    assert len(asked) == 3 + 2
 
 
 def test_layouts_that_are_not_those_of_transformerlens(shared_model: Any) -> None:

@@ -154,7 +154,7 @@ def test_values_are_those_of_full_passes(kind: str, name: str, options: Any, sha
 
 
 def test_heads_run_from_their_layer_on_also_where_keys_are_shared(shared_model: Any) -> None:
-    """Earlier layers run for the source's vectors, for the two ends and for one comparison."""
+    """Earlier layers run for the source's vectors, for the two ends and for the runs."""
     model, seen = shared_model("bridge", "llama-gqa"), dict[int, list[int]]()
     points = [model.hook_dict[f"blocks.{layer}.hook_resid_post"] for layer in (0, 1)]
 
@@ -170,7 +170,7 @@ def test_heads_run_from_their_layer_on_also_where_keys_are_shared(shared_model: 
         for point in points:
             point.remove_hooks("fwd", including_permanent=True)
     assert len(rows) == 8
-    assert seen == {0: [len(TOKENS)] * 4, 1: [*[len(TOKENS)] * 3, 8 * len(TOKENS) + 1, len(TOKENS)]}
+    assert seen == {0: [len(TOKENS)] * 4, 1: [*[len(TOKENS)] * 4, 8 * len(TOKENS) + 1]}
 
 
 def test_where_one_layer_rotates_it_carries_everything(shared_model: Any) -> None:
@@ -190,7 +190,7 @@ def test_key_heads_are_patched_once_and_reported_for_all_who_read_them(shared_mo
         return loss(logits, tokens)
 
     keys = table(model, what="key", metric=metric)
-    assert len(asked) == 2 + 2 * 4
+    assert len(asked) == 3 + 2 * 4
     assert len(keys) == 16
     pairs = keys["effect"].to_numpy().reshape(-1, 2)
     assert (pairs[:, 0] == pairs[:, 1]).all()

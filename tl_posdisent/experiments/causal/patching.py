@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -10,21 +10,35 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.measuring.rows_by_head import LayerUnits, PatchRuns, layer_units, rows_by_head
-from tl_posdisent.experiments.measuring.runs import GroupHooks
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for, replace_scores
+from tl_posdisent.experiments.causal.patch_runs import (
+    Held,
+    PatchRun,
+    SourceRun,
+    by_head,
+    numbers,
+    patch_effects,
+    sharing,
+    tokens_of,
+)
+from tl_posdisent.experiments.measuring.metrics import (
+    Metric,
+    check_metric,
+    next_token_loss,
+    value_of,
+)
+from tl_posdisent.experiments.measuring.run_changes import Head
+from tl_posdisent.experiments.measuring.runs import run_texts
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, score_hooks, vector_hooks
-from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.results import at_results, by_heads
-from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.tables import HEAD
 from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, listed, real_tensor
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
@@ -92,26 +106,20 @@ def head_patching(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = _read_source_texts(model, texts, source, attention_mask)
-    places = _places(positions, min(texts.lengths))
-    together = [] if activation == "pattern" else [spec for spec, _ in chosen]  # patterns are large: layer by layer
-    of_layers = [_held(model, group.tokens, together, activation) for group in other.groups]
+    held = Held(lambda rows, spec: _recorded(model, tokens_of(other, rows), spec, activation))
+    held([0], chosen[0][0])  # or raise
 
-    def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
-        held = of_layers if together else [_held(model, group.tokens, [spec], activation) for group in other.groups]
-        of_groups = [by_layer[spec.layer] for by_layer in held]
-        return [partial(_activation_hooks, spec, of_groups, activation, place) for place in places]
+    def hooks(spec: AttentionSpec, place: int | None, rows: list[int], heads: list[Head]) -> Sequence[Hook]:
+        return _activation_hooks(spec, numbers(heads), held(rows, spec), activation, place)
 
-    units = [layer_units(spec, of_layer, by_key=activation in ("k", "v")) for spec, of_layer in chosen]
-    return rows_by_head(
-        reading,
-        texts,
-        units,
-        hooks_in,
-        metric,
-        places=places,
-        source=PatchRuns(other, "source", target=other),
-        progress=progress,
-    )
+    runs = [
+        run
+        for spec, of_layer in chosen
+        for place in _places(positions, min(texts.lengths))
+        for run in by_head(spec, of_layer, partial(hooks, spec, place), by_key=activation in ("k", "v"), place=place)
+    ]
+    value = value_of(metric, run_texts(model, other), other)
+    return patch_effects(reading, texts, runs, metric, "source", value, target=other, progress=progress)
 
 
 def _places(positions: Any, length: int) -> list[int | None]:
@@ -128,27 +136,19 @@ def _places(positions: Any, length: int) -> list[int | None]:
 
 
 def _activation_hooks(
-    spec: AttentionSpec,
-    of_groups: Sequence[Tensor],
-    activation: Activation,
-    place: int | None,
-    group: int,
-    heads: Sequence[int],
-) -> list[Hook]:
-    """Patch an activation of heads of a layer, held for each group of texts, at a position or (None) at all."""
-    held = of_groups[group]
+    spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation, place: int | None
+) -> Sequence[Hook]:
+    """Patch an activation of heads of a layer, held from another run, at a position or (None) at all."""
     patched = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
+    at_place = slice(None) if place is None else place
     if activation == "pattern" and not spec.taps.scores:  # as scores of which it is the softmax
-        if place is None:
-            return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
 
-        def put_log(view: View) -> Tensor:
-            scores = view.scores.clone()
-            scores[:, :, place] = held[:, list(view.heads), place].log().to(scores)
+        def put_log(view: Any) -> Tensor:
+            scores: Tensor = view.scores.clone()
+            scores[:, :, at_place] = held[:, list(view.heads), at_place].log().to(scores)
             return scores
 
-        return hooks_for([(spec, heads)], ScoreEdit("head_patching", put_log, Order.REPLACE))
-    at_place = slice(None) if place is None else place
+        return replace_scores(spec, heads, put_log, "head_patching")
 
     def put(x: Tensor, hook: Any = None) -> Tensor:
         x = x.clone()
@@ -161,25 +161,20 @@ def _activation_hooks(
     return [(hook_name(spec.layer, f"hook_{activation}"), put)]
 
 
-def _held(
-    model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], activation: Activation
-) -> dict[int, Tensor]:
-    """Record the activation of layers in a run on these tokens."""
-    names = {spec.layer: hook_name(spec.layer, f"hook_{activation}") for spec in specs}
-    if not specs:
-        return {}
-    heads = {spec.layer: spec.n_kv_heads if activation in ("k", "v") else spec.n_heads for spec in specs}
+def _recorded(model: Any, tokens: Int[Tensor, "batch pos"], spec: AttentionSpec, activation: Activation) -> Tensor:
+    """Record the activation of a layer in a run on these tokens."""
+    name = hook_name(spec.layer, f"hook_{activation}")
+    heads = spec.n_kv_heads if activation in ("k", "v") else spec.n_heads
     # In a text with as many tokens as heads the two axes cannot be distinguished, so a shorter text is checked.
-    for checked in [tokens[:, :-1], tokens] if tokens.shape[1] in heads.values() else [tokens]:
+    for checked in [tokens[:, :-1], tokens] if tokens.shape[1] == heads else [tokens]:
         with running(model) as p:
-            held = p.record(checked, [name for name in names.values() if name in p.points], stop=max(names) + 1)
-        for spec in specs:
-            name = names[spec.layer]
-            if activation == "z" and name in held:
-                held[name] = by_heads(held[name], spec.n_heads)
-            if checked.shape[1] != heads[spec.layer]:
-                _check_layout(spec, name, held.get(name), checked.shape[1], heads[spec.layer])
-    return {layer: held[name] for layer, name in names.items()}
+            held = p.record(checked, [name] if name in p.points else [], stop=spec.layer + 1).get(name)
+        if activation == "z" and held is not None:
+            held = by_heads(held, spec.n_heads)
+        if checked.shape[1] != heads:
+            _check_layout(spec, name, held, checked.shape[1], heads)
+    assert held is not None
+    return held
 
 
 def _check_layout(spec: AttentionSpec, name: str, held: Tensor | None, length: int, n: int) -> None:
@@ -256,58 +251,46 @@ def position_patching(
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads, "position_patching")
     texts = read_texts(model, tokens, attention_mask)
-    places = [positions_of(texts, group, positions) for group in texts.groups]
-    hooks = {"clean": [Hooks([]) for _ in places], "corrupted": [swap_positions(reading, place) for place in places]}
+    moved = SourceRun(reading, texts, _check_positions(texts, positions))
     source, patched = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
-    seen_at = places if source == "corrupted" else [None] * len(places)
-    if what == "layer":
-        units = [LayerUnits(spec, [of_layer], [[None]]) for spec, of_layer in chosen]
-    else:
-        units = [layer_units(spec, of_layer, by_key=what == "key" and keys == "group") for spec, of_layer in chosen]
-    held = _listened(model, texts, hooks[source], seen_at, [spec for spec, _ in chosen], listen_vectors)
 
-    def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
-        vectors = [by_layer[spec.layer] for by_layer in held]
-        rotated = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in vectors]
-        return [partial(_vector_hooks, spec, rotated, keys)]
+    def record(rows: list[int], spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+        seen = (moved if source == "corrupted" else SourceRun(reading, texts)).listen(rows, spec, listen_vectors)
+        return (None if what == "key" else seen["q"]), (None if what == "query" else seen["k"])
 
-    end = PatchRuns(texts, "positions", hooks[source], patched_hooks=hooks[patched])
-    table = rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
+    held = Held(record)
+
+    def hooks(spec: AttentionSpec, own: list[int] | None, rows: list[int], heads: list[Head]) -> Hooks:
+        q_rot, k_rot = held(rows, spec)
+        return vector_hooks(spec, numbers(heads) if own is None else own, q_rot, k_rot, keys)
+
+    runs = list[PatchRun]()
+    for spec, of_layer in chosen:
+        if what == "layer":
+            runs.append(PatchRun(spec.layer, sharing(spec, of_layer), [None], partial(hooks, spec, of_layer)))
+        elif what == "head" and keys == "group":  # the key that a head receives is that of other heads, too
+            runs += [PatchRun(spec.layer, sharing(spec, [n]), [n], partial(hooks, spec, [n])) for n in of_layer]
+        else:
+            by_key = what == "key" and keys == "group"
+            runs += by_head(spec, of_layer, partial(hooks, spec, None), by_key=by_key)
+    value = value_of(metric, moved.outputs() if source == "corrupted" else run_texts(model, texts), texts)
+    base = moved.hooks if patched == "corrupted" else None
+    table = patch_effects(reading, texts, runs, metric, "positions", value, base=base, progress=progress)
     table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
         table["effect"] = 1 - table["effect"]
-    columns = ["layer", "head", "clean", "corrupted", "value", "effect"]
+    columns = [*HEAD, "clean", "corrupted", "value", "effect"]
     return table[[name for name in columns if name != "head" or what != "layer"]]
 
 
-def _listened(
-    model: Any,
-    texts: Texts,
-    hooks: Sequence[Hooks],
-    positions: Sequence[Tensor | None],
-    specs: Sequence[AttentionSpec],
-    listen: Callable[[AttentionSpec, Tensor | None, dict[str, Tensor]], list[Hook]],
-) -> list[dict[int, dict[str, Tensor]]]:
-    """Record layers in a run on each group of texts, under hooks that set the positions."""
-    held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec in specs} for _ in texts.groups]
-    for group, group_hooks, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
-        listening = [hook for spec in specs for hook in listen(spec, place, seen[spec.layer])]
-        with running(model) as p:
-            p.run(group.tokens, [*group_hooks, *listening], stop=max(seen) + 1)
-    return held
-
-
-def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
-    """Return the positions of a group of texts of equal length, from those of the batch."""
+def _check_positions(texts: Texts, positions: Any) -> Tensor:
     place = real_tensor("positions", positions)
     if place.ndim in (1, 2) and place.shape[-1] != texts.tokens.shape[1]:
         raise ArgumentError(
             "positions",
             f"must have shape (pos,) or (batch, pos) with pos = {texts.tokens.shape[1]}, got {tuple(place.shape)}",
         )
-    if place.shape == texts.tokens.shape:
-        return group.cut(place)
-    return place[: group.tokens.shape[1]] if place.ndim == 1 else place
+    return place
 
 
 def component_patching(
@@ -362,39 +345,17 @@ def component_patching(
     if (source is None) == (source_positions is None):
         raise ValueError("pass exactly one of source or source_positions")
     other = texts if source is None else _read_source_texts(model, texts, source, attention_mask)
-    positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
-    hooks = [Hooks([]) if place is None else swap_positions(reading, place) for place in positions]
+    moved = SourceRun(reading, other, None if source_positions is None else _check_positions(texts, source_positions))
+    held = Held(lambda rows, spec: moved.listen(rows, spec, listen_scores)["scores"])
 
-    def hooks_in(spec: AttentionSpec) -> list[GroupHooks]:
-        held = _listened(model, other, hooks, positions, [spec], listen_scores)  # one layer at a time: scores are large
-        scores = [by_layer[spec.layer]["scores"] for by_layer in held]
-        return [partial(_component_hooks, spec, scores, components)]
+    def hooks(spec: AttentionSpec, rows: list[int], heads: list[Head]) -> Hooks:
+        return score_hooks(spec, numbers(heads), held(rows, spec), components)
 
-    units = [layer_units(spec, of_layer) for spec, of_layer in chosen]
-    end = PatchRuns(other, "source_positions" if source is None else "source", hooks)
-    return rows_by_head(reading, texts, units, hooks_in, metric, source=end, progress=progress)
-
-
-def _vector_hooks(
-    spec: AttentionSpec,
-    rotated: Sequence[tuple[Tensor | None, Tensor | None]],
-    keys: Keys,
-    group: int,
-    heads: Sequence[int],
-) -> list[Hook]:
-    """Patch rotated queries and keys of heads of a layer, held for each group of texts."""
-    return vector_hooks(spec, heads, *rotated[group], keys)
-
-
-def _component_hooks(
-    spec: AttentionSpec,
-    scores: Sequence[Tensor],
-    components: Sequence[MovedComponent],
-    group: int,
-    heads: Sequence[int],
-) -> list[Hook]:
-    """Patch components of the scores of heads of a layer, held for each group of texts."""
-    return score_hooks(spec, heads, scores[group], components)
+    runs = [run for spec, of_layer in chosen for run in by_head(spec, of_layer, partial(hooks, spec))]
+    argument = "source_positions" if source is None else "source"
+    return patch_effects(
+        reading, texts, runs, metric, argument, value_of(metric, moved.outputs(), texts), progress=progress
+    )
 
 
 def _read_source_texts(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import ceil, nan
+from math import ceil, inf, nan
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from tl_posdisent.models.running.partial_passes import (
     same,
 )
 from tl_posdisent.models.running.results import at_results
-from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.models.running.texts import TextGroup, Texts
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_PER_PASS = 2**27  # of the largest tensor of all rows of a pass
@@ -57,6 +57,8 @@ Item = Head | Sequence[Head]
 HooksOf = Callable[[list[int], list[Head]], Sequence[Hook]]
 """From rows of the texts, all of one length, and heads to hooks that change these heads in these texts, without
 padding. Under the hooks a head's z depends on no other head of its layer."""
+Base = Callable[[list[int]], Hooks]
+"""From rows of the texts, all of one length, to hooks for these texts, without padding."""
 Compare = Callable[[list[Any], Texts, list[int]], Callable[[list[Any]], Tensor]]
 """From the unmodified outputs of each group of texts, the texts, and their rows in the whole batch, to a function that
 compares other outputs with these: it returns a number, or a tensor, for each text ``[text, ...]``."""
@@ -107,6 +109,7 @@ def run_changes(
     *,
     together: bool = False,
     facts: BlockFacts | None = None,
+    base: Base | None = None,
     bar: Any = None,
 ) -> Divergences:
     """Change heads one by one, or some together, and compare each text with its unmodified run.
@@ -123,6 +126,7 @@ def run_changes(
         compare: what is compared.
         together: whether ``compare`` needs all texts at once.
         facts: what short passes show about the model, if that is known.
+        base: hooks that are in force in all of these runs, the unmodified one too.
         bar: a progress bar, which counts runs of a text.
     """
     own = heads if isinstance(heads, Mapping) else dict.fromkeys(changes, heads)
@@ -136,10 +140,11 @@ def run_changes(
     with running(reading.model) as p:
         facts = facts or block_facts(p)
         together = together or bool(user_hooks(p.model))  # which may combine the texts of a batch
-        parts = parts_of(p.model, texts, padded=can_pad(reading, facts), together=together)
+        padded = base is None and can_pad(reading, facts)
+        parts = parts_of(p.model, texts, padded=padded, together=together)
         separate, heard = facts.separate, facts.heard.intersection(job.layer for job in jobs if job.layer is not None)
         for part in parts:
-            runs = _PartRuns(p, part, changes, heard, separate=separate)
+            runs = _PartRuns(p, part, changes, heard, base, separate=separate)
             outputs = part.of_groups([batch.output for batch in runs.batches])
             measure = compare(outputs, part.texts, part.rows)
             predictions[part.rows] = n_predictions(outputs, part.texts)
@@ -218,12 +223,12 @@ class _BatchRun:
         z: the results of the heads of these layers.
     """
 
-    def __init__(self, p: Pass, batch: Batch, layers: Sequence[int]) -> None:
+    def __init__(self, p: Pass, batch: Batch, layers: Sequence[int], base: Sequence[Hook]) -> None:
         self.batch, self.z = batch, dict[int, Results]()
         blocks = {layer: p.model.blocks[layer - 1] for layer in layers if layer}
         n_heads, last = p.model.cfg.n_heads, p.model.blocks[-1]
         readers = [at_results(layer, n_heads, partial(self._read, layer)) for layer in layers]
-        with p.keeping([*blocks.values(), last]) as kept:
+        with applied(p.model, base), p.keeping([*blocks.values(), last]) as kept:
             self.output = p.run(batch.tokens, readers)
         self.before = {layer: kept.get(block) for layer, block in blocks.items()}
         self.last = kept.get(last)
@@ -260,12 +265,25 @@ class _PartRuns:
         part: Part,
         changes: Mapping[str, Hooks | HooksOf],
         layers: frozenset[int],
+        base: Base | None,
         *,
         separate: bool,
     ) -> None:
-        self.p, self.part, self.changes, self.separate = p, part, changes, separate
+        self.p, self.part, self.changes, self.base, self.separate = p, part, changes, base, separate
         self.layers = sorted(layers) if separate else []
-        self.batches = [_BatchRun(p, batch, self.layers) for batch in part.batches]
+        self.batches = [
+            _BatchRun(p, batch, self.layers, self._base_hooks(self._rows(batch))) for batch in part.batches
+        ]
+
+    def _rows(self, some: Batch | TextGroup) -> list[int]:
+        """Return the rows of these texts in the whole batch."""
+        groups = some.groups if isinstance(some, Batch) else [some]
+        return [self.part.rows[row] for group in groups for row in group.rows.tolist()]
+
+    def _base_hooks(self, rows: list[int], first: int = 0, last: float = inf) -> Hooks:
+        """Return the hooks that are in force in all runs, of some layers."""
+        hooks = Hooks([]) if self.base is None else self.base(rows)
+        return hooks.only(pair for pair in hooks.pairs if first <= pair[0] <= last)
 
     def of_jobs(self, jobs: Sequence[_Job]) -> Iterator[tuple[_Job, _Run]]:
         """Yield the run of each job: for some names at a time, layer by layer."""
@@ -313,7 +331,9 @@ class _PartRuns:
                     changed[layer, head][place, :length] = z[:, :, head]
 
             before = None if before is None else of_texts(before, (place, slice(length)))
-            look(self.p, group.tokens, self._hooks(name, group, heads), unmodified, see, before)
+            first = 0 if before is None else heads[0][0]
+            base = self._base_hooks(self._rows(group), first, heads[-1][0])
+            look(self.p, group.tokens, base + self._hooks(name, group, heads), unmodified, see, before)
         return changed
 
     def _hooks(self, name: str, group: Any, heads: Sequence[Head]) -> Sequence[Hook]:
@@ -321,7 +341,7 @@ class _PartRuns:
         change = self.changes[name]
         if isinstance(change, Hooks):
             return change.only(heads)
-        return change([self.part.rows[row] for row in group.rows.tolist()], list(heads))
+        return change(self._rows(group), list(heads))
 
     def _of_layer(
         self, layer: int, jobs: Sequence[_Job], changed: Mapping[str, list[_Changed] | None]
@@ -358,6 +378,8 @@ class _PartRuns:
         tokens = run.batch.tokens
         n_texts = len(tokens)
         rows = torch.tensor([*range(n_texts)] * len(jobs) + [0], device=tokens.device)
+        texts = self._rows(run.batch)
+        base = self._base_hooks(texts * len(jobs) + texts[:1], layer)
 
         def write(z: Tensor) -> Tensor:
             z = z.clone()
@@ -368,8 +390,13 @@ class _PartRuns:
 
         hooks = [at_results(layer, self.p.model.cfg.n_heads, write)]
         before = of_texts(run.before[layer], rows) if layer else None
+
+        def run_on() -> Any:
+            with applied(self.p.model, base):
+                return run_from(self.p, self.p.model.blocks[-1], tokens[rows], layer, before, hooks)
+
         try:
-            last = attempted(partial(run_from, self.p, self.p.model.blocks[-1], tokens[rows], layer, before, hooks))
+            last = attempted(run_on)
         except torch.OutOfMemoryError:
             return None
         if last is None:
@@ -386,7 +413,7 @@ class _PartRuns:
         """Return the outputs of full passes under a job's hooks."""
         outputs = []
         for group in self.part.texts.groups:
-            with applied(self.p.model, self._hooks(job.name, group, job.heads)):
+            with applied(self.p.model, self._base_hooks(self._rows(group)) + self._hooks(job.name, group, job.heads)):
                 outputs.append(output_of(self.p.model, group.tokens))
         return outputs
 
