@@ -10,7 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.measuring.runs import run_texts
+from tl_posdisent.experiments.measuring.full_runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import Unmodified, all_tokens, correct
 from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import read_model

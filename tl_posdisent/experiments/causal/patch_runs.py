@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.failures import note_failures
+from tl_posdisent.experiments.measuring.full_runs import run_texts
 from tl_posdisent.experiments.measuring.metrics import (
     Metric,
     is_loss,
@@ -22,7 +23,6 @@ from tl_posdisent.experiments.measuring.metrics import (
     value_of,
 )
 from tl_posdisent.experiments.measuring.run_changes import Base, Compare, Head, HooksOf, run_changes
-from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -31,6 +31,7 @@ from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import dtype_of
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.precision import apart
+from tl_posdisent.utils.statistics import mean
 from tl_posdisent.utils.tables import HEAD
 
 # --- the run that heads are patched from
@@ -182,9 +183,8 @@ def patch_effects(
         compare, together = _of_target(metric, target), not is_separable(metric)
         found = run_changes(reading, texts, changes, heads_of, compare, together=together, base=base, bar=bar)
     weights = found.predictions if is_loss(metric) else torch.ones_like(found.predictions)
-    weights = weights / weights.sum()
-    baseline = float(found.unmodified @ weights)
-    values = torch.cat([found[name] for name in changes]) @ weights
+    baseline = mean(found.unmodified, weights).value.item()
+    values = mean(torch.cat([found[name] for name in changes]).T, weights).value
     rows = [
         (run.layer, head, run.place, source, baseline, value)
         for run, value in zip(runs, values.tolist(), strict=True)

@@ -20,6 +20,7 @@ from tl_posdisent.experiments.causal.patch_runs import (
     sharing,
     tokens_of,
 )
+from tl_posdisent.experiments.measuring.full_runs import run_texts
 from tl_posdisent.experiments.measuring.metrics import (
     Metric,
     check_metric,
@@ -27,7 +28,6 @@ from tl_posdisent.experiments.measuring.metrics import (
     value_of,
 )
 from tl_posdisent.experiments.measuring.run_changes import Head
-from tl_posdisent.experiments.measuring.runs import run_texts
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, score_hooks, vector_hooks
 from tl_posdisent.models.capture import listen_scores, listen_vectors

@@ -271,9 +271,7 @@ class _PartRuns:
     ) -> None:
         self.p, self.part, self.changes, self.base, self.separate = p, part, changes, base, separate
         self.layers = sorted(layers) if separate else []
-        self.batches = [
-            _BatchRun(p, batch, self.layers, self._base_hooks(self._rows(batch))) for batch in part.batches
-        ]
+        self.batches = [_BatchRun(p, batch, self.layers, self._base_hooks(self._rows(batch))) for batch in part.batches]
 
     def _rows(self, some: Batch | TextGroup) -> list[int]:
         """Return the rows of these texts in the whole batch."""

@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.measuring.runs import run_under
+from tl_posdisent.experiments.measuring.full_runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model

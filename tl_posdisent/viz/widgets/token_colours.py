@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_posdisent.experiments.measuring.runs import run_texts
+from tl_posdisent.experiments.measuring.full_runs import run_texts
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import check_hooks
 from tl_posdisent.models.reading.model_reading import read_model
