@@ -24,9 +24,9 @@ def test_losses_and_divergences(at_a_time: int, dtype: torch.dtype, monkeypatch:
     tokens = torch.randint(3, 512, (3, 25), generator=generator)
     logits, clean = (torch.randn(3, 25, 512, generator=generator).to(dtype) for _ in range(2))
     texts, log_p = read_texts(load_demo_model(), tokens, torch.ones_like(tokens)), clean.float().log_softmax(-1)
-    unmodified = token_losses.Unmodified.of([clean], texts)
+    compare = token_losses.by_token([clean], texts, range(3))
     with torch.no_grad(), LiveBytes() as live:
-        losses, divergences = unmodified.compare([logits])
+        losses, divergences = compare([logits]).flatten(0, 1).unbind(1)
     expected = torch.nn.functional.cross_entropy(logits.float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-5)
     whole = torch.nn.functional.kl_div(logits.float().log_softmax(-1), log_p, reduction="none", log_target=True)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Float64
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.full_runs import run_texts
-from tl_posdisent.experiments.measuring.token_losses import Unmodified, all_tokens, correct
+from tl_posdisent.experiments.measuring.token_losses import by_token, correct, predicted
 from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.statistics import Blocks
 
 _COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
 
@@ -64,19 +65,19 @@ def intervention_losses(
     named = named_hooks(reading.model, interventions)
     rows = []
     with running(reading.model), tqdm(total=1 + len(named), desc="runs", disable=not progress) as bar:
-        unmodified = Unmodified.of(run_texts(reading.model, texts), texts)
-        accuracy, blocks = _correct(unmodified.log_p, texts).mean().item(), unmodified.blocks
-        rows.append((UNMODIFIED, unmodified.losses.mean().item(), 0.0, 0.0, 0.0, 0.0, accuracy))
-        bar.update()
-        for name, hooks in named.items():
-            outputs = run_texts(reading.model, texts, [hooks] * len(texts.groups))
-            run = unmodified.compare(outputs)
-            added, kl = blocks.mean(run.losses - unmodified.losses), blocks.mean(run.divergences)
-            rows.append((name, run.losses.mean().item(), *added, *kl, _correct(outputs, texts).mean().item()))
+        unmodified = run_texts(reading.model, texts)
+        measure, inside = by_token(unmodified, texts, range(len(texts.tokens))), predicted(texts)
+        blocks, before = Blocks.of_texts(inside.sum(1).tolist()), measure(unmodified)[inside][:, 0]
+        for name, hooks in {UNMODIFIED: [], **named}.items():
+            outputs = run_texts(reading.model, texts, [hooks] * len(texts.groups)) if hooks else unmodified
+            losses, divergences = measure(outputs)[inside].unbind(1)
+            added, kl = blocks.mean(losses - before), blocks.mean(divergences)
+            rows.append((name, losses.mean().item(), *added, *kl, _accuracy(outputs, texts)))
             bar.update()
     return reading.note(pd.DataFrame(rows, columns=_COLUMNS))
 
 
-def _correct(outputs: Sequence[Tensor], texts: Texts) -> Float64[Tensor, " predicted"]:
-    """Return 1 for each token of all texts that is predicted correctly, and 0 for the others."""
-    return all_tokens([correct(output, group.tokens) for output, group in zip(outputs, texts.groups, strict=True)])
+def _accuracy(outputs: Sequence[Tensor], texts: Texts) -> float:
+    """Return the share of the tokens of all texts that are predicted correctly."""
+    found = [correct(output, group.tokens).flatten() for output, group in zip(outputs, texts.groups, strict=True)]
+    return torch.cat(found).double().mean().item()

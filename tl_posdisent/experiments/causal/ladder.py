@@ -26,7 +26,7 @@ from tl_posdisent.experiments.measuring.metrics import (
     values_of,
 )
 from tl_posdisent.experiments.measuring.run_changes import Compare, Head, HooksOf, run_changes
-from tl_posdisent.experiments.measuring.token_losses import by_token
+from tl_posdisent.experiments.measuring.token_losses import by_token, predicted
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, pairs_of
@@ -270,9 +270,8 @@ class _Shares:
     """
 
     def __init__(self, values: Mapping[_Run, Float64[Tensor, "text predicted _"]], texts: Texts, dtype: Any) -> None:
-        n_predicted = torch.tensor(texts.lengths) - 1
-        self.inside = torch.arange(int(n_predicted.max())) < n_predicted[:, None]
-        self.tokens = Blocks.of_texts(n_predicted.tolist())
+        self.inside = predicted(texts)
+        self.tokens = Blocks.of_texts(self.inside.sum(1).tolist())
         self.all, self.dtype, self.untouched = values, dtype, values["none", "untouched"]
         self.by_text = self.untouched.shape[-1] > 2  # a metric
         self.known = ~self.untouched[:, 0, -1].isnan()

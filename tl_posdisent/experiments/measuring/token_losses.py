@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.statistics import Blocks
 
 _MAX_LOG_PROBABILITIES = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
@@ -98,6 +96,11 @@ def divergence(
     return compare
 
 
+def predicted(texts: Texts) -> Bool[Tensor, "text predicted"]:
+    """Return which of the values of ``by_token`` belong to a token of a text."""
+    return torch.arange(texts.longest - 1) < torch.tensor(texts.lengths)[:, None] - 1
+
+
 def by_token(
     unmodified: Sequence[Any], texts: Texts, rows: Sequence[int]
 ) -> Callable[[Sequence[Any]], Float64[Tensor, "text predicted 2"]]:
@@ -118,46 +121,6 @@ def by_token(
         return values
 
     return compare
-
-
-class ByToken(NamedTuple):
-    """Losses of a run, and divergences KL(unmodified ‖ this) of its predictions, by predicted token of all texts."""
-
-    losses: Float64[Tensor, " predicted"]
-    divergences: Float64[Tensor, " predicted"]
-
-
-@dataclass(frozen=True, eq=False)
-class Unmodified:
-    """The unmodified run of texts, with which others are compared.
-
-    Attributes:
-        texts: the texts.
-        log_p: log-probabilities of the predictions, for each group of texts.
-        losses: losses of all tokens but the first of each text, text after text.
-        blocks: blocks of these tokens for standard errors.
-    """
-
-    texts: Texts
-    log_p: list[Float[Tensor, "_text _pos v"]]
-    losses: Float64[Tensor, " predicted"]
-    blocks: Blocks
-
-    @classmethod
-    def of(cls, outputs: Sequence[Any], texts: Texts) -> Unmodified:
-        """Read the outputs of the unmodified model for each group of texts; it must return logits."""
-        for output, group in zip(outputs, texts.groups, strict=True):
-            check_logits(output, group.tokens)
-        log_p = [as_log_probabilities(output) for output in outputs]
-        losses = [_token_losses(x, group.tokens) for x, group in zip(log_p, texts.groups, strict=True)]
-        lengths = [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]
-        return cls(texts, log_p, all_tokens(losses), Blocks.of_texts(lengths))
-
-    def compare(self, outputs: Sequence[Any]) -> ByToken:
-        """Compute the losses and divergences of another run from its outputs."""
-        groups = zip(outputs, self.texts.groups, self.log_p, strict=True)
-        by_group = [losses_and_divergences(output, group.tokens, clean) for output, group, clean in groups]
-        return ByToken(all_tokens([losses for losses, _ in by_group]), all_tokens([kl for _, kl in by_group]))
 
 
 def losses_and_divergences(
@@ -188,11 +151,6 @@ def divergences_of_logits(
     n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[1] // max(1, log_p.numel()))
     pairs = zip(log_p.split(n, 1), logits.split(n, 1), strict=True)
     return torch.cat([(p.exp() * (p - as_log_probabilities(q))).sum(-1) for p, q in pairs], -1)
-
-
-def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, " token"]:
-    """Concatenate numbers by token over all texts, in float64."""
-    return torch.cat([part.flatten().double() for part in parts])
 
 
 def correct(
