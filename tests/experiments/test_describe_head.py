@@ -119,17 +119,6 @@ def test_costs_are_those_of_plain_passes(wrapper: str, side: str) -> None:
         assert cost.loss == pytest.approx(float(torch.cat(losses).mean()), abs=close)
 
 
-def test_halves_are_measured_with_what_was_fitted_to_the_other() -> None:
-    model, head = wrapped("hooked"), by_hand.HEADS.index("what")
-    found = describe_head(model, TEXTS, (0, head), **QUIET)
-    halves = [TEXTS[::2], TEXTS[1::2]]
-    means = [
-        divergences(model, text, mean_output(model, other, head))
-        for text, other in zip(halves, halves[::-1], strict=True)
-    ]
-    assert found.needs["contribution"].item() == pytest.approx(float(torch.cat(means).mean()), abs=rounding(1.0, 10))
-
-
 # --- why ----------------------------------------------------------------------------------------------------------
 
 
@@ -203,21 +192,6 @@ def test_the_direct_effect_is_that_of_its_weights(wrapper: str, head: str) -> No
     assert float(effect.logits.abs().max()) > 100 * close
     assert effect.next_token == int(TEXTS[text, query + 1])
     assert float(all_logits[effect.likely_token]) == pytest.approx(float(all_logits.max()))
-
-
-def test_direct_effects_are_relative_to_the_mean_logit(found: HeadDescription) -> None:
-    """Of a trained model, from the tensors of TransformerLens."""
-    model, example = load_demo_model(), found.example
-    _, cache = model.run_with_cache(demo_tokens(length=384).view(6, 64)[example.text][None])
-    added = cache["blocks.4.attn.hook_z"][0, example.query, 2].double() @ model.W_O[4, 2].double()
-    stream = cache["blocks.4.hook_resid_post"][0, example.query].double()
-    size = (stream.square().mean() + model.cfg.eps).sqrt()
-    (gain,) = model.ln_final.parameters()
-    logits = (added / size * gain.double() @ model.W_U.double()).detach()
-    assert example.effect is not None
-    assert abs(float(logits.mean())) > 1e-3
-    close = rounding(cache["ln_final.hook_normalized"] @ model.W_U, 10)
-    torch.testing.assert_close(example.effect.logits, logits - logits.mean(), rtol=0, atol=close)
 
 
 def test_the_last_position_predicts_no_token_of_the_text() -> None:
@@ -295,19 +269,6 @@ def test_figures(found: HeadDescription) -> None:
     assert point.error_x.array[0] > 0
     profile = found.show()
     assert profile.data[0].y[1] == pytest.approx(found.looks.profile.set_index("distance")["attention"][1])
-
-
-def test_the_profile_is_the_mean_over_pairs_without_the_first_key(found: HeadDescription) -> None:
-    model, tokens = load_demo_model(), demo_tokens(length=384).view(6, 64)
-    _, cache = model.run_with_cache(tokens, names_filter="blocks.4.attn.hook_pattern")
-    pattern = cache["blocks.4.attn.hook_pattern"][:, 2].double()
-    profile = found.looks.profile.set_index("distance")
-    assert [*profile.index] == [*range(63)]
-    for distance in (0, 1, 7, 62):
-        cells = pattern.diagonal(-distance, -2, -1)[:, 1:]
-        assert profile["cells"][distance] == cells.numel()
-        assert profile["attention"][distance] == pytest.approx(float(cells.mean()), abs=rounding(1.0))
-    assert found.looks.first_token == pytest.approx(float(pattern[:, 1:, 0].mean()), abs=rounding(1.0))
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

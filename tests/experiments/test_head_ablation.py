@@ -78,6 +78,13 @@ def test_a_list_of_heads_in_any_order(mode: Any, shared_reading: Any) -> None:
         assert some.tolist() == pytest.approx(whole.loc[some.index].tolist(), abs=rounding(LOSS, 2))
 
 
+def test_another_text_to_resample_from_must_be_as_long(shared_reading: Any) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[1, :3] = 0
+    with pytest.raises(ValueError, match="texts of equal length"):
+        head_ablation(shared_reading("bridge", "llama-gqa"), TOKENS, attention_mask=mask, mode="resample")
+
+
 def test_hooks_of_the_user_stay_in_force() -> None:
     """Also those that mix the texts of a batch."""
     model = zoo.load("bridge", "llama-gqa")

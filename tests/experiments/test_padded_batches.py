@@ -152,19 +152,6 @@ def test_every_mechanism(kind: str, name: str, shared_reading: Any) -> None:
                 raise AssertionError(f"{tool}, {side}: {error}") from error
 
 
-@pytest.mark.parametrize("name_of", POOLED)
-def test_padding_changes_no_pool(name_of: str, shared_reading: Any) -> None:
-    """Texts of two lengths, padded on either side or grouped by hand in another order, give one table."""
-    model, run = shared_reading("bridge", "llama-gqa"), POOLED[name_of]
-    tables = []
-    for side in SIDES:
-        for order in ([0, 1, 2, 3], [3, 2, 1, 0])[: 1 if side == "left" else 2]:
-            tokens, mask = batch(side, [TEXTS[i] for i in order])
-            tables.append(run(model, tokens, attention_mask=mask, progress=False))
-    for table in tables[1:]:
-        same(table, tables[0])
-
-
 def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
     """As ``fit_additive`` of all scores with a mask for each text."""
     model = shared_model("bridge", "llama-gqa")
@@ -229,30 +216,6 @@ def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
     }
     assert found == pytest.approx(dict.fromkeys(found, wanted), abs=1e-5)
     assert abs(wanted - sum(loss / (n - 1) for loss, n in zip(losses, LENGTHS, strict=True)) / len(LENGTHS)) > 1e-2
-
-
-def test_ablation_of_padded_texts(shared_model: Any) -> None:
-    """The mean is that of the real tokens of all texts; another text to resample from must be as long."""
-    model = shared_model("bridge", "llama-gqa")
-    tokens, mask = batch("left")
-    with pytest.raises(ValueError, match="texts of equal length"):
-        tp.head_ablation(model, tokens, attention_mask=mask, mode="resample", progress=False)
-    found = tp.head_ablation(model, tokens, attention_mask=mask, mode="mean", layers=0, heads=2, progress=False)
-    z = []
-    for text in TEXTS:
-        _, cache = model.run_with_cache(text, names_filter="blocks.0.attn.hook_z")
-        z.append(cache["z", 0][0, :, 2])
-    mean = torch.cat(z).mean(0)
-
-    def put(z: Tensor, hook: Any) -> Tensor:
-        z[:, :, 2] = mean
-        return z
-
-    losses: Any = [
-        (x.shape[1] - 1) * model.run_with_hooks(x, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_z", put)])
-        for x in TEXTS
-    ]
-    assert found["value"][0] == pytest.approx(sum(losses).item() / (sum(LENGTHS) - len(LENGTHS)), abs=1e-5)
 
 
 @pytest.mark.parametrize("side", SIDES)
