@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.attention_law import Subject
 from support.intervention_cases import (
     TOKENS,
-    TOOLS,
     UNORDERED,
     close,
     logits,
@@ -64,25 +64,25 @@ def copied(model: Any, first: Hooks, second: Hooks) -> Tensor:
 WAYS = {"nested": nested, "separately": separately, "copied": copied}
 
 
-@pytest.mark.parametrize("step", [5, *slow([1])])
+@pytest.mark.parametrize("step", [25, *slow([4])])
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 def test_separate_lists_on_different_heads_act_as_if_added(kind: str, name: str, step: int, shared_model: Any) -> None:
-    """Also on heads that share their keys; every pair, or each fifth, in one order and way, in turn."""
+    """Also on heads that share their keys; every fourth pair, or fewer, in one way in turn."""
     model = shared_model(kind, name)
-    first = {tool: make(model, layers=[0], heads=[1, 6]) for tool, make in TOOLS.items()}
-    second = {tool: make(model, layers=[0], heads=[0, 2]) for tool, make in TOOLS.items()}
-    for n, (a, b) in [*enumerate(combinations(TOOLS, 2))][::step]:
-        a, b = (a, b) if n % 2 else (b, a)
-        together, way = mixed_of(model, first[a] + second[b]), WAYS[list(WAYS)[n % 3]]
-        close(way(model, first[a], second[b]), together, 1e-6)
+    subject = Subject(model, 0)
+    for n, (a, b) in [*enumerate(combinations(subject.calls(), 2))][::step]:
+        first, second = (subject.hooks_of(call.on(heads)) for call, heads in ((a, [1, 6]), (b, [0, 2])))
+        together, way = mixed_of(model, first + second), WAYS[list(WAYS)[n % 3]]
+        close(way(model, first, second), together, 1e-6)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_hooks_are_applied_once(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     before = state(model)
-    for make in TOOLS.values():
-        hooks = make(model, layers=[0], heads=[1])
+    subject = Subject(model, 0)
+    for call in subject.calls():
+        hooks = subject.hooks_of(call.on([1]))
         for way in WAYS.values():
             with pytest.raises(ValueError, match="from its beginning, or see it twice: apply them once"):
                 way(model, hooks, hooks)

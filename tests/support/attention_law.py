@@ -15,19 +15,16 @@ import torch
 from torch import Tensor
 
 from tl_posdisent import capture, hooks, read_model
-from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
-from tl_posdisent.hooks.patch import score_hooks
+from tl_posdisent.hooks.hook_list import Hooks, joined
 from tl_posdisent.models import ModelReading
 
 from . import zoo
 from .edited_scores import Call, Layer, edited_results, edited_scores
+from .intervention_cases import BROKEN, TOKENS, UNORDERED, hooks_of
+from .intervention_cases import L as LENGTH
 from .tolerance import TIMES, rounding
 
-LENGTH = 12
-TOKENS = zoo.random_tokens(LENGTH)
 REFERENCE = zoo.random_tokens(9, 3, seed=5)
-UNORDERED = torch.tensor([[5, 0, 3, 3, 90, 11, 64, 2, 7, 30, 1, 8], [0, 9, 2, 41, 4, 77, 6, 5, 88, 13, 21, 3]])
-BROKEN = torch.tensor([0.5, 3.25, -1.75, 2.0, 11.5, 0.1, 9.9, 4.2, 6.6, -8.0, 30.3, 1.0])
 TABLE = 40 * torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 NOISE = torch.randn(LENGTH, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CELLS = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.3
@@ -172,17 +169,10 @@ class Subject:
 
     def hooks_of(self, call: Call) -> Hooks:
         """What the tool returns for this layer."""
-        given = {"heads": None if call.heads is None else list(call.heads), **call.arguments}
-        if call.tool == "component_patching":
-            ((spec, chosen),) = any_heads(self.reading, [self.layer], given["heads"])
-            return score_hooks(spec, chosen, given["scores"], [given["component"]])
-        if call.tool == "patch_vectors":
-            return hooks.patch_vectors(self.reading, self.layer, **given)
-        tool: Callable[..., Hooks] = getattr(hooks, call.tool)
-        if "reference" in given:  # which the model runs on
+        if "reference" in call.arguments:  # which the model runs on
             with hooks.applied(self.reading.model, self.under):
-                return tool(self.reading, layers=[self.layer], **given)
-        return tool(self.reading, layers=[self.layer], **given)
+                return hooks_of(self.reading, call, [self.layer])
+        return hooks_of(self.reading, call, [self.layer])
 
     def calls(self) -> list[Call]:
         """A call of each tool, and of each of its variants, that the layer takes."""

@@ -1,35 +1,15 @@
-"""Interventions, models for each way that they take, texts, and the same results by brute force."""
+"""Hooks of calls, models for each way that they take, texts, and the same results by brute force."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import (
-    ablate_heads,
-    capture,
-    dummy_distance,
-    knock_out,
-    lambda_mask,
-    limit_frequencies,
-    position_interpolation,
-    read_model,
-    remap_distance,
-    swap_positions,
-)
-from tl_posdisent.hooks import (
-    applied,
-    drop_component,
-    patch_vectors,
-    phase_noise,
-    substitute_additive,
-    substitute_attention,
-)
+from tl_posdisent import capture, hooks
 from tl_posdisent.hooks.fitted_attention import Stored, fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Hooks, any_heads
 from tl_posdisent.hooks.patch import score_hooks
@@ -60,8 +40,8 @@ FAR = torch.tensor([[0, 50_000, 3, 17, 49_999, 20_000, 1, 2, 33_333, 7, 5, 100]]
 BROKEN = torch.tensor([0.5, 3.25, -1.75, 2.0, 11.5, 0.1, 9.9, 4.2, 6.6, -8.0, 30.3, 1.0])
 
 
-def logits(model: Any, hooks: list[Hook], tokens: Tensor = TOKENS) -> Tensor:
-    with torch.no_grad(), applied(model, hooks):
+def logits(model: Any, made: list[Hook], tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad(), hooks.applied(model, made):
         return model(tokens)
 
 
@@ -78,10 +58,10 @@ def close(got: Tensor, expected: Tensor, atol: float | None = None, *, layers: i
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
-def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
+def mixed_of(model: Any, made: list[Hook], layer: int = 0) -> Tensor:
     """What every head takes along, ``[batch, head, pos, d_head]``: all that others see of its scores."""
     name = f"blocks.{layer}.attn.hook_z"
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+    with torch.no_grad(), model.hooks(fwd_hooks=made):
         return model.run_with_cache(TOKENS, names_filter=name)[1][name].transpose(1, 2)
 
 
@@ -106,44 +86,14 @@ def hooks_of(model: Any, call: Call, layers: Sequence[int] | None = None) -> Hoo
     if call.tool == "component_patching":
         return patch_scores(model, layers[0] if layers else 0, given["scores"], given["component"], given["heads"])
     if call.tool == "patch_vectors":
-        return patch_vectors(model, layers[0] if layers else 0, **given)
-    return _PUBLIC[call.tool](model, **given, layers=layers)
-
-
-_PUBLIC: dict[str, Callable[..., Hooks]] = {
-    tool.__name__: tool
-    for tool in (
-        *(ablate_heads, drop_component, dummy_distance, knock_out, lambda_mask, limit_frequencies, phase_noise),
-        *(position_interpolation, remap_distance, substitute_additive, substitute_attention, swap_positions),
-    )
-}
+        return hooks.patch_vectors(model, layers[0] if layers else 0, **given)
+    tool: Callable[..., Hooks] = getattr(hooks, call.tool)
+    return tool(model, **given, layers=layers)
 
 
 def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
     """What every head takes along at any distances ``[query, key]`` or ``[batch, head, query, key]``."""
     return edited(model, [Call("remap_distance", distances=wanted)], layer)
-
-
-# Each on a text of any length, whole, padded or against a cache.
-CALLS_FOR_ANY_LENGTH: dict[str, Call] = {
-    "swap": Call("swap_positions", positions=lambda p: (7 * p) % 5),
-    "dummy": Call("dummy_distance", distance=5),
-    "remap": Call("remap_distance", distances=lambda d: d.clamp(max=2)),
-    "interpolate": Call("position_interpolation", factor=3),
-    "freeze": Call("limit_frequencies", low=0.05, mode="freeze"),
-    "drop": Call("limit_frequencies", low=0.05),
-    "noise": Call("phase_noise", noise=0.7),
-    "lambda": Call("lambda_mask", sinks=1, window=4, distance_ceiling=2),
-    "ablation": Call("ablate_heads", heads=[1, 2]),
-}
-
-
-def _tool(call: Call, model: Any, *, layers: Any = None, heads: Any = None) -> Hooks:
-    return hooks_of(model, call.on(call.heads if heads is None else heads), layers)
-
-
-TOOLS_FOR_ANY_LENGTH = {tool: partial(_tool, call) for tool, call in CALLS_FOR_ANY_LENGTH.items()}
-NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def patch_scores(model: Any, layer: int, scores: Tensor, moved: Any, heads: Any = None) -> Hooks:
@@ -164,35 +114,3 @@ def fitted_layers(
 def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:
     """Hooks with these fits in the place of the heads' attention."""
     return stored_hooks(any_heads(model, list(fits), heads), fits)
-
-
-CALLS: dict[str, Call] = {
-    **{tool: call for tool, call in CALLS_FOR_ANY_LENGTH.items() if tool != "noise"},
-    "swap": Call("swap_positions", positions=UNORDERED),
-    "knock-out": Call("knock_out", queries=[3, 4, -1], keys=[0, 2]),
-    "three axes": Call("substitute_additive"),
-    "two axes": Call("substitute_additive", axes="two"),
-    "attention": Call("substitute_attention", by="distance+sink"),
-    "component": Call("drop_component", component="key"),
-}
-
-
-def case(tool: str, model: Any, heads: Sequence[int] | None = None) -> Call:
-    """One call of each tool on a text of this length, for the first layer of a model."""
-    if tool in CALLS:
-        return CALLS[tool].on(heads)
-    if tool == "noise":
-        return Call("phase_noise", noise=NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], heads=heads)
-    other = capture(model, TOKENS.flip(1), layers=[0])[0]
-    if tool == "vectors":
-        return Call("patch_vectors", q_rot=other.q_rot, k_rot=None, heads=heads)
-    return Call("component_patching", scores=other.scores, component="distance", heads=heads)
-
-
-def _on_first_layer(tool: str, model: Any, *, layers: Any = None, heads: Any = None) -> Hooks:
-    return hooks_of(model, case(tool, model, heads), layers)
-
-
-# Each on a text of this length, on heads of the first layer.
-ORDER = [*TOOLS_FOR_ANY_LENGTH, "knock-out", "vectors", "scores", "three axes", "two axes", "attention", "component"]
-TOOLS: dict[str, Callable[..., Hooks]] = {tool: partial(_on_first_layer, tool) for tool in ORDER}
