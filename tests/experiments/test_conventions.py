@@ -113,13 +113,13 @@ def test_one_text_has_no_errors_over_texts(function: Call, shared_reading: Any) 
 def test_the_model_is_read_once(function: Call, shared_reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer once for a model (and once for each random copy), and not at all for a reading of it."""
     reading, read = shared_reading("bridge", "llama-gqa"), []
-    probe = reading_module.probe
+    layer_of = reading_module.Layer
 
-    def counted(model: Any, layers: Any) -> Any:
-        read.extend((model, layer) for layer in layers)
-        return probe(model, layers)
+    def counted(model: Any, layer: int, *more: Any) -> Any:
+        read.append((model, layer))
+        return layer_of(model, layer, *more)
 
-    monkeypatch.setattr(reading_module, "probe", counted)
+    monkeypatch.setattr(reading_module, "Layer", counted)
     copies = int(function is tp.experiments.head_labels)
     one = {"layers": 1} if "layers" in inspect.signature(function).parameters else {}
     hooks = GOOD["interventions"](reading)
