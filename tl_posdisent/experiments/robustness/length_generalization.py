@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from math import nan
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -71,6 +70,7 @@ def _seen(
 
 
 RowsPer = Literal["bucket", "layer", "head"]
+_INDEX = ["start", "stop", "layer", "head"]
 _MEASURES = ["entropy", "largest_score", "share_key"]
 
 
@@ -140,32 +140,58 @@ def length_generalization(
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_pattern")
     texts = batch.unpadded()
     read = torch.stack([text[: edges[-1]] for text in texts])
-    values: list[Values] = []
-    with torch.no_grad():
-        checked_hooks = [] if hooks is None else check_hooks(model, hooks)
-        with tqdm(total=len(chosen), desc="layers", disable=not progress) as bar:
-            observers: list[Hook] = []
-            for spec, of_layer in chosen:
-                layer = _Layer(spec, of_layer, edges)
-                if spec.taps.scores or not checked_hooks:
-                    observers += _observers(layer, values, bar)
-                else:  # the hooks do not show the scores that the layer uses
-                    values += layer.unknown()
-            with running(model), applied(model, [*checked_hooks, *observers]):
-                logits = output_of(model, read)
-    index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
-    columns = ["start", "stop", "layer", "measure", "head", "value"]
-    measured = pd.DataFrame(values, columns=columns).pivot(
-        index=["start", "stop", "layer", "head"], columns="measure", values="value"
-    )
-    table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
+    checked_hooks = [] if hooks is None else check_hooks(model, hooks)
+    found = dict[tuple[int, str], list[float]]()
+    with tqdm(total=len(chosen), desc="layers", disable=not progress) as bar:
+        # Elsewhere hooks do not show the scores that the layer uses.
+        shown = [(spec, of_layer) for spec, of_layer in chosen if spec.taps.scores or not checked_hooks]
+        observers = [hook for spec, of_layer in shown for hook in _observers(spec, of_layer, edges, found, bar)]
+        with torch.no_grad(), running(model), applied(model, [*checked_hooks, *observers]):
+            logits = output_of(model, read)
+    losses = _losses(logits, texts, edges)
+    tables = []
+    for spec, of_layer in chosen:
+        rows = product(pairwise(edges), of_layer)
+        table = pd.DataFrame([(start, stop, spec.layer, head) for (start, stop), head in rows], columns=_INDEX)
+        tables.append(table.assign(**{name: found.get((spec.layer, name), nan) for name in _MEASURES}))
+    index = _INDEX[: {"bucket": 2, "layer": 3, "head": 4}[by]]
+    table = pd.concat(tables)[[*index, *_MEASURES]].groupby(index).mean().reset_index()
+    table.insert(len(index), "loss", table["start"].map(losses))
+    return reading.note(table)
+
+
+def _losses(logits: Tensor, texts: Sequence[Tensor], edges: Sequence[int]) -> dict[int, float]:
+    """Return the mean loss of each bucket, by its start."""
     pairs = zip(logits, texts, strict=True)  # text by text, because logits are large
     by_token = [token_losses(as_log_probabilities(x[None]), text[None, : len(x) + 1])[0] for x, text in pairs]
     if not all(bool(x.isfinite().all()) for x in by_token):
         raise ValueError("the model's logits are not finite")
-    losses = {a: float(torch.cat([x[a:b] for x in by_token]).double().mean()) for a, b in pairwise(edges)}
-    table.insert(len(index), "loss", table["start"].map(losses))
-    return reading.note(table.rename_axis(columns=None))
+    return {a: float(torch.cat([x[a:b] for x in by_token]).double().mean()) for a, b in pairwise(edges)}
+
+
+def _observers(
+    spec: AttentionSpec, heads: list[int], edges: list[int], found: dict[tuple[int, str], list[float]], bar: Any
+) -> list[Hook]:
+    """Return hooks that measure a layer: values by its number and the measure, bucket by bucket and head by head."""
+
+    def keep(measure: str, by_query: Float64[Tensor, "text head query"]) -> None:
+        means = [by_query[..., start:stop].mean((0, 2)) for start, stop in pairwise(edges)]
+        found[spec.layer, measure] = torch.cat(means).tolist()
+
+    def see_pattern(pattern: Tensor, hook: Any) -> None:
+        keep("entropy", entropy_by_query(of_heads(pattern, heads)))
+        bar.update()
+
+    def see_scores(scores: Tensor, hook: Any) -> None:
+        scores = of_heads(scores, heads)
+        keep("largest_score", largest_by_query(scores, spec))
+        shares = [share_key(scores, spec, start, stop).mean(0) for start, stop in pairwise(edges)]
+        found[spec.layer, "share_key"] = torch.cat(shares).tolist()
+
+    taps, hooks = spec.taps, list[Hook]()
+    for name, see in ((taps.pattern, see_pattern), (taps.scores, see_scores)):
+        hooks += [(name, see)] if name else []
+    return hooks
 
 
 def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
@@ -183,60 +209,3 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
             f"got {edges}{cut if length == context < edges[-1] else ''}",
         )
     return [int(edge) for edge in edges]
-
-
-Values = tuple[int, int, int, str, int, float]
-"""Start and stop of a bucket, layer, measure, head, and the value there."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """A layer that is measured: its heads, and the edges of the buckets."""
-
-    spec: AttentionSpec
-    heads: list[int]
-    edges: list[int]
-
-    def values(self, measure: str, by_bucket: Sequence[Float[Tensor, " head"]]) -> list[Values]:
-        """Return a measure's value for each bucket and head."""
-        return [
-            (start, stop, self.spec.layer, measure, head, value)
-            for (start, stop), of_heads in zip(pairwise(self.edges), by_bucket, strict=True)
-            for head, value in zip(self.heads, of_heads.tolist(), strict=True)
-        ]
-
-    def unknown(self) -> list[Values]:
-        """Return NaN for each bucket and head."""
-        return self.values("entropy", [torch.full((len(self.heads),), torch.nan)] * (len(self.edges) - 1))
-
-    def of_scores(self, scores: Float[Tensor, "batch head query key"]) -> list[Values]:
-        """Measure the largest scores, and the share of their variance that the key explains."""
-        scores = of_heads(scores, self.heads)
-        shares = [share_key(scores, self.spec, start, stop).mean(0) for start, stop in pairwise(self.edges)]
-        largest = self.bucket_means(largest_by_query(scores, self.spec), (0, 2))
-        return [*self.values("largest_score", largest), *self.values("share_key", shares)]
-
-    def of_pattern(self, pattern: Float[Tensor, "batch head query key"]) -> list[Values]:
-        """Measure the entropy of the attention."""
-        return self.values("entropy", self.bucket_means(entropy_by_query(of_heads(pattern, self.heads)), (0, 2)))
-
-    def bucket_means(self, x: Float[Tensor, "_ _ pos"], axes: tuple[int, int]) -> list[Float[Tensor, " head"]]:
-        """Average over texts and the positions of each bucket, which are these axes."""
-        return [x[..., start:stop].mean(axes) for start, stop in pairwise(self.edges)]
-
-
-def _observers(layer: _Layer, values: list[Values], bar: Any) -> list[Hook]:
-    """Return hooks that add one layer's measures to ``values``; the bar counts layers."""
-    taps = layer.spec.taps
-    assert taps.pattern
-    hooks: list[Hook] = [(taps.pattern, partial(_observe_pattern, layer, values, bar))]
-    return hooks + ([(taps.scores, partial(_observe_scores, layer, values))] if taps.scores else [])
-
-
-def _observe_pattern(layer: _Layer, values: list[Values], bar: Any, pattern: Tensor, hook: Any) -> None:
-    values += layer.of_pattern(pattern)
-    bar.update()
-
-
-def _observe_scores(layer: _Layer, values: list[Values], scores: Tensor, hook: Any) -> None:
-    values += layer.of_scores(scores)
