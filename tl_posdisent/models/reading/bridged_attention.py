@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tl_posdisent.models.reading.hugging_face import causal, kinds_of, window
-from tl_posdisent.models.reading.layer import BIASED, Layer
+from tl_posdisent.models.reading.layer import BIASED, ORDER, Layer
 from tl_posdisent.models.reading.rotations import stored_rotation
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary
@@ -28,9 +28,9 @@ def bridged_attention(layer: Layer) -> AttentionSpec:
     if (problem := _problem(layer)) is not None:
         return layer.spec(layer.taps(v=values), problem=problem, **facts)
     norm = getattr(layer.attn, "_qk_norm_phase", None)
-    name, layout = "hook_{}", "pos head"
+    name, layout, order = "hook_{}", "pos head", ORDER
     if norm is not None:
-        name, layout = "hook_{}_normed", "flat" if norm == "pre_reshape" else "head pos"
+        name, layout, order = "hook_{}_normed", "flat" if norm == "pre_reshape" else "head pos", ("v", *ORDER)
     vectors = {which: layer.tap(name.format(which), n, layout) for which, n in heads.items()}
     if (multiplier := getattr(layer.original, "key_multiplier", 1.0)) != 1:  # Falcon H1, behind the hook
         vectors["k"] = replace(vectors["k"], norm=_Factor(multiplier))
@@ -43,6 +43,7 @@ def bridged_attention(layer: Layer) -> AttentionSpec:
         rotary=rotary,
         scale=_scale(layer),
         soft_cap=None if cap is None else float(cap),
+        order=order,
         **facts,
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading.hugging_face import causal, fused, window
-from tl_posdisent.models.reading.layer import Layer
+from tl_posdisent.models.reading.layer import ORDER, Layer
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.rotations import stored_rotation
 from tl_posdisent.models.reading.spec import AttentionSpec, Taps
@@ -30,6 +30,7 @@ class _Facts:
         norm_after: whether queries and keys are normalised after the rotation, by a norm without weights.
         gate: what is applied to the gate that multiplies the result of the heads.
         scale: the scale where it is not the module's ``scaling``.
+        order: the order in which hooks of vectors fire.
     """
 
     pairing: Pairing = "half"
@@ -38,13 +39,14 @@ class _Facts:
     norm_after: bool = False
     gate: Callable[[Tensor], Tensor] | None = None
     scale: float | None = None
+    order: tuple[str, ...] = ORDER
 
 
 _FACTS = {
-    "AfmoeAttention": _Facts(rotates_windows=True, gate=torch.sigmoid),
+    "AfmoeAttention": _Facts(rotates_windows=True, gate=torch.sigmoid, order=("v", "gate", "q", "k")),
     "GPTJAttention": _Facts("adjacent"),
     "GPTNeoSelfAttention": _Facts(scale=1.0),
-    "LagunaAttention": _Facts(gate=torch.nn.functional.softplus),
+    "LagunaAttention": _Facts(gate=torch.nn.functional.softplus, order=("v", "q", "k", "gate")),
     "Llama4TextAttention": _Facts("adjacent"),
     "NanoChatAttention": _Facts(sign=-1.0, norm_after=True),
     "NativeAttention": _Facts("adjacent"),
@@ -79,6 +81,7 @@ def hidden_scores(layer: Layer) -> AttentionSpec:
         n_kv_heads=n_kv_heads,
         rotary=_rotation(layer, facts),
         scale=_scale(layer, facts),
+        order=facts.order,
         **mask,
     )
 

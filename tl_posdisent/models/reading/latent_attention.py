@@ -42,6 +42,7 @@ def latent_attention(layer: Layer) -> AttentionSpec:
         d_head=size,
         causal=causal(layer),
         window=window(layer),
+        order=("q", "k", "q_rot", "k_rot", "v"),
         rotary=stored_rotation(layer.model, layer.number, "adjacent" if complex_table else "half"),
         scale=next((float(scale) for scale in scales if scale is not None), size**-0.5),
     )

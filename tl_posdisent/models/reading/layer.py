@@ -6,7 +6,7 @@ pass of this package compares the layer's own scores and pattern with the descri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,9 @@ from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.rotations import Tables
 from tl_posdisent.models.reading.spec import AttentionSpec, Limits, Taps, masked_below
 from tl_posdisent.models.running.model_parts import architecture, dtype_of, hook_name
+
+ORDER: tuple[str, ...] = ("q", "k", "v", "gate", "q_rot", "k_rot")
+"""The hooks of vectors, in the order in which they fire in most models."""
 
 BIASED = "its scores are not scale * <q, k>: they hold an additive bias such as ALiBi"
 
@@ -70,8 +73,10 @@ class Layer:
         scores, pattern, z = (self.name(f"hook_{which}") for which in ("attn_scores", "pattern", "z"))
         return replace(Taps(scores=scores, pattern=pattern, z=z), **vectors)
 
-    def spec(self, taps: Taps, *, problem: str | None = None, **facts: Any) -> AttentionSpec:
-        """Return the description of the layer, given its hooks and what it computes."""
+    def spec(
+        self, taps: Taps, *, problem: str | None = None, order: Sequence[str] = ORDER, **facts: Any
+    ) -> AttentionSpec:
+        """Return the description of the layer, given its hooks, the order in which they fire and what it computes."""
         limits = Limits(
             problem=problem,
             masked_below=masked_below(dtype_of(self.model)),
@@ -85,14 +90,15 @@ class Layer:
             architecture=architecture(self.model),
             taps=taps,
             limits=limits,
-            points={self.points[name].name: name for name in self._in_order(taps)},
+            points={self.points[name].name: name for name in self._in_order(taps, order)},
         )
 
-    def _in_order(self, taps: Taps) -> list[str]:
+    def _in_order(self, taps: Taps, order: Sequence[str]) -> list[str]:
         """Return the names of hooks in the order in which they fire."""
-        lent = [taps.k, taps.v] if taps.keys_of is not None else []  # by an earlier layer
-        vectors = [*lent, taps.q, taps.k, taps.v, taps.gate, taps.q_rot, taps.k_rot]
-        shared_first = [name for tap in vectors if tap for name in reversed(tap.names)]
+        if taps.keys_of is not None:  # an earlier layer lends its keys and values
+            order = ("k", "v", "q")
+        vectors = [tap for which in order if (tap := getattr(taps, which)) is not None]
+        names = [name for tap in vectors for name in reversed(tap.names)]  # the shared slice of keys comes first
         inside = taps.scores is not None or getattr(self.original, "accepts_pattern_fn", False)
         ends = [taps.scores, taps.pattern, taps.z] if inside else [taps.z, taps.pattern]  # returned behind the result
-        return shared_first + [name for name in ends if name]
+        return names + [name for name in ends if name]

@@ -250,7 +250,7 @@ def _refuse_loops(model: Any) -> None:
     """Refuse a model that runs a block several times in a pass: a hook or a row of a table has one place for it."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     blocks = [getattr(block, "original_component", block) for block in model.blocks]
-    if len({*blocks}) < len(blocks) or any(getattr(config, name, 1) > 1 for name in _LOOPS):
+    if len({*blocks}) < len(blocks) or any((getattr(config, name, None) or 1) > 1 for name in _LOOPS):
         raise ArgumentError(
             "model",
             f"must run each block once in a pass, got {architecture(model)}, which runs some several times. Models "

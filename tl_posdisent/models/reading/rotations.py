@@ -34,7 +34,8 @@ def stored_rotation(model: Any, layer: int, pairing: Pairing = "half", sign: flo
 
 def rotary_module(model: Any, layer: int) -> Any:
     """Return the module with the frequencies of a layer: one of its attention, or one of the whole model."""
-    decoder = model.original_model.get_decoder()
+    original = model.original_model
+    decoder = original.get_decoder() if hasattr(original, "get_decoder") else original
     for owner in (model.blocks[layer].attn.original_component, decoder, getattr(decoder, "model", None)):
         if (module := getattr(owner, "rotary_emb", None)) is not None:
             return getattr(module, "original_component", module)
