@@ -11,7 +11,7 @@ from support.lanes import slow
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance, read_model, swap_positions
-from tl_posdisent.experiments.measuring import run_changes as module
+from tl_posdisent.experiments.measuring import part_runs
 from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token
 from tl_posdisent.hooks import substitute_attention
@@ -62,7 +62,7 @@ def test_values_are_those_of_each_text_and_change_alone(
 ) -> None:
     reading = shared_reading(kind, name)
     texts = padded_texts(reading.model)
-    monkeypatch.setattr(module, "_MAX_ROWS_PER_PASS", rows)
+    monkeypatch.setattr(part_runs, "_MAX_ROWS_PER_PASS", rows)
     hooks = interventions(reading, texts)
     found, tokens = (run_changes(reading, texts, hooks, ITEMS, *more) for more in ((), (by_token,)))
     assert found.predictions.tolist() == [n - 1 for n in LENGTHS]

@@ -34,14 +34,15 @@ from tl_posdisent.experiments.measuring.metrics import (
     metric_values,
     next_token_loss,
 )
-from tl_posdisent.experiments.measuring.run_changes import Divergences, Head, Item, run_changes
+from tl_posdisent.experiments.measuring.part_runs import Head
+from tl_posdisent.experiments.measuring.run_changes import Divergences, Item, run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token, divergence
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, pairs_of
 from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import Hook, running
-from tl_posdisent.models.running.partial_passes import block_facts
+from tl_posdisent.models.running.partial_forward import block_facts
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import mean

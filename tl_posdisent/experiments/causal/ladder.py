@@ -25,7 +25,8 @@ from tl_posdisent.experiments.measuring.metrics import (
     metric_values,
     values_of,
 )
-from tl_posdisent.experiments.measuring.run_changes import Compare, Head, HooksOf, run_changes
+from tl_posdisent.experiments.measuring.part_runs import Head, HooksOf
+from tl_posdisent.experiments.measuring.run_changes import Compare, run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token, predicted
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.fitted_attention import fit_layers, stored_hooks

@@ -22,7 +22,8 @@ from tl_posdisent.experiments.measuring.metrics import (
     metric_values,
     value_of,
 )
-from tl_posdisent.experiments.measuring.run_changes import Base, Compare, Head, HooksOf, run_changes
+from tl_posdisent.experiments.measuring.part_runs import Base, Head, HooksOf
+from tl_posdisent.experiments.measuring.run_changes import Compare, run_changes
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.reading.model_reading import ModelReading

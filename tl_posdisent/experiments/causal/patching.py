@@ -27,7 +27,7 @@ from tl_posdisent.experiments.measuring.metrics import (
     next_token_loss,
     value_of,
 )
-from tl_posdisent.experiments.measuring.run_changes import Head
+from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, score_hooks, vector_hooks
 from tl_posdisent.models.capture import listen_scores, listen_vectors

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from tl_posdisent.experiments.measuring.looking import Results, look
 from tl_posdisent.experiments.measuring.metrics import LogitDifference, Metric, as_numbers, is_separable, values_of
-from tl_posdisent.experiments.measuring.run_changes import Head
+from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.text_parts import Batch, Part, can_pad, parts_of
 from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, logits_of
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.forward_pass import Pass, running, with_gradients
 from tl_posdisent.models.running.model_parts import user_hooks
-from tl_posdisent.models.running.partial_passes import BlockFacts, block_facts, of_texts, same
+from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts, of_texts, same
 from tl_posdisent.models.running.results import at_results
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError

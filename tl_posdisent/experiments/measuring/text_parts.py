@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.running.partial_passes import BlockFacts
+from tl_posdisent.models.running.partial_forward import BlockFacts
 from tl_posdisent.models.running.texts import TextGroup, Texts, ordinary_ids
 
 RUN_TOKENS: Final = 512

@@ -13,7 +13,7 @@ from tl_posdisent.experiments.residual_stream.qk_readout import fit_norm
 from tl_posdisent.experiments.residual_stream.stream_sources import stream_sources
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import architecture
-from tl_posdisent.models.running.partial_passes import hidden
+from tl_posdisent.models.running.partial_forward import hidden
 
 
 @dataclass(frozen=True, eq=False)

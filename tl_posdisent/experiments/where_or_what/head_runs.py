@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.run_changes import Head, run_changes
+from tl_posdisent.experiments.measuring.part_runs import Head
+from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token
 from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS, MEAN, Fold, content_alone, over_folds
 from tl_posdisent.experiments.where_or_what.sentences import Cost

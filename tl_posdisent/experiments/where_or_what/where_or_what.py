@@ -11,7 +11,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.measuring.curvature import curvature
-from tl_posdisent.experiments.measuring.run_changes import Head, run_changes
+from tl_posdisent.experiments.measuring.part_runs import Head
+from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.experiments.where_or_what.replacements import MEAN, ByReplacement, Fold, folds, over_folds
 from tl_posdisent.experiments.where_or_what.sentences import hooks_sentences
 from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, Verdict, shares_of, verdicts
@@ -19,7 +20,7 @@ from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.partial_passes import BlockFacts, block_facts
+from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts
 from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, is_integer, listed
