@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_lens import patching
 
 from tl_posdisent import component_patching, head_ablation, head_patching, position_patching
-from tl_posdisent.experiments.measuring import run_changes
+from tl_posdisent.experiments.measuring import part_runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)
@@ -164,7 +164,7 @@ def test_what_no_position_changes_is_computed_once(places: list[int], shared_mod
 def test_a_change_without_effect_proves_nothing(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first query sees one key, so that shortcuts seem right there; elsewhere they are not, since the queries of
     all heads have one norm."""
-    monkeypatch.setattr(run_changes, "_MAX_ROWS_PER_PASS", 1)  # a batch for each head and position
+    monkeypatch.setattr(part_runs, "_MAX_ROWS_PER_PASS", 1)  # a batch for each head and position
     model, hook = shared_model("bridge", "olmo2"), "blocks.1.attn.hook_q"
     with torch.no_grad():
         held = model.run_with_cache(TOKENS)[1][hook]
