@@ -18,7 +18,6 @@ from torch import Tensor
 from transformer_lens import patching
 
 from tl_posdisent import component_patching, head_ablation, head_patching, position_patching
-from tl_posdisent.experiments.measuring import part_runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)
@@ -143,36 +142,18 @@ def test_one_head_at_one_position_by_hand(kind: str, name: str, activation: str,
     assert ours["effect"].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("places", [[5], [1, 2, 3, 5, 7]])
-def test_what_no_position_changes_is_computed_once(places: list[int], shared_model: Any) -> None:
-    """Earlier layers run for a text of the source, the source, its metric, that of the baseline, and the runs."""
-    model, seen = shared_model("bridge", "llama-gqa"), list[int]()
-    point = model.hook_dict["blocks.0.attn.hook_z"]
-
-    def count(z: Tensor, hook: Any) -> None:
-        if z.shape[1] == TOKENS.shape[1]:  # not those of the probe
-            seen.append(len(z))
-
-    point.add_hook(count, is_permanent=True)
-    try:
-        table(model, "z", positions=places, layers=[1], heads=[6, 3])
-    finally:
-        point.remove_hooks("fwd", including_permanent=True)
-    assert seen == [1, *[len(TOKENS)] * 4]
-
-
-def test_a_change_without_effect_proves_nothing(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first query sees one key, so that shortcuts seem right there; elsewhere they are not, since the queries of
-    all heads have one norm."""
-    monkeypatch.setattr(part_runs, "_MAX_ROWS_PER_PASS", 1)  # a batch for each head and position
-    model, hook = shared_model("bridge", "olmo2"), "blocks.1.attn.hook_q"
-    with torch.no_grad():
-        held = model.run_with_cache(TOKENS)[1][hook]
-    ours = table(model, "q", positions=[0, 5], layers=[1], heads=[6, 3])
-    for _, row in ours.iterrows():
-        at = (slice(None), int(row["position"]), int(row["head"]))
-        assert row["value"] == pytest.approx(by_hand(model, hook, at, held[at]), abs=CLOSE)
-    assert ours[ours["position"] == 0]["value"].tolist() == pytest.approx([ours["baseline"][0]] * 2, abs=CLOSE)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("olmo2"))
+def test_queries_and_keys_behind_one_norm_of_all_heads(kind: str, name: str, shared_model: Any) -> None:
+    """A head's queries change the queries of all heads."""
+    model = shared_model(kind, name)
+    for activation in ("q", "k"):
+        hook = f"blocks.0.attn.hook_{activation}"
+        held = model.run_with_cache(TOKENS, names_filter=hook)[1][hook]
+        ours = table(model, activation, layers=[0])
+        per_row = 8 // held.shape[2]
+        for head in range(8):
+            at = (slice(None), slice(None), head // per_row)
+            assert ours["value"][head] == pytest.approx(by_hand(model, hook, at, held[at]), abs=CLOSE)
 
 
 def test_positions_of_padded_texts_are_counted_in_each(shared_model: Any) -> None:

@@ -153,26 +153,6 @@ def test_values_are_those_of_full_passes(kind: str, name: str, options: Any, sha
     assert ours["effect"].abs().max() > 1e-3
 
 
-def test_heads_run_from_their_layer_on_also_where_keys_are_shared(shared_model: Any) -> None:
-    """Earlier layers run for the source's vectors, for the two ends and for the runs."""
-    model, seen = shared_model("bridge", "llama-gqa"), dict[int, list[int]]()
-    points = [model.hook_dict[f"blocks.{layer}.hook_resid_post"] for layer in (0, 1)]
-
-    def count(x: Tensor, hook: Any) -> None:
-        if x.shape[1] == TOKENS.shape[1]:  # not those of the probe
-            seen.setdefault(points.index(hook), []).append(len(x))
-
-    for point in points:
-        point.add_hook(count, is_permanent=True)
-    try:
-        rows = table(model, UNORDERED[0], layers=[1])
-    finally:
-        for point in points:
-            point.remove_hooks("fwd", including_permanent=True)
-    assert len(rows) == 8
-    assert seen == {0: [len(TOKENS)] * 4, 1: [*[len(TOKENS)] * 4, 8 * len(TOKENS) + 1]}
-
-
 def test_where_one_layer_rotates_it_carries_everything(shared_model: Any) -> None:
     model = shared_model("bridge", "smollm3")
     assert table(model, what="layer")["effect"].tolist() == pytest.approx([1], abs=1e-5)

@@ -120,13 +120,33 @@ class PatchRun(NamedTuple):
 
 
 def by_head(
-    spec: AttentionSpec, heads: Sequence[int], hooks: HooksOf, *, by_key: bool = False, place: int | None = None
+    spec: AttentionSpec,
+    heads: Sequence[int],
+    hooks: HooksOf,
+    *,
+    by_key: bool = False,
+    changed: Callable[[Sequence[int]], list[int]] | None = None,
+    place: int | None = None,
 ) -> list[PatchRun]:
-    """Return runs that patch heads one by one; or ``by_key``, all heads that share a key head together."""
+    """Return runs that patch heads one by one; or ``by_key``, all heads that share a key head together.
+
+    Args:
+        changed: from heads that are patched together to those whose results change, default themselves.
+    """
     units: dict[tuple[int, ...], list[int]] = {}
     for head in heads:
         units.setdefault(tuple(sharing(spec, [head])) if by_key else (head,), []).append(head)
-    return [PatchRun(spec.layer, list(changed), reported, hooks, place) for changed, reported in units.items()]
+    if changed is None:
+        return [PatchRun(spec.layer, list(unit), reported, hooks, place) for unit, reported in units.items()]
+    return [
+        PatchRun(spec.layer, changed(unit), reported, only(spec, unit, hooks), place)
+        for unit, reported in units.items()
+    ]
+
+
+def only(spec: AttentionSpec, heads: Sequence[int], hooks: HooksOf) -> HooksOf:
+    """Return hooks that patch these heads, whichever change."""
+    return lambda rows, changed: hooks(rows, [(spec.layer, head) for head in heads])
 
 
 def sharing(spec: AttentionSpec, heads: Sequence[int]) -> list[int]:

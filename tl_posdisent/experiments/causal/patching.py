@@ -16,6 +16,7 @@ from tl_posdisent.experiments.causal.patch_runs import (
     SourceRun,
     by_head,
     numbers,
+    only,
     patch_effects,
     sharing,
     tokens_of,
@@ -106,20 +107,25 @@ def head_patching(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = _read_source_texts(model, texts, source, attention_mask)
+    places = _places(positions, min(texts.lengths))
     held = Held(lambda rows, spec: _recorded(model, tokens_of(other, rows), spec, activation))
     held([0], chosen[0][0])  # or raise
 
     def hooks(spec: AttentionSpec, place: int | None, rows: list[int], heads: list[Head]) -> Sequence[Hook]:
         return _activation_hooks(spec, numbers(heads), held(rows, spec), activation, place)
 
-    runs = [
-        run
-        for spec, of_layer in chosen
-        for place in _places(positions, min(texts.lengths))
-        for run in by_head(spec, of_layer, partial(hooks, spec, place), by_key=activation in ("k", "v"), place=place)
-    ]
+    runs, by_key = list[PatchRun](), activation in ("k", "v")
+    for spec, of_layer in chosen:
+        # A norm of queries and keys may be that of all heads.
+        changed = partial(_all_heads, spec) if activation in ("q", "k") else None
+        for place in places:
+            runs += by_head(spec, of_layer, partial(hooks, spec, place), by_key=by_key, changed=changed, place=place)
     value = value_of(metric, run_texts(model, other), other)
     return patch_effects(reading, texts, runs, metric, "source", value, target=other, progress=progress)
+
+
+def _all_heads(spec: AttentionSpec, heads: Sequence[int]) -> list[int]:
+    return list(range(spec.n_heads))
 
 
 def _places(positions: Any, length: int) -> list[int | None]:
@@ -260,19 +266,18 @@ def position_patching(
 
     held = Held(record)
 
-    def hooks(spec: AttentionSpec, own: list[int] | None, rows: list[int], heads: list[Head]) -> Hooks:
+    def patch(spec: AttentionSpec, rows: list[int], heads: list[Head]) -> Hooks:
         q_rot, k_rot = held(rows, spec)
-        return vector_hooks(spec, numbers(heads) if own is None else own, q_rot, k_rot, keys)
+        return vector_hooks(spec, numbers(heads), q_rot, k_rot, keys)
 
     runs = list[PatchRun]()
     for spec, of_layer in chosen:
+        hooks = partial(patch, spec)
         if what == "layer":
-            runs.append(PatchRun(spec.layer, sharing(spec, of_layer), [None], partial(hooks, spec, of_layer)))
-        elif what == "head" and keys == "group":  # the key that a head receives is that of other heads, too
-            runs += [PatchRun(spec.layer, sharing(spec, [n]), [n], partial(hooks, spec, [n])) for n in of_layer]
-        else:
-            by_key = what == "key" and keys == "group"
-            runs += by_head(spec, of_layer, partial(hooks, spec, None), by_key=by_key)
+            runs.append(PatchRun(spec.layer, sharing(spec, of_layer), [None], only(spec, of_layer, hooks)))
+        else:  # a key that a head receives may be that of other heads, too
+            changed = partial(sharing, spec) if what == "head" and keys == "group" else None
+            runs += by_head(spec, of_layer, hooks, by_key=what == "key" and keys == "group", changed=changed)
     value = value_of(metric, moved.outputs() if source == "corrupted" else run_texts(model, texts), texts)
     base = moved.hooks if patched == "corrupted" else None
     table = patch_effects(reading, texts, runs, metric, "positions", value, base=base, progress=progress)
