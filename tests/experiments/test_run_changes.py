@@ -125,7 +125,7 @@ def test_a_run_that_fails_fails_alone(shared_reading: Any) -> None:
 
 
 def test_what_is_known_is_not_computed_again() -> None:
-    """The blocks before a layer run once; those to the last layer once more under a change; then heads share passes."""
+    """The blocks before a layer run once, and only its attention under a change; then its heads share a pass."""
     model, rows = zoo.bridge("llama-gqa", num_hidden_layers=4), list[list[int]]()
     texts = read_texts(model, zoo.random_tokens(length=16, batch=2))
     counting = [
@@ -135,4 +135,4 @@ def test_what_is_known_is_not_computed_again() -> None:
     rows += [[] for _ in counting]
     reading = read_model(model)
     run_changes(reading, texts, {"zero": ablate_heads(reading, None)}, [(2, 4), (2, 5), (3, 1)])
-    assert rows == [[2], [2], [2, 2, 5], [2, 5, 3]]
+    assert rows == [[2], [2], [2, 5], [2, 5, 3]]

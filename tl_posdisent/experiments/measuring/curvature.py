@@ -72,7 +72,7 @@ def curvature(
     """Estimate what each change does to each text, for each head alone.
 
     For each text, a pass, and a backward pass for each draw and the metric, serve all heads and changes; each change
-    takes one more pass.
+    takes one more pass through the attention of each layer.
 
     Args:
         reading: the model.
@@ -126,7 +126,7 @@ class _GroupRun:
         rows: of the texts in the whole batch.
         tokens: their ids.
         z: the results of the heads, by layer.
-        before: what the block before the first of these layers returns; None to run all blocks.
+        before: what the block before each of these layers returns, to begin there; empty to run all blocks.
         slopes: the gradient of the metric of each text, by layer; None without a metric.
         surprises: the gradient of ``-Σ log p(label)`` over the predictions, for each draw of labels, by layer.
         n_predictions: number of predictions of each text; 0 if the output is neither logits by token nor by text.
@@ -135,7 +135,7 @@ class _GroupRun:
     rows: list[int]
     tokens: Int[Tensor, "text pos"]
     z: dict[int, Results]
-    before: Any
+    before: dict[int, Any]
     slopes: dict[int, Results] | None
     surprises: dict[int, Float[Tensor, "draw text pos head size"]]
     n_predictions: int
@@ -161,7 +161,9 @@ def _looked(
             squares[of_layer] = parts.square().sum(1).mean(0).cpu()
 
     try:
-        look(p, run.tokens, hooks.only(heads), run.z, see, run.before)
+        for layers in [[layer] for layer in run.z] if run.before else [list(run.z)]:
+            own, z = hooks.only(head for head in heads if head[0] in layers), {layer: run.z[layer] for layer in layers}
+            look(p, run.tokens, own, z, see, run.before.get(layers[0]))
     except ValueError as error:
         raise ArgumentError("interventions", f"must act on each text alone; {name!r}: {error}") from error
     return slopes, squares
@@ -178,13 +180,13 @@ class _Graph:
         output: what the model returns.
         unembedded: what the unembedding receives; None if it did not run.
         z: the results of the heads, by layer; the graph begins at the first.
-        before: what the block before the first layer returns, without its graph.
+        before: what the block before each layer returns, without its graph.
     """
 
     output: Any
     unembedded: Any
     z: dict[int, Results]
-    before: Any
+    before: dict[int, Any]
 
 
 def _differentiate(
@@ -218,7 +220,7 @@ def _differentiate(
                 [part.rows[row] for row in group.rows.tolist()],
                 group.tokens,
                 {layer: z.detach()[here] for layer, z in graph.z.items()},
-                of_texts(graph.before, here) if begin and graph.before is not None else None,
+                {layer: of_texts(x, here) for layer, x in graph.before.items() if begin},
                 None if slopes is None else {layer: slopes[n][here] for layer, n in of_batch.items()},
                 {layer: torch.stack([x[n][here] for x in surprises]) for layer, n in of_batch.items() if surprises},
                 0 if predicted is None else predicted.shape[1],
@@ -234,13 +236,14 @@ def _graph(p: Pass, batch: Batch, layers: Sequence[int]) -> _Graph:
         return z_by_layer[layer]
 
     hooks = [at_results(layer, p.model.cfg.n_heads, partial(record, layer)) for layer in layers]
-    block = p.model.blocks[layers[0] - 1] if layers[0] else None
+    blocks = {layer: p.model.blocks[layer - 1] for layer in layers if layer}
     unembed = getattr(p.model, "unembed", None)
-    with p.keeping([block] if block else []) as kept, p.receiving([unembed] if unembed else []) as received:
+    with p.keeping([*blocks.values()]) as kept, p.receiving([unembed] if unembed else []) as received:
         output = p.run(batch.tokens, hooks, gradients=True)
     if missing := [layer for layer in layers if layer not in z_by_layer]:
         raise RuntimeError(f"hook_z of layer {missing[0]} did not fire")
-    return _Graph(output, received.get(unembed), z_by_layer, _detached(kept.get(block)))
+    before = {layer: _detached(kept[block]) for layer, block in blocks.items()}
+    return _Graph(output, received.get(unembed), z_by_layer, before)
 
 
 def _detached(output: Any) -> Any:

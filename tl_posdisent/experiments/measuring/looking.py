@@ -29,8 +29,9 @@ def look(
 ) -> None:
     """Run texts under hooks, and show what the heads of some layers gather there.
 
-    Each layer hands on its unmodified results, so one pass shows what the hooks change in every layer, given the inputs
-    of the unmodified run.
+    Each layer hands on its unmodified results, so the pass shows what the hooks change in each layer, given the inputs
+    of the unmodified run. Where a pass may begin at any block, one for each layer takes less time than one for all: it
+    runs the layer's attention alone.
 
     Args:
         tokens: texts of equal length.

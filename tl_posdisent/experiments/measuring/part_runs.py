@@ -1,9 +1,8 @@
 """Runs in which heads of a layer are changed, from that layer on.
 
-Later layers see changed heads only through ``z`` (``hook_z``). So one pass under the hooks of a change, which hands on
-the unmodified results, shows the changed z of all heads in every layer; and from a layer on, one pass of many rows runs
-several changes of several heads, each row with the z of its own. That takes a fraction of the time of a full pass for
-each change.
+Later layers see changed heads only through ``z`` (``hook_z``). So one pass through a layer's attention under the hooks
+of a change shows the changed z of all of its heads; and from the layer on, one pass of many rows runs several changes
+of several heads, each row with the z of its own. That takes a fraction of the time of a full pass for each change.
 
 Where blocks share more than the residual stream, or the model has hooks of the user's, all passes are full. Each batch
 of rows has an unmodified one too: if it is not as in the unmodified run, the passes that follow are full.
@@ -178,18 +177,17 @@ class PartRuns:
     def _looked(self, run: _BatchRun, name: str, heads: list[Head]) -> _Changed:
         changed = {(layer, head): run.z[layer][:, :, head].clone() for layer, head in heads}
         for group, place in zip(run.batch.groups, run.batch.places, strict=True):
-            length = group.tokens.shape[1]
-            unmodified = {layer: run.z[layer][place, :length] for layer, _ in heads}
-            before = run.before.get(heads[0][0])
+            here = (place, slice(group.tokens.shape[1]))
 
-            def see(layer: int, z: Tensor, place: slice = place, length: int = length) -> None:
-                for head in (head for of_layer, head in heads if of_layer == layer):
-                    changed[layer, head][place, :length] = z[:, :, head]
+            def see(layer: int, z: Tensor, here: tuple[slice, slice] = here) -> None:
+                for head in (head for head in heads if head[0] == layer):
+                    changed[head][here] = z[:, :, head[1]]
 
-            before = None if before is None else of_texts(before, (place, slice(length)))
-            first = 0 if before is None else heads[0][0]
-            base = self._base_hooks(self._rows(group), first, heads[-1][0])
-            look(self.p, group.tokens, base + self._hooks(name, group, heads), unmodified, see, before)
+            for layer in sorted({layer for layer, _ in heads}):
+                hooks = self._hooks(name, group, [head for head in heads if head[0] == layer])
+                base = self._base_hooks(self._rows(group), layer, layer)
+                before = of_texts(run.before[layer], here) if layer else None
+                look(self.p, group.tokens, base + hooks, {layer: run.z[layer][here]}, see, before)
         return changed
 
     def _hooks(self, name: str, group: Any, heads: Sequence[Head]) -> Sequence[Hook]:
