@@ -69,10 +69,10 @@ def head_effects(
     """Estimate the effect of interventions on each head alone, for all heads at once; run the largest exactly.
 
     For each text, a pass and a backward pass for the metric and each draw serve all heads and all interventions; each
-    intervention takes one more pass through the attention of each layer. The estimate is quadratic in the change of a head's result,
-    so it is wrong for heads whose change is large. For each intervention, the ``4 * exact`` heads of largest curvature
-    are therefore run one by one, and the other heads of each layer together, once. Unless heads of a layer cancel, none
-    of these alone diverges more than all of them together.
+    intervention takes one more pass through the attention of each layer. The estimate is quadratic in the change of a
+    head's result, so it is wrong for heads whose change is large. For each intervention, the ``4 * exact`` heads of
+    largest curvature are therefore run one by one, and the other heads of each layer together, once. Unless heads of a
+    layer cancel, none of these alone diverges more than all of them together.
 
     A run begins at its layer: of a model of L layers, that of layer l takes 1 - l / L of a pass (see
     ``head_ablation``).
