@@ -12,10 +12,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
 from support.processes import PIPES, process, run
 from typer.main import get_command
 
+from tl_posdisent import demo_tokens, head_ablation, load_demo_model
 from tl_posdisent.cli import app
+from tl_posdisent.cli.threads import limit_threads
 
 pytestmark = pytest.mark.slow
 
@@ -45,25 +48,15 @@ def test_in_a_pipe(tmp_path: Path) -> None:
 SHORT = ("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress")
 
 
-def test_warnings_are_lines_of_their_own() -> None:
-    """Not with the place in the library where they were raised."""
-    code = f"""
-import warnings
+THREADS = """
+import os, sys, warnings
+from tl_posdisent.cli import app
 from tl_posdisent.experiments.attention_scores import additivity as module
 measure = module.additivity
 def warn(*given, **options):
     warnings.warn("few\\ntokens")
     return measure(*given, **options)
 module.additivity = warn
-{PROGRAM}"""
-    done = run(sys.executable, "-c", code, *SHORT)
-    assert done.stderr == "warning: few tokens\n"
-    assert "mean r" in done.stdout
-
-
-THREADS = """
-import os, sys
-from tl_posdisent.cli import app
 sys.argv = ["tl-posdisent", *sys.argv[1:]]
 try:
     app()
@@ -83,30 +76,31 @@ SET_BY_USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAI
     ],
 )
 def test_a_small_model_takes_one_thread_unless_the_user_has_said_otherwise(given: dict[str, str], found: str) -> None:
-    """And without progress only results are printed: the bars of other libraries are turned off too."""
+    """Without progress only results are printed: the bars of other libraries are turned off too.
+
+    Warnings are lines of their own, without the place in the library where they were raised.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in SET_BY_USERS} | given
     done = run(sys.executable, "-c", THREADS, *SHORT, env=environment)
-    assert done.stderr == f"found {found}\n"
+    assert done.stderr == f"warning: few tokens\nfound {found}\n"
     assert "mean r" in done.stdout
 
 
-def test_larger_models_take_more_threads_and_the_library_takes_none() -> None:
-    """One for each ten million parameters, and never more than there were; only a command's own process is changed."""
-    code = """
-import torch
-from tl_posdisent import demo_tokens, head_ablation, load_demo_model
-from tl_posdisent.cli.threads import limit_threads
-torch.set_num_threads(5)
-model = load_demo_model()
-head_ablation(model, demo_tokens(length=8), layers=[0], heads=[0], progress=False)
-found = [torch.get_num_threads()]
-for parameters in (100_000_000, 41_000_000, 25_000_000, 1_000_000, 100_000_000):
-    limit_threads(torch.nn.Linear(1000, parameters // 1000, bias=False, device="meta"))
-    found.append(torch.get_num_threads())
-print(*found)
-"""
-    environment = {name: value for name, value in os.environ.items() if name not in SET_BY_USERS}
-    assert run(sys.executable, "-c", code, env=environment).stdout == "5 5 4 2 1 1\n"
+def test_larger_models_take_more_threads_and_the_library_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each ten million parameters, and never more than there were."""
+    for name in SET_BY_USERS:
+        monkeypatch.delenv(name, raising=False)
+    before, found = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(5)
+        head_ablation(load_demo_model(), demo_tokens(length=8), layers=[0], heads=[0], progress=False)
+        found.append(torch.get_num_threads())
+        for parameters in (100_000_000, 41_000_000, 25_000_000, 1_000_000, 100_000_000):
+            limit_threads(torch.nn.Linear(1000, parameters // 1000, bias=False, device="meta"))
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert found == [5, 5, 4, 2, 1, 1]
 
 
 def test_interrupted() -> None:
