@@ -57,12 +57,14 @@ def rows(n_heads: int, length: int = LENGTH) -> dict[str, tuple[Callable[[Any, t
     some: dict[str, Any] = {"layers": LAYERS}
     n_heads *= len(LAYERS)
     backwards = torch.arange(length).flip(0)
+    far = partial(torch.clamp, max=length // 2)
     most = 1.25 if length <= 256 else 1.4  # of an intervention on positions
     return {
         "a list of hooks": (lambda model, tokens: tp.dummy_distance(model, 5), 1, 0.05),
         "dummy_distance": (with_hooks(lambda model: tp.dummy_distance(model, 5)), 1, most),
         "swap_positions": (with_hooks(lambda model: tp.swap_positions(model, backwards)), 1, most),
         "remap_distance, a ceiling": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.clamp(max=16))), 1, most),
+        "remap_distance, a far plateau": (with_hooks(lambda m: tp.remap_distance(m, far)), 1, most),
         "remap_distance, a root": (with_hooks(lambda m: tp.remap_distance(m, lambda d: d.sqrt())), 1, 4.0),
         "limit_frequencies, frozen": (with_hooks(lambda m: tp.limit_frequencies(m, low=0.01, mode="freeze")), 1, most),
         "limit_frequencies, dropped": (with_hooks(lambda m: tp.limit_frequencies(m, low=0.01)), 1, most),

@@ -143,25 +143,6 @@ def test_a_hooked_transformer_refuses_fwd_hooks_of_other_calls() -> None:
             call(TOKENS, fwd_hooks=hooks)
 
 
-def test_lists_that_are_installed_separately() -> None:
-    """In a bridge, edits of scores act in the order of installation, not in that of added lists; a change is noticed
-    before it is lost."""
-    model = tp.load_demo_model(backend="bridge")
-    positions, fitted = tp.dummy_distance(model, 5, layers=[3]), drop_component(model, "key", layers=[3])
-    window = tp.lambda_mask(model, 0, 6, layers=[3])
-    added = seen(model, positions + fitted)
-    with model.hooks(fwd_hooks=positions):
-        assert near(seen(model, fitted), added)
-    with (
-        model.hooks(fwd_hooks=fitted),
-        pytest.raises(ValueError, match="Lists of hooks of this package act together if they are added, a \\+ b"),
-    ):
-        logits(model, positions)
-    added = seen(model, fitted + window)  # keys are hidden before the scores are fitted
-    with model.hooks(fwd_hooks=fitted):
-        assert not near(seen(model, window), added, 0.01)
-
-
 def test_a_knocked_out_key_is_as_if_it_were_not_there(model: Any) -> None:
     """The others share its attention, and no later token depends on it; positions stay."""
     hooks = tp.knock_out(model, range(11, 48), 10, layers=[3])

@@ -19,7 +19,7 @@ from tl_posdisent.experiments import perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
 from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher
 from tl_posdisent.hooks import applied
-from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
+from tl_posdisent.hooks.rotated_scores import new_positions, phases
 
 TEXT = zoo.random_tokens(24)
 CURVE = partial(perturbation_curve, progress=False)
@@ -150,13 +150,9 @@ def test_index_gives_every_pair_of_tokens_the_score_that_order_gives_it(
 
 def phase_errors(perturbed: Any, spec: Any) -> torch.Tensor:
     """By what factor of length 1 queries and keys are turned too far, ``[batch, pos, subspace]``."""
-    (edit,) = (x.edit for x in perturbed.hooks.interventions if x.spec.layer == spec.layer)
-    places = torch.arange(TEXT.shape[1])
-    if isinstance(edit, PhaseNoise):
-        angles = edit.phases(spec.rotary, places, len(TEXT))
-    else:
-        angles = spec.rotary.angles(edit.new(places, len(TEXT))) - spec.rotary.angles(places)
-    return torch.exp(1j * angles)
+    record, places = perturbed.hooks.records[spec.layer, 0], torch.arange(TEXT.shape[1])
+    moved = spec.rotary.angles(new_positions(record, places, len(TEXT))) - spec.rotary.angles(places)
+    return torch.exp(1j * (moved + phases(record, spec.rotary, places, len(TEXT))))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3Fo
 
 from tl_posdisent import bridge_from_hf, dummy_distance, remap_distance
 from tl_posdisent.hooks import applied
-from tl_posdisent.hooks.edits.scores_at_distances import straight_pieces
+from tl_posdisent.hooks.rotated_scores import straight_pieces
 
 
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [3], [0, 2]])

@@ -10,7 +10,7 @@ from support import zoo
 from support.intervention_cases import TOKENS, L, close, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, knock_out, lambda_mask
+from tl_posdisent import ablate_heads, dummy_distance, knock_out, lambda_mask
 from tl_posdisent.hooks import applied
 from tl_posdisent.utils.errors import ArgumentError
 
@@ -138,19 +138,27 @@ def test_results_at_chosen_tokens_need_the_whole_text(kind: str, name: str, shar
             model.generate(TOKENS, use_past_kv_cache=True, **options)
 
 
-def test_a_large_bias_of_the_users_own_hides_nothing_and_is_hidden(shared_model: Any) -> None:
-    """A key that is knocked out gets no attention, whatever is added to scores."""
+@pytest.mark.parametrize("bias", [-60.0, -5.0, 3.0])
+def test_a_bias_of_the_users_own_is_refused(bias: float, shared_model: Any) -> None:
+    """Also one that is as large as a mask, on all keys."""
     model = shared_model("bridge", "llama-gqa")
-    bias = ("blocks.0.attn.hook_attn_scores", lambda x, hook: torch.where(x > -1e30, x - 60, x))
+    own = ("blocks.0.attn.hook_attn_scores", lambda x, hook: torch.where(x > -1e30, x + bias, x))
     hooks = knock_out(model, keys=[0, 1], queries=range(4, L), layers=0)
-    with torch.no_grad(), model.hooks(fwd_hooks=[bias]):
-        _, cache = model.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_pattern")
-        plain = cache["pattern", 0]
-        with model.hooks(fwd_hooks=hooks):
-            _, cache = model.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_pattern")
-    assert float(cache["pattern", 0][..., 4:, :2].max()) == 0
-    rest = plain[..., 4:, 2:]
-    close(cache["pattern", 0][..., 4:, 2:], rest / rest.sum(-1, keepdim=True), 1e-5)
+    with model.hooks(fwd_hooks=[own]), pytest.raises(ValueError, match="or a bias that cannot be seen here"):
+        logits(model, hooks)
+
+
+@pytest.mark.parametrize("mask", [-60.0, -500.0, -1e4, -1e9])
+def test_keys_that_the_user_hides_stay_hidden(mask: float, shared_model: Any) -> None:
+    """By whatever is added to their scores."""
+    model, name = shared_model("bridge", "llama-gqa"), "blocks.0.attn.hook_pattern"
+    hidden = torch.zeros(L, L).masked_fill(torch.arange(L) == 3, mask).fill_diagonal_(0)
+    own = ("blocks.0.attn.hook_attn_scores", lambda x, hook: x + hidden)
+    for hooks in (dummy_distance(model, 2, layers=0), knock_out(model, keys=1, queries=[5, 6], layers=0)):
+        with torch.no_grad(), model.hooks(fwd_hooks=[own]), model.hooks(fwd_hooks=hooks):
+            pattern = model.run_with_cache(TOKENS, names_filter=name)[1][name]
+        assert float(pattern[..., 4:, 3].max()) < 1e-12
+        assert float(pattern[..., 3, 3].max()) > 1e-3
 
 
 def test_what_is_given_may_be_changed_afterwards(shared_model: Any) -> None:

@@ -58,14 +58,14 @@ def fields(call: Call) -> set[str]:
     return {FIELD[call.tool]}
 
 
-def may_conflict(a: Call, b: Call) -> bool:
-    """Whether two calls on one head may be refused: they set one field, or one takes the place of what the other sets.
+def conflict(a: Call, b: Call) -> bool:
+    """Whether two calls on one head are refused: they set one field, or one takes the place of what the other sets.
 
     Only what is hidden unites. Patched vectors have positions of their own, and logits that replace the scores do not
     depend on the rotation.
     """
     one, other = fields(a), fields(b)
-    where = {"positions", "distances", "ceiling"}
+    where = {"positions", "distances"}
     return bool(
         (one & other) - {"hide"}
         or (one & where and other & where)
@@ -275,8 +275,8 @@ def _batched(items: Iterable[Any], n: int) -> Iterator[list[Any]]:
 
 
 def compatible(calls: Sequence[Call], size: int) -> list[tuple[Call, ...]]:
-    """All sets of so many calls of which no two may be refused together."""
-    fine = {(a, b) for a, b in itertools.combinations(calls, 2) if not may_conflict(a, b)}
+    """All sets of so many calls of which no two are refused together."""
+    fine = {(a, b) for a, b in itertools.combinations(calls, 2) if not conflict(a, b)}
     return [x for x in itertools.combinations(calls, size) if fine.issuperset(itertools.combinations(x, 2))]
 
 

@@ -7,12 +7,15 @@ says, in float64: rotations by complex numbers, fits by tables of ones. Of the p
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.optimize import brentq
+from scipy.special import expit
 from torch import Tensor
 
 from .dense import dense_attention, dense_components
@@ -297,7 +300,7 @@ def _two_axes(layer: Layer, heads: list[int], calls: Sequence[Call], keep: Seque
 
 
 def _rung(layer: Layer, heads: list[int], call: Call, scores: Tensor, inside: Tensor) -> Tensor:
-    """Logits of a rung, with the sum of each query's exponentials as it was."""
+    """Logits of a rung; beside a learned sink so high that it keeps its total attention over the queries of a text."""
     rung, at = call["by"], layer.at
     if rung == "untouched":
         return scores
@@ -319,8 +322,25 @@ def _rung(layer: Layer, heads: list[int], call: Call, scores: Tensor, inside: Te
             x = x.expand(len(keys), -1, -1, -1)
             x = torch.cat([x, keys[:, None].expand(-1, len(at), -1, -1)], -1)
         logits = dense_attention(pattern.flatten(0, 1), inside, x).view(scores.shape)
-    before, after = (x.masked_fill(~inside, -torch.inf).logsumexp(-1, keepdim=True) for x in (scores, logits))
-    return logits + before - after
+    logits = logits.double()
+    if layer.sinks is None:
+        return logits
+    if rung == "additive":  # what a softmax does not see: importances have no trend over the keys
+        counts = inside.sum(0).double()
+        places = at - (counts @ at.double()) / counts.sum()
+        slope = (logits.diagonal(0, -2, -1) @ (counts * places)) / (counts @ places.square())
+        logits = logits - slope[..., None, None] * at[:, None]
+    before, after = (x.masked_fill(~inside, -torch.inf).logsumexp(-1).numpy() for x in (scores, logits))
+    levels = torch.zeros(*scores.shape[:2], 1, 1, dtype=torch.float64)
+    for text, head in itertools.product(range(len(scores)), range(len(heads))):
+        sink = layer.sinks[heads[head]].item()
+        levels[text, head] = _level(sink - before[text, head], sink - after[text, head])
+    return logits + levels
+
+
+def _level(own: Any, new: Any) -> float:
+    """The constant that gives a sink the same total share, from its excess over the sums of all keys of a query."""
+    return float(brentq(lambda x: (expit(new - x) - expit(own)).sum(), -200, 200, xtol=1e-13))
 
 
 # --- results ------------------------------------------------------------------------------------------------------

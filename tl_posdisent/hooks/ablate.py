@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.score_edits import ResultEdit
+from tl_posdisent.hooks.edit import NewResult
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
 from tl_posdisent.models.reading.model_reading import Layers, read_model
@@ -88,12 +88,11 @@ def ablate_heads(
     if positions is not None:
         slots = checked_slots("positions", positions)
         call, replace = f"ablate_heads({mode}, {slots_text(slots)})", partial(_at_slots, replace=replace, slots=slots)
-    by_slot, of_others = positions is not None, mode == "resample"
-    return hooks_for(chosen, ResultEdit(call, replace, by_slot=by_slot, of_others=of_others))
+    return hooks_for(chosen, call, z=NewResult(replace, by_slot=positions is not None, resamples=mode == "resample"))
 
 
 def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
-    return hooks_for([(spec, heads)], ResultEdit("ablate_heads", replace))
+    return hooks_for([(spec, heads)], "ablate_heads", z=NewResult(replace))
 
 
 def _at_slots(layer: int, heads: Sequence[int], z: Tensor, *, replace: StandIn, slots: ChosenSlots) -> Tensor:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tl_posdisent.hooks.edits.hook import HookFunction
+from tl_posdisent.hooks.hook_function import HookFunction
 from tl_posdisent.hooks.hook_list import check_entries
 from tl_posdisent.models.running.forward_pass import Hook, installed
 from tl_posdisent.models.running.model_parts import n_layers
@@ -24,8 +24,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     Args:
         model: HookedTransformer, TransformerBridge or a similar model.
         hooks: hooks of this package, or any list of ``(hook name or filter, function)``. Lists that are added,
-            ``a + b``, act together. Lists in nested blocks act one after the other: where one must recompute scores
-            that another has changed, the forward pass raises; edits of scores alone act in the order of installation.
+            ``a + b``, act together. Lists in nested blocks may act on different heads; on the attention of one head the
+            forward pass raises, unless their order makes no difference.
 
     Yields:
         The model itself.

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.rungs import PER_HEAD, Rung, fit_rung, rung_logits, seen_keys
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import NewScores, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import fewest_masks
-from tl_posdisent.hooks.substitute import with_sums_of
+from tl_posdisent.hooks.substitute import sink_level
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
@@ -85,7 +85,7 @@ def fitted_attention(
 def _put_in_hooks(
     chosen: Chosen, edit: Callable[[View], Tensor], *, of_keys: bool, call: str = "substitute_attention(fits)"
 ) -> Hooks:
-    return hooks_for(chosen, ScoreEdit(call, edit, Order.REPLACE, vectors=of_keys, plain=True))
+    return hooks_for(chosen, call, scores=NewScores(edit, vectors=of_keys, replaces=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +95,17 @@ class StoredAttention:
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
     of_keys: bool = False  # whether it depends on key vectors
+    level: Float64[Tensor, "1 head 1 1"] | None = None  # of the logits beside a learned sink
 
     def put_in(self, view: View) -> Tensor:
         """Return what replaces the running scores of some of the heads."""
         scores, places = view.scores, [self.heads.index(head) for head in view.heads]
         if isinstance(self.of, Tensor):
-            return with_sums_of(scores, self.of[:, places], view.inside)
+            return self.of[:, places]
         inside = fewest_masks(view.inside)
         keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
-        return with_sums_of(
-            scores, self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=places), view.inside
-        )
+        logits = self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=places)
+        return logits if self.level is None else logits + self.level[:, places]
 
 
 def stored_hooks(
@@ -170,10 +170,18 @@ def _fit(spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[ScoresAnd
     scores, keys, inside = _side_by_side(spec, of_texts)
     if bool((scores.isneginf() & inside).any()):
         raise ValueError(spec.other_mask(scores.shape[-1]))
-    if rung in PER_HEAD:
-        fit = fit_rung(rung, scores, inside, keys, pool=True)
-        return StoredAttention(fit, tuple(heads), of_keys=rung == "static")
-    return StoredAttention(rung_logits(rung, scores, inside, None).float(), tuple(heads))
+    sinks = None if spec.sinks is None else spec.sinks[list(heads)]
+    if rung not in PER_HEAD:
+        logits = rung_logits(rung, scores, inside, None)
+        if sinks is not None:
+            logits = logits + sink_level(sinks, scores, logits, inside)
+        return StoredAttention(logits.float(), tuple(heads))
+    fit, level = fit_rung(rung, scores, inside, keys, pool=True), None
+    if sinks is not None:
+        features = scores.new_zeros(len(scores), scores.shape[-1], 1, 0) if keys is None else seen_keys(keys, inside)
+        logits = fit.static_scores(features, mask=inside)
+        level = sink_level(sinks, scores, logits, inside, pool=True)
+    return StoredAttention(fit, tuple(heads), of_keys=rung == "static", level=level)
 
 
 def _attended(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from tl_posdisent.hooks.edits.rotation_edits import FrequencyLimit, within_band
+from tl_posdisent.hooks.edit import Band, within_band
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -94,13 +94,13 @@ def limit_frequencies(
     given += ["side='inside'"] * inside + ["unrotated='drop'"] * without_rest
     if without_rest:
         _require_rest([spec for spec, _ in chosen])
-    edit = FrequencyLimit(f"limit_frequencies({', '.join(given)})", low, high, mode, without_rest, inside)
+    band = Band(low, high, mode, inside, without_rest)
     acting = [
         (spec, some)
         for spec, some in chosen
-        if without_rest or bool(edit.removed(spec.require_rotary("limit_frequencies")).any())
+        if without_rest or bool(band.removed(spec.require_rotary("limit_frequencies")).any())
     ]
-    return hooks_for(acting, edit)
+    return hooks_for(acting, f"limit_frequencies({', '.join(given)})", band=band)
 
 
 def _require_rest(specs: Sequence[AttentionSpec]) -> None:

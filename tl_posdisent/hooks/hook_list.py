@@ -1,4 +1,4 @@
-"""The list of hooks that interventions return: ``a + b`` composes two, and refuses interventions that conflict.
+"""The list of hooks that interventions return: ``a + b`` merges what two do to each head, and refuses conflicts.
 
 Also how the layers and heads of an intervention are chosen.
 """
@@ -6,16 +6,13 @@ Also how the layers and heads of an intervention are chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.edit import Edit, Intervention
-from tl_posdisent.hooks.edits.hook import HookFunction
-from tl_posdisent.hooks.edits.rotation_edits import RotationEdit
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import Edit, Head, NewScores, View, edit, merged
+from tl_posdisent.hooks.hook_function import HookFunction
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
@@ -34,30 +31,42 @@ Chosen = list[tuple[AttentionSpec, list[int]]]
 class Hooks(list[Any]):
     """Hooks of one model, for ``fwd_hooks``: a list of ``(filter of names, function)`` that knows its interventions.
 
-    ``a + b`` composes two such lists, or appends your own hooks to one.
+    ``a + b`` merges what two lists do to each head, or appends your own hooks to one.
 
     Attributes:
-        interventions: the edits, each with the layer and the heads on which it acts.
-        name: the calls that made them, without heads.
-        others: your own hooks in the list.
+        specs: the layers on which they act.
+        records: what is edited in each head ``(layer, head)``.
 
     Example:
         >>> from tl_posdisent import dummy_distance, limit_frequencies, load_demo_model
         >>> model = load_demo_model()
-        >>> dummy_distance(model, 5) + limit_frequencies(model, 0.01, layers=[0, 1], heads=[2])
+        >>> hooks = dummy_distance(model, 5) + limit_frequencies(model, 0.01, layers=[0, 1], heads=[2])
+        >>> hooks
         dummy_distance(5) on 5 layers × 8 heads + limit_frequencies(low=0.01) on L0H2, L1H2
+        >>> hooks.only([(1, 2)])
+        dummy_distance(5) on L1H2 + limit_frequencies(low=0.01) on L1H2
     """
 
-    def __init__(self, interventions: Iterable[Intervention], others: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, specs: Iterable[AttentionSpec] = (), records: Mapping[Head, Edit] | None = None, others: Any = ()
+    ) -> None:
         check_entries(others)
-        self._function = HookFunction(tuple(interventions))
-        super().__init__([(self._function.accepts, self._function)] if self._function.layers else [])
+        self._records: dict[Head, Edit] = dict(records or {})
+        edited = {layer for layer, _ in self._records}
+        self.specs: dict[int, AttentionSpec] = {spec.layer: spec for spec in specs if spec.layer in edited}
+        self._function = HookFunction(self.specs, self._records)
+        super().__init__([(self._function.accepts, self._function)] if self._records else [])
         super().extend(others)
 
     @property
-    def interventions(self) -> tuple[Intervention, ...]:
-        here = any(isinstance(entry, tuple) and entry[-1] is self._function for entry in self)
-        return self._function.interventions if here else ()
+    def records(self) -> dict[Head, Edit]:
+        """What is edited in each head; nothing if that entry was taken out of the list."""
+        return self._records if len(self.others) < len(self) else {}
+
+    @property
+    def pairs(self) -> list[Head]:
+        """The heads on which an intervention acts, as ``(layer, head)``, in ascending order."""
+        return sorted(self.records)
 
     @property
     def others(self) -> list[Any]:
@@ -65,31 +74,22 @@ class Hooks(list[Any]):
         return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1] is self._function)]
 
     @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The heads on which an intervention acts, as ``(layer, head)``, in ascending order."""
-        return sorted({(x.spec.layer, head) for x in self.interventions for head in x.heads})
-
-    def only(self, heads: Iterable[tuple[int, int]]) -> Hooks:
-        """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks."""
-        kept = set(heads)
-        restricted = [
-            replace(x, heads=tuple(head for head in x.heads if (x.spec.layer, head) in kept))
-            for x in self.interventions
-        ]
-        return Hooks(x for x in restricted if x.heads)
-
-    @property
     def resamples(self) -> bool:
         """Whether a text gets what another text of the batch has."""
-        return any(getattr(x.edit, "of_others", False) for x in self.interventions)
+        return any(record.z is not None and record.z.resamples for record in self.records.values())
+
+    def only(self, heads: Iterable[Head]) -> Hooks:
+        """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks."""
+        kept = set(heads)
+        return Hooks(self.specs.values(), {head: x for head, x in self.records.items() if head in kept})
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
             return joined([self, other])
-        return Hooks(self.interventions, [*self.others, *check_entries(other)])
+        return Hooks(self.specs.values(), self.records, [*self.others, *check_entries(other)])
 
     def __radd__(self, other: Any) -> Hooks:
-        return Hooks(self.interventions, [*check_entries(other), *self.others])
+        return Hooks(self.specs.values(), self.records, [*check_entries(other), *self.others])
 
     __iadd__ = __add__
 
@@ -99,21 +99,37 @@ class Hooks(list[Any]):
     __rmul__ = __imul__ = __mul__
 
     def __repr__(self) -> str:
-        calls = [f"{call} on {_shown_heads(some)}" for call, some in _by_call(self.interventions)]
+        calls = [f"{call} on {self._shown(heads)}" for call, heads in self._by_call().items()]
         return " + ".join([*calls, *self._own()]) or "no hooks"
 
     @property
     def name(self) -> str:
         """The calls that made the hooks, without heads: ``"dummy_distance(5) + limit_frequencies(low=0.01)"``."""
-        return " + ".join([*(call for call, _ in _by_call(self.interventions)), *self._own()])
+        return " + ".join([*self._by_call(), *self._own()])
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the interventions as a table, one row per head and call: ``layer``, ``head``, ``edit``."""
+        rows = [(*head, call) for call, heads in self._by_call().items() for head in heads]
+        return pd.DataFrame(rows, columns=["layer", "head", "edit"])
+
+    def _by_call(self) -> dict[str, list[Head]]:
+        by_call: dict[str, list[Head]] = {}
+        for head, record in self.records.items():
+            for call in record.call_names:
+                by_call.setdefault(call, []).append(head)
+        return by_call
 
     def _own(self) -> list[str]:
         return [f"{len(self.others)} more"] if self.others else []
 
-    def to_frame(self) -> pd.DataFrame:
-        """Return the interventions as a table, one row per head and edit: ``layer``, ``head``, ``edit``."""
-        rows = [(x.spec.layer, head, x.edit.call) for x in self.interventions for head in x.heads]
-        return pd.DataFrame(rows, columns=["layer", "head", "edit"])
+    def _shown(self, heads: Sequence[Head]) -> str:
+        by_layer: dict[int, int] = {}
+        for layer, _ in heads:
+            by_layer[layer] = by_layer.get(layer, 0) + 1
+        layers, widths = plural(len(by_layer), "layer"), set(by_layer.values())
+        if len(widths) == 1 and all(n == self.specs[layer].n_heads for layer, n in by_layer.items()):
+            return f"{layers} × {plural(min(widths), 'head')}"
+        return ", ".join(head_label(*head) for head in heads) if len(heads) <= 4 else f"{len(heads)} heads of {layers}"
 
 
 def check_entries(hooks: Any) -> list[Any]:
@@ -131,56 +147,33 @@ def check_entries(hooks: Any) -> list[Any]:
     return entries
 
 
-def _by_call(interventions: Sequence[Intervention]) -> list[tuple[str, list[Intervention]]]:
-    """Group interventions by the call that made them, with its short form.
-
-    Calls of one short form are told apart by their edits: other contents, or the same head once more.
-    """
-    groups: list[tuple[str, list[Intervention]]] = []
-    for each in interventions:
-        of_call = (some for call, some in groups if call == each.edit.call)
-        group = next((some for some in of_call if not any(_of_another_call(each, x) for x in some)), None)
-        if group is None:
-            groups.append((each.edit.call, [each]))
-        else:
-            group.append(each)
-    return groups
-
-
-def _of_another_call(a: Intervention, b: Intervention) -> bool:
-    if type(a.edit) is not type(b.edit):
-        return False  # one call may edit both distances and scores
-    same_heads = a.spec.layer == b.spec.layer and not set(a.heads).isdisjoint(b.heads)
-    return same_heads or (a.edit is not b.edit and a.edit != b.edit)
-
-
-def _shown_heads(interventions: Sequence[Intervention]) -> str:
-    heads = [head_label(x.spec.layer, head) for x in interventions for head in x.heads]
-    n, widths = len({x.spec.layer for x in interventions}), {len(x.heads) for x in interventions}
-    layers = plural(n, "layer")
-    if len(widths) == 1 and all(len(x.heads) == x.spec.n_heads for x in interventions):
-        return f"{layers} × {plural(min(widths), 'head')}"
-    return ", ".join(heads) if len(heads) <= 4 else f"{len(heads)} heads of {layers}"
-
-
 def joined(hooks: Iterable[Hooks]) -> Hooks:
-    hooks = list(hooks)
-    return Hooks([x for each in hooks for x in each.interventions], [x for each in hooks for x in each.others])
+    """Return the sum of several lists."""
+    specs: dict[int, AttentionSpec] = {}
+    records: dict[Head, Edit] = {}
+    others: list[Any] = []
+    for each in hooks:
+        for layer, spec in each.specs.items():
+            if specs.setdefault(layer, spec) != spec:
+                raise ValueError(
+                    f"hooks of {spec.architecture} were made for different models, or some of them before the model "
+                    "was changed: make them again, for one model"
+                )
+        for head, record in each.records.items():
+            records[head] = merged(head, records[head], record) if head in records else record
+        others += each.others
+    return Hooks(specs.values(), records, others)
 
 
-def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:
-    """Return hooks that apply one rotation edit to the chosen heads."""
-    return hooks_for(any_heads(model, layers, heads, edit.tool), edit)
-
-
-def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit) -> Hooks:
-    """Return hooks that apply one edit to these heads; raise if a layer lacks the hooks for it."""
-    return Hooks(Intervention(edit, spec, tuple(heads)) for spec, heads in chosen)
+def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], call: str, **given: Any) -> Hooks:
+    """Return hooks by which a call sets these fields of the chosen heads."""
+    chosen, record = list(chosen), edit(call, **given)
+    return Hooks((spec for spec, _ in chosen), {(spec.layer, head): record for spec, some in chosen for head in some})
 
 
 def replace_scores(spec: AttentionSpec, heads: Sequence[int], scores: Callable[[View], Tensor], tool: str) -> Hooks:
     """Return hooks that replace the scores of these heads by those that a function returns."""
-    return hooks_for([(spec, heads)], ScoreEdit(tool, scores, Order.REPLACE))
+    return hooks_for([(spec, heads)], tool, scores=NewScores(scores, replaces=True))
 
 
 # --- the layers and heads on which an intervention acts
@@ -201,6 +194,6 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     return [(spec, sorted(chosen[spec.layer])) for spec in specs]
 
 
-def pairs_of(chosen: Chosen) -> list[tuple[int, int]]:
+def pairs_of(chosen: Chosen) -> list[Head]:
     """Return chosen heads as pairs ``(layer, head)``."""
     return [(spec.layer, head) for spec, some in chosen for head in some]

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import Hidden
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.slots import ChosenSlots, Slots, checked_slots, slot_mask, slots_text
 from tl_posdisent.models.reading.model_reading import Layers
@@ -66,28 +66,28 @@ def knock_out(
         if not isinstance(cells, Tensor) or cells.dtype != torch.bool or cells.ndim not in (2, 3):
             got = f"{cells.dtype} {tuple(cells.shape)}" if isinstance(cells, Tensor) else shown(cells)
             raise ArgumentError("cells", f"must be booleans [query, key] or [batch, query, key], got {got}")
-        call, edit = f"knock_out({'×'.join(map(str, cells.shape))} cells)", partial(_hide_cells, cells=cells.clone())
+        call = f"knock_out({'×'.join(map(str, cells.shape))} cells)"
+        hidden = partial(_given_cells, cells.clone())
     else:
         chosen = {"queries": checked_slots("queries", queries), "keys": checked_slots("keys", keys)}
         shown_slots = [f"{name}={slots_text(x)}" for name, x in chosen.items() if x is not None]
         call = f"knock_out({', '.join(shown_slots)})"
-        edit = partial(_hide, queries=chosen["queries"], keys=chosen["keys"])
-    return hooks_for(any_heads(model, layers, heads), ScoreEdit(call, edit, Order.HIDE))
+        hidden = partial(_cells_of, chosen["queries"], chosen["keys"])
+    return hooks_for(any_heads(model, layers, heads), call, hide=(Hidden(call, hidden),))
 
 
-def _hide(view: View, queries: ChosenSlots, keys: ChosenSlots) -> Tensor:
-    length, device = view.scores.shape[-1], view.scores.device
-    rows, columns = slot_mask("queries", queries, length, device), slot_mask("keys", keys, length, device)
-    return view.scores.masked_fill(rows[:, None] & columns, -torch.inf)
+def _cells_of(
+    queries: ChosenSlots, keys: ChosenSlots, texts: int, length: int, device: torch.device
+) -> Bool[Tensor, "query key"]:
+    return slot_mask("queries", queries, length, device)[:, None] & slot_mask("keys", keys, length, device)
 
 
-def _hide_cells(view: View, cells: Tensor) -> Tensor:
-    batch, shape = len(view.scores), tuple(view.scores.shape[-2:])
-    if tuple(cells.shape) not in (shape, (1, *shape), (batch, *shape)):
+def _given_cells(cells: Tensor, texts: int, length: int, device: torch.device) -> Bool[Tensor, "*batch query key"]:
+    shape = (length, length)
+    if tuple(cells.shape) not in (shape, (1, *shape), (texts, *shape)):
         raise ArgumentError(
             "cells",
-            f"must have shape (query, key) = {shape} or (batch, query, key) = {(batch, *shape)} of the running text, "
+            f"must have shape (query, key) = {shape} or (batch, query, key) = {(texts, *shape)} of the running text, "
             f"got {tuple(cells.shape)}",
         )
-    cells = cells.to(view.scores.device)
-    return view.scores.masked_fill(cells if cells.ndim == 2 else cells[:, None], -torch.inf)
+    return cells.to(device)

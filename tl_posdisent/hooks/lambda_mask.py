@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_edits import DistanceCeiling
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import Hidden
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.validation import check_integer
@@ -63,20 +63,14 @@ def lambda_mask(
                 f"lambda_mask needs causal attention, but layer {spec.layer} of {spec.architecture} is not"
             )
 
+    call = f"lambda_mask({sinks}, {window}{'' if distance_ceiling is None else f', {distance_ceiling}'})"
+    between = Hidden(call, partial(_between, sinks, window), from_start=sinks > 0)
     if distance_ceiling is None:
-        return hooks_for(chosen, hiding(f"lambda_mask({sinks}, {window})", sinks, window))
-    call = f"lambda_mask({sinks}, {window}, {distance_ceiling})"
-    ceiling = DistanceCeiling(call, float(distance_ceiling))
-    return hooks_for(chosen, ceiling) + hooks_for(chosen, hiding(call, sinks, window))
+        return hooks_for(chosen, call, hide=(between,))
+    return hooks_for(chosen, call, ceiling=float(distance_ceiling), hide=(between,))
 
 
-def hiding(call: str, sinks: int, window: int) -> ScoreEdit:
-    """Return the edit that lets a query see only its text's first keys and the most recent ones, its own included."""
-    edit = partial(_hide_between, sinks=sinks, window=window)
-    return ScoreEdit(call, edit, Order.HIDE, by_place=sinks > 0)
-
-
-def _hide_between(view: View, sinks: int, window: int) -> Tensor:
-    slot = torch.arange(view.scores.shape[-1], device=view.scores.device)
-    hidden = ((slot[:, None] - slot).abs() >= window) & (slot >= sinks)
-    return view.scores.masked_fill(hidden, -torch.inf)
+def _between(sinks: int, window: int, texts: int, length: int, device: torch.device) -> Bool[Tensor, "query key"]:
+    """Find the keys between a text's first and the most recent ones."""
+    slot = torch.arange(length, device=device)
+    return ((slot[:, None] - slot).abs() >= window) & (slot >= sinks)

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_edits import VectorPatch
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import NewScores, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
@@ -84,11 +83,11 @@ def vector_hooks(
     """Return the hooks of ``patch_vectors`` for a layer already read and arguments already checked."""
     groups = {spec.key_head(h) for h in heads}
     sharing = heads if keys == "head" else [h for h in range(spec.n_heads) if spec.key_head(h) in groups]
-    hooks = Hooks([])
+    hooks = Hooks()
     if q_rot is not None:
-        hooks += hooks_for([(spec, heads)], VectorPatch("patch_vectors(q_rot)", q_rot, None))
+        hooks += hooks_for([(spec, heads)], "patch_vectors(q_rot)", q_rot=q_rot)
     if k_rot is not None:
-        hooks += hooks_for([(spec, sharing)], VectorPatch("patch_vectors(k_rot)", None, k_rot))
+        hooks += hooks_for([(spec, sharing)], "patch_vectors(k_rot)", k_rot=k_rot)
     return hooks
 
 
@@ -99,8 +98,7 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved
     ``drop_component``, the run's own within the pass.
     """
     move = partial(_moved, source=source, moved=tuple(moved))
-    call = f"component_patching({', '.join(moved)})"
-    return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, components=frozenset(moved)))
+    return hooks_for([(spec, heads)], f"component_patching({', '.join(moved)})", scores=NewScores(move))
 
 
 def _moved(view: View, source: Tensor, moved: Collection[MovedComponent]) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
-from tl_posdisent.hooks.hook_list import Heads, Hooks, rotation_hooks
+from tl_posdisent.hooks.edit import Noise
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_number, check_seed, real_tensor
@@ -57,8 +57,8 @@ def phase_noise(
         if angles.ndim not in (2, 3) or angles.numel() == 0:
             got = tuple(angles.shape)
             raise ArgumentError("noise", f"must have shape (pos, subspace) or (batch, pos, subspace), got {got}")
-        edit = PhaseNoise(f"phase_noise({'×'.join(map(str, angles.shape))} angles)", angles)
+        call, added = f"phase_noise({'×'.join(map(str, angles.shape))} angles)", Noise(angles)
     else:
         check_number("noise", noise, least=0)
-        edit = PhaseNoise(f"phase_noise({noise:g}, seed={seed})", float(noise), seed)
-    return rotation_hooks(model, layers, heads, edit)
+        call, added = f"phase_noise({noise:g}, seed={seed})", Noise(float(noise), seed)
+    return hooks_for(any_heads(model, layers, heads, "phase_noise"), call, noise=added)

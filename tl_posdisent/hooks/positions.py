@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_edits import DistanceMap, PositionMap, PositionScale, mapped
-from tl_posdisent.hooks.hook_list import Heads, Hooks, rotation_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
+from tl_posdisent.hooks.rotated_scores import mapped
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_number, listed, real_tensor, shown
@@ -64,13 +64,18 @@ def swap_positions(
         True
     """
     layers, heads = listed("layers", layers), listed("heads", heads)
-    return rotation_hooks(model, layers, heads, positions_edit("swap_positions", positions))
+    given = check_positions(positions)
+    if isinstance(given, Tensor):
+        call = f"swap_positions({'×'.join(map(str, given.shape))} positions)"
+    else:
+        call = f"swap_positions({getattr(given, '__name__', 'a function')})"
+    return hooks_for(any_heads(model, layers, heads, "swap_positions"), call, positions=given)
 
 
-def positions_edit(tool: str, positions: Positions) -> PositionMap:
-    """Validate ``positions`` and return the edit that assigns them to queries and keys."""
+def check_positions(positions: Positions) -> Tensor | Callable[[Tensor], Tensor]:
+    """Validate ``positions``, and return them as a tensor or a function."""
     if callable(positions) and not isinstance(positions, Tensor):
-        return PositionMap(f"{tool}({getattr(positions, '__name__', 'a function')})", positions)
+        return positions
     if isinstance(positions, Sequence) and any(isinstance(x, tuple) and len(x) == 2 for x in positions):
         raise ArgumentError(
             "positions",
@@ -80,7 +85,7 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
     given = real_tensor("positions", positions)
     if given.ndim not in (1, 2) or given.numel() == 0:
         raise ArgumentError("positions", f"must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
-    return PositionMap(f"{tool}({'×'.join(map(str, given.shape))} positions)", given)
+    return given
 
 
 def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:
@@ -108,8 +113,8 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
         (True, dummy_distance(5) on 5 layers × 8 heads)
     """
     check_number("distance", distance)
-    edit = DistanceMap(f"dummy_distance({distance:g})", float(distance))
-    hooks = rotation_hooks(model, layers, heads, edit)
+    chosen = any_heads(model, layers, heads, "dummy_distance")
+    hooks = hooks_for(chosen, f"dummy_distance({distance:g})", distances=float(distance))
     if distance < 0:
         _warn_of_future(hooks, f"distance: must be 0 or more for keys before their query, got {distance:g}")
     return hooks
@@ -117,7 +122,7 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
 
 def _warn_of_future(hooks: Hooks, problem: str) -> None:
     """Warn that distances are negative, if a layer is causal."""
-    if causal := [each.spec.layer for each in hooks.interventions if each.spec.causal]:
+    if causal := [layer for layer, spec in hooks.specs.items() if spec.causal]:
         warnings.warn(
             f"{problem}. In {plural(len(causal), 'causal layer')} keys are then in the future, at distances at which "
             "the model was not trained: give the distance with the other sign, or filter this warning if that is meant",
@@ -178,7 +183,8 @@ def remap_distance(
         future = bool((mapped(distances, real, "distances", "real distances") < 0).any())  # or fail, before any pass
     else:
         raise ArgumentError("distances", f"must be a function or a tensor, got {type(distances).__name__}")
-    hooks = rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
+    chosen = any_heads(model, layers, heads, "remap_distance")
+    hooks = hooks_for(chosen, f"remap_distance({described})", distances=distances)
     if future:
         _warn_of_future(hooks, f"distances: must be 0 or more for keys before their query, got less by {described}")
     return hooks
@@ -207,4 +213,5 @@ def position_interpolation(model: Any, factor: int | float, *, layers: Layers = 
         True
     """
     check_number("factor", factor, above=0)
-    return rotation_hooks(model, layers, heads, PositionScale(f"position_interpolation({factor:g})", float(factor)))
+    chosen = any_heads(model, layers, heads, "position_interpolation")
+    return hooks_for(chosen, f"position_interpolation({factor:g})", factor=float(factor))

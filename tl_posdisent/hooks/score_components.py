@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import Component
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import NewScores, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -98,13 +98,13 @@ def drop_component(model: Any, component: ScorePart, *, layers: Layers = None, h
         True
     """
     check_choice("component", component, get_args(ScorePart))
-    edit = component_edit(f"drop_component({component})", [name for name in get_args(ScorePart) if name != component])
-    return hooks_for(any_heads(model, layers, heads), edit)
+    others = [name for name in get_args(ScorePart) if name != component]
+    return hooks_for(any_heads(model, layers, heads), f"drop_component({component})", scores=keep_parts_of(others))
 
 
-def component_edit(call: str, keep: Collection[ScorePart]) -> ScoreEdit:
+def keep_parts_of(keep: Collection[ScorePart]) -> NewScores:
     """Return the edit that keeps these parts of the three-axis fit of the scores, and their mean."""
-    return ScoreEdit(call, partial(_kept, keep=tuple(keep)), Order.COMPONENT)
+    return NewScores(partial(_kept, keep=tuple(keep)))
 
 
 def _kept(view: View, keep: Collection[ScorePart]) -> Tensor:

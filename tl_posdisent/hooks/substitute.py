@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import RUNGS, Rung, rung_logits
-from tl_posdisent.hooks.edits.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edit import NewScores, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for
-from tl_posdisent.hooks.score_components import ScorePart, component_edit, fewest_masks, keep_two_axis
+from tl_posdisent.hooks.score_components import ScorePart, fewest_masks, keep_parts_of, keep_two_axis
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.validation import check_choice, check_subset
 
@@ -75,17 +75,14 @@ def substitute_additive(
         for spec, _ in chosen:
             spec.require_scale()
     if axes == "two" and len(kept) < len(PARTS):
-        edit = ScoreEdit(_TWO_AXES, partial(_two_axes, keep=tuple(kept)), Order.REPLACE, vectors=True, plain=True)
-    else:
-        edit = component_edit(f"substitute_additive({', '.join(kept)})", kept)
-    return hooks_for(chosen, edit)
+        new = NewScores(partial(_two_axes, keep=tuple(kept)), vectors=True, replaces=True)
+        return hooks_for(chosen, _TWO_AXES, scores=new)
+    return hooks_for(chosen, f"substitute_additive({', '.join(kept)})", scores=keep_parts_of(kept))
 
 
 def _two_axes(view: View, keep: Collection[ScorePart]) -> Tensor:
-    rotary = view.spec.require_rotary("two axes")
     q, k = view.vectors
-    other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
-    return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
+    return keep_two_axis(view.spec, q, k, view.inside, keep)
 
 
 def substitute_attention(
@@ -110,8 +107,8 @@ def substitute_attention(
 
     ``attention_ladder`` also applies the lower rungs, up to static heads, to texts that they were not fitted to.
 
-    The sum of each query's exponentials is preserved, and distances are those of the tokens, also under position
-    interventions.
+    A learned sink (GPT-OSS) is fitted like a key: summed over queries, it keeps its attention, and its share no longer
+    depends on the query. Distances are those of the tokens, also under position interventions.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
@@ -141,15 +138,9 @@ def substitute_attention(
 
 def rung_hooks(chosen: Chosen, rung: Rung) -> Hooks:
     """Return hooks that fit a rung to the running attention of these heads."""
-    edit = ScoreEdit(
-        f"substitute_attention({rung})",
-        partial(_rung, rung=rung),
-        Order.REPLACE,
-        vectors=rung == "static",
-        hides=rung == "first_token",
-        plain=rung in ("uniform", "first_token"),
-    )
-    return hooks_for(chosen, edit)
+    of_nothing = rung in ("uniform", "first_token")
+    new = NewScores(partial(_rung, rung=rung), vectors=rung == "static", replaces=of_nothing)
+    return hooks_for(chosen, f"substitute_attention({rung})", scores=new)
 
 
 def _rung(view: View, rung: Rung) -> Tensor:
@@ -157,11 +148,45 @@ def _rung(view: View, rung: Rung) -> Tensor:
     if rung == "untouched":
         return scores
     keys = view.vectors[1] if rung == "static" else None
-    return with_sums_of(scores, rung_logits(rung, scores, inside, keys), view.inside)
+    logits = rung_logits(rung, scores, inside, keys)
+    if view.spec.sinks is None:
+        return logits
+    return logits + sink_level(view.spec.sinks[list(view.heads)], scores, logits, view.inside)
 
 
-def with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
-    """Shift each query's logits by a constant so that the sum of their exponentials equals that of the scores."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    before, after = (x.masked_fill(~inside, -torch.inf).logsumexp(-1, keepdim=True) for x in (wide, logits))
-    return torch.where(inside, logits + (before - after), 0.0)
+_HALVINGS = 60
+_FARTHEST = 50.0  # nats: a sink's share is then 0 or 1 up to rounding
+
+
+@torch.no_grad()
+def sink_level(
+    sinks: Float[Tensor, " head"],
+    scores: Float[Tensor, "text head query key"],
+    logits: Float[Tensor, "text head query key"],
+    inside: Bool[Tensor, "*lead query key"],
+    *,
+    pool: bool = False,
+) -> Float64[Tensor, "text_or_one head 1 1"]:
+    """Find the constant of each head by which logits are raised so that its learned sink keeps its total attention.
+
+    A sink competes with all keys of a query, but for a softmax of logits their level is arbitrary. With this one the
+    sink is a key of attention that does not depend on the query: summed over queries (and ``pool``, texts) its share is
+    that under the scores, which is where the divergence from the data is least.
+
+    Args:
+        sinks: logits of the sinks of these heads.
+        scores: the head's own.
+        logits: what replaces them.
+        inside: where a query sees a key.
+    """
+    seen = inside.any(-1).expand(scores.shape[:-1])
+    own, new = (x.double().masked_fill(~inside, -torch.inf).logsumexp(-1) for x in (scores, logits))
+    excess, axes = sinks.double()[:, None] - new, (0, 2) if pool else (2,)
+    target = torch.where(seen, torch.sigmoid(sinks.double()[:, None] - own), 0.0).sum(axes, keepdim=True)
+    low = torch.where(seen, excess, torch.inf).amin(axes, keepdim=True) - _FARTHEST
+    high = torch.where(seen, excess, -torch.inf).amax(axes, keepdim=True) + _FARTHEST
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = torch.where(seen, torch.sigmoid(excess - middle), 0.0).sum(axes, keepdim=True) > target
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return ((low + high) / 2)[..., None]

@@ -1,7 +1,7 @@
 """Check that a layer computes in a running pass what was read from it: hooks and captures rely on that.
 
-Some rows of its scores (of its pattern, if it shows no scores) are computed from its queries, keys and rotation. Edits
-by other hooks on the same scores show here too.
+Its scores (its pattern, if it shows no scores) are computed from its queries, keys and rotation. Edits by other hooks
+on the same scores, queries or keys show here too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tl_posdisent.models.patterns import masked_softmax
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.precision import mismatch, score_tolerance
+from tl_posdisent.utils.precision import mismatch
 
 _ROWS_CHECKED = 32
+HIDDEN = 30.0  # a key whose score lies this far below its product has less than 1e-13 of the attention that is due
 
 
 def checked_rows(length: int, device: torch.device) -> Int[Tensor, " row"]:
@@ -27,67 +28,126 @@ def checked_rows(length: int, device: torch.device) -> Int[Tensor, " row"]:
     return rows.to(device)
 
 
+@torch.no_grad()
+def product_rounding(
+    spec: AttentionSpec,
+    q_rot: Float[Tensor, "batch query head d_head"],
+    k_rot: Float[Tensor, "batch key kv d_head"],
+    *dtypes: torch.dtype,
+) -> Float[Tensor, "head 1 1"]:
+    """Bound the rounding of the scores of these vectors, in a model that computes them in these dtypes.
+
+    A product of vectors is rounded by some units of its dtype, relative to their lengths; angles of rotation by some
+    units of float32, relative to the angle at the farthest position.
+    """
+    q, k = (x.detach().norm(dim=-1).amax((0, 1)) for x in (q_rot, k_rot))
+    k = k.repeat_interleave(len(q) // len(k))
+    units = 10 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    if spec.rotary is not None:
+        farthest = (q_rot.shape[1] - 1) * float(spec.rotary.frequencies.abs().max())
+        units += 8 * torch.finfo(torch.float32).eps * (8 + farthest)
+    rounding: Tensor = units * abs(spec.require_scale()) * q * k
+    return rounding[:, None, None]
+
+
+@torch.no_grad()
+def check_product(
+    spec: AttentionSpec, rest: Float[Tensor, "batch head query key"], rounding: Float[Tensor, "head 1 1"]
+) -> None:
+    """Raise unless scores less the product of queries and keys are rounding, or those of hidden keys.
+
+    Queries whose keys are hidden from all are padding, which has positions of its own.
+    """
+    hidden = rest < -HIDDEN - 4 * rounding
+    right = (rest <= rounding).logical_and_((rest >= -rounding).logical_or_(hidden))  # NaN is not
+    real = real_tokens(~hidden)
+    if not bool(right.all()) and not bool((right | ~real[..., None]).all()):
+        raise disagreement(spec, rest.shape[-1])
+    if not bool(real.any(-1).all()):  # a text without keys: its scores may be of any size
+        raise disagreement(spec, rest.shape[-1])
+
+
+def real_tokens(visible: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch 1 pos"]:
+    """Find the tokens that are not padding: some query sees them."""
+    return visible.any(-2).any(1, keepdim=True)
+
+
+@torch.no_grad()
+def hidden_keys(
+    spec: AttentionSpec,
+    scores: Float[Tensor, "batch head query key"],
+    rest: Float[Tensor, "batch head query key"] | None,
+    rounding: Tensor | None,
+) -> Bool[Tensor, "batch head query key"]:
+    """Find the keys that a query does not see, for any reason: by the rest of their scores, if it is known."""
+    hidden = spec.is_masked(scores)
+    if rest is not None and rounding is not None:
+        hidden = rest < -HIDDEN - 4 * float(rounding.max())
+    if not spec.limits.shows_mask:
+        hidden = hidden | ~spec.mask(scores.shape[-1], scores.device)
+    return hidden
+
+
+@torch.no_grad()
 def check_scores(
     spec: AttentionSpec,
     q_rot: Float[Tensor, "batch row head d_head"],
     k_rot: Float[Tensor, "batch key kv d_head"],
     shown: Float[Tensor, "batch head row key"],
-    visible: Bool[Tensor, "*lead row key"],
+    visible: Bool[Tensor, "row key"],
     dtype: torch.dtype,
-    slack: float = 0.0,
 ) -> None:
     """Raise unless the scores in some rows are those of these rotated queries and keys.
 
     Args:
         shown: the model's scores; those of keys that are not visible do not count.
         dtype: that of the model's queries and keys.
-        slack: error of the scores that comes from rounding of angles.
     """
-    theirs, ours = (torch.where(visible, x, 0.0) for x in (shown, spec.score(q_rot, k_rot)))
-    if mismatch(theirs, ours, dtype, slack) > 1:
-        raise _disagreement(spec, k_rot.shape[1])
+    rest = shown - spec.score(q_rot, k_rot)
+    rounding = product_rounding(spec, q_rot, k_rot, shown.dtype, dtype)
+    if not bool(((rest.abs() <= rounding) | ~visible).all()):
+        raise disagreement(spec, k_rot.shape[1])
 
 
-def check_rest(
-    spec: AttentionSpec,
-    rest: Float[Tensor, "batch head query key"],
-    masked: Bool[Tensor, "batch head query key"],
-    scores: Float[Tensor, "batch head row key"],
-    dtype: torch.dtype,
-    slack: float = 0.0,
-) -> None:
-    """Raise unless scores less the product of queries and keys are rounding of ``scores``, or within slack.
-
-    Masked cells do not count.
-    """
-    allowed = score_tolerance(scores.dtype, dtype) * scores.abs().amax() + slack
-    right = (rest <= allowed).logical_and_(rest >= -allowed)  # NaN is not
-    if not bool(right.logical_or_(masked).all()):
-        raise _disagreement(spec, rest.shape[-1])
-
-
+@torch.no_grad()
 def check_pattern(
     spec: AttentionSpec,
     q_rot: Float[Tensor, "batch row head d_head"],
     k_rot: Float[Tensor, "batch key kv d_head"],
     shown: Float[Tensor, "batch head row key"],
-    rows: Int[Tensor, " row"],
     dtype: torch.dtype,
-    slack: float = 0.0,
+    rows: Int[Tensor, " row"] | None = None,
 ) -> None:
     """Raise unless the pattern in some rows is that of these rotated queries and keys under the layer's own mask."""
-    inside = spec.sees(rows[:, None] - torch.arange(k_rot.shape[1], device=rows.device))
+    keys = torch.arange(k_rot.shape[1], device=k_rot.device)
+    inside = spec.sees((keys if rows is None else rows)[:, None] - keys)
     scores = spec.score(q_rot, k_rot)
-    slack += 8 * torch.finfo(dtype).eps * float(torch.where(inside, scores, 0.0).abs().amax())
-    if mismatch(shown, masked_softmax(scores, inside), dtype, slack) > 1:
-        raise _disagreement(spec, k_rot.shape[1])
+    expected, units = masked_softmax(scores, inside), 16 * torch.finfo(torch.promote_types(shown.dtype, dtype)).eps
+    rounding = 2 * product_rounding(spec, q_rot, k_rot, shown.dtype, dtype) + units
+    if not bool(((shown - expected).abs() <= rounding * expected + units).all()):
+        raise disagreement(spec, k_rot.shape[1])
 
 
-def _disagreement(spec: AttentionSpec, length: int) -> ValueError:
+def check_result(
+    spec: AttentionSpec, z: Float[Tensor, "batch pos head size"], gathered: Float[Tensor, "batch pos head size"]
+) -> None:
+    """Raise unless z is the pattern times values (and gate): only then can it be computed from edited scores."""
+    theirs = z.double()
+    if gathered.shape != theirs.shape or mismatch(theirs, gathered.double(), z.dtype) > 1:
+        raise ValueError(
+            f"layer {spec.layer} of {spec.architecture} shows no scores that could be edited, and its hook_z is not "
+            "the sum of its values, weighted by its pattern: its scores cannot be changed, or other hooks act on its "
+            "attention"
+        )
+
+
+def disagreement(spec: AttentionSpec, length: int) -> ValueError:
+    """Return the error for scores that are not those of the reading, or raise that for a text beyond its length."""
     spec.check_length(length, "scores that are recomputed from queries and keys")
     return ValueError(
-        f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and rotation give: "
-        "padding, a mask, positions or tables that cannot be seen here, or other hooks act on its attention; run the "
-        "model on whole, unpadded texts without them. Lists of hooks of this package act together if they are added, "
-        "a + b, and a list acts once"
+        f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and rotation give at the "
+        "positions 0, 1, 2 …: packed texts, positions with gaps, or a bias that cannot be seen here, or other hooks "
+        "act on its attention, or the model was changed after it was read. Run it on whole texts, without other hooks "
+        "on these heads; lists of hooks of this package act together if they are added, a + b, and a list acts once; "
+        "after a change of its rotation or scale, read the model and make the hooks again"
     )

@@ -277,7 +277,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     outside = ~spec.sees(rows[:, None] - positions)
     if bool((shown[:, :, rows][..., outside] != 0).any()):  # a 0 inside the mask is no sign of another mask
         raise ValueError(spec.other_mask(shown.shape[-1]))
-    check_pattern(spec, q_rot, k_rot, shown[:, :, rows], rows, q.dtype)
+    check_pattern(spec, q_rot, k_rot, shown[:, :, rows], q.dtype, rows)
 
 
 def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:

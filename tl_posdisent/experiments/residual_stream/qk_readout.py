@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.edits.rotation_edits import Side
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -28,6 +27,7 @@ from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 
+Side = Literal["q", "k"]
 NAMES: dict[Side, str] = {"q": "queries", "k": "keys"}
 _LEAST_SQUARES_ROUNDS = 4
 

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation_edits import PhaseNoise
+from tl_posdisent.hooks.edit import Noise
 from tl_posdisent.hooks.hook_list import hooks_for
-from tl_posdisent.hooks.positions import positions_edit
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook
@@ -133,8 +132,11 @@ def perturb(
         return Perturbed(texts.tokens.gather(1, source.to(texts.tokens.device)), [], moved, texts.real)
     hooks: list[Hook] = []
     if bool(moved.any()):
-        edit = positions_edit("perturb", shifts + places) if kind == "index" else _phases(specs, shifts, generators)
-        hooks = hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
+        chosen = [(spec, range(spec.n_heads)) for spec in specs]
+        if kind == "index":
+            hooks = hooks_for(chosen, "perturb", positions=shifts + places)
+        else:
+            hooks = hooks_for(chosen, "perturb", noise=_phases(specs, shifts, generators))
     return Perturbed(texts.tokens, hooks, moved, texts.real)
 
 
@@ -147,7 +149,7 @@ def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
         ) from error
 
 
-def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> PhaseNoise:
+def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> Noise:
     """Permute the displacements in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
     permuted = shifts.new_zeros(*shifts.shape, subspaces)
@@ -156,7 +158,7 @@ def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence
         order = torch.rand(len(displaced), subspaces, generator=generator)
         row[displaced] = shift[displaced][order.argsort(0)]
 
-    return PhaseNoise("perturb", partial(_phase_angles, permuted))
+    return Noise(partial(_phase_angles, permuted))
 
 
 def _phase_angles(displacements: Float64[Tensor, "batch pos subspace"], rotary: Rotary) -> Tensor:

@@ -84,8 +84,10 @@ class Layer:
             holds_to=length_limit(self.model, self.number),
         )
         sizes = {"n_heads": self.model.cfg.n_heads, "n_kv_heads": self.n_kv_heads, "d_head": self.d_head}
+        sinks = getattr(self.original or self.attn, "sinks", None)
         return AttentionSpec(
             **(sizes | facts),
+            sinks=None if sinks is None else sinks.detach(),
             layer=self.number,
             architecture=architecture(self.model),
             taps=taps,

@@ -75,6 +75,7 @@ class AttentionSpec(Geometry):
         limits: what cannot be read or edited.
         points: the names in ``taps``, in the order in which the hooks fire, by the name of the hook point, which
             differs in a bridge.
+        sinks: logits of learned attention sinks, one for each head; None without. They are the model's own.
     """
 
     layer: int
@@ -82,6 +83,7 @@ class AttentionSpec(Geometry):
     taps: Taps = Taps()
     limits: Limits = Limits()
     points: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    sinks: Float[Tensor, " head"] | None = field(default=None, repr=False, compare=False)
 
     @property
     def why_no_score_edits(self) -> str:

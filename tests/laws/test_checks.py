@@ -1,0 +1,248 @@
+"""The two checks of every pass: what comes in is what was read, and what was edited is what the model uses.
+
+Each case is a wrong pass that only they can notice. It is refused, or the result is that of the edit on what came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import zoo
+from torch import Tensor
+
+from tl_posdisent import dummy_distance, read_model, swap_positions
+from tl_posdisent.hooks import ablate_heads, applied, drop_component, knock_out, substitute_attention
+from tl_posdisent.models import ModelReading
+
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.tl4]
+
+TOKENS = zoo.random_tokens()
+REVERSED = torch.arange(TOKENS.shape[1]).flip(0)
+IN, OUT = "are not what its queries, keys and rotation give", "is not the softmax of its edited scores"
+KINDS = pytest.mark.parametrize("kind", zoo.KINDS)
+
+
+def run(model: Any, hooks: Any, **more: Any) -> Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(TOKENS, **more)
+
+
+# --- hooks of one's own on queries, keys and scores
+
+
+def double(x: Tensor, hook: Any = None) -> Tensor:
+    return 2 * x
+
+
+def halved(x: Tensor, hook: Any = None) -> Tensor:
+    return torch.where(x > -1e4, x / 2, x)
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["hook_rot_q", "hook_rot_k", "hook_attn_scores"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_foreign_edit(kind: str, name: str, behind: bool, shared_model: Callable[[str, str], Any]) -> None:
+    """After the rotation and on scores, before our hooks or behind them."""
+    model = shared_model(kind, "llama-gqa")
+    own, ours = [(f"blocks.1.attn.{name}", halved)], dummy_distance(model, 2, layers=[1])
+    first, second = (list(ours), own) if behind else (own, list(ours))
+    with (
+        pytest.raises(ValueError, match=f"layer 1 .*({IN}|{OUT})"),
+        model.hooks(fwd_hooks=first),
+        model.hooks(fwd_hooks=second),
+    ):
+        model(TOKENS)
+
+
+@KINDS
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_a_foreign_edit_before_the_rotation(kind: str, which: str, shared_model: Callable[[str, str], Any]) -> None:
+    """Behind our hooks it is refused. Before them it is what the model computes, and is edited like it."""
+    model = shared_model(kind, "llama-gqa")
+    name = f"blocks.1.attn.hook_{which}"
+    ours = swap_positions(model, torch.arange(TOKENS.shape[1]) + 3, layers=[1])
+    with (
+        pytest.raises(ValueError, match=IN),
+        model.hooks(fwd_hooks=list(ours)),
+        model.hooks(fwd_hooks=[(name, double)]),
+    ):
+        model(TOKENS)
+    expected = run(model, [(name, double)])
+    with model.hooks(fwd_hooks=[(name, double)]), model.hooks(fwd_hooks=list(ours)):
+        assert torch.allclose(model(TOKENS), expected, atol=1e-4 * float(expected.abs().max()))
+
+
+@KINDS
+def test_a_foreign_edit_of_other_heads_or_tensors(kind: str, shared_model: Callable[[str, str], Any]) -> None:
+    """It is no matter of ours, before and behind."""
+    model = shared_model(kind, "llama-gqa")
+    ours = dummy_distance(model, 2, layers=[1], heads=[0, 1])
+
+    def other_head(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[:, 5] = halved(x[:, 5])
+        return x
+
+    own = [("blocks.1.attn.hook_attn_scores", other_head), ("blocks.1.hook_resid_pre", double)]
+    assert torch.equal(run(model, list(ours) + own), run(model, own + list(ours)))
+
+
+# --- lists of this package
+
+
+def tools(model: Any) -> dict[str, Any]:
+    where: dict[str, Any] = {"layers": [1]}
+    return {
+        "rotation": dummy_distance(model, 2, **where),
+        "positions": swap_positions(model, REVERSED, **where),
+        "hide": knock_out(model, queries=[5, 6], keys=[0, 3], **where),
+        "scores": drop_component(model, "key", **where),
+        "attention": substitute_attention(model, "distance", **where),
+    }
+
+
+@KINDS
+def test_lists_that_are_not_added(kind: str, shared_model: Callable[[str, str], Any]) -> None:
+    """Nested or in one plain list, two lists on one head are refused, or their order makes no difference."""
+    model = shared_model(kind, "llama-gqa")
+    refused = 0
+    for first, a in tools(model).items():
+        for second, b in tools(model).items():
+            try:
+                found = run(model, list(a) + list(b))
+            except ValueError:
+                refused += 1
+            else:
+                assert first == second == "hide" or torch.allclose(found, run(model, a + b), atol=1e-5), (first, second)
+    assert refused >= 20
+    apart = dummy_distance(model, 2, layers=[1], heads=[0]), drop_component(model, "key", layers=[1], heads=[3])
+    assert torch.equal(run(model, list(apart[0]) + list(apart[1])), run(model, apart[0] + apart[1]))
+
+
+@KINDS
+def test_a_list_that_is_installed_twice(kind: str, shared_model: Callable[[str, str], Any]) -> None:
+    model = shared_model(kind, "llama-gqa")
+    for hooks in (*tools(model).values(), ablate_heads(model, [(1, 0)], mode="resample")):
+        with pytest.raises(ValueError, match="apply them once"), model.hooks(fwd_hooks=hooks):
+            run(model, hooks)
+
+
+# --- texts
+
+
+def test_positions_with_gaps(shared_model: Callable[[str, str], Any]) -> None:
+    model, gaps = shared_model("bridge", "llama-gqa"), 2 * torch.arange(TOKENS.shape[1])
+    mask = torch.ones_like(TOKENS)
+    for hooks in (swap_positions(model, REVERSED), dummy_distance(model, 3), drop_component(model, "key")):
+        with pytest.raises(ValueError, match=IN):
+            run(model, hooks, position_ids=gaps[None], attention_mask=mask)
+    shifted = run(model, dummy_distance(model, 3), position_ids=gaps[None] // 2 + 7, attention_mask=mask)
+    assert torch.allclose(shifted, run(model, dummy_distance(model, 3)), atol=1e-3 * float(shifted.abs().max()))
+
+
+def test_packed_texts(shared_model: Callable[[str, str], Any]) -> None:
+    """Each text has positions of its own, and does not see the other."""
+    model, half = shared_model("bridge", "llama-gqa"), TOKENS.shape[1] // 2
+    positions = torch.arange(half).repeat(2)[None].expand_as(TOKENS)
+    of_text = torch.arange(2).repeat_interleave(half)
+    seen = (of_text[:, None] == of_text) & torch.ones(2 * half, 2 * half, dtype=torch.bool).tril()
+    mask = torch.zeros(len(TOKENS), 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    packed = {"position_ids": positions, "attention_mask": mask}
+    alone = torch.cat([model(part) for part in TOKENS.split(half, 1)], 1)
+    assert torch.allclose(model(TOKENS, **packed), alone, atol=1e-3 * float(alone.abs().max()))
+    with pytest.raises(ValueError, match="packed"):
+        run(model, drop_component(model, "key"), **packed)
+    with pytest.raises(ValueError, match="token 6 sees none before it"):
+        run(model, swap_positions(model, torch.sqrt), **packed)
+
+
+@pytest.mark.parametrize("cache", ["DynamicCache", "StaticCache"])
+def test_keys_of_earlier_passes(cache: str, shared_model: Callable[[str, str], Any]) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    config = model.original_model.config
+    make = getattr(transformers, cache)
+    past = make(config=config) if cache == "DynamicCache" else make(config=config, max_cache_len=40)
+    hooks = dummy_distance(model, 3)
+    with torch.no_grad():
+        if cache == "DynamicCache":
+            model(TOKENS[:, :6], past_key_values=past)
+        with pytest.raises(ValueError, match="without a KV cache"), applied(model, hooks):
+            model(TOKENS[:, 6:], past_key_values=past)
+
+
+# --- readings
+
+
+def with_specs(model: Any, change: Callable[[Any], Any]) -> ModelReading:
+    reading = read_model(model)
+    return ModelReading(reading.model, reading.n_layers, tuple(change(spec) for spec in reading.attention))
+
+
+WRONG = {
+    "frequencies": lambda s: replace(s, rotary=replace(s.rotary, frequencies=s.rotary.frequencies * 1.1)),
+    "pairing": lambda s: replace(s, rotary=replace(s.rotary, pairing="adjacent")),
+    "factor": lambda s: replace(s, rotary=replace(s.rotary, attention_factor=1.3)),
+    "no rotation": lambda s: replace(s, rotary=None),
+    "scale": lambda s: replace(s, scale=1.5 * s.scale),
+    "cap": lambda s: replace(s, soft_cap=5.0),
+    "heads": lambda s: replace(s, taps=replace(s.taps, q=s.taps.k, k=s.taps.k), n_kv_heads=s.n_heads),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_wrong_reading(wrong: str, dtype: torch.dtype) -> None:
+    model = zoo.as_bridge(zoo.hf_model("llama").to(dtype))
+    right, reading = read_model(model), with_specs(model, WRONG[wrong])
+    run(model, drop_component(right, "key"))
+    with pytest.raises(ValueError, match="read the model and make the hooks again"):
+        run(model, drop_component(reading, "key"))
+
+
+@KINDS
+def test_a_rotation_that_was_changed_since(kind: str) -> None:
+    """The model is read again, and is then as it is."""
+    model = zoo.load(kind, "llama-gqa")
+    hooks = dummy_distance(model, 3)
+    run(model, hooks)
+    if kind == "bridge":
+        rotation = model.original_model.model.rotary_emb
+        rotation.inv_freq.mul_(0.5)
+    else:
+        for block in model.blocks:
+            angles = torch.atan2(block.attn.rotary_sin, block.attn.rotary_cos)[1] * 0.5
+            angles = torch.arange(len(block.attn.rotary_sin))[:, None] * angles
+            block.attn.rotary_sin.copy_(angles.sin())
+            block.attn.rotary_cos.copy_(angles.cos())
+    with pytest.raises(ValueError, match="read the model and make the hooks again"):
+        run(model, hooks)
+    plain = model(TOKENS)
+    half = swap_positions(model, torch.arange(TOKENS.shape[1]) + 5)
+    assert torch.allclose(run(model, half), plain, atol=1e-3 * float(plain.abs().max()))
+
+
+# --- models that do not use edited scores
+
+
+def test_a_model_that_ignores_edited_scores(shared_model: Callable[[str, str], Any]) -> None:
+    """A later hook puts the model's own back, as a model does that computes its pattern apart."""
+    model = shared_model("bridge", "llama-gqa")
+    own: dict[str, Tensor] = {}
+    before = [("blocks.1.attn.hook_attn_scores", lambda x, hook: own.update(x=x.clone()))]
+    behind = [("blocks.1.attn.hook_attn_scores", lambda x, hook: own["x"])]
+    for hooks in tools(model).values():
+        with pytest.raises(ValueError, match=OUT):
+            run(model, before + list(hooks) + behind)
+
+
+def test_a_model_that_shows_its_pattern_as_scores(shared_model: Callable[[str, str], Any]) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    reading = with_specs(model, lambda s: replace(s, taps=replace(s.taps, scores=s.taps.pattern)))
+    for hooks in tools(reading).values():
+        with pytest.raises(ValueError, match=f"{IN}|{OUT}"):
+            run(model, hooks)

@@ -1,0 +1,337 @@
+"""Edit one attention layer in a forward pass: its scores, by adding the difference that edits make, and its results.
+
+A model that shows no scores discards edited ones too: its result is computed from them and put in at ``hook_z``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_posdisent.hooks.edit import Edit, View
+from tl_posdisent.hooks.edited_pattern import EditedRows, edited_rows
+from tl_posdisent.hooks.rotated_scores import Vectors, rotated_scores
+from tl_posdisent.models.agreement import (
+    check_pattern,
+    check_product,
+    check_result,
+    hidden_keys,
+    product_rounding,
+    real_tokens,
+)
+from tl_posdisent.models.patterns import masked_softmax
+from tl_posdisent.models.reading.query_key_hooks import Tap
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.running.model_parts import hook_name
+from tl_posdisent.models.running.results import by_heads
+from tl_posdisent.utils.errors import ArgumentError
+
+Scores = Float[Tensor, "batch head query key"]
+Cells = Bool[Tensor, "batch head query key"]
+
+
+class LayerHook:
+    """The records of a layer's heads, and what its hooks have shown so far in the pass that is running.
+
+    Attributes:
+        spec: the layer.
+        records: what is edited in each head.
+        names: the hooks that it needs, in the order in which they fire.
+    """
+
+    def __init__(self, spec: AttentionSpec, records: Mapping[int, Edit]) -> None:
+        self.spec, self.records = spec, dict(sorted(records.items()))
+        self.heads = [head for head, record in self.records.items() if record.edits_scores]
+        self.tools = sorted({call.partition("(")[0] for x in self.records.values() for call in x.call_names})
+        self._check_layer()
+        self.lent, self.names = self._needed()
+        self.seen: dict[str, Tensor] = {}
+        self.edited: EditedRows | None = None
+
+    # --- what is needed
+
+    @property
+    def shows_scores(self) -> bool:
+        return self.spec.taps.scores is not None
+
+    @property
+    def at_scores(self) -> str | None:
+        """The hook at which scores are edited: that of the scores or, in a model that shows none, of the result."""
+        return (self.spec.taps.scores or self.spec.taps.z) if self.heads else None
+
+    @property
+    def at_result(self) -> str | None:
+        edited = any(record.z for record in self.records.values())
+        return (self.spec.taps.z or hook_name(self.spec.layer, "hook_z")) if edited else None
+
+    @cached_property
+    def recomputed(self) -> list[int]:
+        """Heads whose scores must be the product of queries and keys, where they are one in this layer."""
+        return self.heads if self.spec.limits.problem is None else []
+
+    def _needed(self) -> tuple[frozenset[str], list[str]]:
+        """Return the hooks of an earlier layer whose keys and values this one attends to, and all hooks in order."""
+        taps, names = self.spec.taps, [self.at_scores, self.at_result]
+        taps_read: list[Tap | None] = [taps.q, taps.k] if self.recomputed else []
+        if self.heads and not self.shows_scores:
+            taps_read += [taps.v, taps.gate]
+        names += [taps.pattern or taps.scores] if self.heads else [taps.scores or taps.pattern]  # also to count passes
+        needed = {*names, *(name for tap in taps_read if tap for name in tap.names)}
+        fired = {name: place for place, name in enumerate(self.spec.points.values())}
+        lent = [taps.k, taps.v] if self.heads and taps.keys_of is not None else []
+        return (
+            frozenset(tap.name for tap in lent if tap),
+            sorted((name for name in needed if name), key=lambda name: fired.get(name, len(fired))),
+        )
+
+    def _check_layer(self) -> None:
+        """Refuse a layer that lacks the hooks for its edits."""
+        spec = self.spec
+        if not self.heads:
+            return
+        if why := spec.why_no_score_edits:
+            raise ValueError(
+                f"layer {spec.layer} of {spec.architecture} {why}: edit its results (ablate_heads), or load the model "
+                "with the other backend"
+            )
+        vectors = any(record.scores and record.scores.vectors for record in self.records.values())
+        if vectors or not self.shows_scores or any(record.rotation for record in self.records.values()):
+            spec.require_scale()
+
+    # --- the pass
+
+    def __call__(self, name: str, x: Tensor) -> Tensor | None:
+        """Keep what a hook shows, edit the layer if it is the hook for that, and forget the pass at its last hook."""
+        if name in self.lent:
+            self.seen[name] = x
+            return None
+        own = [each for each in self.names if each not in self.lent]
+        if name == own[0]:  # a new pass; of one that was interrupted, only keys of earlier layers may be left
+            self.seen, self.edited = {each: self.seen[each] for each in self.lent & self.seen.keys()}, None
+        self._check_order(own, name)
+        self.seen[name] = x
+        new = None
+        if name == self.at_scores:
+            new = self._edited_scores() if self.shows_scores else self._edited_result(x)
+        if name == self.spec.taps.pattern and self.edited is not None:
+            self.edited.check(self.spec, x)
+        if name == self.at_result:
+            new = self._new_results(x if new is None else new)
+        if name == own[-1]:
+            if self.heads and not self.shows_scores:
+                self._check_hidden()
+            self.seen, self.edited = {}, None
+        return new
+
+    def _check_order(self, own: Sequence[str], name: str) -> None:
+        """Refuse a layer of which a hook fired before others, or twice."""
+        if self.lent - self.seen.keys():
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} act on layer {self.spec.layer}, which attends to the keys of "
+                f"layer {self.spec.taps.keys_of}, and do not see these: run the model from its first layer on"
+            )
+        if [each for each in own if each in self.seen] != list(own[: own.index(name)]):
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} do not see layer {self.spec.layer} from its beginning, or see it "
+                "twice: apply them once, and run the model outside of its own hooks"
+            )
+
+    @property
+    def length(self) -> int:
+        shown = self.seen.get(self.spec.taps.scores or "")
+        return self._vectors(self.spec.taps.q).shape[1] if shown is None else shown.shape[-1]
+
+    def _vectors(self, tap: Tap | None) -> Float[Tensor, "batch pos h size"]:
+        assert tap is not None
+        return tap.read(*(self.seen[name] for name in tap.names))
+
+    def _queries_and_keys(self) -> Vectors:
+        """Return queries and keys before rotation, in float32 (float64 for float64)."""
+        q, k = self._vectors(self.spec.taps.q), self._vectors(self.spec.taps.k)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return Vectors(q.to(wide), k.to(wide))
+
+    # --- scores
+
+    def _edited_scores(self) -> Scores:
+        """Return the scores under all edits, of a layer that shows them; remember some rows for the pattern."""
+        scores = self.seen[self.at_scores or ""]
+        self._check_whole_text(scores)
+        new = self._new_scores(scores, None)
+        self.edited = edited_rows(self.spec, self.heads, scores, new, every=not self.recomputed)
+        return new
+
+    def _new_scores(self, scores: Scores, vectors: Vectors | None) -> Scores:
+        """Edit heads alike at a time."""
+        spec = self.spec
+        rest: Tensor | None = None
+        rounding: Tensor | None = None
+        if self.recomputed:
+            vectors = vectors or self._queries_and_keys()
+            own = vectors.of_heads(spec, self.recomputed).rotated(spec)
+            rounding = product_rounding(spec, *own, scores.dtype, self._vectors(spec.taps.q).dtype)
+            rest = own.add_product(spec, _of_heads(scores, self.recomputed).to(own.q.dtype, copy=True), -1)
+            check_product(spec, rest, rounding)
+        groups: dict[object, list[int]] = {}
+        for head in self.heads:
+            groups.setdefault(self.records[head].key, []).append(head)
+        new = scores
+        for heads in groups.values():
+            record = self.records[heads[0]]
+            beyond = None if rest is None else _of_heads(rest, [self.heads.index(head) for head in heads])
+            changed = self._of_group(record, heads, _of_heads(scores, heads), beyond, rounding, vectors)
+            new = _with_heads(new, heads, changed, own=new is not scores)
+        return new
+
+    def _of_group(
+        self,
+        record: Edit,
+        heads: list[int],
+        scores: Scores,
+        rest: Scores | None,
+        rounding: Tensor | None,
+        vectors: Vectors | None,
+    ) -> Scores:
+        """Return the scores of heads that share a record; ``rest`` are these less the product of queries and keys."""
+        visible = None
+        if record.hide or record.scores or record.from_start:
+            hidden = hidden_keys(self.spec, scores, rest, rounding)
+            visible = ~hidden
+            if record.from_start:
+                self._check_start(record.from_start, visible)
+        if record.rotation:
+            assert rest is not None
+            assert vectors is not None
+            scores = rotated_scores(self.spec, record, heads, scores, rest, vectors)
+        if visible is None:
+            return scores
+        hidden_now = torch.zeros((), dtype=torch.bool, device=scores.device)
+        for each in record.hide:
+            cells = each.cells(len(scores), scores.shape[-1], scores.device)
+            hidden_now = hidden_now | (cells[:, None] if cells.ndim == 3 else cells)
+        real = real_tokens(visible)
+        inside = visible & ~hidden_now & real[..., None]
+        if record.hide:
+            blind = ~(visible & ~hidden_now).any(-1)
+            self._check_keys_left(record, blind & real)
+            scores = torch.where(blind[..., None], scores, scores.masked_fill(hidden_now, -torch.inf))
+        if record.scores:
+            self._check_one_text(record.calls["scores"], visible & real[..., None], real)
+            own = None
+            if record.scores.vectors:
+                keys = [self.spec.key_head(head) for head in heads]
+                own = self._vectors(self.spec.taps.q)[:, :, heads], self._vectors(self.spec.taps.k)[:, :, keys]
+            new = record.scores.of(View(self.spec, heads, inside, scores, own))
+            scores = torch.where(inside, new.to(scores.dtype), scores)
+        return scores
+
+    # --- what a pass must be
+
+    def _check_whole_text(self, cells: Scores) -> None:
+        """Refuse scores or a pattern of a text that is run in parts, with a KV cache."""
+        n_query, n_key = cells.shape[-2:]
+        if n_query < n_key or n_query == 1:
+            raise ValueError(
+                f"hooks act on texts of two or more tokens, and layer {self.spec.layer} sees {n_query} of {n_key} "
+                "tokens: run the model without a KV cache (generate with use_past_kv_cache=False)"
+            )
+
+    def _check_start(self, call: str, visible: Cells) -> None:
+        """Refuse what counts from a text's beginning in rows where that is ambiguous.
+
+        A text begins where a query sees none of the keys before it that the layer's own mask shows: behind padding on
+        the left, or behind another text of the row.
+        """
+        earlier = self.spec.mask(visible.shape[-1], visible.device).tril(-1)
+        sees_earlier = (visible & earlier).any(-1) | ~real_tokens(visible)
+        begins = ~sees_earlier.any(1) & earlier.any(-1)
+        if bool(begins.any()):
+            row, token = begins.nonzero()[0].tolist()
+            raise ArgumentError(
+                "attention_mask",
+                f"must not hide the first keys of a row for {call.partition('(')[0]}, got such a mask in row {row} of "
+                f"layer {self.spec.layer}, where token {token} sees none before it, so that the positions of tokens "
+                "are ambiguous: pad on the right, or run each text alone",
+            )
+
+    def _check_keys_left(self, record: Edit, blind: Bool[Tensor, "batch head query"]) -> None:
+        """Refuse an edit that hides the last key that a query of a text sees: a softmax without keys has no meaning."""
+        if bool(blind.any()):
+            tools = " and ".join(dict.fromkeys(each.call.partition("(")[0] for each in record.hide))
+            raise ValueError(
+                f"{tools} must leave each query a key, and in layer {self.spec.layer} query "
+                f"{int(blind.nonzero()[0, -1])} would see none, with what other edits and the model's mask hide: hide "
+                "fewer"
+            )
+
+    def _check_one_text(self, call: str, inside: Cells, real: Bool[Tensor, "batch 1 pos"]) -> None:
+        """Refuse several texts packed into one row, each masked from the others: scores are fitted text by text."""
+        whole = self.spec.mask(inside.shape[-1], inside.device) & real[..., :, None] & real[..., None, :]
+        if not torch.equal(whole.expand_as(inside), inside):
+            raise ArgumentError(
+                "attention_mask",
+                f"must leave one text in each row for {call.partition('(')[0]}, got a mask that hides tokens of a text "
+                "from each other: pass packed texts as a batch of texts, and add other lists of hooks, a + b",
+            )
+
+    # --- models that neither show scores nor use edited ones
+
+    def _edited_result(self, z: Tensor) -> Tensor:
+        """Return z with the attention of edited heads put in, for a text without padding."""
+        spec, vectors = self.spec, self._queries_and_keys()
+        scores = spec.score(*vectors.rotated(spec))
+        inside = spec.mask(scores.shape[-1], scores.device)
+        scores = self._new_scores(scores.masked_fill(~inside, -torch.inf), vectors)[:, self.heads]
+        pattern = masked_softmax(scores, inside)
+        return z.index_copy(2, torch.tensor(self.heads, device=z.device), self._gathered(pattern).to(z.dtype))
+
+    def _gathered(self, pattern: Float[Tensor, "batch _ query key"]) -> Float[Tensor, "batch query _ size"]:
+        """Compute z of the edited heads from their patterns."""
+        spec, keys = self.spec, [self.spec.key_head(head) for head in self.heads]
+        gate = None if spec.taps.gate is None else self._vectors(spec.taps.gate)[:, :, self.heads]
+        return spec.gathered(pattern, self._vectors(spec.taps.v)[:, :, keys], gate)
+
+    def _check_hidden(self) -> None:
+        """Compare what the edits relied on with pattern and result, once both are seen, in whichever order."""
+        spec, pattern = self.spec, self.seen[self.spec.taps.pattern or ""].detach()
+        self._check_whole_text(pattern)
+        q_rot, k_rot = self._queries_and_keys().of_heads(spec, self.heads).rotated(spec)
+        shown = pattern[:, self.heads]
+        check_pattern(spec, q_rot, k_rot, shown, self._vectors(spec.taps.q).dtype)
+        z = self.seen[spec.taps.z or ""].detach()[:, :, self.heads]
+        check_result(spec, z, self._gathered(shown.double()).detach())
+
+    # --- results
+
+    def _new_results(self, z: Tensor) -> Tensor:
+        """Return z with the output of some heads replaced."""
+        shown = self.seen.get(self.spec.taps.scores or self.spec.taps.pattern or "")
+        new = by_heads(z, self.spec.n_heads)
+        groups: dict[object, list[int]] = {}
+        for head, record in self.records.items():
+            if record.z:
+                groups.setdefault(id(record.z), []).append(head)
+        for heads in groups.values():
+            edit = self.records[heads[0]].z
+            assert edit is not None
+            if edit.by_slot and shown is not None:  # in some models the pattern fires after the result
+                self._check_whole_text(shown)
+            at = torch.tensor(heads, device=z.device)
+            new = new.index_copy(2, at, edit.of(self.spec.layer, heads, new[:, :, at]).to(z.dtype))
+        return new.reshape(z.shape)
+
+
+def _of_heads(scores: Scores, heads: Sequence[int]) -> Float[Tensor, "batch _ query key"]:
+    return scores if [*heads] == [*range(scores.shape[1])] else scores[:, list(heads)]
+
+
+def _with_heads(scores: Scores, heads: Sequence[int], new: Tensor, *, own: bool) -> Scores:
+    """Put in the scores of some heads, in place if they are this pass's ``own``."""
+    if len(heads) == scores.shape[1]:
+        return new
+    at = torch.tensor(list(heads), device=scores.device)
+    return scores.index_copy_(1, at, new.to(scores.dtype)) if own else scores.index_copy(1, at, new.to(scores.dtype))
