@@ -90,7 +90,10 @@ def divergence(
         for output, group, log_p in zip(outputs, texts.groups, clean, strict=True):
             changed = logits_of(output, group.tokens)
             if log_p is not None and changed is not None:
-                by_text[group.rows.cpu()] = divergences_of_logits(log_p, changed).double().mean(1).cpu()
+                n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[1] // max(1, log_p.numel()))
+                pairs = zip(log_p.split(n, 1), changed.split(n, 1), strict=True)
+                kl = torch.cat([divergences(p, as_log_probabilities(q)) for p, q in pairs], 1)
+                by_text[group.rows.cpu()] = kl.double().mean(1).cpu()
         return by_text
 
     return compare
@@ -138,19 +141,8 @@ def losses_and_divergences(
 def divergences(
     log_p: Float[Tensor, "*batch pos v"], log_q: Float[Tensor, "*batch pos v"]
 ) -> Float[Tensor, "*batch pos"]:
-    """Compute KL(p ‖ q) of predictions from their log-probabilities, at each position; some positions at a time."""
-    n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[-2] // max(1, log_p.numel()))
-    pairs = zip(log_p.split(n, -2), log_q.split(n, -2), strict=True)
-    return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs], -1)
-
-
-def divergences_of_logits(
-    log_p: Float[Tensor, "text prediction v"], logits: Float[Tensor, "text prediction v"]
-) -> Float[Tensor, "text prediction"]:
-    """Compute KL(p ‖ q) at each prediction from log-probabilities of p and logits of q; some predictions at a time."""
-    n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[1] // max(1, log_p.numel()))
-    pairs = zip(log_p.split(n, 1), logits.split(n, 1), strict=True)
-    return torch.cat([(p.exp() * (p - as_log_probabilities(q))).sum(-1) for p, q in pairs], -1)
+    """Compute KL(p ‖ q) of predictions from their log-probabilities, at each position."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def correct(
