@@ -9,7 +9,6 @@ import pytest
 import torch
 from scipy.linalg import subspace_angles
 from support import zoo
-from support.plain_attention import Parts, powers, scores_of
 from support.small_models import both_directions, small_model
 from support.tolerance import rounding
 from torch import Tensor
@@ -112,12 +111,13 @@ def test_terms_of_latent_attention_by_hand(shared_model: Callable[[str, str], An
         parts = {"content": x - position, "position": position}
         of_queries = {name: _latent_vectors(layer, x, part)[0] for name, part in parts.items()}
         of_keys = {name: _latent_vectors(layer, x, part)[1] for name, part in parts.items()}
-    at = torch.arange(12).double()
-    distances, theta = (at[:, None] - at).expand(8, -1, -1), powers(500.0, 8)
+    at, theta = torch.arange(12).double(), 500.0 ** -(torch.arange(0, 8, 2).double() / 8)
+    turned = torch.polar(torch.ones(()).double(), (at[:, None] - at)[..., None] * theta)
     for one, q in of_queries.items():
         for other, k in of_keys.items():
-            both = Parts(q, k, k, theta, 20**-0.5, adjacent=True)
-            expected = scores_of(both, distances, theta[None], torch.zeros(4, dtype=torch.bool))
+            planes = [torch.view_as_complex(x[..., :8].unflatten(-1, (4, 2)).contiguous()) for x in (q, k)]
+            rotated = torch.einsum("bqhc,bkhc,qkc->bhqk", planes[0], planes[1].conj(), turned).real
+            expected = (rotated + torch.einsum("bqhd,bkhd->bhqk", q[..., 8:], k[..., 8:])) * 20**-0.5
             steps = 3 * 2  # each vector by way of a latent one and its norm
             found, expected = (x[..., terms.mask] for x in (terms.term(f"{one}:{other}"), expected))
             assert_close(found, expected, rounding(expected, steps))
