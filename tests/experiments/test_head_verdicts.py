@@ -14,7 +14,7 @@ from support.lanes import slow
 
 from tl_posdisent import attention_ladder, head_verdicts
 from tl_posdisent.additive.attention.rungs import RUNGS
-from tl_posdisent.utils.statistics import Blocks
+from tl_posdisent.utils.statistics import Blocks, degrees_of_freedom, ratio
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -116,8 +116,9 @@ def test_degrees_of_freedom_decide(shared_model: Any) -> None:
             controls=[],
         )
         blocks = Blocks.of_texts([L - 1, L - 1] if mask is None else [2, L - 1])
-        assert rows[["blocks", "df"]].to_numpy().tolist() == [[blocks.count, blocks.df]] * 3
-        assert (blocks.df < blocks.count - 1) or mask is None
+        df = degrees_of_freedom(blocks.sizes)
+        assert rows[["blocks", "df"]].to_numpy().tolist() == [[len(blocks.sizes), df]] * 3
+        assert (df < len(blocks.sizes) - 1) or mask is None
 
 
 def test_verdicts_of_a_run(shared_model: Any) -> None:
@@ -220,11 +221,13 @@ def test_verdicts_of_texts_of_any_lengths_are_as_sure_as_they_say(lengths: list[
         for rung, share in (("uniform", 0.0), ("distance", missed), ("static", 0.95), ("untouched", 1.0)):
             kl = whole if rung == "uniform" else (1 - share) * whole * lognormal(1.0, 0.8, shape, random)
             left, of_whole = torch.from_numpy(kl), torch.from_numpy(whole)
-            found = [blocks.ratio(x - y, x) for x, y in zip(of_whole, left, strict=True)]
-            table = pd.DataFrame(found, columns=["recovered_kl", "se_kl"]).assign(rung=rung, head=range(n))
-            table[["kl", "error_kl"]] = [blocks.mean(y) for y in left]
+            of_whole, left = (blocks.means(x.T) for x in (of_whole, left))
+            table = pd.DataFrame({"rung": rung, "head": range(n)})
+            table["recovered_kl"], table["se_kl"] = ratio(of_whole - left, of_whole, blocks.sizes)
+            table["kl"], table["error_kl"] = ratio(left, torch.ones_like(left), blocks.sizes)
             tables.append(table)
-        table = pd.concat(tables).assign(layer=0, control="none", blocks=blocks.count, df=blocks.df, causal=True)
+        df = degrees_of_freedom(blocks.sizes)
+        table = pd.concat(tables).assign(layer=0, control="none", blocks=len(blocks.sizes), df=df, causal=True)
         verdicts = head_verdicts(table)
         right = (verdicts["simplest"] != "untouched") & (verdicts["at_most"] != "distance")
         assert right.mean() > 0.95 - 3 * (0.05 * 0.95 / n) ** 0.5

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tl_posdisent.experiments.causal.recovered_share import share_between, share_of_kl
-from tl_posdisent.utils.statistics import Blocks
 
-BLOCKS = Blocks.single(4)
+SIZES = torch.ones(4)
 UNTOUCHED = 1000 + torch.arange(4, dtype=torch.float64)
 GAP = torch.tensor([1.0, 3.0, 2.0, 2.0], dtype=torch.float64)
 
@@ -19,7 +18,7 @@ GAP = torch.tensor([1.0, 3.0, 2.0, 2.0], dtype=torch.float64)
 def test_shares_between_baselines(sign: int) -> None:
     baseline = UNTOUCHED + sign * GAP
     for values, share in ((baseline, 0), (UNTOUCHED, 1), (UNTOUCHED + 3 * sign * GAP, -2), (baseline + 0.5, -sign / 4)):
-        found, error = share_between(values, baseline, UNTOUCHED, BLOCKS, torch.float32)
+        found, error = share_between(values, baseline, UNTOUCHED, SIZES, torch.float32)
         assert found == pytest.approx(share)
         assert (error > 1e-3) == (share == -sign / 4)  # the only change that is no multiple of the gap
 
@@ -35,7 +34,7 @@ def test_shares_between_baselines(sign: int) -> None:
     ],
 )
 def test_no_share_where_the_baselines_do_not_differ(gap: float | torch.Tensor, dtype: torch.dtype, known: bool) -> None:
-    found = share_between(UNTOUCHED, UNTOUCHED + gap, UNTOUCHED, BLOCKS, dtype)
+    found = share_between(UNTOUCHED, UNTOUCHED + gap, UNTOUCHED, SIZES, dtype)
     assert [isnan(x) for x in found] == [not known] * 2
 
 
@@ -50,7 +49,7 @@ def test_no_share_where_the_baselines_do_not_differ(gap: float | torch.Tensor, d
 )
 def test_shares_of_a_divergence(size: float, dtype: torch.dtype, known: bool) -> None:
     uniform = size * GAP
-    found, error = share_of_kl(uniform / 4, uniform, BLOCKS, 5.0, dtype)
+    found, error = share_of_kl(uniform / 4, uniform, SIZES, torch.tensor(5.0), dtype)
     if known:
         assert (found, error) == pytest.approx((0.75, 0))
     else:

@@ -12,6 +12,7 @@ from scipy import stats
 
 from tl_posdisent.utils.statistics import (
     Blocks,
+    degrees_of_freedom,
     difference,
     error_over_draws,
     jackknife_error,
@@ -38,35 +39,36 @@ def test_error_and_degrees_of_freedom_are_those_of_the_quadratic_form(sizes: lis
     residual = member.T @ (torch.eye(n, dtype=torch.float64) - 1 / n)
     form = residual.T @ torch.diag(1 / (1 - torch.tensor(sizes) / n)).double() @ residual / n**2
     z = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    estimate, error = blocks.mean(z)
+    estimate, error = (x.item() for x in mean(blocks.means(z), blocks.sizes))
     assert estimate == pytest.approx(z.mean().item())
     assert error**2 == pytest.approx((z @ form @ z).item())
     assert form.trace().item() == pytest.approx(1 / n)  # the variance of a mean of n
-    assert blocks.df == pytest.approx((form.trace() ** 2 / (form @ form).trace()).item())
-    assert blocks.df <= len(sizes) - 1 + 1e-9
+    df = degrees_of_freedom(blocks.sizes)
+    assert df == pytest.approx((form.trace() ** 2 / (form @ form).trace()).item())
+    assert df <= len(sizes) - 1 + 1e-9
     if len(set(sizes)) == 1:
         sums = z.reshape(len(sizes), -1).mean(1)
         assert error == pytest.approx((sums.std() / len(sums) ** 0.5).item())
-        assert blocks.df == pytest.approx(len(sizes) - 1)
+        assert df == pytest.approx(len(sizes) - 1)
 
 
 @pytest.mark.parametrize("name", DESIGNS)
 def test_intervals_hold_as_often_as_they_say(name: str) -> None:
     """Of means and ratios of independent tokens with heavy tails, 95 % intervals contain the truth in 95 % of draws."""
     draws, random, blocks = 1000, np.random.default_rng(0), Blocks.of_texts(DESIGNS[name])
-    limit = float(stats.t.ppf(0.975, blocks.df))
+    limit = float(stats.t.ppf(0.975, degrees_of_freedom(blocks.sizes)))
     effect, noise = torch.from_numpy(random.standard_t(4, (2, draws, sum(DESIGNS[name]))))
-    found = [(*blocks.mean(x), *blocks.ratio(0.9 * (1 + x) + y, 1 + x)) for x, y in zip(effect, noise, strict=True)]
-    means, errors, ratios, se = np.array(found).T
+    x, y = (blocks.means(z.T) for z in (effect, noise))
+    (means, errors), (ratios, se) = mean(x, blocks.sizes), ratio(0.9 * (1 + x) + y, 1 + x, blocks.sizes)
     for inside in (abs(means) <= limit * errors, abs(ratios - 0.9) <= limit * se):
-        assert abs(inside.mean() - 0.95) < 3 * (0.95 * 0.05 / draws) ** 0.5
+        assert abs(inside.double().mean() - 0.95) < 3 * (0.95 * 0.05 / draws) ** 0.5
 
 
 @pytest.mark.parametrize("lengths", [*DESIGNS.values(), [1], [1, 1], [3], [0, 40, 2], [0, 1]])
 def test_texts_are_cut_into_tenths_and_no_more(lengths: list[int]) -> None:
     blocks, owner = Blocks.of_texts(lengths), np.repeat(range(len(lengths)), lengths)
     numbers = blocks.numbers.numpy()
-    for number in range(blocks.count):
+    for number in range(len(blocks.sizes)):
         assert len(set(owner[numbers == number])) == 1
     for text, length in enumerate(lengths):
         sizes = np.bincount(numbers[owner == text], minlength=1)
@@ -75,31 +77,28 @@ def test_texts_are_cut_into_tenths_and_no_more(lengths: list[int]) -> None:
         assert length == 0 or sizes.max() - sizes.min() <= 1
         assert (len(sizes) <= 1) == (10 * length <= sum(lengths) or length == 1)
     if min(sum(lengths), sum(10 * n <= sum(lengths) for n in lengths)) >= 20:
-        assert blocks.df > 9
-    assert np.isnan(blocks.df) == (blocks.count == 1)
+        assert degrees_of_freedom(blocks.sizes) > 9
+    assert np.isnan(degrees_of_freedom(blocks.sizes)) == (len(blocks.sizes) == 1)
 
 
 @pytest.mark.parametrize("sizes", [[4] * 7, [1, 9], [12, 3, 8, 2]])
-def test_means_over_texts_by_weight_are_those_of_their_tokens(sizes: list[int]) -> None:
+def test_means_of_blocks_are_those_of_their_tokens(sizes: list[int]) -> None:
     values = torch.randn(len(sizes), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     lengths = torch.tensor(sizes)
     blocks = Blocks(torch.arange(len(sizes)).repeat_interleave(lengths))
-    means, errors = mean(values, lengths.double())
-    for row in range(3):
-        expected = blocks.mean(values[:, row].repeat_interleave(lengths))
-        assert (means[row].item(), errors[row].item()) == pytest.approx(expected)
-    assert mean(values[:1], lengths[:1].double()).error.isnan().all()
-    a, b = values.abs() + 1, values.square() + 1
-    found, change = ratio(a, b, lengths.double()), difference(a, b, lengths.double())
-    for row in range(3):
-        tokens = [x[:, row].repeat_interleave(lengths) for x in (a, b)]
-        assert (found.value[row].item(), found.error[row].item()) == pytest.approx(blocks.ratio(*tokens))
-        assert (change.value[row].item(), change.error[row].item()) == pytest.approx(blocks.mean(tokens[0] - tokens[1]))
+    a, b = (x.repeat_interleave(lengths, 0) for x in (values.abs() + 1, values.square() + 1))
+    torch.testing.assert_close(blocks.means(a), values.abs() + 1)
+    found, change = (x(blocks.means(a), blocks.means(b), blocks.sizes) for x in (ratio, difference))
+    torch.testing.assert_close(found.value, a.sum(0) / b.sum(0))
+    torch.testing.assert_close(change.value, (a - b).mean(0))
+    for row in range(3):  # several estimates are each alone
+        alone = ratio(blocks.means(a[:, row]), blocks.means(b[:, row]), blocks.sizes)
+        assert [x.item() for x in alone] == pytest.approx([x[row].item() for x in found])
 
 
 def test_a_single_block_has_no_error() -> None:
-    for blocks, x in ((Blocks.single(1), torch.ones(1)), (Blocks.of_texts([1]), torch.ones(1))):
-        assert np.isnan([blocks.df, blocks.mean(x)[1], blocks.ratio(x, x)[1]]).all()
+    one = torch.ones(1)
+    assert np.isnan([degrees_of_freedom(one), mean(one, one).error.item(), ratio(one, one, one).error.item()]).all()
 
 
 @pytest.mark.parametrize("t", [0.0, 0.5, 2.0, 12.0, 1e6])

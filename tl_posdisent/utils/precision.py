@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 
@@ -22,12 +25,13 @@ def _largest(x: Tensor) -> Tensor:
     return torch.maximum(-least, most)
 
 
-def apart(a: float, b: float, dtype: torch.dtype = torch.float32) -> bool:
+def apart(a: Any, b: Any, dtype: torch.dtype = torch.float32) -> Bool[Tensor, "..."]:
     """Say whether two measures of a model of this dtype, such as losses, differ by more than rounding.
 
-    If not, a share of their difference is meaningless.
+    If not, or if one is NaN, a share of their difference is meaningless.
     """
-    return abs(a - b) > max(1e-5, torch.finfo(dtype).eps / 8) * max(abs(a), abs(b))
+    one, other = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    return (one - other).abs() > max(1e-5, torch.finfo(dtype).eps / 8) * torch.maximum(one.abs(), other.abs())
 
 
 def score_tolerance(*dtypes: torch.dtype | None) -> float:

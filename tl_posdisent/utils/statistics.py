@@ -88,7 +88,7 @@ class Blocks:
     """Blocks of observations: each block's sum counts as one independent observation, with a variance like its size.
 
     Attributes:
-        numbers: the block of each observation, from 0 to ``count - 1``.
+        numbers: the block of each observation, from 0 on.
     """
 
     numbers: Int[Tensor, " observation"]
@@ -108,37 +108,16 @@ class Blocks:
             first += pieces if length else 0
         return cls(torch.cat(parts))
 
-    @classmethod
-    def single(cls, n: int) -> Blocks:
-        """Make each observation a block."""
-        return cls(torch.arange(n))
-
-    @property
-    def count(self) -> int:
-        return len(self.sizes)
-
     @property
     def sizes(self) -> Float64[Tensor, " block"]:
         """The number of observations in each block."""
         return self.numbers.bincount().double()
 
-    @property
-    def df(self) -> float:
-        """Degrees of freedom of the standard errors (see ``degrees_of_freedom``)."""
-        return degrees_of_freedom(self.sizes)
-
-    def ratio(self, top: Float[Tensor, " observation"], bottom: Float[Tensor, " observation"]) -> tuple[float, float]:
-        """Compute a ratio of sums and its standard error (see the function ``ratio``)."""
-        value, error = ratio(self._means(top), self._means(bottom), self.sizes)
-        return value.item(), error.item()
-
-    def mean(self, values: Float[Tensor, " observation"]) -> tuple[float, float]:
-        """Compute the mean of all observations and its standard error (see the function ``ratio``)."""
-        return self.ratio(values, torch.ones_like(values))
-
-    def _means(self, values: Tensor) -> Float64[Tensor, " block"]:
-        sums = torch.zeros(self.count, dtype=torch.float64).index_add(0, self.numbers.cpu(), values.double().cpu())
-        return sums / self.sizes
+    def means(self, values: Float[Tensor, "observation ..."]) -> Float64[Tensor, "block ..."]:
+        """Compute the mean of each block."""
+        sums = torch.zeros(len(self.sizes), *values.shape[1:], dtype=torch.float64)
+        sums.index_add_(0, self.numbers.cpu(), values.double().cpu())
+        return sums / self.sizes.view(-1, *[1] * (values.ndim - 1))
 
 
 def significance(size: float, error: float, df: float) -> float:

@@ -16,7 +16,7 @@ from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.statistics import Blocks
+from tl_posdisent.utils.statistics import Blocks, mean
 
 _COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
 
@@ -71,8 +71,10 @@ def intervention_losses(
         for name, hooks in {UNMODIFIED: [], **named}.items():
             outputs = run_texts(reading.model, texts, [hooks] * len(texts.groups)) if hooks else unmodified
             losses, divergences = measure(outputs)[inside].unbind(1)
-            added, kl = blocks.mean(losses - before), blocks.mean(divergences)
-            rows.append((name, losses.mean().item(), *added, *kl, _accuracy(outputs, texts)))
+            of_blocks = blocks.means(torch.stack([losses - before, divergences], 1))
+            (added, kl), errors = mean(of_blocks, blocks.sizes)
+            ends = (added, errors[0], kl, errors[1])
+            rows.append((name, losses.mean().item(), *(x.item() for x in ends), _accuracy(outputs, texts)))
             bar.update()
     return reading.note(pd.DataFrame(rows, columns=_COLUMNS))
 

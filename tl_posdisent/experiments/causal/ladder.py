@@ -37,7 +37,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import dtype_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.statistics import Blocks
+from tl_posdisent.utils.statistics import Blocks, degrees_of_freedom, difference, mean
 from tl_posdisent.utils.validation import check_choice, check_subset, listed
 from tl_posdisent.utils.words import plural
 
@@ -154,19 +154,22 @@ def attention_ladder(
         bar.reset(len(texts.tokens) * sum(map(len, heads_of.values())))
         together = metric is not None and not is_separable(metric)
         found = run_changes(reading, texts, changes, heads_of, _losses_and_metric(metric), together=together, bar=bar)
-    items, rows = _items(chosen, unit), list[Row]()
+    items = _items(chosen, unit)
     by_run = {
         run: torch.cat([found[name] for name in changes if name.startswith(f"{run[0]} {run[1]} from")])
         if run[1] != "untouched"
         else found.unmodified.expand(len(items), *found.unmodified.shape)
         for run in runs
     }
-    for n, item in enumerate(items):
-        shares = _Shares({run: values[n] for run, values in by_run.items()}, texts, dtype_of(reading.model))
-        for control, rung in runs:
-            row: Row = {"layer": item.layer, "head": item.head, "control": control, "rung": rung}
-            rows.append(row | shares.of((control, rung)) | _fitted(rung, item.chosen, fitted, texts))
-    table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
+    columns = _columns(by_run, texts, dtype_of(reading.model))
+    rows = [
+        {"layer": item.layer, "head": item.head, "control": control, "rung": rung}
+        | _fitted(rung, item.chosen, fitted, texts)
+        | {name: values[place, n].item() for name, values in columns.items()}
+        for n, item in enumerate(items)
+        for place, (control, rung) in enumerate(runs)
+    ]
+    table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64", "blocks": "int64"})
     single = _OVER_TEXTS if len(texts.tokens) < 2 else []
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS + single)
     _warn_of_no_effect(table, texts)
@@ -263,46 +266,36 @@ def _losses_and_metric(metric: Metric | None) -> Compare:
     return read
 
 
-class _Shares:
-    """Losses, divergences and shares of the runs of one item.
+def _columns(
+    by_run: Mapping[_Run, Float64[Tensor, "item text predicted _"]], texts: Texts, dtype: torch.dtype
+) -> dict[str, Float64[Tensor, "run item"]]:
+    """Compute the columns of all runs, with their shares between the baselines and the untouched model.
 
     Args:
-        values: of each run, as ``_losses_and_metric`` returns them, including the untouched one.
+        by_run: values of each run, as ``_losses_and_metric`` returns them, including the untouched one.
     """
-
-    def __init__(self, values: Mapping[_Run, Float64[Tensor, "text predicted _"]], texts: Texts, dtype: Any) -> None:
-        self.inside = predicted(texts)
-        self.tokens = Blocks.of_texts(self.inside.sum(1).tolist())
-        self.all, self.dtype, self.untouched = values, dtype, values["none", "untouched"]
-        self.by_text = self.untouched.shape[-1] > 2  # a metric
-        self.known = ~self.untouched[:, 0, -1].isnan()
-        self.blocks = Blocks.single(int(self.known.sum())) if self.by_text else self.tokens
-
-    def of(self, run: _Run) -> Row:
-        """Return the columns of a run, with its shares between the baselines and the untouched model."""
-        own, uniform = self.all[run], self.all["none", "uniform"]
-        (losses, divergences), values, untouched = self._by_token(own), self._values(own), self._values(self.untouched)
-        row: Row = {"value": values.mean().item(), "loss": losses.mean().item()}
-        for names, baseline in (
-            (("recovered", "se"), uniform),
-            (("recovered_mean", "se_mean"), self.all["none", MEAN]),
-        ):
-            share = share_between(values, self._values(baseline), untouched, self.blocks, self.dtype)
-            row |= zip(names, share, strict=True)
-        row["kl"], row["error_kl"] = self.tokens.mean(divergences)
-        loss = self._by_token(self.untouched)[0].mean().item()
-        row["recovered_kl"], row["se_kl"] = share_of_kl(
-            divergences, self._by_token(uniform)[1], self.tokens, loss, self.dtype
-        )
-        _, row["error"] = self.blocks.mean(values - untouched)
-        return row | {"blocks": self.blocks.count, "df": self.blocks.df}
-
-    def _by_token(self, run: Tensor) -> tuple[Float64[Tensor, " predicted"], Float64[Tensor, " predicted"]]:
-        return run[..., 0][self.inside], run[..., 1][self.inside]
-
-    def _values(self, run: Tensor) -> Float64[Tensor, " sample"]:
-        """Return the values behind the shares: losses, or the metric of each text."""
-        return run[self.known, 0, -1] if self.by_text else self._by_token(run)[0]
+    inside, places = predicted(texts), {run: n for n, run in enumerate(by_run)}
+    blocks = Blocks.of_texts(inside.sum(1).tolist())
+    of_blocks = torch.stack([blocks.means(x[:, inside].movedim(1, 0)) for x in by_run.values()], 1)
+    losses, divergences = of_blocks[..., 0], of_blocks[..., 1]
+    values, sizes = losses, blocks.sizes  # behind the shares: losses, or the metric of each text
+    whole = by_run["none", "untouched"]
+    if whole.shape[-1] > 2:
+        known = ~whole[0, :, 0, 2].isnan()
+        values = torch.stack([x[:, known, 0, 2].T for x in by_run.values()], 1)
+        sizes = torch.ones(len(values))
+    untouched, uniform = (values[:, [places["none", rung]]] for rung in ("untouched", "uniform"))
+    columns = {"value": mean(values, sizes).value, "loss": mean(losses, blocks.sizes).value}
+    baselines = {("recovered", "se"): uniform, ("recovered_mean", "se_mean"): values[:, [places["none", MEAN]]]}
+    for names, baseline in baselines.items():
+        columns |= zip(names, share_between(values, baseline, untouched, sizes, dtype), strict=True)
+    loss, diverged = columns["loss"][places["none", "untouched"]], divergences[:, [places["none", "uniform"]]]
+    columns["kl"], columns["error_kl"] = mean(divergences, blocks.sizes)
+    columns["recovered_kl"], columns["se_kl"] = share_of_kl(divergences, diverged, blocks.sizes, loss, dtype)
+    columns["error"] = difference(values, untouched, sizes).error
+    columns["blocks"] = torch.full_like(columns["loss"], len(sizes))
+    columns["df"] = torch.full_like(columns["loss"], degrees_of_freedom(sizes))
+    return columns
 
 
 def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, heads_by_layer: Chosen) -> None:

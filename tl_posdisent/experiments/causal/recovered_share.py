@@ -1,48 +1,48 @@
-"""Shares of a replacement between two baselines, and their standard errors."""
+"""Shares of replacements between two baselines, and their standard errors."""
 
 from __future__ import annotations
-
-from math import isnan, nan
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.utils.precision import apart
-from tl_posdisent.utils.statistics import Blocks
+from tl_posdisent.utils.statistics import Estimate, mean, ratio
 
 
 def share_between(
-    values: Float[Tensor, " observation"],
-    baseline: Float[Tensor, " observation"],
-    untouched: Float[Tensor, " observation"],
-    blocks: Blocks,
+    values: Float[Tensor, "block ..."],
+    baseline: Float[Tensor, "block ..."],
+    untouched: Float[Tensor, "block ..."],
+    sizes: Float[Tensor, " block"],
     dtype: torch.dtype,
-) -> tuple[float, float]:
-    """Compute where the mean of values lies between a baseline (0) and the untouched model (1), and the standard error.
+) -> Estimate:
+    """Compute where the mean of values lies between a baseline (0) and the untouched model (1).
 
     NaN where these two differ by no more than a standard error or, in a model of this dtype, rounding.
     """
-    effect = baseline - untouched
-    gap, noise = blocks.mean(effect)
-    end = baseline.mean().item()
-    if abs(gap) <= noise or isnan(gap) or not apart(end, end - gap, dtype):
-        return nan, nan
-    return blocks.ratio(baseline - values, effect)
+    gap, noise = mean(baseline - untouched, sizes)
+    end = mean(baseline, sizes).value
+    defined = ~(gap.abs() <= noise) & apart(end, end - gap, dtype)
+    return _where(defined, ratio(baseline - values, baseline - untouched, sizes))
 
 
 def share_of_kl(
-    kl: Float[Tensor, " observation"],
-    uniform: Float[Tensor, " observation"],
-    blocks: Blocks,
-    loss: float = 1.0,
+    kl: Float[Tensor, "block ..."],
+    uniform: Float[Tensor, "block ..."],
+    sizes: Float[Tensor, " block"],
+    loss: Float[Tensor, "..."],
     dtype: torch.dtype = torch.float32,
-) -> tuple[float, float]:
-    """Compute the share of the divergence under uniform attention that a rung removes, and its standard error.
+) -> Estimate:
+    """Compute the share of the divergence under uniform attention that a rung removes.
 
     NaN where that divergence is within rounding of the model's loss.
     """
-    whole = uniform.mean().item()
-    if isnan(whole) or not apart(loss + whole, loss, dtype):
-        return nan, nan
-    return blocks.ratio(uniform - kl, uniform)
+    whole = mean(uniform, sizes).value
+    return _where(apart(loss + whole, loss, dtype), ratio(uniform - kl, uniform, sizes))
+
+
+def _where(defined: Tensor, found: Estimate) -> Estimate:
+    """Return NaN where a share is not defined."""
+    value, error = (x.where(defined, torch.nan) for x in found)
+    return Estimate(value, error)
