@@ -10,7 +10,7 @@ from support import zoo
 from support.tolerance import rounding
 
 from tl_posdisent import attention_ladder, capture, fit_attention
-from tl_posdisent.hooks import applied, fitted_attention
+from tl_posdisent.hooks import applied, fitted_attention, substitute_attention
 
 TOKENS = zoo.random_tokens(length=12, batch=5)
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
@@ -70,3 +70,26 @@ def test_refusals(shared_model: Any) -> None:
     hooks = fitted_attention(model, TOKENS[:, :8], "distance")
     with pytest.raises(ValueError, match="distance"), applied(model, hooks):
         model(TOKENS)
+
+
+@pytest.mark.parametrize("by", ["uniform", "distance", "distance+sink"])
+def test_a_learned_sink_keeps_its_attention_but_not_by_query(by: str, shared_model: Any) -> None:
+    """Its share is a key's: the same in all texts at queries of as many keys, and the head's own in sum."""
+    model, tokens = shared_model("bridge", "gpt_oss"), zoo.random_tokens(12, 4, seed=3)
+    name = "blocks.1.attn.hook_pattern"
+
+    def shares(hooks: Any) -> torch.Tensor:
+        with torch.no_grad(), applied(model, hooks):
+            return 1 - model.run_with_cache(tokens, names_filter=name)[1][name].double().sum(-1)
+
+    own = shares([])
+    fitted = by != "uniform"
+    new = shares(fitted_attention(model, tokens, by, layers=1) if fitted else substitute_attention(model, by, layers=1))
+    assert own.std(0).max() > 0.05
+    summed = (0, 2) if fitted else 2  # substitute_attention fits each text
+    torch.testing.assert_close(new.sum(summed), own.sum(summed), rtol=1e-5, atol=1e-5)
+    if fitted:
+        assert new.std(0).max() < 1e-6
+    else:
+        odds = (new / (1 - new)).log() + torch.arange(1, 13).log()  # against one key
+        assert odds.std(-1).max() < 1e-4
