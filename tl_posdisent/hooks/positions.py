@@ -1,8 +1,7 @@
 """Position interventions on RoPE: other positions, one distance, a function of the distance, texts beyond the context.
 
 Each function returns a list for ``model.hooks(fwd_hooks=...)``, ``run_with_hooks`` or ``applied``. Add lists,
-``a + b``, to combine interventions: at most one position intervention acts on a head, and frequency limits, phase noise
-and interpolation compose with it.
+``a + b``, to combine interventions: at most one position intervention acts on a head.
 """
 
 from __future__ import annotations

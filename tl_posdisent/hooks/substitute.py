@@ -116,8 +116,8 @@ def substitute_attention(
         layers, heads: query heads of layers, default all.
 
     Returns:
-        ``Hooks``, which compose with interventions on the rotation (except for ``"uniform"`` and ``"first_token"``),
-        but not with others that replace or patch a head's scores, nor ``"first_token"`` with those that fit them.
+        ``Hooks``, which add to interventions on the rotation (except for ``"uniform"`` and ``"first_token"``) and to
+        hidden keys, but not to other edits of a head's scores.
 
     Raises:
         ValueError: an unknown rung; what ``drop_component`` refuses.

@@ -44,7 +44,7 @@ def product_rounding(
     k = k.repeat_interleave(len(q) // len(k))
     units = 10 * max(torch.finfo(dtype).eps for dtype in dtypes)
     if spec.rotary is not None:
-        farthest = (q_rot.shape[1] - 1) * float(spec.rotary.frequencies.abs().max())
+        farthest = (k_rot.shape[1] - 1) * float(spec.rotary.frequencies.abs().max())
         units += 8 * torch.finfo(torch.float32).eps * (8 + farthest)
     rounding: Tensor = units * abs(spec.require_scale()) * q * k
     return rounding[:, None, None]
