@@ -230,9 +230,7 @@ def new_positions(edit: Edit, slots: Int[Tensor, " pos"], texts: int) -> Real[Te
     return given.to(slots.device)
 
 
-def phases(
-    edit: Edit, rotary: Rotary, slots: Int[Tensor, " pos"], texts: int
-) -> Float64[Tensor, "*batch pos subspace"]:
+def phases(edit: Edit, rotary: Rotary, slots: Int[Tensor, " pos"], texts: int) -> Float64[Tensor, "*batch _ subspace"]:
     """Return the noise of each position's angles."""
     n, noise = len(rotary.frequencies), edit.noise
     if noise is None:
