@@ -30,8 +30,8 @@ from .experiments.measuring.metrics import logit_difference as logit_difference
 from .experiments.residual_stream.score_sources import score_sources as score_sources
 from .experiments.robustness.length_generalization import length_generalization as length_generalization
 from .experiments.robustness.perturbation_curve import perturbation_curve as perturbation_curve
-from .experiments.where_or_what.describe_head import describe_head as describe_head
-from .experiments.where_or_what.where_or_what import where_or_what as where_or_what
+from .experiments.where_what.describe_head import describe_head as describe_head
+from .experiments.where_what.where_or_what import where_or_what as where_or_what
 from .hooks.ablate import ablate_heads as ablate_heads
 from .hooks.frequencies import limit_frequencies as limit_frequencies
 from .hooks.knock_out import knock_out as knock_out

@@ -13,7 +13,7 @@ from support import zoo
 import tl_posdisent as tp
 from tl_posdisent.experiments import attention_by_distance, intervention_losses
 from tl_posdisent.experiments.attention_scores.attention_by_distance import mean_attention
-from tl_posdisent.experiments.where_or_what.head_looks import first_token_share, profile_without_first
+from tl_posdisent.experiments.where_what.head_looks import first_token_share, profile_without_first
 from tl_posdisent.models.running.texts import read_texts
 
 TOKENS = zoo.random_tokens(length=24, batch=3)

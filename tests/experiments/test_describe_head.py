@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tl_posdisent import demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
 from tl_posdisent.experiments import HeadDescription
-from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS
-from tl_posdisent.experiments.where_or_what.sentences import (
+from tl_posdisent.experiments.where_what.replacements import CONSTANTS
+from tl_posdisent.experiments.where_what.sentences import (
     Cost,
     disagreement_sentence,
     looks_like,

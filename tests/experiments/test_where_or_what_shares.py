@@ -11,7 +11,7 @@ from scipy import stats
 from support.tolerance import rounding
 from torch import Tensor
 
-from tl_posdisent.experiments.where_or_what.shares import shares, verdicts
+from tl_posdisent.experiments.where_what.shares import shares, verdicts
 
 CONSTANTS = (1, 5, 32)
 HEADS = 800

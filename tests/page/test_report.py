@@ -16,7 +16,7 @@ from support import zoo
 from support.documents import Document, as_number, decoded
 
 import tl_posdisent as tp
-from tl_posdisent.experiments.where_or_what.sentences import needs_sentences
+from tl_posdisent.experiments.where_what.sentences import needs_sentences
 from tl_posdisent.page.names import SECTION_NAMES
 from tl_posdisent.page.sections import FRACTIONS
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tl_posdisent.experiments.where_or_what.where_or_what import statement
+from tl_posdisent.experiments.where_what.where_or_what import statement
 from tl_posdisent.page.names import SectionName
 from tl_posdisent.page.sections import SECTIONS
 from tl_posdisent.rope import COMPONENTS

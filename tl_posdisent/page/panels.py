@@ -13,12 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.attention_by_distance import check_shown, mean_attention
-from tl_posdisent.experiments.where_or_what.head_looks import (
+from tl_posdisent.experiments.where_what.head_looks import (
     first_token_share,
     frequent_distances,
     profile_without_first,
 )
-from tl_posdisent.experiments.where_or_what.sentences import (
+from tl_posdisent.experiments.where_what.sentences import (
     Row,
     disagreement_sentence,
     looks_sentences,

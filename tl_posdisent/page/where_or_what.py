@@ -8,9 +8,9 @@ from typing import Final, get_args
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS
-from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, Verdict
-from tl_posdisent.experiments.where_or_what.where_or_what import statement, where_or_what
+from tl_posdisent.experiments.where_what.replacements import CONSTANTS
+from tl_posdisent.experiments.where_what.shares import NEGLIGIBLE, Verdict
+from tl_posdisent.experiments.where_what.where_or_what import statement, where_or_what
 from tl_posdisent.page.section import Section, Settings, Shown
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.page.words import counted, number

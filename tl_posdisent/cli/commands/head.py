@@ -75,14 +75,14 @@ def head(
 
 
 def _one_head(model: Any, tokens: Any, name: str, seeds: range, *, progress: bool) -> tuple[Any, list[str]]:
-    from tl_posdisent.experiments.where_or_what.describe_head import describe_head
+    from tl_posdisent.experiments.where_what.describe_head import describe_head
 
     found = describe_head(model, tokens, name, seeds=seeds, seed=seeds.start, progress=progress)
     return found.to_frame(), repr(found).splitlines()
 
 
 def _all_heads(model: Any, tokens: Any, seed: int, *, progress: bool) -> tuple[Any, list[str]]:
-    from tl_posdisent.experiments.where_or_what.where_or_what import where_or_what
+    from tl_posdisent.experiments.where_what.where_or_what import where_or_what
     from tl_posdisent.utils.validation import head_label
 
     table = where_or_what(model, tokens, seed=seed, progress=progress)

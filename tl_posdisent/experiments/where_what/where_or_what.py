@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 from tl_posdisent.experiments.measuring.curvature import curvature
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.run_changes import run_changes
-from tl_posdisent.experiments.where_or_what.replacements import MEAN, ByReplacement, Fold, folds, over_folds
-from tl_posdisent.experiments.where_or_what.sentences import hooks_sentences
-from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, Verdict, shares_of, verdicts
+from tl_posdisent.experiments.where_what.replacements import MEAN, ByReplacement, Fold, folds, over_folds
+from tl_posdisent.experiments.where_what.sentences import hooks_sentences
+from tl_posdisent.experiments.where_what.shares import NEGLIGIBLE, Verdict, shares_of, verdicts
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model

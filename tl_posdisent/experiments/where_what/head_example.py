@@ -10,8 +10,8 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources, score_sources
-from tl_posdisent.experiments.where_or_what.direct_effect import DirectEffect, direct_effect
-from tl_posdisent.experiments.where_or_what.sentences import nats
+from tl_posdisent.experiments.where_what.direct_effect import DirectEffect, direct_effect
+from tl_posdisent.experiments.where_what.sentences import nats
 from tl_posdisent.hooks.score_components import split_two_axis
 from tl_posdisent.models.capture import Captured, for_each_layer, some_heads
 from tl_posdisent.models.patterns import Pattern, for_each_pattern

@@ -19,7 +19,7 @@ from tl_posdisent.experiments.attention_scores.head_labels import (
     repeated_tokens,
 )
 from tl_posdisent.experiments.measuring.random_copies import beside_random, by_weights
-from tl_posdisent.experiments.where_or_what.sentences import looks_sentences
+from tl_posdisent.experiments.where_what.sentences import looks_sentences
 from tl_posdisent.hooks.hook_list import Chosen
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.texts import Texts

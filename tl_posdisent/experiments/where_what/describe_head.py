@@ -8,11 +8,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.where_or_what.head_description import HeadDescription
-from tl_posdisent.experiments.where_or_what.head_example import measure_example
-from tl_posdisent.experiments.where_or_what.head_looks import measure_looks
-from tl_posdisent.experiments.where_or_what.head_runs import measure_head
-from tl_posdisent.experiments.where_or_what.replacements import folds
+from tl_posdisent.experiments.where_what.head_description import HeadDescription
+from tl_posdisent.experiments.where_what.head_example import measure_example
+from tl_posdisent.experiments.where_what.head_looks import measure_looks
+from tl_posdisent.experiments.where_what.head_runs import measure_head
+from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Chosen, any_heads
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model

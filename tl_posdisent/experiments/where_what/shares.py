@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS, DISTANCE, MEAN, UNIFORM, content_alone
+from tl_posdisent.experiments.where_what.replacements import CONSTANTS, DISTANCE, MEAN, UNIFORM, content_alone
 from tl_posdisent.utils.statistics import degrees_of_freedom, mean, ratio, surely_below
 
 Verdict = Literal["where", "what", "both", "either", "neither", "not used", "undecided"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token
-from tl_posdisent.experiments.where_or_what.replacements import CONSTANTS, MEAN, Fold, content_alone, over_folds
-from tl_posdisent.experiments.where_or_what.sentences import Cost
-from tl_posdisent.experiments.where_or_what.shares import NEGLIGIBLE, shares_of, verdicts
+from tl_posdisent.experiments.where_what.replacements import CONSTANTS, MEAN, Fold, content_alone, over_folds
+from tl_posdisent.experiments.where_what.sentences import Cost
+from tl_posdisent.experiments.where_what.shares import NEGLIGIBLE, shares_of, verdicts
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.utils.statistics import mean
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import pandas as pd
 
-from tl_posdisent.experiments.where_or_what.shares import HALF
+from tl_posdisent.experiments.where_what.shares import HALF
 from tl_posdisent.utils.validation import head_label
 
 Row = Mapping[Any, Any] | pd.Series

@@ -9,16 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from tl_posdisent.experiments.where_or_what.head_example import HeadExample
-from tl_posdisent.experiments.where_or_what.head_looks import HeadLooks
-from tl_posdisent.experiments.where_or_what.sentences import (
+from tl_posdisent.experiments.where_what.head_example import HeadExample
+from tl_posdisent.experiments.where_what.head_looks import HeadLooks
+from tl_posdisent.experiments.where_what.sentences import (
     Cost,
     disagreement_sentence,
     hooks_sentences,
     nats,
     needs_sentences,
 )
-from tl_posdisent.experiments.where_or_what.shares import Verdict
+from tl_posdisent.experiments.where_what.shares import Verdict
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import head_label
