@@ -148,5 +148,5 @@ def test_heads_with_a_small_effect(kind: str, name: str, dtype: torch.dtype) -> 
 @pytest.mark.usefixtures("unchecked")
 def test_a_padded_reference_names_the_way_out(shared_model: Any) -> None:
     padded = torch.nn.functional.pad(zoo.random_tokens(), (0, 3))
-    with pytest.raises(ValueError, match=r"reference: ids must be without padding, .*: cut it off, or give a li"):
+    with pytest.raises(ValueError, match=r"reference: tokens must be without padding, .*: give the mask with the i"):
         ablate_heads(shared_model("bridge", "llama-gqa"), 1, mode="mean", reference=padded)

@@ -17,7 +17,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.results import at_results
-from tl_posdisent.models.running.texts import Texts, Tokens, check_tokens, read_texts, refuse_padding
+from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seed
 
@@ -106,10 +106,7 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
     means: dict[int, Tensor] = {}
     if mode == "mean":
         try:
-            if isinstance(reference, Tensor):
-                ids = check_tokens(model, reference, padded=True)
-                refuse_padding(model, ids, "ids", "cut it off, or give a list of strings")
-            texts = reference if isinstance(reference, Texts) else read_texts(model, reference)
+            texts = read_texts(model, reference)
             n_tokens = sum(group.tokens.numel() for group in texts.groups)
 
             def add(layer: int, z: Tensor) -> None:  # in float64

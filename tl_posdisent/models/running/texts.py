@@ -305,16 +305,15 @@ def special_id(model: Any, which: Literal["pad", "bos", "eos"]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-_MASK = (
-    'give the mask with the ids, {"input_ids": ids, "attention_mask": mask} (1 at tokens, 0 at padding; all ones if '
-    "these are tokens of the text), or the texts as a list of strings"
-)
-
-
-def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "tokens", advice: str = _MASK) -> None:
-    """Refuse texts that begin or end with padding; ``name`` and ``advice`` go into the message."""
+def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"]) -> None:
+    """Refuse texts that begin or end with padding."""
     if where := padding_in(model, ids):
-        raise ArgumentError(name, f"must be without padding, got {where}: {advice}")
+        raise ArgumentError(
+            "tokens",
+            f"must be without padding, got {where}: give the mask with the ids, "
+            '{"input_ids": ids, "attention_mask": mask} (1 at tokens, 0 at padding; all ones if these are tokens of '
+            "the text), or the texts as a list of strings",
+        )
 
 
 def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
