@@ -15,7 +15,15 @@ from support.small_models import small_model
 from support.tolerance import rounding
 from torch import Tensor, nn
 
-from tl_posdisent import ablate_heads, dummy_distance, head_effects, logit_difference, swap_positions
+from tl_posdisent import (
+    ablate_heads,
+    dummy_distance,
+    head_effects,
+    knock_out,
+    logit_difference,
+    remap_distance,
+    swap_positions,
+)
 from tl_posdisent.experiments.measuring.curvature import curvature, drawn_labels
 from tl_posdisent.experiments.measuring.token_losses import logits_of
 from tl_posdisent.hooks import drop_component, substitute_attention
@@ -356,7 +364,12 @@ def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     zero = ablate_heads(model, None)
     own = [("blocks.1.attn.hook_z", lambda z, hook: 0 * z)]
-    by_text = swap_positions(model, torch.arange(9).expand(2, 9) * 2)  # for a batch of two texts
+    two = torch.arange(9).expand(2, 9) * 2  # for a batch of two texts
+    by_text = {
+        "positions": swap_positions(model, two),
+        "distances": remap_distance(model, two[:, None, :, None] - two[:, None, None]),
+        "cells": knock_out(model, cells=torch.zeros(2, 9, 9, dtype=torch.bool)),
+    }
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ({}, {}, "must be hooks by name"),
         ({"x": []}, {}, "must have hooks"),
@@ -366,7 +379,7 @@ def test_refusals(shared_model: Any) -> None:
         ({"x": own}, {}, "got functions of your own.*intervention_losses runs the model under any hooks"),
         ({"x": zero + own}, {}, "got functions of your own"),
         ({"x": ablate_heads(model, None, mode="resample")}, {}, "\"resample\", for 'x'"),
-        ({"x": by_text}, {}, "must act on each text alone; 'x': "),
+        *(({"x": hooks}, {}, "tensors for the texts of a batch, .*, for 'x'") for hooks in by_text.values()),
     ]
     for interventions, options, message in cases:
         with pytest.raises(ArgumentError, match=message) as caught:

@@ -77,6 +77,7 @@ class Hidden:
     call: str
     cells: Callable[[int, int, torch.device], Bool[Tensor, "*batch query key"]]
     from_start: bool = False  # whether they are counted from the beginning of the text
+    by_text: bool = False  # whether they were given for the texts of a batch
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,14 @@ class Edit:
     @property
     def edits_scores(self) -> bool:
         return bool(self.rotation or self.hide or self.scores)
+
+    @property
+    def by_text(self) -> bool:
+        """Whether it was made for the texts of one batch, or a text gets what another text of the batch has."""
+        noise = None if self.noise is None else self.noise.angles
+        given = ((self.positions, 1), (self.distances, 3), (noise, 2), (self.q_rot, 3), (self.k_rot, 3))
+        several = any(isinstance(x, Tensor) and x.ndim > n and len(x) > 1 for x, n in given)
+        return several or any(each.by_text for each in self.hide) or (self.z is not None and self.z.resamples)
 
     @property
     def from_start(self) -> str:

@@ -48,9 +48,14 @@ class Hooks(list[Any]):
     """
 
     def __init__(
-        self, specs: Iterable[AttentionSpec] = (), records: Mapping[Head, Edit] | None = None, others: Any = ()
+        self,
+        specs: Iterable[AttentionSpec] = (),
+        records: Mapping[Head, Edit] | None = None,
+        others: Any = (),
+        calls: Iterable[str] = (),  # in the order in which they are shown
     ) -> None:
         check_entries(others)
+        self._calls = list(calls)
         self._records: dict[Head, Edit] = dict(records or {})
         edited = {layer for layer, _ in self._records}
         self.specs: dict[int, AttentionSpec] = {spec.layer: spec for spec in specs if spec.layer in edited}
@@ -74,22 +79,24 @@ class Hooks(list[Any]):
         return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1] is self._function)]
 
     @property
-    def resamples(self) -> bool:
-        """Whether a text gets what another text of the batch has."""
-        return any(record.z is not None and record.z.resamples for record in self.records.values())
+    def by_text(self) -> bool:
+        """Whether they were made for the texts of one batch, or a text gets what another text of the batch has."""
+        return any(record.by_text for record in self.records.values())
 
     def only(self, heads: Iterable[Head]) -> Hooks:
         """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks."""
         kept = set(heads)
-        return Hooks(self.specs.values(), {head: x for head, x in self.records.items() if head in kept})
+        return Hooks(
+            self.specs.values(), {head: x for head, x in self.records.items() if head in kept}, calls=self._by_call()
+        )
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
             return joined([self, other])
-        return Hooks(self.specs.values(), self.records, [*self.others, *check_entries(other)])
+        return Hooks(self.specs.values(), self.records, [*self.others, *check_entries(other)], self._by_call())
 
     def __radd__(self, other: Any) -> Hooks:
-        return Hooks(self.specs.values(), self.records, [*check_entries(other), *self.others])
+        return Hooks(self.specs.values(), self.records, [*check_entries(other), *self.others], self._by_call())
 
     __iadd__ = __add__
 
@@ -113,11 +120,11 @@ class Hooks(list[Any]):
         return pd.DataFrame(rows, columns=["layer", "head", "edit"])
 
     def _by_call(self) -> dict[str, list[Head]]:
-        by_call: dict[str, list[Head]] = {}
+        by_call: dict[str, list[Head]] = {call: [] for call in self._calls}
         for head, record in self.records.items():
             for call in record.call_names:
                 by_call.setdefault(call, []).append(head)
-        return by_call
+        return {call: heads for call, heads in by_call.items() if heads}
 
     def _own(self) -> list[str]:
         return [f"{len(self.others)} more"] if self.others else []
@@ -149,6 +156,7 @@ def check_entries(hooks: Any) -> list[Any]:
 
 def joined(hooks: Iterable[Hooks]) -> Hooks:
     """Return the sum of several lists."""
+    hooks = list(hooks)
     specs: dict[int, AttentionSpec] = {}
     records: dict[Head, Edit] = {}
     others: list[Any] = []
@@ -162,7 +170,7 @@ def joined(hooks: Iterable[Hooks]) -> Hooks:
         for head, record in each.records.items():
             records[head] = merged(head, records[head], record) if head in records else record
         others += each.others
-    return Hooks(specs.values(), records, others)
+    return Hooks(specs.values(), records, others, [call for each in hooks for call in each._by_call()])
 
 
 def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], call: str, **given: Any) -> Hooks:

@@ -73,7 +73,8 @@ def knock_out(
         shown_slots = [f"{name}={slots_text(x)}" for name, x in chosen.items() if x is not None]
         call = f"knock_out({', '.join(shown_slots)})"
         hidden = partial(_cells_of, chosen["queries"], chosen["keys"])
-    return hooks_for(any_heads(model, layers, heads), call, hide=(Hidden(call, hidden),))
+    by_text = cells is not None and cells.ndim == 3 and len(cells) > 1
+    return hooks_for(any_heads(model, layers, heads), call, hide=(Hidden(call, hidden, by_text=by_text),))
 
 
 def _cells_of(

@@ -196,11 +196,12 @@ def _restricted(named: Mapping[str, Sequence[Hook]], chosen: Chosen) -> dict[str
     """
     restricted: dict[str, Hooks] = {}
     for name, hooks in named.items():
-        if not isinstance(hooks, Hooks) or hooks.others or hooks.resamples:
+        if not isinstance(hooks, Hooks) or hooks.others or hooks.by_text:
             raise ArgumentError(
                 "interventions",
-                "must be hooks of this package, each acting on a text alone, got functions of your own, or mode "
-                f'"resample", for {name!r}: intervention_losses runs the model under any hooks',
+                "must be hooks of this package, each acting on a text alone, got functions of your own, tensors for "
+                f'the texts of a batch, or mode "resample", for {name!r}: intervention_losses runs the model under any '
+                "hooks",
             )
         restricted[name] = hooks.only(pairs_of(chosen))
         if not restricted[name].pairs:

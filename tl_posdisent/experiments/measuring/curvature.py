@@ -165,7 +165,7 @@ def _looked(
             own, z = hooks.only(head for head in heads if head[0] in layers), {layer: run.z[layer] for layer in layers}
             look(p, run.tokens, own, z, see, run.before.get(layers[0]))
     except ValueError as error:
-        raise ArgumentError("interventions", f"must act on each text alone; {name!r}: {error}") from error
+        raise ArgumentError("interventions", f"must fit the texts; {name!r}: {error}") from error
     return slopes, squares
 
 
