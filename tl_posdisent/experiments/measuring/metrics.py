@@ -253,9 +253,13 @@ def metric_values(metric: Metric) -> Callable[..., Callable[[Sequence[Any]], Flo
         unmodified: Sequence[Any], texts: Texts, rows: Sequence[int]
     ) -> Callable[[Sequence[Any]], Float64[Tensor, " text"]]:
         own = metric.of_rows(rows) if isinstance(metric, LogitDifference) else metric
+        clean = as_numbers(values_of(own, unmodified, texts), len(texts.tokens))
 
         def compare(outputs: Sequence[Any]) -> Float64[Tensor, " text"]:
             numbers = as_numbers(values_of(own, outputs, texts), len(texts.tokens))
+            if numbers.shape != clean.shape:
+                got = f"{clean.numel()} for the unmodified run and {numbers.numel()} for another"
+                raise ArgumentError("metric", f"must return the same number of values for each run, got {got}")
             if numbers.ndim and is_separable(own):  # in the order of the groups
                 return numbers[torch.cat([group.rows for group in texts.groups]).cpu().argsort()]
             return numbers.expand(len(texts.tokens))
