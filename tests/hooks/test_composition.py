@@ -122,7 +122,7 @@ def test_what_lists_say_of_themselves(shared_model: Any) -> None:
     assert repr(mask) == f"lambda_mask(1, 4, 4) on {layers}"
     hidden = mask + knock_out(model, queries=5, keys=[2, 3], heads=[(1, 0)])
     assert repr(hidden) == f"lambda_mask(1, 4, 4) on {layers} + knock_out(queries=5, keys=[2, 3]) on L1H0"
-    assert repr(hidden.only([(0, 3)])) == "lambda_mask(1, 4, 4) on L0H3"
+    assert repr(hidden.only((0, 3))) == "lambda_mask(1, 4, 4) on L0H3"
     mine = ("blocks.0.attn.hook_z", lambda x, hook: None)
     assert (dummy_distance(model, 5) + one + [mine]).name == "dummy_distance(5) + position_interpolation(2) + 1 more"
     assert repr(ablate_heads(model, 0, mode="resample")) == "ablate_heads(resample) on L0H0, L1H0"

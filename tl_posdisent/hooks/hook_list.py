@@ -43,7 +43,7 @@ class Hooks(list[Any]):
         >>> hooks = dummy_distance(model, 5) + limit_frequencies(model, 0.01, layers=[0, 1], heads=[2])
         >>> hooks
         dummy_distance(5) on 5 layers × 8 heads + limit_frequencies(low=0.01) on L0H2, L1H2
-        >>> hooks.only([(1, 2)])
+        >>> hooks.only((1, 2))
         dummy_distance(5) on L1H2 + limit_frequencies(low=0.01) on L1H2
     """
 
@@ -83,8 +83,15 @@ class Hooks(list[Any]):
         """Whether they were made for the texts of one batch, or a text gets what another text of the batch has."""
         return any(record.by_text for record in self.records.values())
 
-    def only(self, heads: Iterable[Head]) -> Hooks:
-        """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks."""
+    def only(self, *heads: Head) -> Hooks:
+        """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks.
+
+        Raises:
+            ValueError: what is no pair of integers.
+        """
+        for head in heads:
+            if not (isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head))):
+                raise ArgumentError("heads", f"must be pairs (layer, head), got {shown(head)}")
         kept = set(heads)
         return Hooks(
             self.specs.values(), {head: x for head, x in self.records.items() if head in kept}, calls=self._by_call()
