@@ -18,7 +18,12 @@ from support.swept import calls, failing, killing, measured, noted, slow_jobs, s
 from tl_posdisent.sweeps import read_results, sweep
 from tl_posdisent.utils.errors import ArgumentError
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Distributed leaves a socket open if the first port that it tries is taken.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,11 @@ class LayerHook:
         edited = any(record.z for record in self.records.values())
         return (self.spec.taps.z or hook_name(self.spec.layer, "hook_z")) if edited else None
 
+    @property
+    def by_slot(self) -> bool:
+        """Whether results are edited at slots of a whole text."""
+        return any(record.z is not None and record.z.by_slot for record in self.records.values())
+
     @cached_property
     def recomputed(self) -> list[int]:
         """Heads whose scores must be the product of queries and keys, where they are one in this layer."""
@@ -119,6 +124,10 @@ class LayerHook:
             new = self._edited_scores() if self.shows_scores else self._edited_result(x)
         if name == self.spec.taps.pattern and self.edited is not None:
             self.edited.check(self.spec, x)
+        if self.by_slot and name == (
+            self.spec.taps.scores or self.spec.taps.pattern
+        ):  # which may fire behind the result
+            self._check_whole_text(x)
         if name == self.at_result:
             new = self._new_results(x if new is None else new)
         if name == own[-1]:
@@ -247,7 +256,7 @@ class LayerHook:
         the left, or behind another text of the row.
         """
         earlier = self.spec.mask(visible.shape[-1], visible.device).tril(-1)
-        sees_earlier = (visible & earlier).any(-1) | ~real_tokens(visible)
+        sees_earlier = visible.tril(-1).any(-1) | ~real_tokens(visible)  # beyond its window, too, under another mask
         begins = ~sees_earlier.any(1) & earlier.any(-1)
         if bool(begins.any()):
             row, token = begins.nonzero()[0].tolist()
@@ -284,6 +293,7 @@ class LayerHook:
         """Return z with the attention of edited heads put in, for a text without padding."""
         spec, vectors = self.spec, self._queries_and_keys()
         scores = spec.score(*vectors.rotated(spec))
+        self._check_whole_text(scores)
         inside = spec.mask(scores.shape[-1], scores.device)
         scores = self._new_scores(scores.masked_fill(~inside, -torch.inf), vectors)[:, self.heads]
         pattern = masked_softmax(scores, inside)
@@ -309,7 +319,6 @@ class LayerHook:
 
     def _new_results(self, z: Tensor) -> Tensor:
         """Return z with the output of some heads replaced."""
-        shown = self.seen.get(self.spec.taps.scores or self.spec.taps.pattern or "")
         new = by_heads(z, self.spec.n_heads)
         groups: dict[object, list[int]] = {}
         for head, record in self.records.items():
@@ -318,8 +327,6 @@ class LayerHook:
         for heads in groups.values():
             edit = self.records[heads[0]].z
             assert edit is not None
-            if edit.by_slot and shown is not None:  # in some models the pattern fires after the result
-                self._check_whole_text(shown)
             at = torch.tensor(heads, device=z.device)
             new = new.index_copy(2, at, edit.of(self.spec.layer, heads, new[:, :, at]).to(z.dtype))
         return new.reshape(z.shape)
