@@ -96,34 +96,36 @@ def cost_or_error(run: Callable[[], Any], forward: Callable[[], Any], parts: int
         return str(error).splitlines()[0][:60]
 
 
+@torch.no_grad()
+def forward_pass(model: Any, tokens: torch.Tensor) -> Any:
+    return model(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="rows whose names begin so")
     parser.add_argument("--backend", default="bridge", choices=["bridge", "hooked"])
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the text")
+    parser.add_argument("--length", type=int, nargs="+", default=[LENGTH], help="tokens of the text: 64 256 1024")
     parser.add_argument("--memory", action="store_true", help="measure memory instead, on 512 tokens")
     chosen = parser.parse_args()
     os.environ["BENCH_CLOCK"] = "cpu"
     torch.set_num_threads(1)
     model: Any = tp.load_model("smollm2", backend=chosen.backend)
-    length = 2 * LENGTH if chosen.memory else chosen.length
-    tokens = model.to_tokens(tp.demo_text() * (1 + length // LENGTH), truncate=False)[:, :length]
-
-    @torch.no_grad()
-    def forward() -> Any:
-        return model(tokens)
-
-    forward()
     measured: list[dict[str, Any]] = []
-    for name, (run, parts, aim) in rows(model.cfg.n_heads, length).items():
-        if name.startswith(tuple(chosen.only)):
-            if chosen.memory:
-                measured.append({"what": name, "memory": peak(partial(run, model, tokens)), "aim": 1024.0})
-            else:
-                passes = cost_or_error(partial(run, model, tokens), forward, parts)
-                measured.append({"what": name, "passes": passes, "aim": aim})
-            print(measured[-1], flush=True)
-    report("real_model", f"SmolLM2-135M (4 bits, dequantised), {chosen.backend}, {length} tokens, in passes", measured)
+    for length in [2 * LENGTH] if chosen.memory else chosen.length:
+        tokens = model.to_tokens(tp.demo_text() * (1 + length // LENGTH), truncate=False)[:, :length]
+        forward = partial(forward_pass, model, tokens)
+        forward()
+        for name, (run, parts, aim) in rows(model.cfg.n_heads, length).items():
+            if name.startswith(tuple(chosen.only)):
+                row: dict[str, Any] = {"what": name, "tokens": length}
+                if chosen.memory:
+                    row |= {"memory": peak(partial(run, model, tokens)), "aim": 1024.0}
+                else:
+                    row |= {"passes": cost_or_error(partial(run, model, tokens), forward, parts), "aim": aim}
+                measured.append(row)
+                print(row, flush=True)
+    report("real_model", f"SmolLM2-135M (4 bits, dequantised), {chosen.backend}, in passes", measured)
 
 
 if __name__ == "__main__":
