@@ -68,7 +68,7 @@ def at_distances(model: Any, layer: int, distances: Tensor) -> Tensor:
 def test_read_and_captured(encoding: str, causal: bool) -> None:
     model = small_model(encoding=encoding, causal=causal)
     spec = read_model(model).specs(1)[0]
-    assert (spec.causal, spec.window, spec.limits.shows_mask) == (causal, None, True)
+    assert (spec.causal, spec.window) == (causal, None)
     if encoding in ("t5", "alibi"):
         assert spec.limits.problem is not None
         with pytest.raises(ValueError, match="an additive bias"):

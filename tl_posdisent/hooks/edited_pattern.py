@@ -21,7 +21,7 @@ class EditedRows:
     Attributes:
         heads: the edited heads.
         rows: which queries'.
-        scores: the rows, in the model's dtype; keys behind a mask that the scores do not show are -∞.
+        scores: the rows, in the model's dtype.
     """
 
     heads: Sequence[int]
@@ -46,7 +46,6 @@ class EditedRows:
 
 @torch.no_grad()
 def edited_rows(
-    spec: AttentionSpec,
     heads: Sequence[int],
     scores: Float[Tensor, "batch all_heads query key"],
     new: Float[Tensor, "batch all_heads query key"],
@@ -62,10 +61,7 @@ def edited_rows(
         rows = slots[-1:].expand(*after.shape[:2], 1)
     else:
         rows = ((after != before).any(-1) * slots).amax(-1, keepdim=True)
-    chosen = _rows_of(after, rows)
-    if not spec.limits.shows_mask:
-        chosen = chosen.masked_fill(~spec.sees(rows[..., None] - slots), -torch.inf)
-    return EditedRows(heads, rows, chosen)
+    return EditedRows(heads, rows, _rows_of(after, rows))
 
 
 def _rows_of(

@@ -171,7 +171,7 @@ class LayerHook:
         scores = self.seen[self.at_scores or ""]
         self._check_whole_text(scores)
         new = self._new_scores(scores, None)
-        self.edited = edited_rows(self.spec, self.heads, scores, new, every=not self.recomputed)
+        self.edited = edited_rows(self.heads, scores, new, every=not self.recomputed)
         return new
 
     def _new_scores(self, scores: Scores, vectors: Vectors | None) -> Scores:

@@ -82,14 +82,14 @@ def rotated_scores(
         return _rounded(rotation.turned(*rotation.own_angles()).add_product(spec, rest), scores)
     ceiling = math.inf if edit.ceiling is None else edit.ceiling
     if isinstance(edit.distances, Tensor):
-        cells = _matrix(spec, edit.distances, heads, seen_cells(spec, rest))
+        cells = _matrix(spec, edit.distances, heads, seen_cells(rest))
         values, index = cells.clamp(max=ceiling).unique(return_inverse=True)
         return _rounded(rest + rotation.of_pairs(values, index), scores)
     if edit.distances is None or isinstance(edit.distances, float):
         pieces = _pieces_of_ceiling(edit.distances, ceiling)
     else:
         n = scores.shape[-1]
-        ahead = not spec.causal or bool(seen_cells(spec, rest).triu(1).any())  # in the prefix of a prefix LM
+        ahead = not spec.causal or bool(seen_cells(rest).triu(1).any())  # in the prefix of a prefix LM
         low = 1 - n if ahead else 0  # a function need not have values at distances that do not occur
         real = torch.arange(low, n, device=scores.device)
         values = mapped(edit.distances, real.double(), "distances", "real distances").clamp(max=ceiling)
@@ -306,10 +306,9 @@ def _pieces_of_ceiling(distance: float | None, ceiling: float) -> list[Piece]:
     return [Piece(-math.inf, 1.0, 0.0), Piece(ceiling, 0.0, ceiling)]
 
 
-def seen_cells(spec: AttentionSpec, rest: Scores) -> Bool[Tensor, "batch query key"]:
+def seen_cells(rest: Scores) -> Bool[Tensor, "batch query key"]:
     """Find the cells in which a head sees a key."""
-    seen = (rest > -HIDDEN).any(1)
-    return seen if spec.limits.shows_mask else seen & spec.mask(rest.shape[-1], rest.device)
+    return (rest > -HIDDEN).any(1)
 
 
 def _matrix(

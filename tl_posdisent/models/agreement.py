@@ -83,8 +83,6 @@ def hidden_keys(
     hidden = spec.is_masked(scores)
     if rest is not None and rounding is not None:
         hidden = rest < -HIDDEN - 4 * float(rounding.max())
-    if not spec.limits.shows_mask:
-        hidden = hidden | ~spec.mask(scores.shape[-1], scores.device)
     return hidden
 
 

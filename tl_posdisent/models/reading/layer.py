@@ -80,7 +80,6 @@ class Layer:
         limits = Limits(
             problem=problem,
             masked_below=masked_below(dtype_of(self.model)),
-            shows_mask=taps.scores is not None,
             holds_to=length_limit(self.model, self.number),
         )
         sizes = {"n_heads": self.model.cfg.n_heads, "n_kv_heads": self.n_kv_heads, "d_head": self.d_head}

@@ -52,7 +52,6 @@ class Limits:
     Attributes:
         problem: why scores cannot be recomputed from q and k; None if they can.
         masked_below: cells at or below this value are masked (see ``is_masked``); it depends on the model's dtype.
-        shows_mask: whether the scores show which cells are masked; False if the mask is applied behind their hook.
         holds_to: the most tokens of a text for which the description holds, from the model's configuration; None for
             any. Longer texts are refused: the layer rotates them by other frequencies (longrope, dynamic NTK), scales
             their scores by position, or hides the keys of earlier chunks.
@@ -60,7 +59,6 @@ class Limits:
 
     problem: str | None = None
     masked_below: float = -1e30
-    shows_mask: bool = True
     holds_to: int | None = None
 
 
