@@ -124,9 +124,8 @@ class LayerHook:
             new = self._edited_scores() if self.shows_scores else self._edited_result(x)
         if name == self.spec.taps.pattern and self.edited is not None:
             self.edited.check(self.spec, x)
-        if self.by_slot and name == (
-            self.spec.taps.scores or self.spec.taps.pattern
-        ):  # which may fire behind the result
+        cells = self.spec.taps.scores or self.spec.taps.pattern
+        if self.by_slot and name == cells:  # it may fire behind the result
             self._check_whole_text(x)
         if name == self.at_result:
             new = self._new_results(x if new is None else new)
@@ -148,11 +147,6 @@ class LayerHook:
                 f"hooks of {' + '.join(self.tools)} do not see layer {self.spec.layer} from its beginning, or see it "
                 "twice: apply them once, and run the model outside of its own hooks"
             )
-
-    @property
-    def length(self) -> int:
-        shown = self.seen.get(self.spec.taps.scores or "")
-        return self._vectors(self.spec.taps.q).shape[1] if shown is None else shown.shape[-1]
 
     def _vectors(self, tap: Tap | None) -> Float[Tensor, "batch pos h size"]:
         assert tap is not None

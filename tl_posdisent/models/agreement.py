@@ -81,9 +81,9 @@ def hidden_keys(
     rounding: Tensor | None,
 ) -> Bool[Tensor, "batch head query key"]:
     """Find the keys that a query does not see, for any reason: by the rest of their scores, if it is known."""
-    hidden = spec.is_masked(scores)
-    if rest is not None and rounding is not None:
-        hidden = rest < -HIDDEN - 4 * float(rounding.max())
+    if rest is None or rounding is None:
+        return spec.is_masked(scores)
+    hidden: Tensor = rest < -HIDDEN - 4 * float(rounding.max())
     return hidden
 
 
