@@ -153,10 +153,8 @@ class LayerHook:
         return tap.read(*(self.seen[name] for name in tap.names))
 
     def _queries_and_keys(self) -> Vectors:
-        """Return queries and keys before rotation, in float32 (float64 for float64)."""
-        q, k = self._vectors(self.spec.taps.q), self._vectors(self.spec.taps.k)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return Vectors(q.to(wide), k.to(wide))
+        """Return queries and keys before rotation, in the model's dtype."""
+        return Vectors(self._vectors(self.spec.taps.q), self._vectors(self.spec.taps.k))
 
     # --- scores
 
@@ -175,8 +173,8 @@ class LayerHook:
         rounding: Tensor | None = None
         if self.recomputed:
             vectors = vectors or self._queries_and_keys()
-            own = vectors.of_heads(spec, self.recomputed).rotated(spec)
-            rounding = product_rounding(spec, *own, scores.dtype, self._vectors(spec.taps.q).dtype)
+            own = vectors.of_heads(spec, self.recomputed).wide().rotated(spec)
+            rounding = product_rounding(spec, *own, scores.dtype, vectors.q.dtype)
             rest = own.add_product(spec, _of_heads(scores, self.recomputed).to(own.q.dtype, copy=True), -1)
             check_product(spec, rest, rounding)
         groups: dict[object, list[int]] = {}
@@ -209,7 +207,7 @@ class LayerHook:
         if record.rotation:
             assert rest is not None
             assert vectors is not None
-            scores = rotated_scores(self.spec, record, heads, scores, rest, vectors)
+            scores = rotated_scores(self.spec, record, heads, scores, rest, vectors.wide())
         if visible is None:
             return scores
         hidden_now = torch.zeros((), dtype=torch.bool, device=scores.device)
@@ -226,8 +224,9 @@ class LayerHook:
             self._check_one_text(record.calls["scores"], visible & real[..., None], real)
             own = None
             if record.scores.vectors:
+                assert vectors is not None
                 keys = [self.spec.key_head(head) for head in heads]
-                own = self._vectors(self.spec.taps.q)[:, :, heads], self._vectors(self.spec.taps.k)[:, :, keys]
+                own = vectors.q[:, :, heads], vectors.k[:, :, keys]
             new = record.scores.of(View(self.spec, heads, inside, scores, own))
             scores = torch.where(inside, new.to(scores.dtype), scores)
         return scores
@@ -286,7 +285,7 @@ class LayerHook:
     def _edited_result(self, z: Tensor) -> Tensor:
         """Return z with the attention of edited heads put in, for a text without padding."""
         spec, vectors = self.spec, self._queries_and_keys()
-        scores = spec.score(*vectors.rotated(spec))
+        scores = spec.score(*vectors.wide().rotated(spec))
         self._check_whole_text(scores)
         inside = spec.mask(scores.shape[-1], scores.device)
         scores = self._new_scores(scores.masked_fill(~inside, -torch.inf), vectors)[:, self.heads]
@@ -303,9 +302,10 @@ class LayerHook:
         """Compare what the edits relied on with pattern and result, once both are seen, in whichever order."""
         spec, pattern = self.spec, self.seen[self.spec.taps.pattern or ""].detach()
         self._check_whole_text(pattern)
-        q_rot, k_rot = self._queries_and_keys().of_heads(spec, self.heads).rotated(spec)
+        vectors = self._queries_and_keys()
+        q_rot, k_rot = vectors.of_heads(spec, self.heads).wide().rotated(spec)
         shown = pattern[:, self.heads]
-        check_pattern(spec, q_rot, k_rot, shown, self._vectors(spec.taps.q).dtype)
+        check_pattern(spec, q_rot, k_rot, shown, vectors.q.dtype)
         z = self.seen[spec.taps.z or ""].detach()[:, :, self.heads]
         check_result(spec, z, self._gathered(shown.double()).detach())
 

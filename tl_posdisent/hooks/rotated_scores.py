@@ -42,6 +42,11 @@ class Vectors(NamedTuple):
             return self
         return Vectors(self.q[:, :, list(heads)], self.k[:, :, [spec.key_head(head) for head in heads]])
 
+    def wide(self) -> Vectors:
+        """Return them in float32 (float64 for float64)."""
+        wide = torch.promote_types(self.q.dtype, torch.float32)
+        return Vectors(self.q.to(wide), self.k.to(wide))
+
     def rotated(self, spec: AttentionSpec) -> Vectors:
         """Rotate as the model does, to the positions 0, 1, 2 …."""
         both = torch.cat(self, 2)  # angles and tables are computed once
