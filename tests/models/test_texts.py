@@ -6,6 +6,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import zoo
@@ -180,3 +181,49 @@ def test_cut_texts_are_their_first_tokens(demo: Any, side: str) -> None:
     tokens, mask, texts = padded(side)
     for found, text in zip(read_texts(demo, tokens, mask).cut(6).unpadded(), texts, strict=True):
         assert found.tolist() == text[:6].tolist()
+
+
+# --- predictions that count
+
+
+def listed(texts: Any) -> list[list[bool]]:
+    """Which tokens of each text count, without padding."""
+    return [row[real].tolist() for row, real in zip(texts.counted, texts.real, strict=True)]
+
+
+@pytest.mark.parametrize("side", ["left", "right", "list"])
+@pytest.mark.parametrize("kind", [int, list, set, tuple, torch.tensor, np.array])
+def test_predictions_of_ignored_ids_do_not_count(demo: Any, side: str, kind: Any) -> None:
+    """In the batch, in its groups and in parts of it; also of texts that were read before."""
+    tokens, mask, texts = padded("right" if side == "list" else side)
+    ids = [int(texts[0][2])] if kind is int else [int(text[2]) for text in texts[:3]]
+    ignore = ids[0] if kind is int else kind(ids)
+    given = (texts, None) if side == "list" else (tokens, mask)
+    expected = [[int(x) not in ids for x in text] for text in texts]
+    batch = read_texts(demo, *given, ignore=ignore)
+    assert listed(batch) == listed(read_texts(demo, read_texts(demo, *given), ignore=ignore)) == expected
+    assert not batch.counted[~batch.real].any()
+    for group in batch.groups:
+        assert group.counted.tolist() == [expected[row] for row in group.rows]
+        assert group.predictions.tolist() == [expected[row][:-1] for row in group.rows]
+    assert listed(batch.take([2, 0])) == [expected[2], expected[0]]
+    assert listed(batch.cut(6)) == [x[:6] for x in expected]
+    without = batch.without_first()
+    assert listed(without) == [[False, *x[1:]] for x in expected]
+    assert listed(read_texts(demo, without, ignore=ids[:1])) == listed(without)
+    assert all(map(all, listed(read_texts(demo, *given))))
+    assert listed(read_texts(demo, *given, ignore=[])) == listed(read_texts(demo, *given))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_ignored(demo: Any) -> None:
+    tokens = torch.tensor([[5, 6, 7, 6], [8, 5, 7, 9]])
+    for wrong in (-1, demo.cfg.d_vocab, 1.5, True, "<s>", ["<s>"], torch.tensor([1.0]), [[1]]):
+        with pytest.raises(
+            ValueError, match=r"ignore must be token ids from 0 to \d+, an integer or several.*to_single_token"
+        ):
+            read_texts(demo, tokens, ignore=wrong)
+    with pytest.raises(ValueError, match=r"ignore must leave a prediction that counts .* in text 1, whose last token"):
+        read_texts(demo, tokens, ignore=[5, 7, 8])
+    with pytest.raises(ValueError, match="tokens must be texts of at least three tokens"):
+        read_texts(demo, tokens[:, :2]).without_first()

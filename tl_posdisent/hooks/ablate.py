@@ -102,18 +102,24 @@ def _at_slots(layer: int, heads: Sequence[int], z: Tensor, *, replace: StandIn, 
 
 
 def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:
-    """Return the function that replaces z in this mode; for ``"mean"``, run the reference up to these layers."""
+    """Return the function that replaces z in this mode; for ``"mean"``, run the reference up to these layers.
+
+    Of ``Texts``, the mean is over the tokens whose predictions count.
+    """
     means: dict[int, Tensor] = {}
     if mode == "mean":
         try:
             texts = read_texts(model, reference)
-            n_tokens = sum(group.tokens.numel() for group in texts.groups)
+            n_tokens = int(texts.counted.sum())
 
-            def add(layer: int, z: Tensor) -> None:  # in float64
-                means[layer] = means.get(layer, 0.0) + z.double().sum((0, 1)) / n_tokens
+            def add(layer: int, counted: Tensor, z: Tensor) -> None:  # in float64
+                some = z.double() * counted.to(z.device)[..., None, None]
+                means[layer] = means.get(layer, 0.0) + some.sum((0, 1)) / n_tokens
 
-            listeners = [at_results(layer, model.cfg.n_heads, partial(add, layer)) for layer in layers]
             for group in texts.groups:
+                listeners = [
+                    at_results(layer, model.cfg.n_heads, partial(add, layer, group.counted)) for layer in layers
+                ]
                 with running(model) as p:
                     p.run(group.tokens, listeners, stop=max(layers) + 1)
         except ValueError as error:

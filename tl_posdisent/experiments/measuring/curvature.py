@@ -26,14 +26,14 @@ from tl_posdisent.experiments.measuring.looking import Results, look
 from tl_posdisent.experiments.measuring.metrics import LogitDifference, Metric, as_numbers, is_separable, values_of
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.text_parts import Batch, Part, can_pad, parts_of
-from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, logits_of
+from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, counted_in, logits_of, n_predictions
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.forward_pass import Pass, running, with_gradients
 from tl_posdisent.models.running.model_parts import user_hooks
 from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts, of_texts, same
 from tl_posdisent.models.running.results import at_results
-from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.models.running.texts import TextGroup, Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
@@ -48,7 +48,7 @@ class Estimates:
     Attributes:
         first: first-order effects on the metric by the name of the change; NaN without a metric.
         curvature: estimates of KL(unmodified ‖ changed), in nats per prediction; NaN without draws.
-        predictions: number of predictions of each text.
+        predictions: number of predictions of each text that count.
     """
 
     first: dict[str, Float64[Tensor, "head text"]]
@@ -128,8 +128,10 @@ class _GroupRun:
         z: the results of the heads, by layer.
         before: what the block before each of these layers returns, to begin there; empty to run all blocks.
         slopes: the gradient of the metric of each text, by layer; None without a metric.
-        surprises: the gradient of ``-Σ log p(label)`` over the predictions, for each draw of labels, by layer.
-        n_predictions: number of predictions of each text; 0 if the output is neither logits by token nor by text.
+        surprises: the gradient of ``-Σ log p(label)`` over the predictions that count, for each draw of labels, by
+            layer.
+        n_predictions: number of predictions of each text that count; 0 if the output is neither logits by token nor by
+            text.
     """
 
     rows: list[int]
@@ -138,7 +140,7 @@ class _GroupRun:
     before: dict[int, Any]
     slopes: dict[int, Results] | None
     surprises: dict[int, Float[Tensor, "draw text pos head size"]]
-    n_predictions: int
+    n_predictions: Float64[Tensor, " text"]
 
 
 def _looked(
@@ -205,18 +207,17 @@ def _differentiate(
         logits = [_logits(x, group.tokens) for x, group in zip(outputs, part.texts.groups, strict=True) if draws]
         log_p = [as_log_probabilities(x) for x in logits]
         labels = [
-            drawn_labels(x, _uniforms(part, group.rows, group.tokens.shape[1], x.shape[1], draws, seed))
-            for x, group in zip(log_p, part.texts.groups, strict=bool(draws))
+            _labels(part, group, output, x, draws, seed)
+            for x, output, group in zip(log_p, outputs, part.texts.groups, strict=bool(draws))
         ]
         surprises = [*_surprise_gradients(p.model, part, graphs, log_p, labels, results)]
     numbers = iter(range(len(results)))
-    group_outputs = iter(outputs)
+    predictions = n_predictions(outputs, part.texts)
     for graph, batch in zip(graphs, part.batches, strict=True):
         of_batch = {layer: next(numbers) for layer in graph.z}
         for group, place in zip(batch.groups, batch.places, strict=True):
             length = group.tokens.shape[1]
             here = (place, slice(length))
-            predicted = logits_of(next(group_outputs), group.tokens)
             yield _GroupRun(
                 [part.rows[row] for row in group.rows.tolist()],
                 group.tokens,
@@ -224,7 +225,7 @@ def _differentiate(
                 {layer: of_texts(x, here) for layer, x in graph.before.items() if begin},
                 None if slopes is None else {layer: slopes[n][here] for layer, n in of_batch.items()},
                 {layer: torch.stack([x[n][here] for x in surprises]) for layer, n in of_batch.items() if surprises},
-                0 if predicted is None else predicted.shape[1],
+                predictions[group.rows.cpu()],
             )
 
 
@@ -293,6 +294,14 @@ def _logits(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text
 # --- labels
 
 
+def _labels(
+    part: Part, group: TextGroup, output: Tensor, log_p: Tensor, draws: int, seed: int
+) -> Int[Tensor, "draw text prediction"]:
+    """Draw labels of a group's predictions; -1 where these do not count."""
+    uniforms = _uniforms(part, group.rows, group.tokens.shape[1], log_p.shape[1], draws, seed)
+    return drawn_labels(log_p, uniforms).masked_fill(~counted_in(output, group).to(log_p.device), -1)
+
+
 def _uniforms(
     part: Part, rows: Int[Tensor, " text"], n_tokens: int, n_predictions: int, draws: int, seed: int
 ) -> Float64[Tensor, "draw text prediction"]:
@@ -338,7 +347,8 @@ def _surprise_gradients(
 
 
 def _surprise(log_p: Sequence[Tensor], labels: Sequence[Tensor], draw: int) -> Tensor:
-    surprises = [-x.gather(-1, y[draw, ..., None]).sum() for x, y in zip(log_p, labels, strict=True)]
+    drawn = [(x, y[draw, ..., None]) for x, y in zip(log_p, labels, strict=True)]
+    surprises = [-x.gather(-1, y.clamp_min(0)).where(y >= 0, 0.0).sum() for x, y in drawn]
     return sum(surprises[1:], surprises[0])
 
 
@@ -365,13 +375,14 @@ def _shared_by_draws(
 def _label_vectors(
     model: Any, part: Part, graphs: Sequence[_Graph], labels: Sequence[Tensor], draw: int
 ) -> list[Float[Tensor, "text pos d_model"]]:
-    """Return the unembedding vectors of one draw's labels for each batch, and zeros where nothing is predicted."""
+    """Return the unembedding vectors of one draw's labels for each batch, and zeros where no prediction counts."""
     of_groups, vectors = iter(labels), list[Tensor]()
     for graph, batch in zip(graphs, part.batches, strict=True):
         own: Tensor = torch.zeros_like(graph.unembedded)
         for place in batch.places:
-            y = next(of_groups)[draw]
-            own[place, : y.shape[1]] = model.W_U.detach()[:, y.to(model.W_U.device)].movedim(0, -1).to(own)
+            y = next(of_groups)[draw].to(model.W_U.device)
+            rows = model.W_U.detach()[:, y.clamp_min(0)].movedim(0, -1)
+            own[place, : y.shape[1]] = rows.where(y[..., None] >= 0, 0.0).to(own)
         vectors.append(own)
     return vectors
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.measuring.token_losses import in_blocks
+from tl_posdisent.experiments.measuring.token_losses import in_blocks, mean_counted
 from tl_posdisent.models.running.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import is_integer, shown
@@ -25,7 +25,11 @@ logits are NaN at padding."""
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """Compute the mean cross-entropy of each text's next tokens, in nats; in float32 or wider, averaged in float64."""
-    return torch.cat([losses for _, _, losses in in_blocks(logits, tokens)], 1).double().mean(1)
+    return _losses(logits, tokens).double().mean(1)
+
+
+def _losses(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch predicted"]:
+    return torch.cat([losses for _, _, losses in in_blocks(logits, tokens)], 1)
 
 
 def is_loss(metric: Metric) -> bool:
@@ -225,13 +229,13 @@ def _takes_tokens(metric: Metric) -> bool:
 
 
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
-    """Compute a metric of a run: a number, or one per text (in any order).
+    """Compute a metric of a run: a number, or one per text (in any order); the loss, of predictions that count.
 
     Metrics of this file receive texts of equal length without padding; others the batch, with NaN logits at padding.
     """
     parts = list(zip(outputs, texts.groups, strict=True))
     if is_loss(metric):
-        return torch.cat([next_token_loss(logits, group.tokens) for logits, group in parts])
+        return torch.cat([mean_counted(_losses(logits, group.tokens), group.predictions) for logits, group in parts])
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))
         return torch.cat([metric.of_texts(logits, group.rows) for logits, group in parts])
@@ -273,14 +277,10 @@ def metric_values(metric: Metric) -> Callable[..., Callable[[Sequence[Any]], Flo
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     """Compute the metric of a run, averaged over texts if it is one number per text (see ``values_of``).
 
-    The loss of next tokens is averaged over all predicted tokens, as in every table of losses.
+    The loss of next tokens is averaged over all predictions that count, as in every table of losses.
     """
     numbers = as_numbers(values_of(metric, outputs, texts), len(texts.tokens))
     if is_loss(metric):
-        numbers = numbers.repeat_interleave(torch.tensor(_predicted(texts)))
+        predicted = torch.cat([group.predictions.sum(1) for group in texts.groups])
+        numbers = numbers.repeat_interleave(predicted.cpu())
     return float(numbers.mean())
-
-
-def _predicted(texts: Texts) -> list[int]:
-    """Return the number of predicted tokens of each text, in the order of its groups."""
-    return [group.tokens.shape[1] - 1 for group in texts.groups for _ in group.rows]

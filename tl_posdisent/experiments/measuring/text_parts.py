@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from jaxtyping import Int
@@ -85,7 +85,7 @@ def _part(model: Any, texts: Texts, batches: Sequence[Sequence[int]]) -> Part:
     rows = sorted(row for batch in batches for row in batch)
     own = texts.take(rows)
     made = [_batch(model, own, [rows.index(row) for row in batch]) for batch in batches]
-    return Part(rows, Texts(own.tokens, own.real, [group for batch in made for group in batch.groups]), made)
+    return Part(rows, replace(own, groups=[group for batch in made for group in batch.groups]), made)
 
 
 def _batch(model: Any, texts: Texts, rows: Sequence[int]) -> Batch:
@@ -97,5 +97,5 @@ def _batch(model: Any, texts: Texts, rows: Sequence[int]) -> Batch:
     for group in groups:
         places.append(slice(first, first + len(group.tokens)))
         first += len(group.tokens)
-    of_part = [TextGroup(group.rows.new_tensor(rows)[group.rows], group.tokens, group.starts) for group in groups]
+    of_part = [replace(group, rows=group.rows.new_tensor(rows)[group.rows]) for group in groups]
     return Batch(tokens, of_part, places)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.models.running.texts import Texts
+from tl_posdisent.models.running.texts import TextGroup, Texts
 from tl_posdisent.utils.errors import ArgumentError
 
 _MAX_LOG_PROBABILITIES = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
@@ -69,19 +69,30 @@ def logits_of(output: Any, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "te
     return None
 
 
+def counted_in(output: Tensor, group: TextGroup) -> Bool[Tensor, "text prediction"]:
+    """Return which of the predictions of ``logits_of`` count; that of a text's class always does."""
+    return group.predictions if output.ndim == 3 else torch.ones_like(group.predictions[:, :1])
+
+
+def mean_counted(values: Float[Tensor, "text prediction"], counted: Bool[Tensor, "text prediction"]) -> Tensor:
+    """Average each text's values over the predictions that count, in float64."""
+    counted = counted.to(values.device)
+    return torch.where(counted, values.double(), 0.0).sum(1) / counted.sum(1)
+
+
 def n_predictions(outputs: Sequence[Any], texts: Texts) -> Float64[Tensor, " text"]:
-    """Count the predictions of each text, given the output for each group of texts."""
+    """Count the predictions of each text that count, given the output for each group of texts."""
     counts = torch.zeros(len(texts.tokens), dtype=torch.float64)
     for output, group in zip(outputs, texts.groups, strict=True):
-        logits = logits_of(output, group.tokens)
-        counts[group.rows.cpu()] = 0 if logits is None else logits.shape[1]
+        if logits_of(output, group.tokens) is not None:
+            counts[group.rows.cpu()] = counted_in(output, group).sum(1).double().cpu()
     return counts
 
 
 def divergence(
     unmodified: Sequence[Any], texts: Texts, rows: Sequence[int]
 ) -> Callable[[Sequence[Any]], Float64[Tensor, " text"]]:
-    """Compare texts by the mean of KL(unmodified ‖ changed) over their predictions; NaN without predictions."""
+    """Compare texts by the mean of KL(unmodified ‖ changed) over the predictions that count; NaN without any."""
     logits = [logits_of(output, group.tokens) for output, group in zip(unmodified, texts.groups, strict=True)]
     clean = [None if x is None else as_log_probabilities(x) for x in logits]
 
@@ -93,15 +104,15 @@ def divergence(
                 n = max(1, _MAX_LOG_PROBABILITIES * log_p.shape[1] // max(1, log_p.numel()))
                 pairs = zip(log_p.split(n, 1), changed.split(n, 1), strict=True)
                 kl = torch.cat([divergences(p, as_log_probabilities(q)) for p, q in pairs], 1)
-                by_text[group.rows.cpu()] = kl.double().mean(1).cpu()
+                by_text[group.rows.cpu()] = mean_counted(kl, counted_in(output, group)).cpu()
         return by_text
 
     return compare
 
 
 def predicted(texts: Texts) -> Bool[Tensor, "text predicted"]:
-    """Return which of the values of ``by_token`` belong to a token of a text."""
-    return torch.arange(texts.longest - 1) < torch.tensor(texts.lengths)[:, None] - 1
+    """Return which of the values of ``by_token`` are predictions that count."""
+    return texts.from_the_start([group.predictions for group in texts.groups]).cpu()
 
 
 def by_token(
@@ -109,7 +120,7 @@ def by_token(
 ) -> Callable[[Sequence[Any]], Float64[Tensor, "text predicted 2"]]:
     """Compare texts by the loss of each token but the first, and KL(unmodified ‖ changed) of its prediction.
 
-    The model must return logits. Shorter texts have NaN after their last token.
+    The model must return logits. NaN where no prediction counts, and in shorter texts after their last token.
     """
     for output, group in zip(unmodified, texts.groups, strict=True):
         check_logits(output, group.tokens)
@@ -119,8 +130,9 @@ def by_token(
     def compare(outputs: Sequence[Any]) -> Float64[Tensor, "text predicted 2"]:
         values = torch.full((len(texts.tokens), longest, 2), torch.nan, dtype=torch.float64)
         for output, group, log_p in zip(outputs, texts.groups, clean, strict=True):
-            found = losses_and_divergences(output, group.tokens, log_p)
-            values[group.rows.cpu(), : found[0].shape[1]] = torch.stack(found, -1).double().cpu()
+            found = torch.stack(losses_and_divergences(output, group.tokens, log_p), -1).double().cpu()
+            counted = group.predictions.cpu()[..., None]
+            values[group.rows.cpu(), : found.shape[1]] = found.where(counted, torch.nan)
         return values
 
     return compare

@@ -7,7 +7,7 @@ result for a text in a padded batch equals that for the text alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.running.model_parts import check_weights, device_of
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import shown
+from tl_posdisent.utils.validation import is_integer, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +28,18 @@ class TextGroup:
     Attributes:
         rows, starts: for each text, its row in the batch and the column in which it begins.
         tokens: ids ``[text, pos]``.
+        counted: True at tokens whose prediction counts, as in ``Texts``.
     """
 
     rows: Int[Tensor, " text"]
     tokens: Int[Tensor, "text pos"]
     starts: Int[Tensor, " text"]
+    counted: Bool[Tensor, "text pos"]
+
+    @property
+    def predictions(self) -> Bool[Tensor, "text predicted"]:
+        """Which predictions of the next token count; the last token has none."""
+        return self.counted[:, :-1]
 
     def cut(self, x: Tensor) -> Tensor:
         """Select these texts, ``[text, pos, ...]``, from a tensor laid out like the batch, ``[batch, pos, ...]``."""
@@ -47,31 +54,48 @@ class Texts:
     Attributes:
         tokens: ids ``[batch, pos]``, with padding.
         real: True where a token belongs to a text.
+        counted: True at tokens whose prediction of the next token counts in losses and divergences.
         groups: the texts by length, in the order of the first text of each length.
     """
 
     tokens: Int[Tensor, "batch pos"]
     real: Bool[Tensor, "batch pos"]
+    counted: Bool[Tensor, "batch pos"]
     groups: list[TextGroup]
 
     @classmethod
-    def of(cls, tokens: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> Texts:
-        """Group the texts of a batch by length, without their padding."""
+    def of(
+        cls, tokens: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"], counted: Bool[Tensor, "batch pos"]
+    ) -> Texts:
+        """Group the texts of a batch by length, without their padding; raise for a text of which nothing counts."""
+        counted = counted & real
+        if len(none := (~(counted[:, :-1] & real[:, 1:]).any(1)).nonzero()):
+            problem = f"must leave a prediction that counts in each text, got none in text {int(none[0])}"
+            raise ArgumentError("ignore", f"{problem}, whose last token predicts nothing")
         lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
         groups = []
         for length in dict.fromkeys(lengths.tolist()):
             texts = (lengths == length).nonzero()[:, 0]
-            columns = starts[texts, None] + torch.arange(length, device=tokens.device)
-            groups.append(TextGroup(texts, tokens[texts[:, None], columns], starts[texts]))
-        return cls(tokens, real, groups)
+            places = (texts[:, None], starts[texts, None] + torch.arange(length, device=tokens.device))
+            groups.append(TextGroup(texts, tokens[places], starts[texts], counted[places]))
+        return cls(tokens, real, counted, groups)
 
     def take(self, rows: Sequence[int]) -> Texts:
         """Return some of the texts, in this order."""
-        return Texts.of(self.tokens[rows], self.real[rows])
+        return Texts.of(self.tokens[rows], self.real[rows], self.counted[rows])
 
     def cut(self, length: int) -> Texts:
         """Return the first tokens of each text, at most so many."""
-        return Texts.of(self.tokens, self.real & (self.real.cumsum(1) <= length))
+        return Texts.of(self.tokens, self.real & (self.real.cumsum(1) <= length), self.counted)
+
+    def without_first(self) -> Texts:
+        """Return the texts with the prediction of each one's first token not counted."""
+        if min(self.lengths) < 3:
+            raise ArgumentError(
+                "tokens",
+                "must be texts of at least three tokens, since the prediction of the first does not count, got two",
+            )
+        return Texts.of(self.tokens, self.real, self.counted & (self.real.cumsum(1) > 1))
 
     @property
     def lengths(self) -> list[int]:
@@ -152,9 +176,11 @@ def _shuffled_order(length: int, seed: int) -> Int[Tensor, " pos"]:
 Tokens = Int[Tensor, "*_batch _pos"] | str | list[str] | list[Tensor] | Mapping[str, Tensor] | Texts
 """Token ids ``[batch, pos]`` or ``[pos]``, a string, a list of either, ids and mask as a tokenizer returns them, or
 what was read from these before."""
+TokenIds = int | Iterable[int]
+"""Ids of the vocabulary, one or several."""
 
 
-def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
+def read_texts(model: Any, tokens: Any, attention_mask: Any = None, ignore: Any = None) -> Texts:
     """Split a batch into groups of texts of equal length, without padding.
 
     Args:
@@ -163,13 +189,21 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
             ``"attention_mask"``. ``Texts`` that were already read are returned unchanged.
         attention_mask: for ids, of the same shape: True or 1 at tokens, False or 0 at padding, which must be at the
             beginning or at the end of a text. None for ids without padding, for strings and for lists.
+        ignore: token ids, an integer or several, whose predictions do not count.
 
     Raises:
         ValueError: what ``check_tokens`` refuses; a mask of another shape or with other values, with a gap, with
-            padding on both sides of a text, or with fewer than two tokens in a text; a mask beside strings or a list.
+            padding on both sides of a text, or with fewer than two tokens in a text; a mask beside strings or a list;
+            what is not an id; a text without a prediction that counts.
     """
-    if isinstance(tokens, Texts):
-        return tokens
+    texts = tokens if isinstance(tokens, Texts) else _read_texts(model, tokens, attention_mask)
+    if ignore is None:
+        return texts
+    ignored = torch.tensor(_token_ids(model, ignore), dtype=torch.int64, device=texts.tokens.device)
+    return Texts.of(texts.tokens, texts.real, texts.counted & ~torch.isin(texts.tokens, ignored))
+
+
+def _read_texts(model: Any, tokens: Any, attention_mask: Any) -> Texts:
     if isinstance(tokens, Mapping):
         tokens, attention_mask = _ids_and_mask(tokens, attention_mask)
     if isinstance(tokens, (str, list)):
@@ -178,19 +212,35 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
         rows = _listed_texts(model, [tokens] if isinstance(tokens, str) else tokens)
         side = getattr(getattr(model, "tokenizer", None), "padding_side", "right")
         ids = pad_sequence(rows, True, special_id(model, "pad") or 0, side)
-        return Texts.of(ids, pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool())
+        real = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool()
+        return Texts.of(ids, real, real)
     ids = check_tokens(model, tokens, padded=attention_mask is not None)
     if attention_mask is None:
-        return Texts.of(ids, torch.ones_like(ids, dtype=torch.bool))
+        real = torch.ones_like(ids, dtype=torch.bool)
+        return Texts.of(ids, real, real)
     real = _real(attention_mask, ids)
     if where := padding_in(model, ids.masked_fill(~real, -1)):
         warnings.warn(
             f"attention_mask is 1 at {where}, which is measured as a part of the text. If it is padding, give the "
             "texts as a list of strings, or the mask of model.tokenizer(texts, padding=True): TransformerLens's "
             "get_attention_mask looks on the tokenizer's side unless padding_side= names another",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return Texts.of(ids, real)
+    return Texts.of(ids, real, real)
+
+
+def _token_ids(model: Any, ignore: Any) -> list[int]:
+    """Validate ids of the vocabulary, one or several."""
+    ids = ignore.tolist() if hasattr(ignore, "tolist") else ignore
+    ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
+    size = model.cfg.d_vocab
+    if not all(is_integer(x) and 0 <= x < size for x in ids):
+        raise ArgumentError(
+            "ignore",
+            f"must be token ids from 0 to {size - 1}, an integer or several, got {shown(ignore)}; for words, use "
+            "model.to_single_token",
+        )
+    return [int(x) for x in ids]
 
 
 def _listed_texts(model: Any, texts: Sequence[Any]) -> list[Int[Tensor, " _pos"]]:
