@@ -15,7 +15,7 @@ from tl_posdisent.utils.statistics import (
     degrees_of_freedom,
     difference,
     error_over_draws,
-    jackknife_error,
+    jackknife,
     mean,
     ratio,
     significance,
@@ -133,13 +133,47 @@ def test_a_single_draw_has_no_error_of_its_kind() -> None:
     assert error_over_draws(table[:1], "r", ["batch", "seed"]) == error_over_draws(table, "r", []) == 0
 
 
+def jackknifed(values: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> float:
+    """Jackknife a function of the weighted mean of blocks ``[block, ...]``."""
+    left = torch.cat([torch.ones(1, len(values)), 1 - torch.eye(len(values))]).double() * weights
+    means = [(w[:, None] * values).sum(0) / w.sum() for w in left]
+    return jackknife(torch.stack([function(x) for x in means]), weights).error.item()
+
+
 def test_jackknife_is_the_known_error_of_a_mean_and_of_a_ratio() -> None:
     """Of a mean exactly; of a ratio of means nearly that of drawing the observations with replacement."""
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 30, generator=generator, dtype=torch.float64).abs() + 1
-    without = torch.stack([torch.stack([v[np.arange(30) != n].mean() for v in (x, y)]) for n in range(30)])
-    np.testing.assert_allclose(jackknife_error(without), stats.sem(np.stack([x, y]), axis=1))
+    x = torch.randn(30, 2, generator=generator, dtype=torch.float64).abs() + 1
+    for n in (0, 1):
+        expected = stats.sem(x[:, n].numpy())
+        assert jackknifed(x, torch.ones(30), lambda means, n=n: means[n]) == pytest.approx(expected)
     drawn = np.random.default_rng(0).integers(0, 30, (4000, 30))
-    ratios = x.numpy()[drawn].mean(1) / y.numpy()[drawn].mean(1)
-    found = jackknife_error(without[:, 0] / without[:, 1]).item()
+    ratios = x[:, 0].numpy()[drawn].mean(1) / x[:, 1].numpy()[drawn].mean(1)
+    found = jackknifed(x, torch.ones(30), lambda means: means[0] / means[1])
     assert found == pytest.approx(ratios.std() * (30 / 29) ** 0.5, rel=0.05)
+
+
+def test_jackknife_of_blocks_of_unequal_size() -> None:
+    """The error of the mean, and of a ratio of means, over draws of blocks whose means vary less the larger they are."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.tensor([8.0, 3.0, 5.0, 1.0, 2.0, 6.0, 4.0, 7.0], dtype=torch.float64)
+    draws = torch.randn(4000, 8, 2, generator=generator, dtype=torch.float64) / weights.sqrt()[:, None] / 4
+    draws = draws + torch.tensor([1.0, 2.0], dtype=torch.float64)
+    for function in (lambda means: means[0], lambda means: means[0] / means[1]):
+        variances = [jackknifed(x, weights, function) ** 2 for x in draws[:400]]
+        over_draws = torch.stack([function((weights[:, None] * x).sum(0) / weights.sum()) for x in draws])
+        assert np.mean(variances) == pytest.approx(over_draws.var().item(), rel=0.15)
+
+
+def test_false_discovery_rates_are_those_of_the_step_up_procedure() -> None:
+    """At each level, the hypotheses rejected are those up to the largest p(k) below level · k / n."""
+    p = torch.rand(40, generator=torch.Generator().manual_seed(2), dtype=torch.float64) ** 3
+    p[[3, 17]] = torch.nan
+    rates, known = false_discovery_rates(p), ~p.isnan()
+    ordered = p[known].sort().values
+    for level in (0.01, 0.05, 0.2):
+        below = (ordered <= level * torch.arange(1, 39) / 38).nonzero()
+        rejected = p <= ordered[below.max()] if len(below) else torch.zeros(40, dtype=torch.bool)
+        assert ((rates <= level) == rejected).all()
+    assert rates.isnan().equal(p.isnan())
+    assert false_discovery_rates(p[[3]]).isnan().all()

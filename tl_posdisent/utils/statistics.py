@@ -160,12 +160,37 @@ def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> 
     return float(sum(x.var() / len(x) for x in means if len(x) > 1) ** 0.5)
 
 
-def jackknife_error(without: Float[Tensor, " draw *estimate"]) -> Float[Tensor, "*estimate"]:
-    """Compute the standard error of an estimate from the estimates that leave out one of the independent draws.
+def jackknife(values: Float[Tensor, "_left_out *estimate"], weights: Float[Tensor, " block"]) -> Estimate:
+    """Compute the standard error of an estimate from the estimates that leave out one of the independent blocks.
+
+    Blocks may be of unequal size: the error is that of pseudo-values weighted by size (Busing, Meijer and Van der
+    Leeden, 1999), which for equal sizes is the usual one.
+
+    Args:
+        values: the estimate of all blocks, then those without each block.
+        weights: number of observations of each block.
 
     >>> x = torch.tensor([1.0, 2.0, 6.0])
-    >>> round(jackknife_error((x.sum() - x) / 2).item(), 4), round(x.std().item() / 3**0.5, 4)  # of a mean, the usual
+    >>> means = torch.cat([x.mean()[None], (x.sum() - x) / 2])
+    >>> found = jackknife(means, torch.ones(3))
+    >>> round(found.error.item(), 4), round(x.std().item() / 3**0.5, 4)  # of a mean, the usual
     (1.5275, 1.5275)
     """
-    error: Tensor = ((len(without) - 1) * without.var(0, correction=0)).sqrt()
-    return error
+    value, without = values[0], values[1:]
+    if len(without) < 2:
+        return Estimate(value, torch.full_like(value, nan))
+    times = (weights.sum() / weights.double()).view(-1, *[1] * (without.ndim - 1)).to(without.device)
+    pseudo = times * value - (times - 1) * without
+    expected = len(without) * value - ((1 - 1 / times) * without).sum(0)
+    return Estimate(value, ((pseudo - expected).square() / (times - 1)).mean(0).sqrt())
+
+
+def false_discovery_rates(p: Float[Tensor, " test"]) -> Float64[Tensor, " test"]:
+    """Compute the least false discovery rate at which each of several tests rejects (Benjamini–Hochberg); NaN stays.
+
+    >>> false_discovery_rates(torch.tensor([0.01, 0.04, float("nan"), 0.03])).tolist()
+    [0.03, 0.04, nan, 0.04]
+    """
+    rates, known = p.double().clone(), ~p.isnan()
+    rates[known] = torch.as_tensor(stats.false_discovery_control(rates[known].numpy()))
+    return rates

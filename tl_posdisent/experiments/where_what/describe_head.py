@@ -34,14 +34,16 @@ def describe_head(
     query: tuple[int, int] | None = None,
     key: int | None = None,
     seeds: int | Iterable[int] = 1,
+    ignore: int | Iterable[int] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> HeadDescription:
     """Say whether one head is looking at *where* or at *what*: the answer, and in words what it rests on.
 
-    * *Needs*: the shares of its contribution that survive with distances alone and with content alone, as in
-      ``where_or_what``, here by runs: ``where = 1 - K_distance / K_mean``, ``what = 1 - K_content / K_mean``. Also the
-      raw costs of every other key at one distance. Where these exceed the contribution, wrong attention does harm.
+    * *Needs*: the parts of its contribution that depend on where keys are, on what they are and on neither, and the
+      shares that are kept with distances alone, content alone, and uniform attention, as in ``where_or_what``, here by
+      runs. Also the raw costs of every other key at one distance. Where these exceed the contribution, wrong attention
+      does harm.
     * *Looks*: the variance of its scores by component, beside random weights (``additivity``, ``random_control``), its
       usual label (``head_labels``), and its attention by distance. A variance weighs all pairs of tokens, a
       contribution those that matter to predictions; where the two disagree, a sentence says so.
@@ -49,7 +51,7 @@ def describe_head(
       parts of their scores: ``g(q, k)``, averaged over distances, and ``f(q, d)``, of the mean key. Then the largest
       sources of the difference (``score_sources``), and what the head adds directly to the logits.
 
-    The cost in forward passes of the texts is 9 for *needs*, and for the others a few and a fixed number of tokens
+    The cost in forward passes of the texts is 10 for *needs*, and for the others a few and a fixed number of tokens
     (``passes`` is the sum).
 
     Args:
@@ -60,6 +62,7 @@ def describe_head(
         query: text and position of the query to explain, in the measured texts without padding; default that of the
             largest contribution.
         key: position of the key to explain there; default that of the largest attention.
+        ignore: as in ``where_or_what``.
         seeds: number of random copies of the model for *looks*, or a list of their seeds; 0 for none.
         seed: seed of the random tokens on which labels are measured.
         progress: show a progress bar.
@@ -76,7 +79,7 @@ def describe_head(
         >>> model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
         >>> found = describe_head(model, tokens, "L3H4", progress=False)
         >>> print(found.answer)
-        L3H4 contributes ... nats per predicted token; distances alone keep ...
+        L3H4 contributes ... nats per predicted token: ... % where, ... % what, ... % neither: ...
         >>> found.to_frame().columns.tolist()
         ['part', 'quantity', 'value', 'se']
     """
@@ -88,7 +91,7 @@ def describe_head(
     ((spec, (number,)),) = chosen
     check_reach(reading, [spec.layer])
     with running(model) as p, p.counting_tokens() as counts:
-        texts, of_folds = folds(reading, tokens, heldout, chosen)
+        texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         total = len(texts.tokens) * len(of_folds[0].replacements)
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
             runs = measure_head(reading, of_folds, (spec.layer, number), bar)

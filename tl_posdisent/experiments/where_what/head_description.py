@@ -11,6 +11,7 @@ import pandas as pd
 
 from tl_posdisent.experiments.where_what.head_example import HeadExample
 from tl_posdisent.experiments.where_what.head_looks import HeadLooks
+from tl_posdisent.experiments.where_what.rows import COLUMNS
 from tl_posdisent.experiments.where_what.sentences import (
     Cost,
     disagreement_sentence,
@@ -18,7 +19,7 @@ from tl_posdisent.experiments.where_what.sentences import (
     nats,
     needs_sentences,
 )
-from tl_posdisent.experiments.where_what.shares import Verdict
+from tl_posdisent.experiments.where_what.verdicts import Verdict
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable
 from tl_posdisent.utils.validation import head_label
@@ -66,10 +67,10 @@ class HeadDescription(HasTable):
 
     def sections(self) -> dict[str, list[str]]:
         """Return all sentences but the answer, by part: ``needs``, ``looks`` and ``why``."""
-        _, *harm = needs_sentences(self._row, self.costs)
+        _, *needs = needs_sentences(self._row, self.costs)
         differs = disagreement_sentence(self._row, self.looks.shares, self.looks.random)
         return {
-            "needs": [*harm, _costs_in_words(self.costs), *hooks_sentences(self.needs)],
+            "needs": [*needs, _costs_in_words(self.costs), *hooks_sentences(self.needs)],
             "looks": [*self.looks.sentences(), *([differs] if differs else [])],
             "why": self.example.sentences(),
         }
@@ -85,10 +86,8 @@ class HeadDescription(HasTable):
         return table
 
     def _needs_rows(self) -> Iterator[_Row]:
-        row = self._row
-        yield "needs", "contribution", row["contribution"], row["contribution_se"]
-        for name in ("where", "what", "uniform"):
-            yield "needs", name, row[f"{name}_unclipped"], row[f"{name}_se"]
+        for name in COLUMNS:
+            yield "needs", name, self._row[name], self._row[f"{name}_se"]
         for cost in self.costs:
             yield "needs", f"kl at distance {cost.distance:g}", cost.kl, cost.kl_se
         for cost in self.costs:

@@ -15,8 +15,9 @@ from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS, MEAN, Fold, content_alone, over_folds
+from tl_posdisent.experiments.where_what.rows import from_runs, table_of
 from tl_posdisent.experiments.where_what.sentences import Cost
-from tl_posdisent.experiments.where_what.shares import NEGLIGIBLE, shares_of, verdicts
+from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.utils.statistics import mean
 
@@ -42,12 +43,9 @@ class HeadRuns:
 
     def needs(self) -> pd.DataFrame:
         """Return the head's row of the table of ``where_or_what``."""
-        row = shares_of({name: x.nanmean(1)[:, None] for name, x in self.divergences.items()}, self.n_predictions)
-        row["exact"] = True
-        row["verdict"] = verdicts(row, self.n_predictions, NEGLIGIBLE)
-        for place, (name, number) in enumerate(zip(("layer", "head"), self.head, strict=True)):
-            row.insert(place, name, number)
-        return row
+        index = pd.DataFrame([self.head], columns=["layer", "head"])
+        by_text = {name: x.nanmean(1)[:, None] for name, x in self.divergences.items()}
+        return table_of(index, from_runs(by_text, self.n_predictions), NEGLIGIBLE)
 
     def costs(self) -> tuple[Cost, ...]:
         """Return what it costs to put every other key at each of ``CONSTANTS``."""

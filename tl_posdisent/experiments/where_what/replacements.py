@@ -1,10 +1,10 @@
-"""What replaces a head: its mean output, or attention by the distance alone, by content alone, or uniform."""
+"""What replaces a head: its mean output, or attention by the distance alone, by content alone, uniform, or by a gate."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.hooks.ablate import ablate_heads
+from tl_posdisent.hooks.ablate import StandIn, stand_in
+from tl_posdisent.hooks.edit import NewResult, NewScores, View
 from tl_posdisent.hooks.fitted_attention import fitted_attention
-from tl_posdisent.hooks.hook_list import Chosen, Hooks, pairs_of
+from tl_posdisent.hooks.hook_list import Chosen, Hooks, hooks_for, pairs_of
 from tl_posdisent.hooks.positions import remap_distance
 from tl_posdisent.hooks.substitute import substitute_attention
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -23,7 +24,7 @@ from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.words import plural
 
-MEAN, DISTANCE, UNIFORM = "mean output", "distance alone", "uniform"
+MEAN, DISTANCE, UNIFORM, GATE = "mean output", "distance alone", "uniform", "first token's own"
 CONSTANTS: Final = (1, 5, 32)
 """Distances at which content alone is tried, in positions: near, further, far. The best of these is within .03 of the
 best of eight from 0 to 64 in half of the heads of SmolLM2 and of the demo model."""
@@ -41,7 +42,8 @@ class Fold:
 
     Attributes:
         rows: of the texts in the batch of all measured texts.
-        replacements: hooks by name: ``MEAN``, ``DISTANCE``, ``UNIFORM``, ``content_alone`` of each of ``CONSTANTS``.
+        replacements: hooks by name: ``MEAN``, ``DISTANCE``, ``UNIFORM``, ``GATE``, ``content_alone`` of each of
+            ``CONSTANTS``.
     """
 
     texts: Texts
@@ -59,11 +61,14 @@ def _others_at(distance: float, distances: Tensor) -> Tensor:
     return distances.abs().clamp(max=1) * distance
 
 
-def folds(reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen: Chosen) -> tuple[Texts, list[Fold]]:
+def folds(
+    reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen: Chosen, ignore: int | Iterable[int] | None = None
+) -> tuple[Texts, list[Fold]]:
     """Separate the texts that replacements are fitted to from those that are measured.
 
     Without ``heldout``, each half of the texts is measured with what was fitted to the other half. A text that is
     longer than all others is cut to the length of the second longest, because a distance profile ends with its texts.
+    Predictions at the first token of each text do not count, nor those at tokens to ``ignore``.
 
     Returns:
         All measured texts, and their folds.
@@ -71,10 +76,10 @@ def folds(reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen:
     Raises:
         ValueError: fewer than two measured texts; ``heldout`` that is longer than the texts of the fit.
     """
-    texts = read_texts(reading.model, tokens)
+    texts = read_texts(reading.model, tokens, ignore=ignore).without_first()
     if heldout is not None:
         with naming(tokens="heldout"):
-            measured = read_texts(reading.model, heldout)
+            measured = read_texts(reading.model, heldout, ignore=ignore).without_first()
             _require_two(measured)
         if measured.longest > texts.longest:
             raise ArgumentError(
@@ -93,19 +98,35 @@ def folds(reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen:
     return texts, [Fold(texts.take(half), half, fitted) for half, fitted in zip(halves, others, strict=True)]
 
 
-def replacements(model: Any, fitted: Tokens, chosen: Chosen) -> dict[str, Hooks]:
+def replacements(reading: ModelReading, fitted: Texts, chosen: Chosen) -> dict[str, Hooks]:
     """Return the hooks that replace the heads, fitted to these texts, by name.
 
     Raises:
         ValueError: heads whose scores or rotation cannot be changed.
     """
-    heads = pairs_of(chosen)
+    heads, model = pairs_of(chosen), reading.model
+    mean = stand_in(model, [spec.layer for spec, _ in chosen], "mean", fitted, seed=0)
     return {
-        MEAN: ablate_heads(model, heads, mode="mean", reference=fitted),
-        DISTANCE: fitted_attention(model, fitted, "distance+sink", heads=heads),
-        UNIFORM: substitute_attention(model, "uniform", heads=heads),
-        **{content_alone(d): remap_distance(model, partial(_others_at, d), heads=heads) for d in CONSTANTS},
+        MEAN: hooks_for(chosen, "mean output", z=NewResult(partial(_after_first, replace=mean))),
+        DISTANCE: fitted_attention(reading, fitted, "distance+sink", heads=heads),
+        UNIFORM: substitute_attention(reading, "uniform", heads=heads),
+        GATE: hooks_for(chosen, GATE, scores=NewScores(_gate)),
+        **{content_alone(d): remap_distance(reading, partial(_others_at, d), heads=heads) for d in CONSTANTS},
     }
+
+
+def _after_first(layer: int, heads: Sequence[int], z: Tensor, *, replace: StandIn) -> Tensor:
+    """Replace z but for the first token, which has one key: no attention can change what a head adds there."""
+    return torch.cat([z[:, :1], replace(layer, heads, z)[:, 1:].to(z.dtype)], 1)
+
+
+def _gate(view: View) -> Tensor:
+    """Spread what a query does not pay to the first token evenly over its other keys; a learned sink keeps its part."""
+    others = view.inside.clone()
+    others[..., 0] = False
+    level = view.scores.double().masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
+    even = (level - others.sum(-1, keepdim=True).log()).to(view.scores.dtype)
+    return torch.where(others, even, view.scores)
 
 
 def over_folds(folds: Sequence[Fold], of_folds: Sequence[Mapping[str, Tensor]]) -> ByReplacement:

@@ -9,7 +9,6 @@ from typing import Any, Final, Literal
 
 import pandas as pd
 
-from tl_posdisent.experiments.where_what.shares import HALF
 from tl_posdisent.utils.validation import head_label
 
 Row = Mapping[Any, Any] | pd.Series
@@ -18,20 +17,11 @@ Row = Mapping[Any, Any] | pd.Series
 CLEAR: Final = 0.1
 """A share of variance by which one component has to exceed the other, so that scores look like *where* or *what*."""
 _ERRORS: Final = 2.0  # standard errors by which a cost has to exceed the contribution
-_VERDICTS: Final = {
-    "where": "where",
-    "what": "what",
-    "both": "both, where and what are needed together",
-    "either": "either, where or what suffices",
-    "neither": "neither, the pattern does not matter",
-    "undecided": "undecided, more texts may decide",
-}
 _NEEDS: Final = {
-    "where": "the predictions need where keys are",
-    "what": "the predictions need what keys are",
-    "both": "the predictions need where and what together",
-    "either": "either where or what suffices for the predictions",
-    "neither": "the predictions do not need the pattern",
+    "where": "its contribution depends on where keys are",
+    "what": "its contribution depends on what keys are",
+    "mixed": "its contribution depends on where and what alike",
+    "neither": "its contribution does not depend on the pattern",
     "not used": "the predictions do not use the head",
 }
 _PROFILE_SHOWN: Final = (0, 1, 5, 32)
@@ -58,20 +48,22 @@ class Cost:
 
 
 def needs_sentences(row: Row, costs: Sequence[Cost] | None = None) -> list[str]:
-    """Say what a head's contribution needs; the first sentence is the answer.
+    """Say what a head's contribution depends on; the first sentence is the answer.
 
     Args:
-        row: of the table of ``where_or_what``. Where ``exact`` is False, the numbers are called estimated.
+        row: of the table of ``where_or_what``, also of a group. Estimated numbers are called so.
         costs: raw costs with every other key at one distance; None to tell harm from the shares alone.
 
-    >>> row = {"layer": 8, "head": 1, "where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.88, "what_se": 0.05,
-    ...        "contribution": 0.011, "contribution_se": 0.002, "content_distance": 1, "exact": True, "verdict": "what"}
-    >>> for sentence in needs_sentences(row):
+    >>> row = {"layer": 8, "head": 1, "contribution": 0.011, "where_part": 0.06, "what_part": 0.84, "neither_part": 0.1,
+    ...        "joint": 0.02, "kept_distance": -0.4, "kept_content": 0.88, "kept_uniform": 0.1, "gate": 0.31,
+    ...        "content_distance": 1, "measured": "run", "verdict": "what", "open": ""}
+    >>> for sentence in needs_sentences(row | {f"{name}_se": 0.04 for name in row} | {"contribution_se": 0.002}):
     ...     print(sentence)
-    L8H1 contributes 0.011 ± 0.002 nats per predicted token; distances alone keep none of it, content alone ...: what.
+    L8H1 contributes 0.011 ± 0.002 nats per predicted token: 6 ± 4 % where, 84 ± 4 % what, 10 ± 4 % neither: what.
+    Distances alone keep none of it, content alone 88 ± 4 %, uniform attention 10 ± 4 %; its own attention to the ...
     Attention by the distance alone costs 0.015, more than the head contributes: wrong attention does harm.
     """
-    return [_answer(row), *_harm(row, costs)]
+    return [_answer(row), *_kept_shares(row), *_harm(row, costs)]
 
 
 def looks_sentences(
@@ -166,17 +158,38 @@ def hooks_sentences(table: pd.DataFrame) -> list[str]:
 
 def _answer(row: Row) -> str:
     """Return the answer in one sentence."""
-    head = head_label(row["layer"], row["head"])
-    estimated = "" if row["exact"] else "an estimated "
+    group = "group" in row
+    name = f"{row['group']} ({row['heads']})" if group else head_label(row["layer"], row["head"])
+    estimated = "" if row["measured"] == "run" else "an estimated "
     size = _with_error(row["contribution"], row["contribution_se"])
-    contribution = f"{head} contributes {estimated}{size} nats per predicted token"
+    contribution = f"{name} contributes {estimated}{size} nats per predicted token"
     if row["verdict"] == "not used":
         return f"{contribution}, which is negligible: not used."
-    where, what = (_kept(row[f"{name}_unclipped"], row[f"{name}_se"]) for name in ("where", "what"))
-    shares = f"distances alone keep {where} of it, content alone {what}"
-    if min(row["where_unclipped"], row["what_unclipped"]) > HALF:  # uniform attention tells what that means
-        shares += f", uniform attention {_kept(row['uniform_unclipped'], row['uniform_se'])}"
-    return f"{contribution}; {shares}: {_VERDICTS[row['verdict']]}."
+    parts = (f"{_kept(row[f'{part}_part'], row[f'{part}_part_se'])} {part}" for part in ("where", "what", "neither"))
+    return f"{contribution}: {', '.join(parts)}: {_verdict(row)}."
+
+
+def _verdict(row: Row) -> str:
+    """Return the verdict, and what is open of an undecided head."""
+    if row["verdict"] != "undecided":
+        return str(row["verdict"])
+    return f"undecided, {'more texts may decide' if row['open'] == 'more texts' else row['open']}"
+
+
+def _kept_shares(row: Row) -> list[str]:
+    """Say what is kept under each replacement, and whether position and content are needed together."""
+    if row["verdict"] == "not used":
+        return []
+    distance, content, uniform, gate = (
+        _kept(row[name], row[f"{name}_se"]) for name in ("kept_distance", "kept_content", "kept_uniform", "gate")
+    )
+    joint, error = row["joint"], row["joint_se"]
+    together = "position and content are needed together" if joint > 0 else "either position or content serves"
+    said = f" (joint {joint:.2f} ± {error:.2f}: {together})" if abs(joint) > _ERRORS * error else ""
+    return [
+        f"Distances alone keep {distance} of it, content alone {content}, uniform attention {uniform}{said}; its own "
+        f"attention to the first token and uniform attention to the rest keep {gate}.".replace("-", "−")
+    ]
 
 
 def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
@@ -184,17 +197,17 @@ def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
     if row["verdict"] == "not used":
         return []
     found: list[tuple[str, float]] = []
-    if row["where_unclipped"] + _ERRORS * row["where_se"] < 0:
-        found.append(("attention by the distance alone", (1 - row["where_unclipped"]) * row["contribution"]))
-    if costs is None and row["what_unclipped"] + _ERRORS * row["what_se"] < 0:
-        cost = (1 - row["what_unclipped"]) * row["contribution"]
+    if row["kept_distance"] + _ERRORS * row["kept_distance_se"] < 0:
+        found.append(("attention by the distance alone", (1 - row["kept_distance"]) * row["contribution"]))
+    if costs is None and row["kept_content"] + _ERRORS * row["kept_content_se"] < 0:
+        cost = (1 - row["kept_content"]) * row["contribution"]
         found.append((f"every other key at distance {row['content_distance']:g}", cost))
     worst = max(costs or (), key=lambda cost: cost.kl, default=None)
     if worst is not None and worst.excess > _ERRORS * worst.excess_se:
         found.append((f"every other key at distance {worst.distance:g}", worst.kl))
     if not found:
         return []
-    estimated = "" if row["exact"] else "an estimated "
+    estimated = "" if row["measured"] == "run" else "an estimated "
     words = " and ".join(
         f"{name} costs {estimated if n == 0 else ''}{nats(cost)}" for n, (name, cost) in enumerate(found)
     )

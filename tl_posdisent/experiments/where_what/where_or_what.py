@@ -1,33 +1,34 @@
-"""Where or what: which part of its attention a head's contribution to the predictions needs."""
+"""Where or what: which part of its attention a head's contribution to the predictions depends on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pandas as pd
-from jaxtyping import Float64
-from torch import Tensor
-from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.measuring.curvature import curvature
-from tl_posdisent.experiments.measuring.part_runs import Head
-from tl_posdisent.experiments.measuring.run_changes import run_changes
-from tl_posdisent.experiments.where_what.replacements import MEAN, ByReplacement, Fold, folds, over_folds
+from tl_posdisent.experiments.where_what.head_table import (
+    HeadTable,
+    estimates_sentences,
+    groups_statement,
+    statement,
+)
+from tl_posdisent.experiments.where_what.measurement import Exact, cost_bar, estimate, heads_to_run, run_heads
+from tl_posdisent.experiments.where_what.replacements import MEAN, folds
+from tl_posdisent.experiments.where_what.rows import from_estimates, from_runs, table_of
 from tl_posdisent.experiments.where_what.sentences import hooks_sentences
-from tl_posdisent.experiments.where_what.shares import NEGLIGIBLE, Verdict, shares_of, verdicts
+from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts
+from tl_posdisent.models.running.partial_forward import block_facts
 from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, is_integer, listed
-from tl_posdisent.utils.words import plural
+from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, listed, shown
 
-Exact = int | Literal["all"] | Sequence[tuple[int, int] | str]
-"""How many heads of the largest contribution are run, or which."""
+Groups = Mapping[str, Iterable[tuple[int, int] | str]]
+"""Heads that are replaced together, by the name of the group."""
 
 
 def where_or_what(
@@ -37,47 +38,52 @@ def where_or_what(
     *,
     layers: Layers = None,
     heads: Heads = None,
+    groups: Groups | None = None,
     draws: int = 4,
-    exact: Exact = 12,
+    exact: Exact = "half",
     negligible: float = NEGLIGIBLE,
+    ignore: int | Iterable[int] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Decide by intervention whether a head needs *where* keys are or *what* they are, for all heads at once.
+    """Divide what each head contributes into the parts that depend on *where* keys are, on *what* they are, on neither.
 
     A head contributes what changes in the predictions if its output is replaced by its mean: the divergence
-    ``K_mean = KL(unmodified ‖ replaced)``. Two other replacements keep a part of its attention:
+    ``K_mean = KL(unmodified ‖ replaced)``. Other replacements keep a part of its attention, and ``1 - K / K_mean`` is
+    the share of the contribution that they keep:
 
-    * *distances alone*: the best attention that depends on the distance and the first token only (``fitted_attention``,
-      ``"distance+sink"``); the share of the contribution that survives is ``where = 1 - K_distance / K_mean``;
-    * *content alone*: every key but the query's own at one distance, the best of 1, 5 and 32 (``remap_distance``);
-      ``what = 1 - K_content / K_mean``.
+    * *distances alone*, p: the best attention that depends on the distance and the first token only
+      (``fitted_attention``, ``"distance+sink"``);
+    * *content alone*, c: every key but the query's own at one distance, the best of 1, 5 and 32 (``remap_distance``);
+    * *neither*, u: uniform attention.
 
-    ============== ============= ============ ===============================================================
-    verdict        ``where``     ``what``     meaning
-    ============== ============= ============ ===============================================================
-    *where*        above ½       below ½      distances alone suffice
-    *what*         below ½       above ½      content alone suffices
-    *both*         below ½       below ½      position and content are needed together
-    *either*       above ½       above ½      either suffices, and uniform attention does not
-    *neither*      above ½       above ½      uniform attention suffices: the pattern does not matter
-    *not used*     –             –            the contribution is surely below ``negligible``
-    *undecided*    –             –            one of these shares is not surely above or below ½
-    ============== ============= ============ ===============================================================
+    This is a two-by-two experiment, and its Shapley values divide the contribution without remainder:
+    ``where = ½ [(p - u) + (1 - c)]``, ``what = ½ [(c - u) + (1 - p)]``, ``neither = u``. Shares are clipped to [0, 1]
+    before, and p and c are at least u.
 
-    A share is surely above or below ½ with a confidence of 95 %, by a one-sided t-test over texts. Attention that is
-    nearly uniform, as that of most random weights, is at *neither*. Random weights with large scores may be at *what*
-    or *both* as well: compare with copies (``random_control``). A share is negative where the replacement does more
-    harm than the head contributes: a head that idles at the first token is harmed by a pattern without its query, and
-    may be at *both* although it contributes little. Shares belong to a length of texts: the more keys there are, the
-    more can be wrong, and *what* falls most. With fewer than about 32 tokens any attention seems to suffice. In texts
-    that repeat at one distance, distance and content say the same.
+    ============== ====================================================================================
+    verdict        which is said with a confidence of 95 %, by t over texts
+    ============== ====================================================================================
+    *not used*     the contribution is below ``negligible``
+    *neither*      uniform attention keeps more than half: the pattern does not matter
+    *mixed*        the parts *where* and *what* differ by less than .2
+    *where*        *where* is the larger part, and uniform attention keeps at most half (not tested)
+    *what*         *what* is the larger part, and uniform attention keeps at most half (not tested)
+    *undecided*    none of these; ``open`` says why
+    ============== ====================================================================================
 
-    Mean outputs and distance profiles are fitted to other texts than those that are measured: fitted to the same text,
-    a profile would contain the pattern of that text. Divergences are estimated for all heads by curvature, as in
-    ``head_effects``, but of the change at each position alone; for the heads of largest contribution, and others on
-    request, they are measured by runs. In SmolLM2, estimates of the contribution are .78 of measured ones, and shares
-    have a median error of .05 and .02. Where a later layer averages over many positions, estimates are far too small.
+    The first that applies is given. Random weights are at *neither* where attention is nearly uniform, but those with
+    large scores are not: compare with copies (``random_control``). Parts belong to a length of texts: the more keys
+    there are, the more can be wrong, and *what* falls most. With fewer than about 32 tokens any attention seems to
+    suffice. In texts that repeat at one distance, distance and content say the same. Content is that of the head's
+    input: an induction head is *what* because an earlier head, which is *where*, wrote the previous token there.
+
+    Mean outputs and distance profiles are fitted to other texts than those that are measured. The first token of a text
+    has one key, so no attention can change what a head adds there: it is left as it is, and its prediction is not
+    counted. Divergences are estimated for all heads by curvature, as in ``head_effects``, but of the change at each
+    position alone; the heads that contribute most are run. What runs show corrects the others: contributions by the
+    mean ratio of their layer, and errors by how far estimates of the parts were off. Where a later layer averages over
+    many positions, or predictions are confident, estimates are far too small, and the table says so.
 
     Args:
         model, layers, heads, progress: as in ``head_ablation``; the model must return logits, and its layers must have
@@ -86,35 +92,48 @@ def where_or_what(
             with what was fitted to the other half. A text that is longer than all others is read up to the length of
             the second longest. Equal texts are warned of.
         heldout: other texts to measure, no longer than those of ``tokens``, which are then all used to fit.
+        groups: heads that are replaced together, by a name, such as ``{"induction": ["L17H3", "L18H6"]}``: one row for
+            each group instead of each head, by runs. What single heads need does not say what they need together.
         draws: as in ``head_effects``, at least 1.
-        exact: how many heads of the largest contribution are run, or ``"all"``, or which: labels or pairs.
+        exact: how many heads of the largest contribution are run; ``"half"``, as many as carry half of the sum, at most
+            24; ``"all"``; or which: labels or pairs.
         negligible: the contribution in nats per predicted token below which a head is not used.
+        ignore: token ids, such as those of a chat template, whose predictions are not counted.
         seed: as in ``head_effects``.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``where``, ``what``, and ``uniform``, the share under uniform
-        attention, from 0 to 1; the same ``…_unclipped``, which may be negative; ``contribution``, K_mean in nats per
-        predicted token; standard errors over texts ``where_se``, ``what_se``, ``uniform_se`` (of the unclipped
-        values) and ``contribution_se``; ``content_distance``, the distance of the other keys at which most survives;
-        ``exact``, whether the head was run; ``verdict``. (``table["where"]``: ``table.where`` is a method of pandas.)
+        One row per layer and head: ``layer``, ``head`` (of groups: ``group``, ``heads``), and, each with its standard
+        error over texts ``…_se`` by jackknife:
 
-        The constant behind ``what`` is chosen for each text in the other texts, so that the best of several does not
-        look better than it is. ``attrs["statement"]`` counts the verdicts in a sentence, with the part of the summed
-        contributions that these heads have. ``attrs["passes"]`` is the
-        cost in forward passes of all measured texts; a backward pass counts as two.
+        * ``contribution``: K_mean in nats per predicted token;
+        * ``where_part``, ``what_part``, ``neither_part``: from 0 to 1, with the sum 1;
+        * ``joint``: ``1 - p - c + u``, above 0 where position and content are needed together, below 0 where either
+          serves; ``difference``: ``where_part - what_part``;
+        * ``kept_distance``, ``kept_content``, ``kept_uniform``: p, c and u before clipping; negative where a
+          replacement does more harm than the head contributes;
+        * ``gate``: the same with the head's own attention to the first token, and uniform attention to the rest: what
+          only needs to know how much to attend;
+
+        then ``content_distance``, the distance of the other keys at which most is kept; ``q``, the false discovery rate
+        of ``difference`` over the rows (Benjamini–Hochberg); ``measured``, ``"run"`` or ``"estimated"``; ``verdict``;
+        ``open``: of an undecided head the verdicts that it lies between, or ``"more texts"`` if the error is what is
+        open. Errors of estimated rows include that of the estimate if two heads or more were run.
+
+        The table shows its sentence before its rows: ``attrs["statement"]``, the parts of the sum of all contributions,
+        each head alone, and the counts of verdicts. ``attrs["passes"]`` is the cost in forward passes of all measured
+        texts; a backward pass counts as two.
 
     Raises:
         ValueError: fewer than two texts; ``heldout`` that is longer than all ``tokens``; layers without RoPE, or whose
-            scores cannot be changed; what ``head_effects`` refuses.
+            scores cannot be changed; groups beside layers or heads; what ``head_effects`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, where_or_what
         >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(8, 64)
         >>> table = where_or_what(model, tokens, exact=4, progress=False)
-        >>> table.attrs["statement"].split(":")[0]
-        'What the predictions need'
-        >>> columns = ["layer", "head", "where", "what", "verdict"]
-        >>> table.nlargest(3, "contribution")[columns].round(1).shape
+        >>> print(table.attrs["statement"])
+        Of what 40 heads contribute in 8 texts of 64 tokens, each alone, ... % depends on where keys are, ...
+        >>> table.nlargest(3, "contribution")[["layer", "head", "where_part", "what_part", "verdict"]].shape
         (3, 5)
     """
     check_integer("draws", draws, 1)
@@ -122,88 +141,66 @@ def where_or_what(
     check_seed(seed)
     layers = listed("layers", layers)
     reading = read_model(model)
-    model, chosen = reading.model, any_heads(reading, layers, heads, "where_or_what")
+    if groups is not None:
+        if layers is not None or heads is not None:
+            raise ArgumentError("groups", "must be given without layers and heads: a group names its heads")
+        return _of_groups(reading, tokens, heldout, groups, negligible, ignore, progress=progress)
+    chosen = any_heads(reading, layers, heads, "where_or_what")
     pairs = pairs_of(chosen)
-    n_largest, asked = _heads_to_run(reading, pairs, exact)
+    to_run = heads_to_run(reading, pairs, exact)
     check_reach(reading, [spec.layer for spec, _ in chosen])
-    with running(model) as p, p.counting_tokens() as counts:
-        texts, of_folds = folds(reading, tokens, heldout, chosen)
-        facts = block_facts(p)
-        divergences, n_predictions = _estimated(
-            reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, progress=progress
-        )
-        by_size = (n_predictions @ divergences[MEAN]).argsort(descending=True, stable=True)
-        to_run = sorted({*by_size[:n_largest].tolist(), *(pairs.index(pair) for pair in asked)})
-        measured = _run(reading, of_folds, [pairs[n] for n in to_run], facts=facts, progress=progress)
-    for name, values in measured.items():
-        divergences[name][:, to_run] = values
-    table = pd.DataFrame(pairs, columns=["layer", "head"]).join(shares_of(divergences, n_predictions))
-    table["exact"] = [n in to_run for n in range(len(pairs))]
-    table["verdict"] = verdicts(table, n_predictions, negligible)
-    table = reading.note(table)
-    table.attrs["statement"] = " ".join([statement(table), *hooks_sentences(table)])
-    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(model.blocks) + 2 * draws
+    with running(reading.model) as p, p.counting_tokens() as counts:
+        texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
+        facts, n_replacements = block_facts(p), len(of_folds[0].replacements)
+        n_most = to_run.most + len(to_run.asked)
+        with cost_bar(len(texts.tokens), draws, n_replacements, n_most, progress=progress) as bar:
+            estimated, n_predictions = estimate(
+                reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, bar=bar
+            )
+            places = to_run.choose(n_predictions @ estimated[MEAN])
+            bar.total -= len(texts.tokens) * n_replacements * (n_most - len(places))
+            measured, _ = run_heads(reading, of_folds, [pairs[n] for n in places], facts=facts, bar=bar)
+    found = from_estimates(pairs, estimated, measured, places, n_predictions)
+    table = HeadTable(table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible))
+    reading.note(table)
+    said = [statement(table, found, texts.lengths), *estimates_sentences(pairs, found.ratios.tolist())]
+    table.attrs["statement"] = " ".join([*said, *hooks_sentences(table)])
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(reading.model.blocks) + 2 * draws
     return table
 
 
-def statement(table: pd.DataFrame) -> str:
-    """Count the verdicts of a table of ``where_or_what`` in a sentence, with their parts of all contributions."""
-    found = table.groupby("verdict")["contribution"].agg(["size", "sum"])
-    total = table["contribution"].sum() or 1.0
-    number = {verdict: int(found["size"].get(verdict, 0)) for verdict in get_args(Verdict)}
-    part = {name: f"{100 * found['sum'].get(name, 0) / total:.0f} %" for name in number}
-    count = {name: f"{n} ({part[name]})" if n else "0" for name, n in number.items()}
-    return (
-        f"What the predictions need: where keys are in {number['where']} of {plural(len(table), 'head')} "
-        f"({part['where']} of the sum of their contributions), what they are in {count['what']}, both together in "
-        f"{count['both']}, either of them in {count['either']}; in {count['neither']} the pattern does not matter, "
-        f"{number['not used']} contribute nothing measurable, and {count['undecided']} are undecided."
-    )
-
-
-def _heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> tuple[int, Sequence[Head]]:
-    """Return how many heads of the largest contribution are to be run, and which other ones."""
-    if isinstance(exact, str) and exact == "all":
-        return len(pairs), []
-    if is_integer(exact):
-        return check_integer("exact", exact, 0), []
-    with naming(heads="exact"):
-        asked = pairs_of(any_heads(reading, None, exact))
-    if missing := [head_label(*pair) for pair in asked if pair not in pairs]:
-        raise ArgumentError("exact", f"must lie within the chosen heads, got {missing[0]}")
-    return 0, asked
-
-
-def _estimated(
+def _of_groups(
     reading: ModelReading,
-    of_folds: Sequence[Fold],
-    pairs: Sequence[Head],
+    tokens: Tokens,
+    heldout: Tokens | None,
+    groups: Groups,
+    negligible: float,
+    ignore: int | Iterable[int] | None,
     *,
-    draws: int,
-    seed: int,
-    facts: BlockFacts,
     progress: bool,
-) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
-    """Estimate the divergence of each text under each replacement of each head, and count its predictions."""
-    n_texts, names = sum(len(fold.rows) for fold in of_folds), list(of_folds[0].replacements)
-    estimates = []
-    with tqdm(total=n_texts * (1 + draws + len(names)), desc="passes", disable=not progress) as bar:
-        for fold in of_folds:
-            heads = dict.fromkeys(names, pairs)
-            options: Any = {"seed": seed, "by_position": True, "facts": facts, "bar": bar}
-            estimates.append(curvature(reading, fold.texts, fold.replacements, heads, draws, **options))
-    counted = over_folds(of_folds, [{"": x.predictions[None]} for x in estimates])[""][:, 0]
-    return over_folds(of_folds, [x.curvature for x in estimates]), counted
+) -> pd.DataFrame:
+    """Run groups of heads, each replaced together."""
+    by_name = _read_groups(reading, groups)
+    chosen = any_heads(reading, None, sorted({pair for pairs in by_name.values() for pair in pairs}), "where_or_what")
+    check_reach(reading, [spec.layer for spec, _ in chosen])
+    with running(reading.model) as p, p.counting_tokens() as counts:
+        texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
+        n_texts, n_replacements = len(texts.tokens), len(of_folds[0].replacements)
+        with cost_bar(n_texts, None, n_replacements, len(by_name), progress=progress) as bar:
+            items = [*by_name.values()]
+            measured, n_predictions = run_heads(reading, of_folds, items, facts=block_facts(p), bar=bar)
+    named = {"group": [*by_name], "heads": [", ".join(head_label(*pair) for pair in pairs) for pairs in items]}
+    table = HeadTable(table_of(pd.DataFrame(named), from_runs(measured, n_predictions), negligible))
+    reading.note(table)
+    table.attrs["statement"] = " ".join([groups_statement(table, texts.lengths), *hooks_sentences(table)])
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(reading.model.blocks)
+    return table
 
 
-def _run(
-    reading: ModelReading, of_folds: Sequence[Fold], pairs: Sequence[Head], *, facts: BlockFacts, progress: bool
-) -> ByReplacement:
-    """Measure the divergence of each text by one run of each replacement of each of these heads alone."""
-    total = len(pairs) * sum(len(fold.rows) * len(fold.replacements) for fold in of_folds)
-    with tqdm(total=total, desc="runs", disable=not progress or not pairs) as bar:
-        of_texts = [
-            run_changes(reading, fold.texts, fold.replacements, pairs, facts=facts, bar=bar).checked().by_change
-            for fold in of_folds
-        ]
-    return over_folds(of_folds, of_texts)
+def _read_groups(reading: ModelReading, groups: Any) -> dict[str, list[tuple[int, int]]]:
+    """Return the heads of each group as pairs, or raise."""
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(name, str) for name in groups):
+        needed = 'must be heads by the name of a group, such as {"induction": ["L5H1", "L6H9"]}'
+        raise ArgumentError("groups", f"{needed}, got {shown(groups)}")
+    with naming(heads="groups"):
+        return {name: pairs_of(any_heads(reading, None, listed("groups", heads))) for name, heads in groups.items()}

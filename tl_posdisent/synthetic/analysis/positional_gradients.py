@@ -22,7 +22,7 @@ from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import Samples, Task
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.statistics import jackknife_error
+from tl_posdisent.utils.statistics import jackknife
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
 
 GradientPart = Literal["distance", "encoding"]
@@ -98,8 +98,8 @@ def positional_gradients(
     columns = _norms(g)
     others = [_norms(torch.cat([g[:b], g[b + 1 :]])) for b in range(len(g))]
     for name in get_args(Norm):
-        without = torch.stack([other[name] for other in others])
-        columns[f"{name}_se"] = jackknife_error(without)
+        values = torch.stack([columns[name], *(other[name] for other in others)])
+        columns[f"{name}_se"] = jackknife(values, torch.ones(batches)).error
     layer, head = np.indices(g.shape[1:3]).reshape(2, -1).tolist()
     norms = {name: columns[name].flatten().tolist() for name in _COLUMNS}
     return pd.DataFrame({"layer": layer, "head": head, **norms})
