@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 from support.tolerance import rounding
-from torch import Tensor
-
 from tl_posdisent.experiments.where_what.shares import shares, verdicts
+from torch import Tensor
 
 CONSTANTS = (1, 5, 32)
 HEADS = 800

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import erf
 
 import numpy as np
@@ -9,12 +10,14 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 
 from tl_posdisent.utils.statistics import (
     Blocks,
     degrees_of_freedom,
     difference,
     error_over_draws,
+    false_discovery_rates,
     jackknife,
     mean,
     ratio,
@@ -154,7 +157,7 @@ def test_jackknife_is_the_known_error_of_a_mean_and_of_a_ratio() -> None:
 
 
 def test_jackknife_of_blocks_of_unequal_size() -> None:
-    """The error of the mean, and of a ratio of means, over draws of blocks whose means vary less the larger they are."""
+    """Of a mean and a ratio of means, over draws of blocks whose means vary less the larger they are."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.tensor([8.0, 3.0, 5.0, 1.0, 2.0, 6.0, 4.0, 7.0], dtype=torch.float64)
     draws = torch.randn(4000, 8, 2, generator=generator, dtype=torch.float64) / weights.sqrt()[:, None] / 4

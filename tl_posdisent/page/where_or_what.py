@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS
 from tl_posdisent.experiments.where_what.shares import NEGLIGIBLE, Verdict
-from tl_posdisent.experiments.where_what.where_or_what import statement, where_or_what
+from tl_posdisent.experiments.where_what.where_or_what import where_or_what
 from tl_posdisent.page.section import Section, Settings, Shown
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.page.words import counted, number
@@ -68,10 +68,10 @@ def _answer(trained: pd.DataFrame) -> str:
     """Count the verdicts, and state how large the errors over texts are."""
     used = trained[trained["verdict"] != "not used"]
     if used.empty:
-        return statement(trained)
+        return trained.attrs["statement"]
     where, what = (number(used[f"{share}_se"].median(), 2) for share in ("where", "what"))
     return (
-        f"{statement(trained)} The shares that survive with distances alone and with content alone have standard "
+        f"{trained.attrs['statement']} The shares that survive with distances alone and with content alone have standard "
         f"errors over texts of {where} and {what} (medians of the heads that contribute)."
     )
 

@@ -160,7 +160,7 @@ def error_over_draws(table: pd.DataFrame, column: str, draws: Sequence[str]) -> 
     return float(sum(x.var() / len(x) for x in means if len(x) > 1) ** 0.5)
 
 
-def jackknife(values: Float[Tensor, "_left_out *estimate"], weights: Float[Tensor, " block"]) -> Estimate:
+def jackknife(values: Float[Tensor, "left_out ..."], weights: Float[Tensor, " block"]) -> Estimate:
     """Compute the standard error of an estimate from the estimates that leave out one of the independent blocks.
 
     Blocks may be of unequal size: the error is that of pseudo-values weighted by size (Busing, Meijer and Van der
@@ -188,7 +188,8 @@ def jackknife(values: Float[Tensor, "_left_out *estimate"], weights: Float[Tenso
 def false_discovery_rates(p: Float[Tensor, " test"]) -> Float64[Tensor, " test"]:
     """Compute the least false discovery rate at which each of several tests rejects (Benjamini–Hochberg); NaN stays.
 
-    >>> false_discovery_rates(torch.tensor([0.01, 0.04, float("nan"), 0.03])).tolist()
+    >>> p = torch.tensor([0.01, 0.04, float("nan"), 0.03], dtype=torch.float64)
+    >>> false_discovery_rates(p).tolist()
     [0.03, 0.04, nan, 0.04]
     """
     rates, known = p.double().clone(), ~p.isnan()

@@ -98,9 +98,3 @@ def _clipped(share: Float64[Tensor, "left_out head"], n_predictions: Tensor) -> 
     value, error = jackknife(share, n_predictions)
     differs = torch.where(value + _SURE * error < 0, 0.0, share - value)
     return value.clamp(0, 1) + differs
-
-
-def parts_of_sum(contribution: Float64[Tensor, "left_out head"], parts: Values) -> dict[str, Float64[Tensor, " left_out"]]:
-    """Divide the sum of all contributions into its parts; a head without a contribution has no part in it."""
-    total = contribution.sum(1)
-    return {name: (contribution * parts[name].nan_to_num()).sum(1) / total for name in PARTS}

@@ -1,4 +1,4 @@
-"""What replaces a head: its mean output, or attention by the distance alone, by content alone, uniform, or by a gate."""
+"""What replaces a head: its mean output, or attention by the distance alone, content alone, uniform, or by a gate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -62,7 +62,11 @@ def _others_at(distance: float, distances: Tensor) -> Tensor:
 
 
 def folds(
-    reading: ModelReading, tokens: Tokens, heldout: Tokens | None, chosen: Chosen, ignore: int | Iterable[int] | None = None
+    reading: ModelReading,
+    tokens: Tokens,
+    heldout: Tokens | None,
+    chosen: Chosen,
+    ignore: int | Iterable[int] | None = None,
 ) -> tuple[Texts, list[Fold]]:
     """Separate the texts that replacements are fitted to from those that are measured.
 

@@ -135,6 +135,7 @@ def table_of(index: pd.DataFrame, measured: Measured, negligible: float) -> pd.D
     table["content_distance"] = measured.content_distance
     p = [1 - significance(abs(x), e, df) for x, e in table[["difference", "difference_se"]].itertuples(index=False)]
     unknown = table["difference"].isna().to_numpy()
-    table["q"] = false_discovery_rates(torch.tensor(p, dtype=torch.float64).masked_fill(torch.tensor(unknown), nan))
+    tests = torch.tensor(p, dtype=torch.float64).masked_fill(torch.tensor(unknown), nan)
+    table["q"] = false_discovery_rates(tests).numpy()
     table["measured"] = ["run" if run else "estimated" for run in measured.run.tolist()]
     return table.join(verdicts(table, df, negligible))

@@ -32,7 +32,9 @@ def verdicts(table: pd.DataFrame, df: float, negligible: float) -> pd.DataFrame:
     """
     rows = table.to_dict("records")
     found = [_verdict(row, df, negligible) for row in rows]
-    opened = [_open(row, df, negligible) if verdict == "undecided" else "" for row, verdict in zip(rows, found, strict=True)]
+    opened = [
+        _open(row, df, negligible) if verdict == "undecided" else "" for row, verdict in zip(rows, found, strict=True)
+    ]
     return pd.DataFrame({"verdict": found, "open": opened}, index=table.index)
 
 
@@ -58,7 +60,7 @@ def _where_or_what(head: Mapping[Any, Any], df: float) -> Verdict:
 
 
 def _open(head: Mapping[Any, Any], df: float, negligible: float) -> str:
-    """Say what is open of an undecided head: the verdicts that it lies between, or the error, which more texts reduce."""
+    """Say what is open of an undecided head: which verdicts it lies between, or its error, which more texts reduce."""
     names = ("contribution_se", "kept_uniform_se", "difference_se")
     of_more = {**head, **{name: head[name] / _TIMES**0.5 for name in names}}
     if _verdict(of_more, df, negligible) == "undecided" and (other := _where_or_what(head, df)) != "undecided":

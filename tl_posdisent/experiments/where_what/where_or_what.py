@@ -154,9 +154,7 @@ def where_or_what(
         facts, n_replacements = block_facts(p), len(of_folds[0].replacements)
         n_most = to_run.most + len(to_run.asked)
         with cost_bar(len(texts.tokens), draws, n_replacements, n_most, progress=progress) as bar:
-            estimated, n_predictions = estimate(
-                reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, bar=bar
-            )
+            estimated, n_predictions = estimate(reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, bar=bar)
             places = to_run.choose(n_predictions @ estimated[MEAN])
             bar.total -= len(texts.tokens) * n_replacements * (n_most - len(places))
             measured, _ = run_heads(reading, of_folds, [pairs[n] for n in places], facts=facts, bar=bar)
