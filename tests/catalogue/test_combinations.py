@@ -96,6 +96,10 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("additivity", {"mask": NOTHING}, "mask"),
     ("head_labels", {"length": 10**6}, "length"),
     ("length_generalization", {"lengths": [0, 4, 13]}, "lengths"),
+    ("length_generalization", {"ignore": TOKENS[:, :4].flatten()}, "ignore"),  # nothing is left below 4
+    *((of, {"metric": GOOD["metric"], "ignore": 3}, "ignore") for of in ("head_ablation", "head_effects")),
+    *((of, {"metric": GOOD["metric"], "ignore": 3}, "ignore") for of in ("attention_ladder", "head_patching")),
+    *((of, {"metric": GOOD["metric"], "ignore": 3}, "ignore") for of in ("position_patching", "component_patching")),
     ("perturb", {"unit": "word"}, "unit"),
     ("perturb", {"until": 2}, "tokens"),
     ("perturbation_curve", CURVE | {"downstream": 3}, "downstream"),

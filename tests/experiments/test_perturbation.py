@@ -272,7 +272,7 @@ def test_downstream_functions_see_what_the_text_sees(shared_model: Any) -> None:
 
 def test_texts_in_which_nothing_stays_intact_are_said() -> None:
     model, tokens = load_demo_model(), demo_tokens(length=3)
-    told = "tokens: added_loss and kl are NaN in 1 of 2 rows, because no position .* give longer texts, smaller"
+    told = "tokens: added_loss and kl are NaN in 1 of 2 rows, because no prediction .* give longer texts, smaller"
     with pytest.warns(UserWarning, match=told):
         table = perturbation_curve(model, tokens, ["order"], [0, 1], seeds=1, progress=False)
     assert table["added_loss"].isna().tolist() == [False, True]

@@ -83,6 +83,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j, [0, 10**400]],
         "positions",
     ),
+    "ignored": ([-1, 512, 2.5, True, "<s>", ["<s>"], [[1]], torch.ones(2)], "ignore"),
     "places": ([12, -13, [0, 0], [0.5], [], "0", True], ""),
     "slots": ([[0, 0], [0.5], [], "0", True, 10**400], ""),  # those beyond a text are refused while it runs
     "cells": ([3, "x", [[True]], torch.ones(12, 12), torch.ones(12, dtype=torch.bool)], "cells"),

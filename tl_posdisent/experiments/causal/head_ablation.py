@@ -23,7 +23,8 @@ from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.hooks.ablate import AblationMode, ablate_heads, check_mode, derangement
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, read_model
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
+from tl_posdisent.utils.errors import naming
 from tl_posdisent.utils.statistics import mean
 from tl_posdisent.utils.validation import listed
 
@@ -34,6 +35,7 @@ def head_ablation(
     metric: Metric = next_token_loss,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     layers: Layers = None,
     heads: Heads = None,
     mode: AblationMode = "zero",
@@ -54,12 +56,13 @@ def head_ablation(
         metric: ``f(logits)`` or ``f(logits, tokens)``, called once for every head; returns a number, or one per text,
             which are averaged. At padding logits are NaN. Default: the loss, in nats per predicted token of all texts.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        ignore: token ids, such as those of a chat template, whose predictions are not counted.
         layers: default all that have attention.
         heads: query heads, default all: numbers, which apply to each of these layers, or labels ``"L4H2"`` and pairs
             ``(layer, head)``, which must be in ``layers``, if given.
         mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length, and "zero"
             depends on TransformerLens's weight processing if values have a bias.
-        reference: texts for the mean, without padding; default ``tokens``.
+        reference: texts for the mean, without padding; default ``tokens``. It leaves out ``ignore``, too.
         seed: seed of "resample".
         progress: show a progress bar.
 
@@ -86,10 +89,13 @@ def head_ablation(
     layers = listed("layers", layers)
     reading = read_model(model)
     pairs = pairs_of(any_heads(reading, layers, heads))
-    texts = read_texts(reading.model, tokens, attention_mask)
+    texts = read_texts(reading.model, tokens, attention_mask, ignore)
     averaged: Any = texts if reference is None and mode == "mean" else reference
     check_mode(mode, averaged, seed)
-    check_metric(metric)
+    check_metric(metric, ignore)
+    if averaged is not None and ignore is not None:
+        with naming(tokens="reference"):
+            averaged = read_texts(reading.model, averaged, ignore=ignore)
     if mode == "resample":
         derangement(len(texts.one_group('mode="resample"')), seed)
     ablations = {"ablated": ablate_heads(reading, pairs, mode=mode, reference=averaged, seed=seed)}

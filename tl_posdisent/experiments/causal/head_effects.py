@@ -43,7 +43,7 @@ from tl_posdisent.hooks.named_hooks import Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.partial_forward import block_facts
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import mean
 from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed, shown
@@ -59,6 +59,7 @@ def head_effects(
     metric: Metric = next_token_loss,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     layers: Layers = None,
     heads: Heads = None,
     draws: int = 16,
@@ -78,7 +79,7 @@ def head_effects(
     ``head_ablation``).
 
     Args:
-        model, attention_mask, layers, heads, progress: as in ``head_ablation``.
+        model, attention_mask, ignore, layers, heads, progress: as in ``head_ablation``.
         tokens: as in ``head_ablation``; interventions act on each text alone.
         interventions: hooks of this package by name, such as ``{"zero": ablate_heads(model, None), "5":
             dummy_distance(model, 5)}``. One list may change all heads: each head has a row of its own, in which the
@@ -129,7 +130,7 @@ def head_effects(
         >>> runs["run"], bool(runs["bound"] < table.query("intervention == 'd = 5'")["kl"].max())
         (8, True)
     """
-    check_metric(metric)
+    check_metric(metric, ignore)
     check_integer("draws", draws, 0)
     if exact != "all":
         check_integer("exact", exact, 0, why="a quarter of the number of heads that are run, or 'all'")
@@ -138,7 +139,7 @@ def head_effects(
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     check_reach(reading, [spec.layer for spec, _ in chosen])
-    texts = read_texts(model, tokens, attention_mask)
+    texts = read_texts(model, tokens, attention_mask, ignore)
     hooks = _restricted(named_hooks(model, interventions), chosen)
     heads_of, n_texts = {name: some.pairs for name, some in hooks.items()}, len(texts.tokens)
     with running(model) as p, p.counting_tokens() as counts:

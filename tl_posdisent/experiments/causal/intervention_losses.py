@@ -15,7 +15,7 @@ from tl_posdisent.experiments.measuring.token_losses import by_token, correct, p
 from tl_posdisent.hooks.named_hooks import UNMODIFIED, Interventions, named_hooks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.statistics import Blocks, mean
 
 _COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
@@ -27,6 +27,7 @@ def intervention_losses(
     interventions: Interventions,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Run the model under each intervention, on all of its heads at once, and tabulate what that costs.
@@ -34,7 +35,7 @@ def intervention_losses(
     It takes one pass of all texts per intervention, and one without. ``head_effects`` measures each head alone.
 
     Args:
-        model, tokens, attention_mask, progress: as in ``head_ablation``.
+        model, tokens, attention_mask, ignore, progress: as in ``head_ablation``.
         interventions: hooks by name, of this package or your own, which may change anything.
 
     Returns:
@@ -61,7 +62,7 @@ def intervention_losses(
         (['unmodified', 'every distance 5', 'at most 16'], [False, True, False])
     """
     reading = read_model(model)
-    texts = read_texts(reading.model, tokens, attention_mask)
+    texts = read_texts(reading.model, tokens, attention_mask, ignore)
     named = named_hooks(reading.model, interventions)
     rows = []
     with running(reading.model), tqdm(total=1 + len(named), desc="runs", disable=not progress) as bar:
@@ -80,6 +81,9 @@ def intervention_losses(
 
 
 def _accuracy(outputs: Sequence[Tensor], texts: Texts) -> float:
-    """Return the share of the tokens of all texts that are predicted correctly."""
-    found = [correct(output, group.tokens).flatten() for output, group in zip(outputs, texts.groups, strict=True)]
+    """Return the share of the predictions of all texts that count and are correct."""
+    found = [
+        correct(output, group.tokens)[group.predictions.to(output.device)]
+        for output, group in zip(outputs, texts.groups, strict=True)
+    ]
     return torch.cat(found).double().mean().item()

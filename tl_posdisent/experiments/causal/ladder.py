@@ -35,7 +35,7 @@ from tl_posdisent.hooks.substitute import rung_hooks
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import dtype_of
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.statistics import Blocks, degrees_of_freedom, difference, mean
 from tl_posdisent.utils.validation import check_choice, check_subset, listed
@@ -63,6 +63,7 @@ def attention_ladder(
     tokens: Tokens,
     *,
     heldout: Tokens | None = None,
+    ignore: TokenIds | None = None,
     metric: Metric | None = None,
     layers: Layers = None,
     heads: Heads = None,
@@ -89,6 +90,7 @@ def attention_ladder(
         tokens: texts to fit, as in ``head_ablation``; padded ids with their mask as a tokenizer returns them,
             ``{"input_ids": ids, "attention_mask": mask}``.
         heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
+        ignore: as in ``head_ablation``, in losses and in the mean output; fits of attention have all queries.
         metric: as in ``head_ablation``, of the predicted texts.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
         rungs: which rungs to run; ``"uniform"``, ``"untouched"`` and the baseline ``"mean_output"`` are always added.
@@ -131,12 +133,12 @@ def attention_ladder(
     rung_list: list[AnyRung] = [MEAN, *(rung for rung in RUNGS if rung in chosen_rungs)]
     chosen_controls = check_subset("controls", controls, get_args(LadderControl))
     if metric is not None:
-        check_metric(metric)
+        check_metric(metric, ignore)
     layers = listed("layers", layers)
     reading = read_model(model)
-    fitted = read_texts(reading.model, tokens)
+    fitted = read_texts(reading.model, tokens, ignore=ignore)
     with naming(tokens="heldout"):
-        texts = fitted if heldout is None else read_texts(reading.model, heldout)
+        texts = fitted if heldout is None else read_texts(reading.model, heldout, ignore=ignore)
     chosen = any_heads(reading, layers, heads)
     _check_lengths(rung_list, texts, fitted, chosen)
     runs: list[_Run] = [("none", rung) for rung in rung_list]

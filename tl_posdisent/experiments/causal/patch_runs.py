@@ -24,6 +24,7 @@ from tl_posdisent.experiments.measuring.metrics import (
 )
 from tl_posdisent.experiments.measuring.part_runs import Base, Head, HooksOf
 from tl_posdisent.experiments.measuring.run_changes import Compare, run_changes
+from tl_posdisent.experiments.measuring.token_losses import predicted
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -203,7 +204,7 @@ def patch_effects(
     with tqdm(total=len(runs) * len(texts.tokens), desc="heads", disable=not progress) as bar:
         compare, together = _of_target(metric, target), not is_separable(metric)
         found = run_changes(reading, texts, changes, heads_of, compare, together=together, base=base, bar=bar)
-    weights = found.predictions if is_loss(metric) else torch.ones_like(found.predictions)
+    weights = predicted(target).sum(1).double() if is_loss(metric) else torch.ones_like(found.predictions)
     baseline = mean(found.unmodified, weights).value.item()
     values = mean(torch.cat([found[name] for name in changes]).T, weights).value
     rows = [

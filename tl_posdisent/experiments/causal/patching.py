@@ -37,7 +37,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, running
 from tl_posdisent.models.running.model_parts import hook_name
 from tl_posdisent.models.running.results import at_results, by_heads
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.tables import HEAD
 from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, listed, real_tensor
@@ -52,6 +52,7 @@ def head_patching(
     metric: Metric,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     activation: Activation = "z",
     positions: int | Iterable[int] | None = None,
     layers: Layers = None,
@@ -67,6 +68,7 @@ def head_patching(
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``; the mask applies to both runs.
+        ignore: as in ``head_ablation``, of the tokens of ``source``.
         tokens: as in ``head_ablation``: the run that is patched (the *corrupted* run, to restore a clean result).
         source: tokens of the run from which activations come, with the shape or the lengths of ``tokens``.
         metric: as in ``head_ablation``, but a function of logits and ``source``.
@@ -101,12 +103,12 @@ def head_patching(
         ([0, 19, 20], [False, False, True])
     """
     check_choice("activation", activation, get_args(Activation))
-    check_metric(metric)
+    check_metric(metric, ignore)
     layers = listed("layers", layers)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    other = _read_source_texts(model, texts, source, attention_mask)
+    other = read_texts(model, _read_source_texts(model, texts, source, attention_mask), ignore=ignore)
     places = _places(positions, min(texts.lengths))
     held = Held(lambda rows, spec: _recorded(model, tokens_of(other, rows), spec, activation))
     held([0], chosen[0][0])  # or raise
@@ -206,6 +208,7 @@ def position_patching(
     metric: Metric = next_token_loss,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     what: What = "head",
     keys: Keys = "group",
     direction: Direction = "denoise",
@@ -225,7 +228,8 @@ def position_patching(
     rotation, give other positions to this layer alone (``swap_positions(model, positions, layers=[layer])``).
 
     Args:
-        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; only rotary layers.
+        model, tokens, metric, attention_mask, ignore, layers, heads, progress: as in ``head_ablation``; only rotary
+            layers.
         positions: positions that RoPE receives in the corrupted run, in all layers: ``(pos,)``, counted from each
             text's first token, or ``(batch, pos)``, in the layout of ``tokens``.
         what: vectors to patch: queries and keys of a ``"head"``, only its ``"query"`` or its ``"key"``, or queries and
@@ -253,10 +257,10 @@ def position_patching(
     """
     for name, option, options in (("what", what, What), ("keys", keys, Keys), ("direction", direction, Direction)):
         check_choice(name, option, get_args(options))
-    check_metric(metric)
+    check_metric(metric, ignore)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads, "position_patching")
-    texts = read_texts(model, tokens, attention_mask)
+    texts = read_texts(model, tokens, attention_mask, ignore)
     moved = SourceRun(reading, texts, _check_positions(texts, positions))
     source, patched = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
 
@@ -304,6 +308,7 @@ def component_patching(
     component: MovedComponent | Collection[MovedComponent] = "distance",
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     source: Tokens | None = None,
     source_positions: Tensor | Sequence[float] | None = None,
     metric: Metric = next_token_loss,
@@ -320,8 +325,8 @@ def component_patching(
         effect = (value - baseline) / (source - baseline)
 
     Args:
-        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; the metric's tokens are
-            ``tokens`` in all three runs.
+        model, tokens, metric, attention_mask, ignore, layers, heads, progress: as in ``head_ablation``; the metric's
+            tokens are ``tokens`` in all three runs.
         component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together. The
             softmax ignores ``"query"`` and ``"mean"``, except with a learned attention sink.
         source: tokens of the run from which the component comes, with the shape or the lengths of ``tokens``.
@@ -343,10 +348,10 @@ def component_patching(
     components = check_subset("component", component, get_args(MovedComponent))
     if not components:
         raise ArgumentError("component", f"must be at least one of {', '.join(get_args(MovedComponent))}, got none")
-    check_metric(metric)
+    check_metric(metric, ignore)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
-    texts = read_texts(model, tokens, attention_mask)
+    texts = read_texts(model, tokens, attention_mask, ignore)
     if (source is None) == (source_positions is None):
         raise ValueError("pass exactly one of source or source_positions")
     other = texts if source is None else _read_source_texts(model, texts, source, attention_mask)

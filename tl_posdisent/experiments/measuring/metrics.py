@@ -188,8 +188,11 @@ def as_numbers(value: Any, batch: int) -> Tensor:
     return numbers.double()
 
 
-def check_metric(metric: Any) -> None:
-    """Raise if ``metric`` cannot be called with logits, or with logits and tokens, before anything runs."""
+def check_metric(metric: Any, ignore: Any = None) -> None:
+    """Raise if ``metric`` cannot be called with logits, or with logits and tokens, before anything runs.
+
+    Only the loss leaves out predictions: other metrics receive all logits.
+    """
     needed = "must be a function of (logits) or (logits, tokens)"
     if not callable(metric):
         raise ArgumentError("metric", f"{needed}, got {shown(metric)}")
@@ -201,7 +204,12 @@ def check_metric(metric: Any) -> None:
             "metric", f"{needed}, got a function of {parameters}: give further parameters a default"
         ) from error
     except ValueError:  # a C function whose signature Python does not know
-        return
+        pass
+    if ignore is not None and not is_loss(metric):
+        raise ArgumentError(
+            "ignore",
+            f"must be None with a metric other than the loss, got {shown(ignore)}: such a metric receives all logits",
+        )
 
 
 def metric_name(metric: Metric) -> str:

@@ -20,7 +20,7 @@ from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import Hook, output_of, running
-from tl_posdisent.models.running.texts import Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, is_integer, shown
 
@@ -81,6 +81,7 @@ def length_generalization(
     hooks: Sequence[Hook] | None = None,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     by: RowsPer = "bucket",
     layers: Layers = None,
     heads: Heads = None,
@@ -92,6 +93,7 @@ def length_generalization(
 
     Args:
         model, attention_mask: as in ``head_ablation``.
+        ignore: as in ``head_ablation``, in the loss alone.
         tokens: as in ``head_ablation``; every text must have at least as many tokens as the last of ``lengths``.
         lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``.
             Positions before the first edge and after the last are not counted.
@@ -132,14 +134,13 @@ def length_generalization(
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     check_choice("by", by, get_args(RowsPer))
-    batch = read_texts(model, tokens, attention_mask)
+    batch = read_texts(model, tokens, attention_mask, ignore)
     edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
     for spec, _ in chosen:
         spec.check_length(edges[-1], "length_generalization")
         if spec.taps.pattern is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} has no hook_pattern")
-    texts = batch.unpadded()
-    read = torch.stack([text[: edges[-1]] for text in texts])
+    read = torch.stack([text[: edges[-1]] for text in batch.unpadded()])
     checked_hooks = [] if hooks is None else check_hooks(model, hooks)
     found = dict[tuple[int, str], list[float]]()
     with tqdm(total=len(chosen), desc="layers", disable=not progress) as bar:
@@ -148,7 +149,7 @@ def length_generalization(
         observers = [hook for spec, of_layer in shown for hook in _observers(spec, of_layer, edges, found, bar)]
         with torch.no_grad(), running(model), applied(model, [*checked_hooks, *observers]):
             logits = output_of(model, read)
-    losses = _losses(logits, texts, edges)
+    losses = _losses(logits, batch, edges)
     tables = []
     for spec, of_layer in chosen:
         rows = product(pairwise(edges), of_layer)
@@ -160,13 +161,20 @@ def length_generalization(
     return reading.note(table)
 
 
-def _losses(logits: Tensor, texts: Sequence[Tensor], edges: Sequence[int]) -> dict[int, float]:
+def _losses(logits: Tensor, batch: Texts, edges: Sequence[int]) -> dict[int, float]:
     """Return the mean loss of each bucket, by its start."""
-    pairs = zip(logits, texts, strict=True)  # text by text, because logits are large
-    by_token = [token_losses(as_log_probabilities(x[None]), text[None, : len(x) + 1])[0] for x, text in pairs]
+    by_token, counts = list[Tensor](), list[Tensor]()
+    for x, ids, real, counted in zip(logits, batch.tokens, batch.real, batch.counted, strict=True):  # logits are large
+        by_token += token_losses(as_log_probabilities(x[None]), ids[real][None, : len(x) + 1])
+        counts.append(counted[real][: len(by_token[-1])].to(x.device))
     if not all(bool(x.isfinite().all()) for x in by_token):
         raise ValueError("the model's logits are not finite")
-    return {a: float(torch.cat([x[a:b] for x in by_token]).double().mean()) for a, b in pairwise(edges)}
+    kept = {a: torch.cat([x[a:b][n[a:b]] for x, n in zip(by_token, counts, strict=True)]) for a, b in pairwise(edges)}
+    if empty := [a for a, losses in kept.items() if not len(losses)]:
+        raise ArgumentError(
+            "ignore", f"must leave a prediction that counts in each bucket, got none from {empty[0]} on"
+        )
+    return {a: float(losses.double().mean()) for a, losses in kept.items()}
 
 
 def _observers(

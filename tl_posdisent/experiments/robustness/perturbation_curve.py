@@ -19,7 +19,7 @@ from tl_posdisent.experiments.measuring.full_runs import run_under
 from tl_posdisent.experiments.measuring.token_losses import correct, divergences, in_blocks
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.running.texts import Tokens, are_strings, read_texts
+from tl_posdisent.models.running.texts import TextGroup, TokenIds, Tokens, are_strings, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
@@ -37,6 +37,7 @@ def perturbation_curve(
     seeds: int | Iterable[int] = 5,
     *,
     attention_mask: Tensor | None = None,
+    ignore: TokenIds | None = None,
     window: int = 1,
     unit: Unit | None = None,
     downstream: Downstream | None = None,
@@ -51,6 +52,7 @@ def perturbation_curve(
 
     Args:
         model, tokens, attention_mask: as in ``perturb``; the model must be causal.
+        ignore: as in ``head_ablation``, at the positions where ``tokens`` have them.
         kinds: what to perturb.
         fractions: fractions of the units that can move. At 0, model and text are unmodified.
         seeds: number of perturbations (seeds 0, 1, 2 …), or a list of seeds.
@@ -85,7 +87,7 @@ def perturbation_curve(
     fractions = check_distinct("fractions", fractions, lambda x: check_number("fractions", x, least=0, most=1))
     reading = read_model(model)
     model, default_unit = reading.model, "word" if are_strings(tokens) else "token"
-    groups = read_texts(model, tokens, attention_mask).groups
+    groups = read_texts(model, tokens, attention_mask, ignore).groups
     if not reading.specs()[0].causal:
         raise ArgumentError("model", "must be causal: if it sees the next token, next-token losses are meaningless")
     if downstream is not None and not callable(downstream):
@@ -103,7 +105,7 @@ def perturbation_curve(
             for group, clean_logits in zip(groups, clean, strict=True):
                 perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=default_unit)
                 logits = clean_logits if fraction == 0 else run_under(model, perturbed.tokens, perturbed.hooks)
-                parts.append(_measured(perturbed, clean_logits, logits, group.tokens))
+                parts.append(_measured(perturbed, clean_logits, logits, group))
             row = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
             row["perplexity"] = math.exp(row["perplexity"])
             if downstream is not None and fraction == 0:
@@ -116,8 +118,8 @@ def perturbation_curve(
     mean, error = by_setting.mean(), by_setting.sem()
     if undefined := int(mean["added_loss"].isna().sum()):
         warnings.warn(
-            f"tokens: added_loss and kl are NaN in {undefined} of {len(mean)} rows, because no position and its next "
-            "token kept their places: give longer texts, smaller fractions or more seeds",
+            f"tokens: added_loss and kl are NaN in {undefined} of {len(mean)} rows, because no prediction that counts "
+            "is intact: give longer texts, smaller fractions or more seeds",
             stacklevel=2,
         )
     table = mean[["moved", "intact"]].copy()
@@ -162,10 +164,10 @@ def _score(downstream: Downstream, model: Any, perturb: Perturb) -> float:
     return number
 
 
-def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """Compute all measures of one run at each position."""
+def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, group: TextGroup) -> dict[str, Tensor]:
+    """Compute all measures of one run at each position, those of predictions where they count."""
     parts = []
-    both = zip(in_blocks(clean, tokens), in_blocks(logits, perturbed.tokens), strict=True)
+    both = zip(in_blocks(clean, group.tokens), in_blocks(logits, perturbed.tokens), strict=True)
     for (_, clean_log_p, clean_losses), (_, log_p, losses) in both:
         n = losses.shape[1]
         added_loss = losses.double() - clean_losses.double()
@@ -173,8 +175,9 @@ def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tenso
     losses, added, kl = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     if not bool(losses.isfinite().all() and added.isfinite().all()):
         raise ValueError("the model's logits are not finite")
-    intact, right = perturbed.intact.to(logits.device), correct(logits, perturbed.tokens).double()
-    measures = {"perplexity": losses.flatten(), "accuracy": right.flatten(), "added_loss": added[intact]}
+    counted, right = group.predictions.to(logits.device), correct(logits, perturbed.tokens).double()
+    intact = perturbed.intact.to(logits.device) & counted
+    measures = {"perplexity": losses[counted], "accuracy": right[counted], "added_loss": added[intact]}
     measures["kl"] = kl.double()[intact]
     shares = {"moved": perturbed.moved.double().flatten(), "intact": perturbed.intact.double().flatten()}
     return shares | measures
