@@ -74,7 +74,7 @@ _LABELS = """() => {
   const meet = (p, q) =>
     p.left + 0.5 < q.right && q.left + 0.5 < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom;
   const texts = [...plot.querySelectorAll("text")].filter((x) => x.textContent);
-  const markers = [...plot.querySelectorAll(".trace")].flatMap((trace) => {
+  const markers = [...plot.querySelectorAll(".trace:has(.textpoint)")].flatMap((trace) => {
     const names = [...trace.querySelectorAll(".textpoint")].map((x) => x.textContent);
     return [...trace.querySelectorAll("path.point")].map((x, n) => [names[n], box(x)]).filter(([, b]) => b.width >= 16);
   });
@@ -99,10 +99,13 @@ def test_texts_of_the_plane_cover_nothing(
     """Of a figure that was made for its size, and of one for the usual sizes, which are larger than the first here."""
     width, height = size
     chance = np.random.default_rng(0)
-    shares = {name: chance.beta(0.5, 0.5, len(HEADS)) for name in ("where", "what")}
-    verdicts = ["where", "what", "both", "either", "neither", "undecided", "not used", "both"] * 4
-    table = HEADS.assign(**shares, verdict=verdicts, contribution=chance.exponential(size=len(HEADS)))
-    figure = plot_where_or_what(table, **({"width": width, "height": height} if is_given else {}))
+    names = ["where_part", "what_part", "neither_part"]
+    parts = [dict(zip(names, chance.dirichlet([0.5] * 3, len(HEADS)).T, strict=True)) for _ in range(2)]
+    verdicts = ["where", "what", "mixed", "neither", "undecided", "not used", "mixed", "what"] * 4
+    numbers = {"contribution": chance.exponential(size=len(HEADS)), "joint": chance.uniform(size=len(HEADS))}
+    before, after = (HEADS.assign(**one, **numbers, verdict=verdicts) for one in parts)
+    options: dict[str, Any] = {"width": width, "height": height} if is_given else {}
+    figure = plot_where_or_what(before, random=after, after=after, **options)
     html = figure.update_layout(width=width, height=height).to_html(full_html=False)
     (tmp_path / "plane.html").write_text(f'<!doctype html><meta charset="utf-8">{html}', encoding="utf-8")
     page = opened(tmp_path / "plane.html", width=1100)

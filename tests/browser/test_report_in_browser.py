@@ -175,8 +175,8 @@ def test_menus_choose_colours_and_axes(shown: Open) -> None:
     assert plot.get_attribute("aria-label") == "contribution (nats per token), by head"
     across = page.page.get_by_label("Horizontal axis")
     across.focus()
-    for _ in range(4):
-        across.press("ArrowDown")  # from the map to where, what, the contribution and the distance alone
+    for _ in range(6):
+        across.press("ArrowDown")  # from the map over the parts, joint and the contribution
     page.page.get_by_label("Vertical axis").select_option(label="key alone (share of variance)")
     points = page.page.evaluate(
         "() => document.querySelector('#atlas .plot')._fullData.filter(t => t.x.length)"
@@ -209,22 +209,28 @@ def test_axes_are_different_measures(width: int, shown: Open) -> None:
     across, up = (page.page.get_by_label(f"{name} axis") for name in ("Horizontal", "Vertical"))
     plot = page.page.locator("#atlas .plot").first
     shown = []
-    for menu, choice in ((across, "where"), (across, "what"), (up, "what"), (up, "contribution"), (across, "map")):
+    for menu, choice in (
+        (across, "where_part"),
+        (across, "what_part"),
+        (up, "what_part"),
+        (up, "contribution"),
+        (across, "map"),
+    ):
         menu.select_option(choice)
         shown.append((across.input_value(), up.input_value()))
         expect(plot.locator(".main-svg").first).to_have_css("height", "254px" if choice == "map" else "420px")
         assert page.page.evaluate(_CUT) == []
         assert page.page.evaluate(_OVERLAPS) == []
     assert shown == [
-        ("where", "what"),
-        ("what", "where"),
-        ("where", "what"),
-        ("where", "contribution"),
+        ("where_part", "what_part"),
+        ("what_part", "where_part"),
+        ("where_part", "what_part"),
+        ("where_part", "contribution"),
         ("map", "contribution"),
     ]
     across.select_option("contribution")
-    assert (across.input_value(), up.input_value()) == ("contribution", "where")
-    expect(plot.locator(".ytitle")).to_have_text("where(share that survives with distances alone)")  # in two lines
+    assert (across.input_value(), up.input_value()) == ("contribution", "where_part")
+    expect(plot.locator(".ytitle")).to_have_text("where(part of the contribution)")  # in two lines
 
 
 # Where on the page the marker of a head is, in CSS pixels from the figure's corner.
@@ -353,7 +359,7 @@ def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: 
         [...x.querySelector("thead tr").cells].filter(y => y.offsetWidth).length,
         [...x.querySelectorAll("tbody tr")].filter(y => y.offsetHeight).length])"""
     )
-    assert len(seen) == 5
+    assert len(seen) == 6
     for name, _, _, columns, rows in seen:
         assert (columns <= most, rows <= 20) == (True, True), name
     assert [one for one in seen if one[1] > one[2]] == []
@@ -363,7 +369,7 @@ def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: 
     assert set(words) <= set(NEEDS)
     page.page.locator("#atlas .columns").check()
     page.page.locator("#atlas .rows").check()
-    assert (atlas.count(), verdicts.count()) == (17, 40)
+    assert (atlas.count(), verdicts.count()) == (25, 40)
     assert page.page.locator(".scroll").evaluate_all("all => all.every(x => x.scrollHeight <= x.clientHeight + 1)")
     page.page.locator("#atlas .rows").uncheck()
     last = page.page.locator("#table-atlas tbody tr").last.locator("a").inner_text()

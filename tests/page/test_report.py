@@ -192,21 +192,25 @@ def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
 def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
     """In the table, which is sorted by contribution, in the plane, and in the map."""
     _, document = made
-    titles = {"where": "where_unclipped", "what": "what_unclipped", "error of where": "where_se"}
-    agrees(document, "atlas", titles | {"error of what": "what_se", "uniform": "uniform_unclipped"}, needs, 2)
+    parts = ("where_part", "what_part", "neither_part", "joint")
+    titles = {name.removesuffix("_part"): name for name in parts}
+    titles |= {f"error of {title}": f"{name}_se" for title, name in titles.items()} | {"kept by gate": "gate"}
+    titles |= {f"kept by {name}": f"kept_{name}" for name in ("distance", "content", "uniform")}
+    agrees(document, "atlas", titles, needs, 2)
     agrees(document, "atlas", {"contribution": "contribution", "error of contribution": "contribution_se"}, needs, 4)
     rows = document.rows("atlas")
     assert [row["verdict"] for row in rows] == needs["verdict"].tolist()
-    assert [row["exact"] == "yes" for row in rows] == needs["exact"].tolist()
-    assert needs["exact"].sum() == 6
-    points = [trace for trace in document.drawn("that survives") if trace["name"] in set(needs["verdict"])]
+    assert [row["measured"] for row in rows] == needs["measured"].tolist()
+    assert [row["open"] for row in rows] == needs["open"].tolist()
+    assert (needs["measured"] == "run").sum() == 6
+    points = [trace for trace in document.drawn("Parts of each head") if trace["name"] in set(needs["verdict"])]
     drawn = {
         label: (x, y)
         for trace in points
         for (label, _), x, y in zip(trace["customdata"], trace["x"], trace["y"], strict=True)
     }
     for row, label in zip(needs.itertuples(), labels(needs), strict=True):
-        assert drawn[label] == pytest.approx((row.where, row.what))
+        assert drawn[label] == pytest.approx((row.where_part, row.what_part))
     data = document.data["atlas-data"]
     assert data["labels"] == labels(needs)
     first, verdicts = next(iter(data["colours"].items()))
@@ -215,23 +219,32 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     assert "undecided" in set(needs["verdict"])
 
 
-def test_the_answer_counts_the_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
-    """And says where the heads of random copies lie."""
+def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
+    """And says where the heads of random copies lie; the table counts the verdicts."""
     model, document = made
     answer = said(document).split("Where or what")[-1].split("Read:")[0].strip()
-    assert answer.startswith(needs.attrs["statement"] + " The shares that survive")
     used = needs[needs["verdict"] != "not used"]
-    errors = " and ".join(f"{used[name].median():.2f}" for name in ("where_se", "what_se"))
-    assert f"have standard errors over texts of {errors} (medians" in answer
+    errors = [f"{used[f'{name}_part_se'].median():.2f} of the part {name}" for name in ("where", "what")]
+    statement = f"{needs.attrs['statement']} Here ± is a standard error over texts; for single heads it is "
+    assert answer.startswith(f"{statement}{' and '.join(errors)} (medians")
     options: dict[str, Any] = {"exact": 0, "seed": 5, "progress": False}
     random = pd.concat([tp.where_or_what(copy, TOKENS, **options) for copy in tp.random_control(model, [5, 6])])
     used = random[random["verdict"] != "not used"]
-    assert f"With random weights, {len(used)} of 80 heads contribute measurably" in answer
-    for name, words in (("where", "distances alone keep"), ("what", "content alone")):
-        low, middle, high = (f"{x:.2f}" for x in np.quantile(used[name], (0.05, 0.5, 0.95)))
-        assert f"{words} {middle} ({low} to {high})" in answer
+    assert f"With random weights, {len(used)} of 80 heads contribute measurably: " in answer
+    for name in ("where", "what", "neither"):
+        low, middle, high = (f"{x:.2f}" for x in np.quantile(used[f"{name}_part"], (0.05, 0.5, 0.95)))
+        assert f"{name} {middle} ({low} to {high})" in answer
     for kind, count in used["verdict"].value_counts().items():
         assert f"{count} {kind}" in answer.split("With random weights")[1]
+    (crosses,) = (trace for trace in document.drawn("Parts of each head") if trace["name"] == "random weights")
+    assert sorted(crosses["x"]) == pytest.approx(sorted(used["where_part"]))
+    for row in document.rows("where_or_what"):
+        found = needs[needs["verdict"] == row["verdict"]]
+        assert row["heads"] == str(len(found))
+        assert row["largest contributions"] == ", ".join(labels(found)[:3])
+        share = 100 * found["contribution"].sum() / needs["contribution"].sum()
+        assert row["share of the contributions"] == f"{share:.0f} %"
+    assert {row["verdict"] for row in document.rows("where_or_what")} == set(needs["verdict"])
 
 
 def test_a_panel_begins_with_the_description_of_its_head(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
@@ -271,11 +284,12 @@ def test_the_atlas_says_the_numbers_of_its_table_and_draws_profiles(made: tuple[
     rows, hover = document.rows("atlas"), document.data["atlas-data"]["hover"]
     assert len(rows) == len(hover) == 40
     assert not any(x == "–" for row in rows for x in row.values())
+    errors = ("contribution", "where", "what", "neither", "joint")
     profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
     for row, text in zip(rows, hover, strict=True):
-        contribution = f"contribution: {row['contribution']} ± {row['error of contribution']}"
-        assert text.startswith(f"<b>{row['head']}</b><br>verdict: {row['verdict']}<br>{contribution}<br>")
-        assert f"what: {row['what']} ± {row['error of what']}<br>" in text
+        assert text.startswith(f"<b>{row['head']}</b><br>verdict: {row['verdict']}<br>")
+        assert all(f"<br>{name}: {row[name]} ± {row[f'error of {name}']}<br>" in text for name in errors)
+        assert f"<br>measured: {row['measured']}<br>" in text
         assert text.endswith("<br>(± standard error over texts)")
         for name in ("distance alone", "key alone", "held-out r", "added loss", "profile"):
             assert f"<br>{name}: {row[name]}<br>" in text
@@ -292,7 +306,7 @@ def test_ablation_is_on_request_and_a_bar_names_the_section(tmp_path: Path, caps
     ids = {a.get("id") for _, a in document.attributes}
     assert ids & set(SECTION_NAMES) == set(SECTION_NAMES) - {"ablation"}
     bars = [x.strip() for x in re.split(r"[\r\n]", capsys.readouterr().err)]
-    assert sum(x.startswith("passes:   0%") for x in bars) == 1  # of the model, not of its copy
+    assert sum(x.startswith("passes and runs:   0%") for x in bars) == 1  # of the model, not of its copy
     counts = [re.search(r"report: .*\| (\d+)/10 .*section(?:/s)?, ([\w, ]+)\]", x) for x in bars]
     running = [(int(found[1]), found[2]) for found in counts if found]
     assert {(0, "where_or_what"), (1, "additivity"), (6, "where_or_what, random weights")} <= set(running)

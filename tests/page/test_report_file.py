@@ -24,8 +24,9 @@ from tl_posdisent.page.sections import SECTIONS
 from tl_posdisent.page.subject import Subject, read_subject
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
-NEEDED = [f"{name}{end}" for name in ("where", "what") for end in ("", "_se", "_unclipped")]
-NEEDED += ["contribution", "contribution_se"]
+NEEDED = ["contribution", *(f"{name}_part" for name in ("where", "what", "neither")), "joint"]
+NEEDED += ["kept_distance", "kept_content", "kept_uniform", "gate"]
+NEEDED += [f"{name}_se" for name in NEEDED]
 
 
 def test_hostile_words_are_text(tmp_path: Path) -> None:
@@ -56,8 +57,10 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     profiles = index.merge(pd.DataFrame({"distance": range(48), "value": 0.5, "cells": 1}), how="cross")
+    needed = table[[*HEAD, *NEEDED]].assign(verdict="what", open="", measured="estimated")
+    needed.attrs["statement"] = "Of what 5120 heads contribute, half depends on where keys are."
     measured = {
-        "where_or_what": Measured(subject, table[[*HEAD, *NEEDED]].assign(verdict="what", exact=False)),
+        "where_or_what": Measured(subject, needed),
         "distance": Measured(subject, profiles),
         **{name: Measured(subject, table, [table.assign(seed=0)]) for name in ("additivity", "shares", "ablation")},
     }

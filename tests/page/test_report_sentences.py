@@ -8,13 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tl_posdisent.experiments.where_what.where_or_what import statement
 from tl_posdisent.page.names import SectionName
 from tl_posdisent.page.sections import SECTIONS
 from tl_posdisent.rope import COMPONENTS
 
 NAN = float("nan")
-NUMBERS = {"contribution": 0.1, "contribution_se": 0.01, "exact": False, "content_distance": 1}
 
 
 def heads(n: int = 4, **columns: Any) -> pd.DataFrame:
@@ -29,28 +27,38 @@ def additive(r: Any, distance: float, key: float, **columns: Any) -> pd.DataFram
     return heads(r=r, share_distance=distance, share_key=key, share_query=0.0, **columns)
 
 
-def needed(where: list[float], what: list[float], verdicts: list[str]) -> pd.DataFrame:
+def parts(where: list[float], what: list[float], verdicts: list[str]) -> pd.DataFrame:
     """A table of ``where_or_what``."""
-    shares = {f"{name}{end}": x for name, x in {"where": where, "what": what}.items() for end in ("", "_unclipped")}
-    return heads(**shares, where_se=0.04, what_se=[0.01, 0.02, 0.04, 0.05], verdict=verdicts, **NUMBERS)
+    table = heads(where_part=where, what_part=what, joint=0.0, verdict=verdicts, contribution=[0.4, 0.3, 0.2, 0.1])
+    table["neither_part"] = 1 - table["where_part"] - table["what_part"]
+    table = table.assign(where_part_se=0.04, what_part_se=[0.01, 0.02, 0.04, 0.05])
+    table.attrs["statement"] = "Of what 4 heads contribute, 10 ± 1 % depends on where keys are."
+    return table
 
 
-def test_what_heads_need_is_counted_beside_random_copies() -> None:
-    table = needed([0.9, 0.1, 0.2, 0.5], [0.1, 0.9, 0.3, 0.5], ["where", "what", "both", "undecided"])
+def test_what_heads_need_is_stated_beside_random_copies() -> None:
+    table = parts([0.9, 0.1, 0.4, 0.5], [0.1, 0.9, 0.4, 0.2], ["where", "what", "mixed", "undecided"])
     alone = said("where_or_what", table)
-    counts = "need: where keys are in 1 of 4 heads (25 % of the sum of their contributions), what they are in 1 (25 %)"
-    assert counts in statement(table)
-    assert alone.startswith(f"{statement(table)} The shares that survive")
-    assert "have standard errors over texts of 0.04 and 0.03 (medians of the heads that contribute)." in alone
-    assert "random" not in alone
-    random = needed([0.9, 0.8, 1.0, 0.0], [0.95] * 4, ["neither", "neither", "neither", "not used"])
+    assert alone == (
+        f"{table.attrs['statement']} Here ± is a standard error over texts; for single heads it is 0.04 of the part "
+        "where and 0.03 of the part what (medians of the heads that contribute)."
+    )
+    counted, _ = SECTIONS["where_or_what"].show(table, None).table or (table, "")
+    assert counted.drop(columns="share").to_numpy().tolist() == [
+        ["where", 1, "L0H0"],
+        ["what", 1, "L0H1"],
+        ["mixed", 1, "L1H0"],
+        ["undecided", 1, "L1H1"],
+    ]
+    random = parts([0.1, 0.2, 0.0, 0.0], [0.05] * 4, ["neither", "neither", "neither", "not used"])
     beside = said("where_or_what", table, random)
-    copy = "With random weights, 3 of 4 heads contribute measurably: distances alone keep 0.90 (0.81 to 0.99)"
-    assert f"{copy}, content alone 0.95 (0.95 to 0.95) (medians, and from 5 to 95 % of the heads): 3 neither." in beside
+    copy = (
+        "With random weights, 3 of 4 heads contribute measurably: where 0.10 (0.01 to 0.19), what 0.05 (0.05 to 0.05)"
+    )
+    assert f"{copy}, neither 0.85 (0.76 to 0.94) (medians, and from 5 to 95 % of the heads): 3 neither." in beside
     nothing = random.assign(verdict="not used")
     beside = said("where_or_what", nothing, nothing)
-    assert "With random weights, none of 4 heads contributes measurably." in beside
-    assert "standard errors" not in beside
+    assert beside.endswith("error over texts. With random weights, none of 4 heads contributes measurably.")
 
 
 def test_shares_are_stated_beside_those_of_random_weights() -> None:

@@ -77,9 +77,12 @@ HEAD_VERDICTS["verdict"] = ["static", "distance", "more than additive", "undecid
 HEAD_VERDICTS["between"] = ["", "", "", "static and additive", "", ""]
 
 PLANE = by_head(2, 3).sort_values(["layer", "head"], ignore_index=True)
-PLANE["verdict"] = ["where", "undecided", "what", "both", "not used", "where"]
-PLANE["where"], PLANE["what"] = [0.9, 0.5, 0.0, 0.2, NAN, 1.0], [0.1, 0.4, 1.0, 0.3, NAN, 0.2]
+PLANE["verdict"] = ["where", "undecided", "what", "mixed", "not used", "where"]
+PLANE["where_part"], PLANE["what_part"] = [0.9, 0.5, 0.0, 0.4, NAN, 0.8], [0.1, 0.4, 1.0, 0.5, NAN, 0.0]
+PLANE["neither_part"] = 1 - PLANE["where_part"] - PLANE["what_part"]
+PLANE["joint"] = [0.0, 0.31, 0.3, 0.7, NAN, -0.2]
 PLANE["contribution"] = [0.04, 0.01, 0.16, 0.02, 0.0, 0.09]
+PLANE_COLUMNS = ["layer", "head", "verdict", "where_part", "what_part", "neither_part", "joint", "contribution"]
 
 PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_heads, value="r"), HEADS, ["layer", "head", "r"]),
@@ -89,7 +92,7 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss"]),
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
-    (plot_where_or_what, PLANE, ["layer", "head", "verdict", "where", "what", "contribution"]),
+    (plot_where_or_what, PLANE, PLANE_COLUMNS),
 ]
 NAMES = ["heads", "distance", "shares", "subspaces", "perturbation", "length", "verdicts", "plane"]
 
@@ -343,35 +346,135 @@ def test_verdicts_have_their_colours_and_are_counted() -> None:
         plot_verdicts(pd.concat([HEAD_VERDICTS, HEAD_VERDICTS]))
 
 
-def test_the_plane_has_each_head_at_its_shares() -> None:
-    figure = plot_where_or_what(PLANE, labels=2)
-    names = [head_label(layer, head) for layer, head in zip(PLANE["layer"], PLANE["head"], strict=True)]
-    drawn = {
-        name: (trace.name, x, y, size, label, trace.marker.color, trace.marker.symbol)
+def heads_of(figure: go.Figure) -> dict[str, dict[str, Any]]:
+    """What is drawn of each head of a plane, by its name."""
+    return {
+        name: {"trace": trace, "at": (x, y), "size": size, "label": label, "hover": hover}
         for trace in figure.data
-        for x, y, size, label, (name, _) in zip(
+        if trace.customdata is not None
+        for x, y, size, label, (name, hover) in zip(
             trace.x, trace.y, trace.marker.size, trace.text, trace.customdata, strict=True
         )
     }
-    known = [n for n in range(len(PLANE)) if names[n] != "L1H1"]  # which has no shares
-    assert sorted(drawn) == [names[n] for n in known]
-    largest = drawn["L0H2"][3]
-    for n in known:
-        verdict, x, y, size, label, colour, symbol = drawn[names[n]]
-        row = PLANE.loc[n]
-        assert (verdict, x, y, colour) == (row["verdict"], row["where"], row["what"], NEEDS[row["verdict"]])
-        assert size**2 == pytest.approx(largest**2 * row["contribution"] / 0.16)  # areas
-        assert label == (names[n] if names[n] in ("L0H2", "L1H2") else "")
-        assert symbol == ("circle-open" if verdict == "undecided" else "circle")
-    assert "2 where, 1 what, 1 both, 1 undecided, 1 not used" in figure.layout.title.text
-    assert [shape.layer for shape in figure.layout.shapes] == ["between"] * 2  # over the grid, which may be at a half
-    errors = {"where_se": 0.03, "what_se": 0.2, "uniform_se": 0.1, "contribution_se": 0.004}
-    full = PLANE.assign(where_unclipped=PLANE["where"] - 1, what_unclipped=PLANE["what"], **errors)
-    hover = next(trace.customdata[0][1] for trace in plot_where_or_what(full).data if trace.name == "both")
-    assert hover == (
-        "both, where -0.80 ± 0.03, what 0.30 ± 0.20, contribution 0.02 ± 0.004 nats per token "
-        "(± standard error over texts)"
+
+
+def named(figure: go.Figure, name: str) -> Any:
+    (trace,) = (trace for trace in figure.data if trace.name == name)
+    return trace
+
+
+def test_the_plane_has_each_head_at_its_parts() -> None:
+    figure = plot_where_or_what(PLANE, labels=2)
+    drawn = heads_of(figure)
+    rows = {head_label(row["layer"], row["head"]): row for _, row in PLANE.dropna().iterrows()}  # L1H1 has no parts
+    assert drawn.keys() == rows.keys()
+    for name, row in rows.items():
+        head, verdict = drawn[name], row["verdict"]
+        assert (head["trace"].name, head["at"]) == (verdict, (row["where_part"], row["what_part"]))
+        assert head["size"] ** 2 == pytest.approx(drawn["L0H2"]["size"] ** 2 * row["contribution"] / 0.16)  # areas
+        assert head["label"] == (name if name in ("L0H2", "L1H2") else "")
+        assert head["trace"].marker.color == NEEDS[verdict]
+        assert head["trace"].marker.symbol == ("circle-open" if verdict == "undecided" else "circle")
+    assert "2 where, 1 what, 1 mixed, 1 undecided, 1 not used" in figure.layout.title.text
+    rings = named(figure, "joint above 0.3")
+    ringed = {name: drawn[name] for name in ("L0H1", "L1H0")}
+    assert {*zip(rings.x, rings.y, strict=True)} == {head["at"] for head in ringed.values()}
+    assert sorted(rings.marker.size) == sorted(head["size"] + 3 for head in ringed.values())
+    assert "joint above 0.3" not in {trace.name for trace in plot_where_or_what(PLANE.assign(joint=0.3)).data}
+
+
+def test_the_plane_bounds_the_regions_of_its_verdicts() -> None:
+    """The parts of a head on a line: they sum to one, a half is neither, or two of them differ by .2."""
+    mixed, half, triangle = (
+        [tuple(map(float, corner.split(","))) for corner in shape.path[1:].split("L")]
+        for shape in plot_where_or_what(PLANE).layout.shapes
     )
+    assert triangle == [(0, 0), (1, 0), (0, 1), (0, 0)]
+    assert [1 - where - what for where, what in half] == [0.5, 0.5]
+    assert [1 - where - what for where, what in mixed] == pytest.approx([0.5, 0, 0, 0.5])
+    assert [where - what for where, what in mixed] == pytest.approx([0.2, 0.2, -0.2, -0.2])
+
+
+def test_hovering_over_a_head_shows_its_numbers() -> None:
+    columns = {"kept_distance": -0.8, "kept_content": 0.3, "kept_uniform": 0.1, "gate": 0.2, "measured": "estimated"}
+    errors = {f"{name}_se": 0.03 for name in [*PLANE_COLUMNS[3:7], *columns] if name != "measured"}
+    full = PLANE.assign(**columns, **errors, contribution_se=0.004, open="").astype({"open": object})
+    full.loc[full["verdict"] == "undecided", "open"] = "mixed or what"
+    after = full.assign(verdict="what", neither_part=0.25)
+    hover = {name: head["hover"].split("<br>") for name, head in heads_of(plot_where_or_what(full)).items()}
+    lines = [
+        "where 40% ± 3%, what 50% ± 3%",
+        "neither 10% ± 3%",
+        "joint 0.70 ± 0.03",
+        "kept distance -0.80 ± 0.03",
+        "kept content 0.30 ± 0.03",
+        "kept uniform 0.10 ± 0.03",
+        "gate 0.20 ± 0.03",
+        "0.02 ± 0.004 nats per token, estimated",
+    ]
+    assert hover["L1H0"] == ["mixed", *lines, "(± standard error over texts)"]
+    assert hover["L0H1"][0] == "undecided (mixed or what)"
+    short = [text.split("<br>") for text in (head["hover"] for head in heads_of(plot_where_or_what(PLANE)).values())]
+    assert ["mixed", "where 40%, what 50%", "neither 10%", "joint 0.70", "0.02 nats per token"] in short
+    hover = {name: head["hover"] for name, head in heads_of(plot_where_or_what(full, after=after)).items()}
+    assert hover["L1H0"].startswith("<br>".join(["mixed", *lines, "after: what", lines[0], "neither 25% ± 3%"]))
+    assert hover["L1H0"].count("standard error") == 1
+
+
+def test_random_copies_are_crosses_behind_the_heads() -> None:
+    """Of those that are used, of as many copies as there are."""
+    copies = pd.concat([PLANE.assign(seed=seed, what_part=0.01 * seed) for seed in (1, 2)])
+    first, *others = plot_where_or_what(PLANE, random=copies).data
+    used = copies[copies["verdict"] != "not used"]
+    assert [*zip(first.x, first.y, strict=True)] == [*zip(used["where_part"], used["what_part"], strict=True)]
+    assert (first.name, first.marker.symbol, first.marker.line.color) == ("random weights", "x-thin", GREY)
+    assert [trace.name for trace in others] == [trace.name for trace in plot_where_or_what(PLANE).data]
+
+
+def test_arrows_join_the_places_of_heads_in_two_models() -> None:
+    """In any order of the rows; not of heads that stay, nor of those that one of the models does not use."""
+    moves = {"L0H0": (-0.3, 0.2), "L0H1": (0.0, 0.05), "L0H2": (0.03, -0.02), "L1H0": (0.1, -0.1), "L1H2": (-0.5, 0)}
+    before = PLANE.assign(name=[head_label(*head) for head in zip(PLANE["layer"], PLANE["head"], strict=True)])
+    after = before.assign(verdict=["what", "what", "what", "not used", "what", "mixed"])
+    for name, (across, up) in moves.items():
+        after.loc[after["name"] == name, ["where_part", "what_part"]] += np.array([across, up])
+    figure = plot_where_or_what(before, after=after.sample(frac=1, random_state=1))
+    arrows = named(figure, "after")
+    assert (arrows.marker.symbol, arrows.marker.angleref) == ("arrow", "previous")
+    places = np.stack([arrows.x, arrows.y], 1).reshape(-1, 3, 2)  # from, to, and a gap
+    expected = []
+    for name in ("L0H0", "L0H1", "L1H2"):
+        ends = [table.loc[table["name"] == name, ["where_part", "what_part"]].iloc[0] for table in (before, after)]
+        expected.append(np.array([*ends, [NAN, NAN]], dtype=float))
+    np.testing.assert_allclose(places, np.stack(expected))
+    assert list(arrows.marker.size) == [0, 10, 0] * 3
+    assert list(arrows.marker.color[1::3]) == [NEEDS[verdict] for verdict in ("what", "what", "mixed")]
+    assert heads_of(figure).keys() == heads_of(plot_where_or_what(before)).keys()
+
+
+def test_the_same_heads_are_in_both_tables() -> None:
+    with pytest.raises(ValueError, match="after must have the heads of table, got one without L0H0"):
+        plot_where_or_what(PLANE, after=PLANE.query("layer == 1"))
+    with pytest.raises(ValueError, match="after must have the heads of table, got one with L1H0 as well"):
+        plot_where_or_what(PLANE.query("layer == 0"), after=PLANE)
+    with pytest.raises(ValueError, match=r"after must have the columns .* got a table without joint"):
+        plot_where_or_what(PLANE, after=PLANE.drop(columns="joint"))
+    with pytest.raises(ValueError, match=r"random must have the columns .* got a table without verdict"):
+        plot_where_or_what(PLANE, random=PLANE.drop(columns="verdict"))
+
+
+def test_groups_are_named_in_the_plane() -> None:
+    """Where ``where_or_what`` measured groups, their heads are shown too."""
+    groups = PLANE.drop(columns=["layer", "head"]).assign(group=[*"abcdef"], heads="L1H2, L3H4")
+    figure = plot_where_or_what(groups)
+    by_name, by_head = heads_of(figure), heads_of(plot_where_or_what(PLANE))
+    assert {name: head["at"] for name, head in by_name.items()} == {
+        "abcdef"[3 * int(name[1]) + int(name[3])]: head["at"] for name, head in by_head.items()
+    }
+    assert by_name["c"]["label"] == "c"
+    assert by_name["c"]["hover"].endswith("nats per token<br>L1H2, L3H4")
+    with pytest.raises(ValueError, match="one row for each group, got several for a"):
+        plot_where_or_what(pd.concat([groups, groups]))
 
 
 def drawn_at(figure: go.Figure, width: float, height: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -379,13 +482,15 @@ def drawn_at(figure: go.Figure, width: float, height: float) -> tuple[dict[str, 
     labels, markers = {}, {}
     (left, right), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
     for trace in figure.data:
+        if trace.customdata is None:
+            continue  # rings
         columns = (trace.x, trace.y, trace.marker.size, trace.text, trace.textposition, trace.customdata)
         for x, y, size, text, side, (name, _) in zip(*columns, strict=True):
             at = np.array([width * (x - left) / (right - left), height * (high - y) / (high - low)])
             markers[name] = np.concatenate([at - size / 2, at + size / 2])
             if text:
-                move = {"top": (0, -1), "bottom": (0, 1), "middle right": (1, 0), "middle left": (-1, 0)}
-                (direction,) = [np.array(x) for word, x in move.items() if side.startswith(word)]
+                up, across = side.split()
+                direction = np.array([{"left": -1, "right": 1}.get(across, 0), {"top": -1, "bottom": 1}.get(up, 0)])
                 half = np.array([7 * len(text), 12]) / 2
                 middle = at + direction * (half + size / 1.6 + 1)  # as plotly places text
                 labels[name] = np.concatenate([middle - half, middle + half])
@@ -400,7 +505,7 @@ def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
     ("options", "sizes"),
     [
         ({}, [(240, 280), (240, 450), (500, 310), (760, 450), (1000, 280)]),
-        ({"width": 340, "height": 300}, [(140, 140)]),
+        ({"width": 340, "height": 300}, [(255, 140)]),
     ],
     ids=["free", "small"],
 )
@@ -408,7 +513,8 @@ def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
 def test_labels_of_the_plane_lie_over_nothing(options: Any, sizes: list[tuple[int, int]], seed: int) -> None:
     """No other label, no large marker of another head, nor the edge of the axes; some are there."""
     chance = np.random.default_rng(seed)
-    table = by_head(4, 6).assign(verdict="both", where=chance.beta(0.5, 0.5, 24), what=chance.beta(0.5, 0.5, 24))
+    parts = dict(zip(PLANE_COLUMNS[3:6], chance.dirichlet([0.5, 0.5, 0.5], 24).T, strict=True))
+    table = by_head(4, 6).assign(verdict="mixed", **parts, joint=chance.uniform(size=24))
     figure = plot_where_or_what(table.assign(contribution=chance.exponential(size=24)), **options)
     for width, height in sizes:
         labels, markers = drawn_at(figure, width, height)
@@ -421,18 +527,19 @@ def test_labels_of_the_plane_lie_over_nothing(options: Any, sizes: list[tuple[in
             assert [other for other in labels if other != name and not are_apart(box, labels[other])] == []
 
 
-def test_a_plane_of_one_head_names_it_and_has_its_errors() -> None:
-    """An error bar is that of the share without clipping, as far as it is drawn."""
-    one = PLANE.query("layer == 0 and head == 0").assign(where_unclipped=0.9, where_se=0.2, what_se=0.25)
-    figure = plot_where_or_what(one.assign(what_unclipped=-0.1, what=0.0))
+@pytest.mark.parametrize(("where", "what"), [(0.9, 0.1), (0.0, 0.95), (0.3, 0.3), (0.1, 0.0)])
+def test_a_plane_of_one_head_names_it_and_has_its_errors(where: float, what: float) -> None:
+    """An error bar reaches one standard error to both sides, as far as a part can be."""
+    one = PLANE.query("layer == 0 and head == 0").assign(where_part=where, what_part=what)
+    figure = plot_where_or_what(one.assign(where_part_se=0.2, what_part_se=0.25))
     assert figure.layout.title.text == "What L0H0 needs"
     (trace,) = figure.data
-    ends = [(bar.array[0], bar.arrayminus[0]) for bar in (trace.error_x, trace.error_y)]
-    assert ends == [pytest.approx((0.1, 0.2)), pytest.approx((0.15, 0.0))]
-    two = plot_where_or_what(PLANE.head(2).assign(where_se=0.2, what_se=0.25))
-    assert [trace.error_x.array for trace in two.data] == [None, None]
-    without = plot_where_or_what(PLANE.query("layer == 0 and head == 0"))
-    assert without.data[0].error_x.array is None
+    for part, error, bar in ((where, 0.2, trace.error_x), (what, 0.25, trace.error_y)):
+        ends = part - bar.arrayminus[0], part + bar.array[0]
+        assert ends == pytest.approx((max(part - error, 0), min(part + error, 1)))
+    two = plot_where_or_what(PLANE.head(2).assign(where_part_se=0.2, what_part_se=0.25))
+    assert [trace.error_x.array for trace in two.data] == [None] * 3
+    assert plot_where_or_what(one).data[0].error_x.array is None
 
 
 def test_a_head_is_in_a_plane_once() -> None:

@@ -25,13 +25,21 @@ from tl_posdisent.viz.plots.heatmaps import category_map, plot_heads
 _TITLES = {
     "verdict": "verdict",
     "contribution": "contribution",
-    "where_unclipped": "where",
-    "what_unclipped": "what",
-    "uniform_unclipped": "uniform",
-    "where_se": "error of where",
-    "what_se": "error of what",
-    "exact": "exact",
+    "where_part": "where",
+    "what_part": "what",
+    "neither_part": "neither",
+    "joint": "joint",
+    "open": "open",
+    "measured": "measured",
     "contribution_se": "error of contribution",
+    "where_part_se": "error of where",
+    "what_part_se": "error of what",
+    "neither_part_se": "error of neither",
+    "joint_se": "error of joint",
+    "kept_distance": "kept by distance",
+    "kept_content": "kept by content",
+    "kept_uniform": "kept by uniform",
+    "gate": "kept by gate",
     "content_distance": "best constant distance",
     "share_distance": "distance alone",
     "share_key": "key alone",
@@ -44,12 +52,16 @@ _TITLES = {
 }
 """The columns of the table of all heads and their titles; the first are shown, the others on request."""
 _DIGITS = {"effect": 4, "contribution": 4, "contribution_se": 4, "range": 2}
-_DIGITS |= dict.fromkeys(("where_unclipped", "what_unclipped", "uniform_unclipped", "where_se", "what_se"), 2)
+_PARTS = ("where_part", "what_part", "neither_part", "joint")
+_KEPT = ("kept_distance", "kept_content", "kept_uniform", "gate")
+_DIGITS |= dict.fromkeys([f"{name}{end}" for name in (*_PARTS, *_KEPT) for end in ("", "_se")], 2)
 _HOVER = (
     "verdict",
+    "open",
     "contribution",
-    "where_unclipped",
-    "what_unclipped",
+    "measured",
+    *_PARTS,
+    *_KEPT,
     "share_distance",
     "share_key",
     "r_held_out",
@@ -60,8 +72,10 @@ _HOVER = (
 )
 """The columns of which one reads by pointing at a head."""
 _COLOURS = {
-    "where": "where (share that survives with distances alone)",
-    "what": "what (share that survives with content alone)",
+    "where_part": "where (part of the contribution)",
+    "what_part": "what (part of the contribution)",
+    "neither_part": "neither (part of the contribution)",
+    "joint": "joint (above 0: where and what together)",
     "contribution": "contribution (nats per token)",
     "share_distance": "distance alone (share of variance)",
     "share_key": "key alone (share of variance)",
@@ -129,7 +143,6 @@ def atlas_table(places: Sequence[tuple[int, int]], measured: Mapping[str, Measur
     names = ("where_or_what", "additivity", "labels", "ablation", "distance")
     needs, additivity, labels, ablation, distance = map(tables.get, names)
     if needs is not None:
-        needs = needs.assign(exact=needs["exact"].map({True: "yes", False: "no"}))
         heads = heads.merge(needs, on=HEAD, how="left").sort_values("contribution", ascending=False, kind="stable")
     if additivity is not None:
         columns = ["share_distance", "share_key", main_correlation(additivity)]
@@ -161,7 +174,7 @@ def _hover_texts(heads: pd.DataFrame) -> list[str]:
     lines = [[f"<b>{head_label(*place)}</b>" for place in places_of(heads)]]
     for name in _HOVER:
         if name in cells:
-            errors = cells.get(f"{name.removesuffix('_unclipped')}_se")
+            errors = cells.get(f"{name}_se")
             values = cells[name] if errors is None else [f"{x} ± {e}" for x, e in zip(cells[name], errors, strict=True)]
             lines.append([f"{_TITLES[name]}: {value}" for value in values])
     if "verdict" in cells:
@@ -174,7 +187,7 @@ def colours_of(heads: pd.DataFrame) -> dict[str, Colour]:
     colours = {"verdict": _verdict_colour(heads)} if "verdict" in heads else {}
     for name, title in _COLOURS.items():
         if name in heads and heads[name].notna().any():
-            (heat,) = plot_heads(heads, name, signed=name == "effect").data
+            (heat,) = plot_heads(heads, name, signed=name in ("effect", "joint")).data
             values = [None if pd.isna(x) else float(f"{x:.6g}") for x in heads[name]]
             colours[name] = _colour(title, heat, values)
     return colours

@@ -105,7 +105,7 @@ def figure(drawn: go.Figure, caption: str) -> Markup:
         title=None,
         height=None,
         margin={"t": 20, "r": 20, "b": 50, "l": 60},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        legend={} if drawn.layout.legend.y else {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         hoverlabel={"bgcolor": WHITE, "font": {"color": BLACK}},  # plotly's own are of the trace's colour, or a grey
     )
     drawn.update_xaxes(ticks="outside")  # otherwise the zeros of the two axes overlap

@@ -51,8 +51,7 @@ VERDICTS = {
 NEEDS = {
     "where": BLUE,
     "what": ORANGE,
-    "both": PINK,
-    "either": GREEN,
+    "mixed": PINK,
     "neither": BROWN,
     "undecided": GREY,
     "not used": "#dcdcdc",

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 _FONT, _CHARACTER = 12.0, 7.5
 """Size of plotly's text, and the width of a character, which is rounded up; in pixels."""
-_SIDES = {"top center": (0, 1), "bottom center": (0, -1), "middle right": (1, 0), "middle left": (-1, 0)}
+_SIDES = {
+    "top center": (0, 1),
+    "bottom center": (0, -1),
+    "middle right": (1, 0),
+    "middle left": (-1, 0),
+    "top right": (1, 1),
+    "top left": (-1, 1),
+    "bottom right": (1, -1),
+    "bottom left": (-1, -1),
+}
 """Plotly's positions of text beside a marker, and their directions."""
 
 Sizes = tuple[tuple[float, float], tuple[float, float]]
@@ -51,7 +60,11 @@ def disc(place: tuple[float, float], diameter: float) -> Box:
 
 def corner_word(corner: tuple[int, int], text: str) -> Box:
     """Return the rectangle of a word in a corner of the area inside the axes, (0, 0) for the lower left one."""
-    half = _half_size(text)
+    return corner_box(corner, _half_size(text))
+
+
+def corner_box(corner: tuple[int, int], half: tuple[float, float]) -> Box:
+    """Return a rectangle in a corner of the area inside the axes, by half of its width and of its height."""
     inwards = [1 - 2 * side for side in corner]
     return Box((float(corner[0]), float(corner[1])), (inwards[0] * half[0], inwards[1] * half[1]), half)
 
