@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,14 @@ from support import zoo
 from support.lanes import slow
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
+from tl_posdisent import demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 
 FITTED, MEASURED = zoo.random_tokens(12, 4, seed=1), zoo.random_tokens(11, 3, seed=2)
 LENGTHS = (9, 12, 7, 12, 10)
 KL_CLOSE = 2e-6  # nats, of divergences by float32 logits, as in test_head_effects.py
-SHARES = ["where_unclipped", "what_unclipped", "uniform_unclipped", "contribution"]
+SHARES = ["kept_distance", "kept_content", "kept_uniform", "gate", "contribution"]
+KEPT = SHARES[:-1]
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 
 
@@ -28,12 +30,43 @@ def measured(model: Any, *texts: Any, **options: Any) -> pd.DataFrame:
 
 
 def divergence(model: Any, text: Tensor, hooks: Any) -> float:
-    """KL(unmodified ‖ under hooks) of a text, nats per prediction."""
+    """KL(unmodified ‖ under hooks) of a text, nats per prediction; that at the first token is not counted."""
     with torch.no_grad():
-        clean = model(text[None])[0, :-1].double().log_softmax(-1)
+        clean = model(text[None])[0, 1:-1].double().log_softmax(-1)
         with model.hooks(fwd_hooks=hooks):
-            changed = model(text[None])[0, :-1].double().log_softmax(-1)
+            changed = model(text[None])[0, 1:-1].double().log_softmax(-1)
     return float(torch.nn.functional.kl_div(changed, clean, log_target=True, reduction="sum")) / len(clean)
+
+
+def mean_output(model: Any, fitted: Any, layer: int, head: int) -> list[Any]:
+    """Replace a head's z by its mean over fitted texts, both but for first tokens."""
+    name = f"blocks.{layer}.attn.hook_z"
+    texts = [text[None] for text in (fitted if isinstance(fitted, Tensor) else fitted["input_ids"])]
+    with torch.no_grad():
+        z = [model.run_with_cache(text, names_filter=name)[1][name][0, 1:, head].double() for text in texts]
+    mean = torch.cat(z).mean(0)
+
+    def replace(z: Tensor, hook: Any) -> Tensor:
+        z = z.clone()
+        z[:, 1:, head] = mean.to(z)
+        return z
+
+    return [(name, replace)]
+
+
+def gate(layer: int, head: int) -> list[Any]:
+    """Spread attention evenly over all keys but the first, which keeps its own."""
+
+    def replace(pattern: Tensor, hook: Any) -> Tensor:
+        pattern = pattern.clone()
+        rows = pattern[:, head]
+        others = rows > 0
+        others[..., 0] = False
+        even = rows.masked_fill(~others, 0).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1)
+        pattern[:, head] = torch.where(others, even, rows)
+        return pattern
+
+    return [(f"blocks.{layer}.attn.hook_pattern", replace)]
 
 
 def own_apart(distance: float, distances: Tensor) -> Tensor:
@@ -44,21 +77,21 @@ def own_apart(distance: float, distances: Tensor) -> Tensor:
 def plain_row(model: Any, fitted: Any, texts: list[Tensor], layer: int, head: int) -> dict[str, float]:
     """Return one row of the table by one run for each replacement and text; the constants are chosen by loops."""
     one: dict[str, Any] = {"layers": layer, "heads": [head]}
-    mean = ablate_heads(model, mode="mean", reference=fitted, **one)
+    mean = mean_output(model, fitted, layer, head)
     distance = fitted_attention(model, fitted, "distance+sink", **one)
     uniform = substitute_attention(model, "uniform", **one)
     constants = [remap_distance(model, partial(own_apart, d), **one) for d in (1, 5, 32)]
-    k = np.array(
-        [[divergence(model, text, hooks) for text in texts] for hooks in (mean, distance, uniform, *constants)]
-    )
-    n = np.array([len(text) - 1 for text in texts])
-    of_constant = k[3:] * n
+    replaced = (mean, distance, uniform, gate(layer, head), *constants)
+    k = np.array([[divergence(model, text, hooks) for text in texts] for hooks in replaced])
+    n = np.array([len(text) - 2 for text in texts])
+    of_constant = k[4:] * n
     chosen = [of_constant[np.argmin(of_constant.sum(1) - of_constant[:, t]), t] for t in range(len(texts))]
     contributed = k[0] @ n
     return {
-        "where_unclipped": 1 - k[1] @ n / contributed,
-        "uniform_unclipped": 1 - k[2] @ n / contributed,
-        "what_unclipped": 1 - sum(chosen) / contributed,
+        "kept_distance": 1 - k[1] @ n / contributed,
+        "kept_uniform": 1 - k[2] @ n / contributed,
+        "gate": 1 - k[3] @ n / contributed,
+        "kept_content": 1 - sum(chosen) / contributed,
         "contribution": contributed / n.sum(),
         "content_distance": (1, 5, 32)[int(np.argmin(of_constant.sum(1)))],
     }
@@ -68,7 +101,7 @@ def same_as_plain(model: Any, table: pd.DataFrame, fitted: Any, texts: list[Tens
     for row in table.to_dict("records"):
         expected = plain_row(model, fitted, texts, row["layer"], row["head"])
         assert row["contribution"] == pytest.approx(expected["contribution"], abs=KL_CLOSE)
-        for name in ("where_unclipped", "what_unclipped", "uniform_unclipped"):
+        for name in KEPT:
             close = 2 * KL_CLOSE / expected["contribution"] * (1 + abs(expected[name]))
             assert row[name] == pytest.approx(expected[name], abs=close)
         assert row["content_distance"] == expected["content_distance"]
@@ -84,11 +117,11 @@ def same_as_plain(model: Any, table: pd.DataFrame, fitted: Any, texts: list[Tens
 def test_exact_rows_are_those_of_plain_runs(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     table = measured(model, FITTED, MEASURED, exact=["L0H1", "L1H6"])
-    assert table.loc[table["exact"], ["layer", "head"]].to_numpy().tolist() == [[0, 1], [1, 6]]
-    run = table[table["exact"]]
+    run = table[table["measured"] == "run"]
+    assert run[["layer", "head"]].to_numpy().tolist() == [[0, 1], [1, 6]]
     same_as_plain(model, run, FITTED, list(MEASURED))
     assert (run["contribution"] > 100 * KL_CLOSE).all()
-    assert run["where_unclipped"].sub(run["what_unclipped"]).abs().max() > 0.01
+    assert run["kept_distance"].sub(run["kept_content"]).abs().max() > 0.01
 
 
 @FEW
@@ -99,9 +132,9 @@ def test_each_half_is_measured_with_fits_to_the_other(kind: str, name: str, shar
     whole = measured(model, texts, **some)
     halves = [measured(model, texts[1::2], texts[::2], **some), measured(model, texts[::2], texts[1::2], **some)]
     contributed = sum(x["contribution"] for x in halves) / 2
-    lost = sum((1 - x["where_unclipped"]) * x["contribution"] for x in halves) / 2
+    lost = sum((1 - x["kept_distance"]) * x["contribution"] for x in halves) / 2
     assert whole["contribution"].tolist() == pytest.approx(contributed.tolist(), rel=1e-5, abs=KL_CLOSE)
-    assert whole["where_unclipped"].tolist() == pytest.approx((1 - lost / contributed).tolist(), abs=1e-3)
+    assert whole["kept_distance"].tolist() == pytest.approx((1 - lost / contributed).tolist(), abs=1e-3)
 
 
 @FEW
@@ -113,10 +146,10 @@ def test_padding_changes_nothing(kind: str, name: str, side: str, shared_model: 
     ids = torch.stack([torch.nn.functional.pad(x, ends) for ends, x in pad])
     mask = torch.stack([torch.nn.functional.pad(torch.ones_like(x), ends) for ends, x in pad])
     table = measured(model, FITTED, {"input_ids": ids, "attention_mask": mask}, exact=["L1H3"])
-    same_as_plain(model, table[table["exact"]], FITTED, texts)
+    same_as_plain(model, table[table["measured"] == "run"], FITTED, texts)
     swapped = measured(model, {"input_ids": ids, "attention_mask": mask}, MEASURED)
     backwards = measured(model, {"input_ids": ids.flip(0), "attention_mask": mask.flip(0)}, MEASURED)
-    assert swapped["where_unclipped"].tolist() == pytest.approx(backwards["where_unclipped"].tolist(), abs=1e-3)
+    assert swapped["kept_distance"].tolist() == pytest.approx(backwards["kept_distance"].tolist(), abs=1e-3)
 
 
 def pooling_model() -> Any:
@@ -153,9 +186,9 @@ def test_estimates_leave_out_what_positions_do_together() -> None:
     model = pooling_model()
     estimated, run = (measured(model, texts, exact=exact, draws=16).iloc[0] for exact in (0, "all"))
     assert estimated["contribution"] < 0.1 * run["contribution"]
-    assert run["uniform"] > 0.95
-    assert estimated["uniform"] < 0.8
-    assert min(estimated["where"], run["where"]) > 0.99
+    assert run["kept_uniform"] > 0.95
+    assert estimated["kept_uniform"] < 0.8
+    assert min(estimated["kept_distance"], run["kept_distance"]) > 0.99
 
 
 # --- the table --------------------------------------------------------------------------------------------------
@@ -163,21 +196,95 @@ def test_estimates_leave_out_what_positions_do_together() -> None:
 
 def test_rows_columns_and_attributes(shared_model: Any) -> None:
     table = measured(shared_model("bridge", "llama-gqa"), FITTED, exact=3)
-    columns = ["layer", "head"]
-    for name in ("where", "what", "uniform"):
-        columns += [name, f"{name}_se", f"{name}_unclipped"]
-    assert list(table) == [*columns, "contribution", "contribution_se", "content_distance", "exact", "verdict"]
+    numbers = ["contribution", "where_part", "what_part", "neither_part", "joint", "difference"]
+    numbers += ["kept_distance", "kept_content", "kept_uniform", "gate"]
+    columns = [column for name in numbers for column in (name, f"{name}_se")]
+    assert list(table) == ["layer", "head", *columns, "content_distance", "q", "measured", "verdict", "open"]
+    assert [name for name in table if hasattr(pd.DataFrame, str(name))] == ["head"]
     assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in (0, 1) for head in range(8)]
-    assert table["exact"].sum() == 3
+    assert table["measured"].value_counts().to_dict() == {"estimated": 13, "run": 3}
     assert set(table["content_distance"]) <= {1, 5, 32}
-    for name in ("where", "what", "uniform"):
-        assert table[name].tolist() == table[f"{name}_unclipped"].clip(0, 1).tolist()
-    for verdict, words in (("neither", "the pattern does not matter"), ("undecided", "are undecided")):
-        of_verdict = table["verdict"] == verdict
-        part = 100 * table["contribution"][of_verdict].sum() / table["contribution"].sum()
-        said = f" {of_verdict.sum()} ({part:.0f} %) {words}" if of_verdict.any() else f" 0 {words}"
-        assert said in table.attrs["statement"]
+    assert table[["where_part", "what_part", "neither_part"]].sum(axis=1).tolist() == pytest.approx([1] * 16)
     assert table.attrs["passes"] > 4
+
+
+def test_the_table_says_what_it_holds_before_its_rows(shared_model: Any) -> None:
+    """Parts of the sum, the verdicts and the heads that contribute most, computed from the rows."""
+    table = measured(shared_model("bridge", "llama-gqa"), FITTED, exact=3)
+    statement, total = table.attrs["statement"], table["contribution"].sum()
+    assert statement.startswith("Of what 16 heads contribute in 4 texts of 12 tokens, each alone, ")
+    for part, words in (
+        ("where", "depends on where keys are"),
+        ("what", "on what they are"),
+        ("neither", "on neither"),
+    ):
+        share = 100 * (table["contribution"] * table[f"{part}_part"]).sum() / total
+        found = re.search(rf"([\d.]+) ± [\d.]+ % {words}", statement)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(share, abs=0.51)
+    by_runs = 100 * table.loc[table["measured"] == "run", "contribution"].sum() / total
+    assert f"({by_runs:.0f} % of it measured by runs)" in statement
+    for verdict, rows in table.groupby("verdict"):
+        share = 100 * rows["contribution"].sum() / total
+        said = f"{verdict} {len(rows)}" + ("" if verdict == "not used" else f" ({share:.0f} %)")
+        assert said in statement
+        largest = rows.nlargest(3, "contribution")
+        names = ", ".join(f"L{x}H{y}" for x, y in zip(largest["layer"], largest["head"], strict=True))
+        assert names in repr(table)
+        assert names in table._repr_html_()
+    assert repr(table).startswith(statement)
+    assert type(table[table["verdict"] == "what"]) is type(table.copy()) is pd.DataFrame
+
+
+def test_groups_are_replaced_together(shared_model: Any) -> None:
+    """Each row against plain runs with all of its heads replaced; one head alone is a group of one."""
+    model = shared_model("bridge", "llama-gqa")
+    groups = {"two": ["L0H1", (1, 6)], "one": ["L1H6"], "layer": [(0, 2), (0, 3)]}
+    table = measured(model, FITTED, MEASURED, groups=groups)
+    assert table["group"].tolist() == ["two", "one", "layer"]
+    assert table["heads"].tolist() == ["L0H1, L1H6", "L1H6", "L0H2, L0H3"]
+    alone = measured(model, FITTED, MEASURED, layers=1, heads=[6], exact="all")
+    np.testing.assert_allclose(table.loc[1, SHARES].astype(float), alone.loc[0, SHARES].astype(float), rtol=1e-5)
+    for name, heads in (("two", [(0, 1), (1, 6)]), ("layer", [(0, 2), (0, 3)])):
+        hooks = {
+            "mean": [hook for head in heads for hook in mean_output(model, FITTED, *head)],
+            "kept_distance": fitted_attention(model, FITTED, "distance+sink", heads=heads),
+            "kept_uniform": substitute_attention(model, "uniform", heads=heads),
+            "gate": [hook for head in heads for hook in gate(*head)],
+        }
+        k = {key: sum(divergence(model, text, some) for text in MEASURED) / 3 for key, some in hooks.items()}
+        (row,) = table[table["group"] == name].to_dict("records")
+        assert row["contribution"] == pytest.approx(k["mean"], abs=KL_CLOSE)
+        for key in ("kept_distance", "kept_uniform", "gate"):
+            expected = 1 - k[key] / k["mean"]
+            assert row[key] == pytest.approx(expected, abs=2 * KL_CLOSE / k["mean"] * (1 + abs(expected)))
+    assert "two (L0H1, L1H6) contributes" in table.attrs["statement"]
+
+
+def test_tokens_to_ignore_are_not_counted(shared_model: Any) -> None:
+    """Of runs: the divergences of the other predictions, averaged."""
+    model, ignored = shared_model("bridge", "llama-gqa"), MEASURED[:, 4].unique().tolist()
+    table = measured(model, FITTED, MEASURED, layers=1, heads=[6], exact="all", ignore=ignored)
+    hooks = substitute_attention(model, "uniform", layers=1, heads=[6])
+    kept = (~torch.isin(MEASURED, torch.tensor(ignored)))[:, 1:-1]
+    fitted = (~torch.isin(FITTED, torch.tensor(ignored)))[:, 1:]
+    k = []
+    name = "blocks.1.attn.hook_z"
+    with torch.no_grad():
+        z = model.run_with_cache(FITTED, names_filter=name)[1][name][:, 1:, 6][fitted].double().mean(0)
+
+        def replace(x: Tensor, hook: Any) -> Tensor:
+            x = x.clone()
+            x[:, 1:, 6] = z.to(x)
+            return x
+
+        clean = model(MEASURED)[:, 1:-1].double().log_softmax(-1)
+        for some in ([(name, replace)], hooks):
+            with model.hooks(fwd_hooks=some):
+                changed = model(MEASURED)[:, 1:-1].double().log_softmax(-1)
+            k.append((clean.exp() * (clean - changed)).sum(-1)[kept].mean().item())
+    assert table["contribution"].item() == pytest.approx(k[0], abs=KL_CLOSE)
+    assert table["kept_uniform"].item() == pytest.approx(1 - k[1] / k[0], abs=4 * KL_CLOSE / k[0])
 
 
 def test_some_heads_have_the_rows_that_they_have_among_all(shared_model: Any) -> None:
@@ -193,9 +300,14 @@ def test_the_heads_of_largest_contribution_are_run(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     estimated = measured(model, FITTED, layers=1, exact=0)
     run = measured(model, FITTED, layers=1, exact=2)
-    assert set(run.index[run["exact"]]) == set(estimated["contribution"].nlargest(2).index)
-    rest = ~run["exact"]
-    np.testing.assert_allclose(run.loc[rest, SHARES], estimated.loc[rest, SHARES])
+    rest = run["measured"] == "estimated"
+    assert set(run.index[~rest]) == set(estimated["contribution"].nlargest(2).index)
+    np.testing.assert_allclose(run.loc[rest, KEPT], estimated.loc[rest, KEPT])
+    ratios = run.loc[rest, "contribution"] / estimated.loc[rest, "contribution"]
+    assert ratios.tolist() == pytest.approx([ratios.iloc[0]] * 6)  # those that were run correct the others
+    half = measured(model, FITTED, layers=1, exact="half")
+    share = estimated["contribution"].sort_values(ascending=False).cumsum() / estimated["contribution"].sum()
+    assert (half["measured"] == "run").sum() == (share < 0.5).sum() + 1  # all in one layer
     pairs = measured(model, FITTED, layers=1, exact=[(1, 3), (1, 2)])
     labels = measured(model, FITTED, layers=1, exact=["L1H2", "L1H3"])
     pd.testing.assert_frame_equal(pairs, labels)
@@ -226,6 +338,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {"layers": 0, "exact": ["L1H0"]},
         r"exact must lie within the chosen heads, got L1",
     ),
+    "groups and layers": (
+        (FITTED,),
+        {"groups": {"a": ["L0H1"]}, "layers": 0},
+        r"groups must be given without layers and heads",
+    ),
+    "groups of nothing": ((FITTED,), {"groups": {}}, r"groups must be heads by the name of a group, such as"),
+    "groups without names": ((FITTED,), {"groups": ["L0H1"]}, r"groups must be heads by the name of a group"),
+    "group of unknown heads": ((FITTED,), {"groups": {"a": ["L9H0"]}}, r"groups.*9"),
     "another word": ((FITTED,), {"exact": "most"}, r"exact given as text must be labels .*most"),
 }
 
@@ -291,7 +411,7 @@ def test_hooks_of_the_user_are_named(shared_model: Any) -> None:
         table = measured(model, FITTED, exact=0)
         description = describe_head(model, FITTED, "L1H0", seeds=0, progress=False)
     assert table.attrs["hooks"] == [point]
-    assert table.attrs["statement"].endswith(f" are undecided. Measured under hooks of your own at {point}.")
+    assert table.attrs["statement"].endswith(f"). Measured under hooks of your own at {point}.")
     assert f"Measured under hooks of your own at {point}." in repr(description)
     assert (table[table["layer"] == 1]["verdict"] == "not used").all()
 

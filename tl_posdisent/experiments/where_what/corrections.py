@@ -2,69 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import nan
-from typing import Any
+from collections.abc import Sequence
+from typing import Final
 
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.part_runs import Head
 
+_BANDS: Final = 6
+"""Parts of a model's depth: estimates are off alike in layers that are near, and otherwise in early and late ones."""
 
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """What runs of some heads show about the estimates of others.
 
-    Attributes:
-        factors: by which the estimated contribution of each head is multiplied: the geometric mean over the heads of
-            its layer that were run, and one more with the mean of all that were run; 1 where none was.
-        spread: standard deviation of the logarithm of measured over corrected contribution, of a head that was not
-            used to correct it; NaN for fewer than two runs.
-        ratios: measured over estimated contribution of the heads that were run, NaN of others.
+def bands(pairs: Sequence[Head], n_layers: int) -> Int[Tensor, " head"]:
+    """Number the sixth of the model's layers in which each head is; of few layers, each is one."""
+    n = min(_BANDS, n_layers)
+    return torch.tensor([layer * n // n_layers for layer, _ in pairs])
+
+
+def from_others(
+    values: Float64[Tensor, " head"], band: Int[Tensor, " head"], known: Bool[Tensor, " head"]
+) -> Float64[Tensor, " head"]:
+    """Average a quantity of the known heads for each head: the means of the bands, those that are near more.
+
+    Returns:
+        The weighted mean of all bands that have a known head, the head's own with the weight 1, the next with 1/4, and
+        so on; NaN if no head is known.
     """
-
-    factors: Float64[Tensor, " head"]
-    spread: float
-    ratios: Float64[Tensor, " head"]
-
-
-def correction(
-    pairs: Sequence[Head], estimated: Float64[Tensor, " head"], measured: Float64[Tensor, " head"]
-) -> Correction:
-    """Compare the contributions of heads that were run with their estimates.
-
-    Args:
-        measured: NaN of heads that were not run.
-    """
-    ratios = torch.where((estimated > 0) & (measured > 0), measured / estimated, torch.nan)
-    logs, layers = ratios.log(), torch.tensor([layer for layer, _ in pairs])
-    known = ~logs.isnan()
-    if not known.any():
-        return Correction(torch.ones_like(ratios), nan, ratios)
-    factors = torch.stack([_of_layer(logs, layers, known, layer) for layer in layers.tolist()])
-    off = [
-        logs[n] - _of_layer(logs, layers, known & (torch.arange(len(pairs)) != n), layers[n])
-        for n in known.nonzero()[:, 0].tolist()
-    ]
-    spread = torch.stack(off).square().mean().sqrt().item() if len(off) > 1 else nan
-    return Correction(factors.exp(), spread, ratios)
+    there = band[known].unique()
+    if not len(there):
+        return torch.full_like(values, torch.nan)
+    means = torch.stack([values[known & (band == one)].mean() for one in there])
+    weights = torch.exp2(-2.0 * (band[:, None] - there).abs().double())  # a quarter for each band between
+    return (weights * means).sum(1) / weights.sum(1)
 
 
-def _of_layer(logs: Tensor, layers: Tensor, known: Bool[Tensor, " head"], layer: Any) -> Float64[Tensor, ""]:
-    """Average over the known heads of a layer, and one more head that has the mean of all known ones."""
-    of_layer = logs[known & (layers == layer)]
-    return torch.cat([of_layer, logs[known].mean()[None]]).mean()
+def log_ratios(estimated: Float64[Tensor, " head"], measured: Float64[Tensor, " head"]) -> Float64[Tensor, " head"]:
+    """Return the logarithm of measured over estimated contributions; NaN where there is none."""
+    return torch.where((estimated > 0) & (measured > 0), (measured / estimated).log(), torch.nan)
 
 
-def estimation_errors(
-    estimated: Mapping[str, Float64[Tensor, " head"]], measured: Mapping[str, Float64[Tensor, " head"]]
-) -> dict[str, float]:
-    """Compute how far estimates of heads that were run are off, as a root mean square; NaN for fewer than two heads."""
-    errors = {}
-    for name, values in estimated.items():
-        off = (values - measured[name])[~measured[name].isnan() & ~values.isnan()]
-        errors[name] = off.square().mean().sqrt().item() if len(off) > 1 else nan
-    return errors
+def spread_of_ratios(logs: Float64[Tensor, " head"], band: Int[Tensor, " head"]) -> Float64[Tensor, " head"]:
+    """Compute the standard error of a corrected contribution, relative: how far each head that was run would be off,
+    corrected by all others, as a root mean square over these heads (see ``from_others``)."""
+    known, off = ~logs.isnan(), torch.full_like(logs, torch.nan)
+    for n in known.nonzero()[:, 0].tolist():
+        off[n] = logs[n] - from_others(logs, band, known & (torch.arange(len(logs)) != n))[n]
+    return from_others(off.square(), band, ~off.isnan()).sqrt()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from jaxtyping import Float64
+import torch
+from jaxtyping import Float64, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -28,38 +29,47 @@ _HALF: Final = 0.5  # of the sum of contributions
 
 @dataclass(frozen=True, eq=False)
 class HeadsToRun:
-    """Which heads are run: those asked for, and as many of the largest contribution as have a share of the sum.
+    """Which heads are run: those of the largest contribution, or those asked for.
 
     Attributes:
-        most: how many at most, those asked for not counted.
-        share: of the sum of the estimated contributions, at which there are enough.
-        asked: indices of others.
+        most: how many at most.
+        asked: their indices; None for those of the largest contribution.
+        half: whether fewer are enough, which have half of the sum of the estimated contributions, and one in each band
+            of the model's depth, by which estimates there are corrected.
     """
 
     most: int
-    share: float
-    asked: list[int]
+    asked: list[int] | None = None
+    half: bool = False
 
-    def choose(self, contributions: Float64[Tensor, " head"]) -> list[int]:
+    def choose(self, contributions: Float64[Tensor, " head"], band: Int[Tensor, " head"]) -> list[int]:
         """Return the indices of the heads that are run."""
-        order = contributions.nan_to_num().argsort(descending=True, stable=True)
-        before = contributions.nan_to_num()[order].cumsum(0).roll(1) / contributions.nansum()
-        before[:1] = 0.0
-        enough = order[: self.most][before[: self.most] < self.share]
-        return sorted({*enough.tolist(), *self.asked})
+        if self.asked is not None:
+            return self.asked
+        sizes = contributions.nan_to_num()
+        order = sizes.argsort(descending=True, stable=True)
+        if not self.half:
+            return sorted(order[: self.most].tolist())
+        of_others = [order[band[order] == one][:1] for one in band.unique()]
+        n = self.most - len(of_others)
+        before = sizes[order].cumsum(0) - sizes[order]
+        enough = order[:n][before[:n] < _HALF * sizes.sum()]
+        missing = [first for first, one in zip(of_others, band.unique(), strict=True) if one not in band[enough]]
+        return sorted(torch.cat([enough, *missing]).tolist())
 
 
 def heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> HeadsToRun:
     """Read ``exact``; raise for heads that are not among the chosen ones."""
     if isinstance(exact, str) and exact in ("half", "all"):
-        return HeadsToRun(_MOST, _HALF, []) if exact == "half" else HeadsToRun(0, 1.0, [*range(len(pairs))])
+        most = min(_MOST, len(pairs))
+        return HeadsToRun(most, half=True) if exact == "half" else HeadsToRun(len(pairs))
     if is_integer(exact):
-        return HeadsToRun(min(check_integer("exact", exact, 0), len(pairs)), float("inf"), [])
+        return HeadsToRun(min(check_integer("exact", exact, 0), len(pairs)))
     with naming(heads="exact"):
         asked = pairs_of(any_heads(reading, None, exact))
     if missing := [head_label(*pair) for pair in asked if pair not in pairs]:
         raise ArgumentError("exact", f"must lie within the chosen heads, got {missing[0]}")
-    return HeadsToRun(0, 1.0, [pairs.index(pair) for pair in asked])
+    return HeadsToRun(len(asked), sorted(pairs.index(pair) for pair in asked))
 
 
 def estimate(

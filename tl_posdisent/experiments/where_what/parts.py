@@ -44,13 +44,12 @@ def kept_shares(
     Args:
         divergences: nats per prediction of each text, under each of the ``replacements``.
     """
-    contents = torch.stack([divergences[content_alone(constant)] for constant in CONSTANTS])
     n_texts = len(n_predictions)
     weights = torch.cat([torch.ones(1, n_texts), 1 - torch.eye(n_texts)]).double() * n_predictions
     weights = weights / weights.sum(1, keepdim=True)
     contribution = weights @ divergences[MEAN]
     lost = {name: weights @ divergences[replacement] for name, replacement in KEPT.items()}
-    lost["kept_content"] = torch.stack([_best_of_others(contents, some) for some in weights])
+    lost["kept_content"] = weights @ _best_of_others(divergences, n_predictions)
     return {"contribution": contribution} | {name: 1 - x / contribution for name, x in lost.items()}
 
 
@@ -63,12 +62,13 @@ def content_distances(
 
 
 def _best_of_others(
-    contents: Float64[Tensor, "constant text head"], weights: Float64[Tensor, " text"]
-) -> Float64[Tensor, " head"]:
-    """Average the divergences under content alone, of each text at the constant that is best in the others."""
-    weighted = weights[:, None] * contents
+    divergences: Mapping[str, Float64[Tensor, "text head"]], n_predictions: Float64[Tensor, " text"]
+) -> Float64[Tensor, "text head"]:
+    """Return the divergences under content alone, of each text at the constant that is best in the others."""
+    contents = torch.stack([divergences[content_alone(constant)] for constant in CONSTANTS])
+    weighted = n_predictions[:, None] * contents
     best = (weighted.sum(1, keepdim=True) - weighted).argmin(0)
-    return weighted.gather(0, best[None])[0].sum(0)
+    return contents.gather(0, best[None])[0]
 
 
 def divide(kept: Values, n_predictions: Float64[Tensor, " text"]) -> Values:

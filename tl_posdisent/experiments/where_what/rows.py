@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.part_runs import Head
-from tl_posdisent.experiments.where_what.corrections import Correction, correction, estimation_errors
+from tl_posdisent.experiments.where_what.corrections import bands, from_others, log_ratios, spread_of_ratios
 from tl_posdisent.experiments.where_what.parts import PARTS, Values, content_distances, divide, kept_shares
 from tl_posdisent.experiments.where_what.replacements import MEAN, ByReplacement
 from tl_posdisent.experiments.where_what.verdicts import verdicts
@@ -40,7 +40,7 @@ class Measured:
         n_predictions: number of predictions of each text.
         run: which heads were run; others are estimates, corrected by these.
         content_distance: the distance of other keys at which each head keeps most.
-        off: standard errors of the estimates, by column; of ``contribution``, relative. NaN if they are not known.
+        off: standard error of the estimate of each head, by column; of ``contribution``, relative. NaN if not known.
         ratios: measured over estimated contribution; NaN of heads that were not run.
     """
 
@@ -48,7 +48,7 @@ class Measured:
     n_predictions: Float64[Tensor, " text"]
     run: Bool[Tensor, " head"]
     content_distance: list[int]
-    off: dict[str, float]
+    off: dict[str, Float64[Tensor, " head"]]
     ratios: Float64[Tensor, " head"]
 
     def estimate(self, column: str) -> Estimate:
@@ -58,10 +58,10 @@ class Measured:
 
     def _squares_off(self, column: str) -> Float64[Tensor, " head"]:
         """Return the squared error of estimates; 0 of heads that were run, and where it is not known."""
-        off = torch.full(self.run.shape, self.off.get(column, nan), dtype=torch.float64)
-        if column == "contribution":
-            off = off * self.values[column][0]
-        return torch.where(self.run, 0.0, off.square().nan_to_num())
+        if column not in self.off:
+            return torch.zeros_like(self.values[column][0])
+        size = self.values[column][0] if column == "contribution" else 1.0
+        return torch.where(self.run, 0.0, (self.off[column] * size).square().nan_to_num())
 
     def part_of_sum(self, part: str) -> Estimate:
         """Return a part of the sum of all contributions, and its error; estimates are independently off."""
@@ -87,6 +87,7 @@ def from_runs(divergences: ByReplacement, n_predictions: Float64[Tensor, " text"
 
 def from_estimates(
     pairs: Sequence[Head],
+    n_layers: int,
     estimated: ByReplacement,
     measured: ByReplacement,
     places: Sequence[int],
@@ -96,29 +97,26 @@ def from_estimates(
 
     Args:
         pairs: all heads.
+        n_layers: of the model.
         estimated: divergences of all heads, nats per prediction, ``[text, head]``.
         measured: those of the heads that were run, at these ``places`` among all.
     """
     run = torch.zeros(len(pairs), dtype=torch.bool)
     run[list(places)] = True
-    estimates, runs = (_values(x, n_predictions) for x in (estimated, measured))
-    found = _compare(pairs, estimates, runs, run)
-    off = estimation_errors({x: estimates[x][0, run] for x in COLUMNS[1:]}, {x: runs[x][0] for x in COLUMNS[1:]})
     combined = {name: x.clone() for name, x in estimated.items()}
     for name, x in combined.items():
         x[:, run] = measured[name]
-    values = {name: x.clone() for name, x in estimates.items()}
-    values["contribution"] *= found.factors
-    for name, x in values.items():
-        x[:, run] = runs[name]
-    distances = content_distances(combined, n_predictions)
-    return Measured(values, n_predictions, run, distances, off | {"contribution": found.spread}, found.ratios)
-
-
-def _compare(pairs: Sequence[Head], estimates: Values, runs: Values, run: Bool[Tensor, " head"]) -> Correction:
-    contribution = torch.full((len(pairs),), nan, dtype=torch.float64)
-    contribution[run] = runs["contribution"][0]
-    return correction(pairs, estimates["contribution"][0], contribution)
+    estimates, values = (_values(x, n_predictions) for x in (estimated, combined))
+    off, band = {}, bands(pairs, n_layers)
+    for name in COLUMNS[1:]:
+        squares = (estimates[name][0] - values[name][0]).square()
+        off[name] = from_others(squares, band, run & ~squares.isnan()).sqrt()
+    known = torch.where(run, values["contribution"][0], torch.nan)
+    logs = log_ratios(estimates["contribution"][0], known)
+    off["contribution"] = spread_of_ratios(logs, band)
+    factors = torch.where(run, 1.0, from_others(logs, band, ~logs.isnan()).exp().nan_to_num(1.0))
+    values["contribution"] = values["contribution"] * factors
+    return Measured(values, n_predictions, run, content_distances(combined, n_predictions), off, logs.exp())
 
 
 def _values(divergences: ByReplacement, n_predictions: Float64[Tensor, " text"]) -> Values:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from tl_posdisent.experiments.where_what.corrections import bands
 from tl_posdisent.experiments.where_what.head_table import (
     HeadTable,
     estimates_sentences,
@@ -81,8 +82,8 @@ def where_or_what(
     Mean outputs and distance profiles are fitted to other texts than those that are measured. The first token of a text
     has one key, so no attention can change what a head adds there: it is left as it is, and its prediction is not
     counted. Divergences are estimated for all heads by curvature, as in ``head_effects``, but of the change at each
-    position alone; the heads that contribute most are run. What runs show corrects the others: contributions by the
-    mean ratio of their layer, and errors by how far estimates of the parts were off. Where a later layer averages over
+    position alone; the heads that contribute most are run. What runs show corrects the others, those near in depth
+    more: contributions by their mean ratio, and errors by how far estimates were off. Where a later layer averages over
     many positions, or predictions are confident, estimates are far too small, and the table says so.
 
     Args:
@@ -95,8 +96,8 @@ def where_or_what(
         groups: heads that are replaced together, by a name, such as ``{"induction": ["L17H3", "L18H6"]}``: one row for
             each group instead of each head, by runs. What single heads need does not say what they need together.
         draws: as in ``head_effects``, at least 1.
-        exact: how many heads of the largest contribution are run; ``"half"``, as many as carry half of the sum, at most
-            24; ``"all"``; or which: labels or pairs.
+        exact: how many heads of the largest contribution are run; ``"half"``, as many as carry half of the sum, and
+            the largest in each sixth of the layers, at most 24; ``"all"``; or which: labels or pairs.
         negligible: the contribution in nats per predicted token below which a head is not used.
         ignore: token ids, such as those of a chat template, whose predictions are not counted.
         seed: as in ``head_effects``.
@@ -117,7 +118,7 @@ def where_or_what(
         then ``content_distance``, the distance of the other keys at which most is kept; ``q``, the false discovery rate
         of ``difference`` over the rows (Benjamini–Hochberg); ``measured``, ``"run"`` or ``"estimated"``; ``verdict``;
         ``open``: of an undecided head the verdicts that it lies between, or ``"more texts"`` if the error is what is
-        open. Errors of estimated rows include that of the estimate if two heads or more were run.
+        open. Errors of estimated rows include that of the estimate, as far as runs show it: not with ``exact=0``.
 
         The table shows its sentence before its rows: ``attrs["statement"]``, the parts of the sum of all contributions,
         each head alone, and the counts of verdicts. ``attrs["passes"]`` is the cost in forward passes of all measured
@@ -152,18 +153,18 @@ def where_or_what(
     with running(reading.model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         facts, n_replacements = block_facts(p), len(of_folds[0].replacements)
-        n_most = to_run.most + len(to_run.asked)
-        with cost_bar(len(texts.tokens), draws, n_replacements, n_most, progress=progress) as bar:
+        with cost_bar(len(texts.tokens), draws, n_replacements, to_run.most, progress=progress) as bar:
             estimated, n_predictions = estimate(reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, bar=bar)
-            places = to_run.choose(n_predictions @ estimated[MEAN])
-            bar.total -= len(texts.tokens) * n_replacements * (n_most - len(places))
+            n_layers = len(reading.model.blocks)
+            places = to_run.choose(n_predictions @ estimated[MEAN], bands(pairs, n_layers))
+            bar.total -= len(texts.tokens) * n_replacements * (to_run.most - len(places))
             measured, _ = run_heads(reading, of_folds, [pairs[n] for n in places], facts=facts, bar=bar)
-    found = from_estimates(pairs, estimated, measured, places, n_predictions)
+    found = from_estimates(pairs, n_layers, estimated, measured, places, n_predictions)
     table = HeadTable(table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible))
     reading.note(table)
     said = [statement(table, found, texts.lengths), *estimates_sentences(pairs, found.ratios.tolist())]
     table.attrs["statement"] = " ".join([*said, *hooks_sentences(table)])
-    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(reading.model.blocks) + 2 * draws
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / n_layers + 2 * draws
     return table
 
 
