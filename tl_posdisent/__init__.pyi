@@ -30,6 +30,7 @@ from .experiments.measuring.metrics import logit_difference as logit_difference
 from .experiments.residual_stream.score_sources import score_sources as score_sources
 from .experiments.robustness.length_generalization import length_generalization as length_generalization
 from .experiments.robustness.perturbation_curve import perturbation_curve as perturbation_curve
+from .experiments.where_what.compare_heads import compare_heads as compare_heads
 from .experiments.where_what.describe_head import describe_head as describe_head
 from .experiments.where_what.where_or_what import where_or_what as where_or_what
 from .hooks.ablate import ablate_heads as ablate_heads

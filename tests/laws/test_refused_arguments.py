@@ -161,7 +161,7 @@ NOT_YET = words_of(
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    answer body changed checkpoint client command context
+    after answer before body changed checkpoint client command context
     downstream draw folder heldout in_range model models name_or_dir notes
     on_step out path perturb profiles progress queries query signed source_positions sufficient
     tokenizer wrong

@@ -11,7 +11,7 @@ import tl_posdisent as tp
 
 LONG = (
     *(tp.attention_ladder, tp.component_patching, tp.position_patching, tp.head_effects),
-    *(tp.head_labels, tp.describe_head, tp.where_or_what, tp.report),
+    *(tp.head_labels, tp.describe_head, tp.where_or_what, tp.compare_heads, tp.report),
 )
 """Experiments that run the model for each head, or fit its heads: what all experiments share is slow for them."""
 

@@ -57,6 +57,8 @@ def synthetic(**changed: Any) -> SyntheticModel:
 ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), 1, 0, 8)
 
 GOOD: dict[str, Any] = {
+    "before": zoo.load("bridge", "llama-gqa"),
+    "after": zoo.load("bridge", "llama-gqa"),
     "tokens": TOKENS,
     "text": TOKENS,
     "source": TOKENS.flip(1),

@@ -26,6 +26,7 @@ from .robustness.length_generalization import length_generalization as length_ge
 from .robustness.perturb import Perturbed as Perturbed
 from .robustness.perturb import perturb as perturb
 from .robustness.perturbation_curve import perturbation_curve as perturbation_curve
+from .where_what.compare_heads import compare_heads as compare_heads
 from .where_what.describe_head import describe_head as describe_head
 from .where_what.head_description import HeadDescription as HeadDescription
 from .where_what.where_or_what import where_or_what as where_or_what

@@ -21,7 +21,7 @@ _FAR_OFF: Final = 3.0  # how many times an estimate may be too small or too larg
 
 
 class HeadTable(pd.DataFrame):
-    """A table of ``where_or_what`` that shows its sentence and verdicts before its rows.
+    """A table of heads that shows its sentence and a summary before its rows: of ``where_or_what``, the verdicts.
 
     Selections of it are ordinary data frames.
     """
@@ -30,13 +30,16 @@ class HeadTable(pd.DataFrame):
     def _constructor(self) -> Any:
         return pd.DataFrame
 
+    def _summary(self) -> pd.DataFrame:
+        return verdict_table(self)
+
     def __repr__(self) -> str:
-        verdicts = verdict_table(self).to_string(index=False)
-        return "\n\n".join([self.attrs["statement"], verdicts, super().__repr__()])
+        summary = self._summary().to_string(index=False)
+        return "\n\n".join([self.attrs["statement"], summary, super().__repr__()])
 
     def _repr_html_(self) -> str:
         rows = pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
-        return f"<p>{html.escape(self.attrs['statement'])}</p>{verdict_table(self).to_html(index=False)}{rows}"
+        return f"<p>{html.escape(self.attrs['statement'])}</p>{self._summary().to_html(index=False)}{rows}"
 
 
 def verdict_table(table: pd.DataFrame) -> pd.DataFrame:

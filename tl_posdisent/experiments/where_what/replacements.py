@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -42,13 +42,19 @@ class Fold:
 
     Attributes:
         rows: of the texts in the batch of all measured texts.
+        fitted: the other texts.
         replacements: hooks by name: ``MEAN``, ``DISTANCE``, ``UNIFORM``, ``GATE``, ``content_alone`` of each of
             ``CONSTANTS``.
     """
 
     texts: Texts
     rows: Sequence[int]
+    fitted: Texts
     replacements: dict[str, Hooks]
+
+    def of_another(self, reading: ModelReading, chosen: Chosen) -> Fold:
+        """Return the same texts with the replacements of these heads of another model."""
+        return replace(self, replacements=replacements(reading, self.fitted, chosen))
 
 
 def content_alone(distance: float) -> str:
@@ -92,14 +98,17 @@ def folds(
                 "distance has no value for larger distances. Cut them, or give longer tokens",
             )
         _warn_of_texts(measured, [*texts.unpadded(), *measured.unpadded()])
-        return measured, [Fold(measured, range(len(measured.tokens)), replacements(reading, texts, chosen))]
+        return measured, [Fold(measured, range(len(measured.tokens)), texts, replacements(reading, texts, chosen))]
     _require_two(texts)
     texts = texts.cut(sorted(texts.lengths)[-2])
     _warn_of_texts(texts, texts.unpadded())
     by_length = sorted(range(len(texts.tokens)), key=lambda row: -texts.lengths[row])
     halves = [by_length[::2], by_length[1::2]]
-    others = [replacements(reading, texts.take(half), chosen) for half in halves[::-1]]
-    return texts, [Fold(texts.take(half), half, fitted) for half, fitted in zip(halves, others, strict=True)]
+    taken = [texts.take(half) for half in halves]
+    return texts, [
+        Fold(some, half, others, replacements(reading, others, chosen))
+        for some, half, others in zip(taken, halves, taken[::-1], strict=True)
+    ]
 
 
 def replacements(reading: ModelReading, fitted: Texts, chosen: Chosen) -> dict[str, Hooks]:

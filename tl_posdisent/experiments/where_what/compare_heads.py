@@ -1,0 +1,160 @@
+"""What changed in the heads of a model: two of one architecture, on the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from tl_posdisent.experiments.measuring.part_runs import Head
+from tl_posdisent.experiments.where_what.change_table import ChangeTable, change_statement
+from tl_posdisent.experiments.where_what.changes import Comparison, Side, compared, table_of_changes
+from tl_posdisent.experiments.where_what.head_table import estimates_sentences
+from tl_posdisent.experiments.where_what.measurement import (
+    Exact,
+    HeadsToRun,
+    cost_bar,
+    estimate,
+    heads_to_run,
+    run_heads,
+)
+from tl_posdisent.experiments.where_what.replacements import MEAN, Fold, folds
+from tl_posdisent.experiments.where_what.sentences import hooks_sentences
+from tl_posdisent.experiments.where_what.two_models import read_both, same_heads, same_models
+from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
+from tl_posdisent.hooks.ablate import check_reach
+from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
+from tl_posdisent.models.reading.model_reading import Layers, ModelReading
+from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts
+from tl_posdisent.models.running.texts import Tokens
+from tl_posdisent.utils.validation import check_integer, check_number, check_seed, listed
+
+
+def compare_heads(
+    before: Any,
+    after: Any,
+    tokens: Tokens,
+    heldout: Tokens | None = None,
+    *,
+    layers: Layers = None,
+    heads: Heads = None,
+    draws: int = 4,
+    exact: Exact = "half",
+    negligible: float = NEGLIGIBLE,
+    ignore: int | Iterable[int] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Say which heads changed between two models of one architecture, such as checkpoints before and after fine-tuning.
+
+    Both are measured as by ``where_or_what``, on the same texts, with the same draws, and with runs of the same heads:
+    those that it would run in either. Mean outputs and distance profiles are fitted in each model. A change is the
+    difference after - before, paired by text: it has a smaller error than two tables have.
+
+    A head that changed need not be one that *was* changed: others make up for it, and later layers receive something
+    else. ``same_weights`` says which heads have the weights that they had.
+
+    Args:
+        before, after: two models as in ``where_or_what``, of one architecture and vocabulary; ``before`` reads texts.
+        tokens, heldout, layers, heads, draws, exact, ignore, seed, progress: as in ``where_or_what``.
+        negligible: the contribution in nats per predicted token below which a head is not used, and its change below
+            which it is not named.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``; then for each of ``contribution``, ``where_part``,
+        ``what_part``, ``neither_part`` and ``difference`` (of ``where_or_what``):
+
+        * ``…_before``, ``…_after`` and ``…_change``, each with its standard error over texts ``…_se`` by jackknife;
+        * ``…_q`` (not of ``difference``): the false discovery rate of the change among the changes of all heads and of
+          these four quantities (Benjamini–Hochberg, t over texts). NaN where a head is not used: of parts in one of the
+          models, of the contribution in both;
+
+        then ``verdict_before``, ``verdict_after``; ``changed``: what surely changed (q at most .05), such as
+        ``"contributes less, more where"``, and by more than ``negligible`` or a hundredth of a part; ``measured``,
+        ``"run"`` or ``"estimated"`` in both; ``same_weights``: whether the head's weights and those of its layer's
+        input norm are equal.
+
+        Errors of estimated changes include how far such estimates were from runs, if two heads or more were run.
+
+        The table shows its sentence before its rows: ``attrs["statement"]``, how many heads changed, in which way, and
+        which. ``attrs["passes"]`` is the cost of both models in forward passes of all measured texts.
+
+    Raises:
+        ValueError: models that differ in architecture, vocabulary or device; the same model twice; what
+            ``where_or_what`` refuses.
+
+    Example:
+        >>> import copy
+        >>> from tl_posdisent import compare_heads, demo_tokens, load_demo_model
+        >>> before = load_demo_model(backend="bridge")
+        >>> after = copy.deepcopy(before)
+        >>> _ = after.blocks[3].attn.W_O[0].mul_(0.3)  # a head that writes less
+        >>> tokens = demo_tokens(length=512).view(8, 64)
+        >>> table = compare_heads(before, after, tokens, exact=4, progress=False)
+        >>> table.nsmallest(1, "contribution_change")[["layer", "head", "changed", "same_weights"]].values.tolist()
+        [[3, 0, 'contributes less', False]]
+    """
+    check_integer("draws", draws, 1)
+    negligible = check_number("negligible", negligible, above=0)
+    check_seed(seed)
+    readings = read_both(before, after)
+    chosen = any_heads(readings[0], listed("layers", layers), heads, "compare_heads")
+    pairs = pairs_of(chosen)
+    to_run = heads_to_run(readings[0], pairs, exact)
+    for reading in readings:
+        check_reach(reading, [spec.layer for spec, _ in chosen])
+    with (
+        running(readings[0].model) as p,
+        running(readings[1].model) as other,
+        p.counting_tokens() as counts,
+        other.counting_tokens() as other_counts,
+    ):
+        texts, of_before = folds(readings[0], tokens, heldout, chosen, ignore)
+        of_after = any_heads(readings[1], None, pairs, "compare_heads")
+        both = [
+            _Measuring(readings[0], of_before, block_facts(p)),
+            _Measuring(readings[1], [fold.of_another(readings[1], of_after) for fold in of_before], block_facts(other)),
+        ]
+        found = _measure(both, pairs, to_run, draws=draws, seed=seed, progress=progress)
+    table = ChangeTable(table_of_changes(pairs, found, negligible))
+    table["same_weights"] = same_heads(*readings, pairs)
+    for reading in readings:
+        reading.note(table)
+    said = [change_statement(table, texts.lengths, equal=same_models(*readings))]
+    for side in (found.before, found.after):
+        said += estimates_sentences(pairs, side.ratios.tolist())
+    table.attrs["statement"] = " ".join([*dict.fromkeys(said), *hooks_sentences(table)])
+    tokens_run = (sum(counts) + sum(other_counts)) / len(readings[0].model.blocks)
+    table.attrs["passes"] = tokens_run / sum(texts.lengths) + 4 * draws
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class _Measuring:
+    """One of the two models while it is measured."""
+
+    reading: ModelReading
+    folds: Sequence[Fold]
+    facts: BlockFacts
+
+
+def _measure(
+    both: Sequence[_Measuring], pairs: Sequence[Head], to_run: HeadsToRun, *, draws: int, seed: int, progress: bool
+) -> Comparison:
+    """Estimate all heads in both models with the same draws, and run the same heads in both."""
+    n_texts = sum(len(fold.rows) for model in both for fold in model.folds)
+    n_replacements = len(both[0].folds[0].replacements)
+    n_most = min(2 * to_run.most, len(pairs)) + len(to_run.asked)
+    with cost_bar(n_texts, draws, n_replacements, n_most, progress=progress) as bar:
+        options: Any = {"draws": draws, "seed": seed, "bar": bar}
+        found = [estimate(x.reading, x.folds, pairs, facts=x.facts, **options) for x in both]
+        n_predictions = found[0][1]
+        places = sorted({n for estimated, _ in found for n in to_run.choose(n_predictions @ estimated[MEAN])})
+        bar.total -= n_texts * n_replacements * (n_most - len(places))
+        run = [pairs[n] for n in places]
+        measured = [run_heads(x.reading, x.folds, run, facts=x.facts, bar=bar)[0] for x in both]
+    before, after = (Side(estimated, own) for (estimated, _), own in zip(found, measured, strict=True))
+    return compared(pairs, before, after, places, n_predictions)
