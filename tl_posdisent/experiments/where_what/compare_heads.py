@@ -91,9 +91,9 @@ def compare_heads(
         >>> from tl_posdisent import compare_heads, demo_tokens, load_demo_model
         >>> before = load_demo_model(backend="bridge")
         >>> after = copy.deepcopy(before)
-        >>> _ = after.blocks[3].attn.W_O[0].mul_(0.3)  # a head that writes less
+        >>> _ = after.blocks[3].attn.W_O.data[0].mul_(0.3)  # L3H0 writes less
         >>> tokens = demo_tokens(length=512).view(8, 64)
-        >>> table = compare_heads(before, after, tokens, exact=4, progress=False)
+        >>> table = compare_heads(before, after, tokens, layers=3, exact=2, progress=False)
         >>> table.nsmallest(1, "contribution_change")[["layer", "head", "changed", "same_weights"]].values.tolist()
         [[3, 0, 'contributes less', False]]
     """
