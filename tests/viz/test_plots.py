@@ -82,7 +82,7 @@ PLANE["where_part"], PLANE["what_part"] = [0.9, 0.5, 0.0, 0.4, NAN, 0.8], [0.1, 
 PLANE["neither_part"] = 1 - PLANE["where_part"] - PLANE["what_part"]
 PLANE["joint"] = [0.0, 0.31, 0.3, 0.7, NAN, -0.2]
 PLANE["contribution"] = [0.04, 0.01, 0.16, 0.02, 0.0, 0.09]
-PLANE_COLUMNS = ["layer", "head", "verdict", "where_part", "what_part", "neither_part", "joint", "contribution"]
+PLANE_COLUMNS = ["layer", "head", "verdict", "where_part", "what_part", "neither_part", "contribution"]
 
 PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_heads, value="r"), HEADS, ["layer", "head", "r"]),
@@ -380,7 +380,8 @@ def test_the_plane_has_each_head_at_its_parts() -> None:
     ringed = {name: drawn[name] for name in ("L0H1", "L1H0")}
     assert {*zip(rings.x, rings.y, strict=True)} == {head["at"] for head in ringed.values()}
     assert sorted(rings.marker.size) == sorted(head["size"] + 3 for head in ringed.values())
-    assert "joint above 0.3" not in {trace.name for trace in plot_where_or_what(PLANE.assign(joint=0.3)).data}
+    for without in (PLANE.assign(joint=0.3), PLANE.drop(columns="joint")):
+        assert "joint above 0.3" not in {trace.name for trace in plot_where_or_what(without).data}
 
 
 def test_the_plane_bounds_the_regions_of_its_verdicts() -> None:
@@ -397,7 +398,7 @@ def test_the_plane_bounds_the_regions_of_its_verdicts() -> None:
 
 def test_hovering_over_a_head_shows_its_numbers() -> None:
     columns = {"kept_distance": -0.8, "kept_content": 0.3, "kept_uniform": 0.1, "gate": 0.2, "measured": "estimated"}
-    errors = {f"{name}_se": 0.03 for name in [*PLANE_COLUMNS[3:7], *columns] if name != "measured"}
+    errors = {f"{name}_se": 0.03 for name in [*PLANE_COLUMNS[3:6], "joint", *columns] if name != "measured"}
     full = PLANE.assign(**columns, **errors, contribution_se=0.004, open="").astype({"open": object})
     full.loc[full["verdict"] == "undecided", "open"] = "mixed or what"
     after = full.assign(verdict="what", neither_part=0.25)
@@ -457,8 +458,8 @@ def test_the_same_heads_are_in_both_tables() -> None:
         plot_where_or_what(PLANE, after=PLANE.query("layer == 1"))
     with pytest.raises(ValueError, match="after must have the heads of table, got one with L1H0 as well"):
         plot_where_or_what(PLANE.query("layer == 0"), after=PLANE)
-    with pytest.raises(ValueError, match=r"after must have the columns .* got a table without joint"):
-        plot_where_or_what(PLANE, after=PLANE.drop(columns="joint"))
+    with pytest.raises(ValueError, match=r"after must have the columns .* got a table without what_part"):
+        plot_where_or_what(PLANE, after=PLANE.drop(columns="what_part"))
     with pytest.raises(ValueError, match=r"random must have the columns .* got a table without verdict"):
         plot_where_or_what(PLANE, random=PLANE.drop(columns="verdict"))
 

@@ -85,7 +85,7 @@ def plot_where_or_what(
         >>> import pandas as pd
         >>> from tl_posdisent.viz import plot_where_or_what
         >>> heads = {"layer": [0, 0], "head": [0, 1], "contribution": [0.1, 0.02], "verdict": ["where", "what"]}
-        >>> parts = {"where_part": [0.8, 0.1], "what_part": [0.1, 0.7], "neither_part": [0.1, 0.2], "joint": [0.1, 0.0]}
+        >>> parts = {"where_part": [0.8, 0.1], "what_part": [0.1, 0.7], "neither_part": [0.1, 0.2]}
         >>> [trace.name for trace in plot_where_or_what(pd.DataFrame({**heads, **parts})).data]
         ['where', 'what']
     """

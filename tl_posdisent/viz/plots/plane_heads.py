@@ -39,7 +39,7 @@ def drawable(table: Any, name: str, *, several: bool = False) -> pd.DataFrame:
     """
     index = ["group"] if "group" in getattr(table, "columns", ()) else HEAD
     with naming(table=name):
-        checked = check_table(table, [*index, "verdict"], [*_PARTS, "joint", "contribution"], "where_or_what")
+        checked = check_table(table, [*index, "verdict"], [*_PARTS, "contribution"], "where_or_what")
         repeated = checked[checked.duplicated(index)]
         if len(repeated) and not several:
             raise ArgumentError(
@@ -77,7 +77,7 @@ def points_of(table: pd.DataFrame, after: pd.DataFrame | None) -> pd.DataFrame:
     note = "<br>(± standard error over texts)" if f"{X}_se" in table else ""
     largest = _ALONE if len(table) == 1 else _LARGEST
     size = ((table["contribution"] / table["contribution"].max()).clip(0, 1) ** 0.5 * largest).clip(lower=_LEAST)
-    outer = size + _WIDER * (table["joint"] > _JOINT)
+    outer = size + (_WIDER * (table["joint"] > _JOINT) if "joint" in table else 0)
     points = table.assign(name=row_names(table), size=size, outer=outer, hover=[text + note for text in texts])
     return points.dropna(subset=[X, Y]).sort_values("contribution", ascending=False, kind="stable")
 
