@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.measuring.part_runs import Head
-from tl_posdisent.experiments.where_what.corrections import correction, estimation_errors
+from tl_posdisent.experiments.where_what.corrections import bands, from_others, log_ratios, spread_of_ratios
 from tl_posdisent.experiments.where_what.parts import PARTS
 from tl_posdisent.experiments.where_what.replacements import ByReplacement
 from tl_posdisent.experiments.where_what.rows import Measured, from_estimates, from_runs, table_of
@@ -59,12 +59,13 @@ class Comparison:
 
     Attributes:
         before, after: what the heads contribute and keep; the same heads were run in both.
-        off: standard errors of the estimated changes, by column; of ``contribution``, relative. NaN if not known.
+        off: standard error of the estimated change of each head, by column; of ``contribution``, relative. NaN if not
+            known.
     """
 
     before: Measured
     after: Measured
-    off: dict[str, float]
+    off: dict[str, Float64[Tensor, " head"]]
 
     def change(self, column: str) -> Estimate:
         """Return after minus before of each head, and its standard error over texts.
@@ -73,34 +74,35 @@ class Comparison:
         """
         before, after = self.before.values[column], self.after.values[column]
         value, error = jackknife(after - before, self.before.n_predictions)
-        off = torch.full_like(value, self.off[column])
-        if column == "contribution":
-            off = off * torch.maximum(before[0].abs(), after[0].abs())
-        return Estimate(value, (error.square() + torch.where(self.before.run, 0.0, off.nan_to_num().square())).sqrt())
+        size = torch.maximum(before[0], after[0]) if column == "contribution" else 1.0
+        off = torch.where(self.before.run, 0.0, (self.off[column] * size).nan_to_num())
+        return Estimate(value, (error.square() + off.square()).sqrt())
 
 
 def compared(
-    pairs: Sequence[Head], before: Side, after: Side, places: Sequence[int], n_predictions: Float64[Tensor, " text"]
+    pairs: Sequence[Head],
+    n_layers: int,
+    before: Side,
+    after: Side,
+    places: Sequence[int],
+    n_predictions: Float64[Tensor, " text"],
 ) -> Comparison:
     """Compare the heads of two models, of which those at ``places`` were run in both.
 
     What runs say about estimates is paired, too: in the two models the same head is estimated with the same draws, so
     the error of an estimated *change* is how far changes of the estimates were from those of the runs.
     """
-    sides = [from_estimates(pairs, x.estimated, x.measured, places, n_predictions) for x in (before, after)]
-    estimated, run = (
-        [from_runs(x, n_predictions).values for x in both]
-        for both in ((before.estimated, after.estimated), (before.measured, after.measured))
-    )
-    parts = COMPARED[1:]
-    off = estimation_errors(
-        {name: (estimated[1][name] - estimated[0][name])[0, list(places)] for name in parts},
-        {name: (run[1][name] - run[0][name])[0] for name in parts},
-    )
-    ratio = estimated[1]["contribution"][0] / estimated[0]["contribution"][0]
-    of_runs = torch.full_like(ratio, nan)
-    of_runs[list(places)] = run[1]["contribution"][0] / run[0]["contribution"][0]
-    return Comparison(sides[0], sides[1], off | {"contribution": correction(pairs, ratio, of_runs).spread})
+    models = (before, after)
+    sides = [from_estimates(pairs, n_layers, x.estimated, x.measured, places, n_predictions) for x in models]
+    first, second = (from_runs(x.estimated, n_predictions).values for x in models)
+    run, band, off = sides[0].run, bands(pairs, n_layers), {}
+    for name in COMPARED[1:]:
+        squares = (second[name] - first[name] - sides[1].values[name] + sides[0].values[name])[0].square()
+        off[name] = from_others(squares, band, run & ~squares.isnan()).sqrt()
+    contribution = [x.values["contribution"][0] for x in sides]
+    ratio = torch.where(run, contribution[1] / contribution[0], nan)
+    logs = log_ratios(second["contribution"][0] / first["contribution"][0], ratio)
+    return Comparison(sides[0], sides[1], off | {"contribution": spread_of_ratios(logs, band)})
 
 
 def table_of_changes(pairs: Sequence[Head], found: Comparison, negligible: float) -> pd.DataFrame:

@@ -11,6 +11,7 @@ import pandas as pd
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.where_what.change_table import ChangeTable, change_statement
 from tl_posdisent.experiments.where_what.changes import Comparison, Side, compared, table_of_changes
+from tl_posdisent.experiments.where_what.corrections import bands
 from tl_posdisent.experiments.where_what.head_table import estimates_sentences
 from tl_posdisent.experiments.where_what.measurement import (
     Exact,
@@ -147,14 +148,16 @@ def _measure(
     """Estimate all heads in both models with the same draws, and run the same heads in both."""
     n_texts = sum(len(fold.rows) for model in both for fold in model.folds)
     n_replacements = len(both[0].folds[0].replacements)
-    n_most = min(2 * to_run.most, len(pairs)) + len(to_run.asked)
+    n_most = min(2 * to_run.most, len(pairs)) if to_run.asked is None else to_run.most
+    n_layers = both[0].reading.n_layers
     with cost_bar(n_texts, draws, n_replacements, n_most, progress=progress) as bar:
         options: Any = {"draws": draws, "seed": seed, "bar": bar}
         found = [estimate(x.reading, x.folds, pairs, facts=x.facts, **options) for x in both]
         n_predictions = found[0][1]
-        places = sorted({n for estimated, _ in found for n in to_run.choose(n_predictions @ estimated[MEAN])})
+        band = bands(pairs, n_layers)
+        places = sorted({n for estimated, _ in found for n in to_run.choose(n_predictions @ estimated[MEAN], band)})
         bar.total -= n_texts * n_replacements * (n_most - len(places))
         run = [pairs[n] for n in places]
         measured = [run_heads(x.reading, x.folds, run, facts=x.facts, bar=bar)[0] for x in both]
     before, after = (Side(estimated, own) for (estimated, _), own in zip(found, measured, strict=True))
-    return compared(pairs, before, after, places, n_predictions)
+    return compared(pairs, n_layers, before, after, places, n_predictions)
