@@ -94,7 +94,7 @@ def compare_heads(
         >>> after = copy.deepcopy(before)
         >>> _ = after.blocks[3].attn.W_O.data[0].mul_(0.3)  # L3H0 writes less
         >>> tokens = demo_tokens(length=512).view(8, 64)
-        >>> table = compare_heads(before, after, tokens, layers=3, exact=2, progress=False)
+        >>> table = compare_heads(before, after, tokens, layers=3, exact=4, progress=False)
         >>> table.nsmallest(1, "contribution_change")[["layer", "head", "changed", "same_weights"]].values.tolist()
         [[3, 0, 'contributes less', False]]
     """
