@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_posdisent.models.loading.random_init import USUAL_STD, initial_scale
-from tl_posdisent.models.reading.model_reading import Layers
+from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.page.atlas import atlas, atlas_table, colours_of, places_of
 from tl_posdisent.page.document import Part, page
@@ -19,7 +19,8 @@ from tl_posdisent.page.provenance import reproduce
 from tl_posdisent.page.section import Measured, Section, Settings, measure_sections, render_section
 from tl_posdisent.page.sections import SECTIONS
 from tl_posdisent.page.subject import Subject, read_subject
-from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.page.two_models import TWO_MODELS, two_models
+from tl_posdisent.utils.errors import ArgumentError, brief, naming
 from tl_posdisent.utils.files import check_writable, whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
 
@@ -29,6 +30,7 @@ def report(
     text: Tokens,
     path: str | PathLike[str],
     *,
+    after: Any = None,
     layers: Layers = None,
     heads: int | str | Iterable[int | str | tuple[int, int]] | None = None,
     sections: Iterable[SectionName] | None = None,
@@ -52,6 +54,8 @@ def report(
         text: ids ``[batch, pos]``; or, if the model has a tokenizer, a string, or a list of strings of one length in
             tokens.
         path: file to write, ending in .html. Missing folders are created.
+        after: another model of the same architecture, such as the model after fine-tuning. A section says which heads
+            changed (``compare_heads``).
         layers: default all.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"where_or_what"``, ``"additivity"``, ``"distance"``, ``"shares"``, ``"labels"``,
@@ -80,15 +84,21 @@ def report(
     target = check_page(path)
     subject = read_subject(model, text, layers, heads)
     chosen = check_sections(sections)
+    if after is not None:
+        with naming(model="after"):
+            compared = {TWO_MODELS: two_models(read_model(after))}
+        first = {name: section for name, section in chosen.items() if name == SECTION_NAMES[0]}
+        chosen = first | compared | chosen
     settings = read_settings(subject, seed, control, progress=progress)
     options = {
         "layers": None if layers is None else list(subject.heads),
         "heads": None if heads is None else [head_label(*place) for place in subject.pairs],
-        "sections": None if sections is None else list(chosen),
+        "sections": None if sections is None else [name for name in chosen if name != TWO_MODELS],
         "control": None if control == 1 else control,
         "seed": seed or None,
     }
-    arguments = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
+    arguments = "" if after is None else ", after=after"
+    arguments += "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
     source = "text" if isinstance(text, (str, list)) else "tokens"
     call = f"from tl_posdisent import report\n\nreport(model, {source}, {target.name!r}{arguments})"
     return write_report(target, subject, chosen, settings, title, call)
@@ -97,7 +107,7 @@ def report(
 def write_report(
     target: Path,
     subject: Subject,
-    sections: Mapping[SectionName, Section],
+    sections: Mapping[str, Section],
     settings: Settings,
     title: str | None,
     command: str,
@@ -114,7 +124,7 @@ def write_report(
 
 
 def _parts(
-    sections: Mapping[SectionName, Section],
+    sections: Mapping[str, Section],
     measured: Mapping[str, Measured],
     subject: Subject,
     settings: Settings,
@@ -129,7 +139,7 @@ def _parts(
     if colours_of(heads):
         panels = make_panels(subject, places_of(heads.head(ROWS)), measured)
         of_heads = Part("atlas", "Atlas of the heads", atlas(subject, heads, panels))
-        parts.insert(int("where_or_what" in sections), of_heads)
+        parts.insert(sum(name in sections for name in (SECTION_NAMES[0], TWO_MODELS)), of_heads)
     return [*parts, Part("reproduce", "How to reproduce", reproduce(subject, command, settings))]
 
 
@@ -141,7 +151,7 @@ def check_page(path: str | PathLike[str]) -> Path:
     return target
 
 
-def check_sections(names: Iterable[SectionName] | None) -> dict[SectionName, Section]:
+def check_sections(names: Iterable[SectionName] | None) -> dict[str, Section]:
     """Return the requested sections in the order of the page; without a request, all but that on request."""
     default = [name for name in SECTION_NAMES if name != ON_REQUEST]
     chosen = check_subset("sections", default if names is None else names, SECTION_NAMES)

@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from tl_posdisent.experiments.measuring.random_copies import random_copies
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.page.markup import figure, render, table
-from tl_posdisent.page.names import SectionName
 from tl_posdisent.page.subject import POSITIONS, TOKENS, Subject
 from tl_posdisent.utils.tables import HEAD
 
@@ -110,9 +109,7 @@ class Section(NamedTuple):
     tokens: int = TOKENS
 
 
-def measure_sections(
-    sections: Mapping[SectionName, Section], subject: Subject, settings: Settings
-) -> dict[str, Measured]:
+def measure_sections(sections: Mapping[str, Section], subject: Subject, settings: Settings) -> dict[str, Measured]:
     """Measure the sections, and then random copies of the model, one in memory at a time."""
     measured: dict[str, Measured] = {}
     with_baseline = [name for name, section in sections.items() if section.measure_copy]
@@ -139,7 +136,7 @@ def measure_sections(
     return measured
 
 
-def _measure(name: SectionName, section: Section, subject: Subject, settings: Settings) -> Measured:
+def _measure(name: str, section: Section, subject: Subject, settings: Settings) -> Measured:
     """Measure a section, or note why that failed: an unsuitable input (``ValueError``) or a failed computation."""
     measured = Measured(subject.cut(section.positions, section.tokens))
     try:
@@ -168,7 +165,7 @@ def _add_copy(measured: Measured, section: Section, reading: ModelReading, seed:
         measured.copies.append(table.assign(seed=seed))
 
 
-def render_section(name: SectionName, section: Section, measured: Measured, subject: Subject) -> Markup:
+def render_section(name: str, section: Section, measured: Measured, subject: Subject) -> Markup:
     """Render a section; without a measurement, its heading and the reason."""
     shown = Shown() if measured.trained is None else section.show(measured.trained, measured.random)
     whole = "" if measured.read.tokens.shape == subject.tokens.shape else f", of {subject.sizes()}"
