@@ -305,6 +305,7 @@ REFUSED = [
     ("report --out .", "out must be a file such as table.html, ending in .html, got '.'"),
     ("fit --model ./none", "Repo id must use"),
     ("fit --model ./model --text short.txt", "model must have a tokenizer, so that it can read a text, got ./model"),
+    ("head --after ./model --length 32", "after must have a tokenizer, so that it can read a text, got ./model"),
     ("fit --length 600", "tokens are 600 long, and the model fails beyond its context of 512: "),
     ("fit --length 32 --texts 1000", "text has 3257 tokens, too few for 1000 × 32"),
     ("report --section share", "section cannot be 'share': did you mean 'shares'? It must be 'where_or_what', "),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from support.command_line import run_command
+from support.lanes import slow
 
-from tl_posdisent import demo_text, describe_head, load_demo_model, where_or_what
+from tl_posdisent import compare_heads, demo_text, describe_head, load_demo_model, where_or_what
 from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.demo.demo_model import demo_hf_model
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -38,9 +41,57 @@ def test_without_a_head_it_prints_all(tmp_path: Path) -> None:
     largest = found.nlargest(1, "contribution").iloc[0]
     first = lines[4].split()
     assert first[0] == f"L{largest['layer']}H{largest['head']}"
-    assert first[1:4] == [f"{largest['where_unclipped']:.2f}", "±", f"{largest['where_se']:.2f}"]
-    assert " ".join(first[11:]) == largest["verdict"]
-    pd.testing.assert_frame_equal(pd.read_csv(out), found, rtol=1e-6, atol=1e-7, check_dtype=False)
+    for place, column, digits in (
+        (1, "where_part", 2),
+        (4, "what_part", 2),
+        (7, "neither_part", 2),
+        (10, "contribution", 4),
+    ):
+        shown = [f"{largest[column]:.{digits}f}", "±", f"{largest[f'{column}_se']:.{digits}f}"]
+        assert first[place : place + 3] == shown
+    assert " ".join(first[13:]) == largest["verdict"]
+    saved, expected = pd.read_csv(out).fillna({"open": ""}), pd.DataFrame(found)
+    pd.testing.assert_frame_equal(saved, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo model whose L3H0 writes less."""
+    folder, model = tmp_path_factory.mktemp("scaled"), demo_hf_model()
+    with torch.no_grad():
+        model.model.layers[3].self_attn.o_proj.weight[:, :16].mul_(0.3)
+    model.save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("head", ["L3H0", *slow([""])])
+def test_what_changed_in_another_model(head: str, scaled: Path, tmp_path: Path) -> None:
+    ids, after = demo_tokenizer().encode(demo_text(), add_special_tokens=False), load_demo_model()
+    with torch.no_grad():
+        after.blocks[3].attn.W_O[0].mul_(0.3)
+    tokens = torch.tensor([[0, *ids[47 * n : 47 * (n + 1)]] for n in range(6)])
+    one: dict[str, Any] = {"heads": [head], "exact": "all"} if head else {}
+    found = compare_heads(load_demo_model(), after, tokens, **one, progress=False)
+    out = tmp_path / "changes.csv"
+    said = run_command(f"head {head} --after {scaled} --length 48 --no-progress", "--out", out).stdout.splitlines()
+    assert said[0] == found.attrs["statement"]
+    row = found.loc[found["contribution_change"].abs().idxmax()]
+    shown = said[4].split()
+    assert shown[0] == "L3H0"
+    assert shown[1:4] == [f"{row['where_part_change']:+.2f}", "±", f"{row['where_part_change_se']:.2f}"]
+    assert shown[10:14] == [
+        f"{row['contribution_before']:.4f}",
+        *(f"{row['contribution_change']:+.4f}", "±", f"{row['contribution_change_se']:.4f}"),
+    ]
+    assert " ".join(shown[14:]) == row["changed"]
+    pd.testing.assert_frame_equal(
+        pd.read_csv(out, keep_default_na=False, na_values=[""])[["contribution_change", "where_part_after"]],
+        found[["contribution_change", "where_part_after"]],
+        rtol=1e-3,
+        atol=1e-6,
+        check_dtype=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +101,10 @@ def test_without_a_head_it_prints_all(tmp_path: Path) -> None:
         ("head first --length 16", 'head given as text must be labels such as "L16H0", got'),
         ("head L4H2 --length 16 --out table.xls", "out must be a file such as table.csv"),
         ("head L4H2 --text nowhere.txt", "text cannot be read: "),
+        ("head --after demo --device abacus", "device must be one that torch can use"),
+        ("head L9H0 --after demo --length 16", "head must be L0H0 to L4H7, as labels or as pairs (layer, head)"),
     ],
-    ids=["layer", "word", "out", "text"],
+    ids=["layer", "word", "out", "text", "device", "layer of both"],
 )
 def test_refusals(line: str, message: str) -> None:
     assert run_command(line, code=2).stderr.startswith(f"error: {message}")

@@ -129,19 +129,19 @@ def table_of_changes(pairs: Sequence[Head], found: Comparison, negligible: float
 def _rates(
     changes: Mapping[str, Estimate], not_used: Sequence[Bool[Tensor, " head"]], n_predictions: Float64[Tensor, " text"]
 ) -> dict[str, Float64[Tensor, " head"]]:
-    """Return the false discovery rate of each change among all that are tested, of all quantities together.
+    """Return the false discovery rate of each change: of contributions among all heads, of parts among those of all.
 
     The parts of a head that is not used in one of the models are not tested, nor the contribution of one that is used
     in none.
     """
-    df, (before, after), tests = degrees_of_freedom(n_predictions), not_used, list[Tensor]()
+    df, (before, after), tests = degrees_of_freedom(n_predictions), not_used, dict[str, Tensor]()
     for name in TESTED:
         value, error = changes[name]
         p = [1 - significance(abs(x), e, df) for x, e in zip(value.tolist(), error.tolist(), strict=True)]
         untested = value.isnan() | ((before & after) if name == "contribution" else (before | after))
-        tests.append(torch.tensor(p, dtype=torch.float64).masked_fill(untested, nan))
-    rates = false_discovery_rates(torch.cat(tests)).view(len(TESTED), -1)
-    return dict(zip(TESTED, rates, strict=True))
+        tests[name] = torch.tensor(p, dtype=torch.float64).masked_fill(untested, nan)
+    of_parts = false_discovery_rates(torch.cat([tests[name] for name in PARTS])).view(len(PARTS), -1)
+    return {"contribution": false_discovery_rates(tests["contribution"])} | dict(zip(PARTS, of_parts, strict=True))
 
 
 def _named(row: Mapping[object, float], negligible: float) -> str:

@@ -69,9 +69,9 @@ def compare_heads(
         ``what_part``, ``neither_part`` and ``difference`` (of ``where_or_what``):
 
         * ``…_before``, ``…_after`` and ``…_change``, each with its standard error over texts ``…_se`` by jackknife;
-        * ``…_q`` (not of ``difference``): the false discovery rate of the change among the changes of all heads and of
-          these four quantities (Benjamini–Hochberg, t over texts). NaN where a head is not used: of parts in one of the
-          models, of the contribution in both;
+        * ``…_q`` (not of ``difference``): the false discovery rate of the change (Benjamini–Hochberg, t over texts), of
+          contributions among all heads, of parts among the three of all heads. NaN where a head is not used: of parts
+          in one of the models, of the contribution in both;
 
         then ``verdict_before``, ``verdict_after``; ``changed``: what surely changed (q at most .05), such as
         ``"contributes less, more where"``, and by more than ``negligible`` or a hundredth of a part; ``measured``,
@@ -96,7 +96,7 @@ def compare_heads(
         >>> tokens = demo_tokens(length=512).view(8, 64)
         >>> table = compare_heads(before, after, tokens, layers=3, exact=4, progress=False)
         >>> table.nsmallest(1, "contribution_change")[["layer", "head", "changed", "same_weights"]].values.tolist()
-        [[3, 0, 'contributes less', False]]
+        [[3, 0, 'contributes less, less where', False]]
     """
     check_integer("draws", draws, 1)
     negligible = check_number("negligible", negligible, above=0)
