@@ -76,16 +76,17 @@ def test_the_answer_is_that_of_all_heads(wrapper: str, head: str) -> None:
     (expected,) = where_or_what(
         model, REFERENCE, TEXTS, heads=[label(head)], exact="all", draws=1, progress=False
     ).to_dict("records")
-    assert found.verdict == expected["verdict"] == head
+    verdict = "mixed" if head == "both" else head
+    assert found.verdict == expected["verdict"] == verdict
     (row,) = found.needs.to_dict("records")
-    numbers = [x for x in row if x not in ("exact", "verdict")]
+    numbers = [x for x in row if x not in ("measured", "verdict", "open")]
     close = rounding(1.0, 100)
     assert [row[x] for x in numbers] == pytest.approx([expected[x] for x in numbers], abs=close, nan_ok=True)
     assert [*row] == [*expected]
     first = repr(found).splitlines()[0]
     assert first == found.answer
     assert first.startswith(f"{label(head)} contributes ")
-    assert f": {head}" in first
+    assert f": {verdict}" in first
 
 
 @IN_BOTH_CLASSES
@@ -253,7 +254,8 @@ def test_the_table_has_the_numbers(found: HeadDescription) -> None:
     values = {(row.part, row.quantity): (row.value, row.se) for row in table.itertuples()}
     assert len(values) == len(table)
     needs = found.needs.iloc[0]
-    assert values["needs", "what"] == (needs["what_unclipped"], needs["what_se"])
+    for name in ("contribution", "what_part", "kept_distance", "gate"):
+        assert values["needs", name] == (needs[name], needs[f"{name}_se"])
     cost = found.costs[CONSTANTS.index(5)]
     assert values["needs", "kl at distance 5"] == (cost.kl, cost.kl_se)
     assert values["looks", "share_key"][0] == found.looks.shares["share_key"]
@@ -263,8 +265,7 @@ def test_the_table_has_the_numbers(found: HeadDescription) -> None:
 def test_figures(found: HeadDescription) -> None:
     plane = found.plot()
     assert isinstance(plane, go.Figure)
-    (point,) = plane.data
-    assert point.name == found.verdict
+    (point,) = [trace for trace in plane.data if trace.name == found.verdict]
     assert plane.layout.title.text == f"What L{found.layer}H{found.head} needs"
     assert point.error_x.array[0] > 0
     profile = found.show()
@@ -302,28 +303,27 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
 # --- sentences ----------------------------------------------------------------------------------------------------
 
 ROW: dict[str, Any] = {
-    **{"layer": 8, "head": 1, "contribution": 0.0111, "contribution_se": 0.0023, "content_distance": 5},
-    **{"where_unclipped": -0.4, "where_se": 0.1, "what_unclipped": 0.41, "what_se": 0.02, "exact": True},
-    "verdict": "both",
+    **{"layer": 8, "head": 1, "contribution": 0.0111, "where_part": 0.295, "what_part": 0.705, "neither_part": 0.0},
+    **{"kept_distance": -0.4, "kept_content": 0.41, "kept_uniform": 0.0, "gate": 0.1, "joint": 0.59},
+    **{"content_distance": 5, "measured": "run", "verdict": "mixed", "open": ""},
 }
+ROW |= {f"{name}_se": 0.02 for name in ROW} | {"contribution_se": 0.0023, "kept_distance_se": 0.1}
 
 
 @pytest.mark.parametrize(
     ("changed", "answer"),
     [
-        ({}, "distances alone keep none of it, content alone 41 ± 2 %: both, where and what are needed together."),
-        ({"verdict": "undecided"}, "content alone 41 ± 2 %: undecided, more texts may decide."),
-        (
-            {"where_unclipped": 0.984, "verdict": "where"},
-            "distances alone keep 98 ± 10 % of it, content alone 41 ± 2 %",
-        ),
-        ({"where_unclipped": -0.04, "verdict": "what"}, "distances alone keep −4 ± 10 % of it"),
+        ({}, "L8H1 contributes 0.011 ± 0.002 nats per predicted token: 30 ± 2 % where, 70 ± 2 % what, 0 ± 2 % neither"),
+        ({}, " neither: mixed."),
+        ({"verdict": "undecided", "open": "more texts"}, " neither: undecided, more texts may decide."),
+        ({"verdict": "undecided", "open": "neither or what"}, " neither: undecided, neither or what."),
+        ({"what_part": 0.9843, "what_part_se": 0.004}, "98.4 ± 0.4 % what"),
         (
             {"verdict": "not used", "contribution": 2.5e-5},
-            "contributes 0.000025 ± 0.002 nats per predicted token, which",
+            "contributes 0.000025 ± 0.002 nats per predicted token, which is negligible: not used.",
         ),
-        ({"verdict": "either"}, "content alone 41 ± 2 %: either, where or what suffices."),
-        ({"exact": False}, "L8H1 contributes an estimated 0.011 ± 0.002 nats per predicted token; "),
+        ({"measured": "estimated"}, "L8H1 contributes an estimated 0.011 ± 0.002 nats per predicted token: "),
+        ({"group": "sinks", "heads": "L8H1, L9H2"}, "sinks (L8H1, L9H2) contributes 0.011 ± 0.002 nats"),
     ],
     ids=lambda x: "" if isinstance(x, str) else ", ".join(x) or "as it is",
 )
@@ -331,17 +331,29 @@ def test_answers(changed: dict[str, Any], answer: str) -> None:
     assert answer in needs_sentences(ROW | changed)[0]
 
 
+def test_what_is_kept_is_told() -> None:
+    (said,) = needs_sentences(ROW, [])[1:2]
+    assert said == (
+        "Distances alone keep none of it, content alone 41 ± 2 %, uniform attention 0 ± 2 % (joint 0.59 ± 0.02: "
+        "position and content are needed together); its own attention to the first token and uniform attention to the "
+        "rest keep 10 ± 2 %."
+    )
+    assert "(joint −0.50 ± 0.02: either position or content serves)" in needs_sentences(ROW | {"joint": -0.5})[1]
+    assert "joint" not in needs_sentences(ROW | {"joint": 0.03})[1]
+    assert needs_sentences(ROW | {"verdict": "not used"}) == [needs_sentences(ROW | {"verdict": "not used"})[0]]
+
+
 def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
     def cost(kl: float, error: float) -> Cost:
         return Cost(5.0, kl, error, 0.0, 0.0, kl - ROW["contribution"], error)
 
-    assert needs_sentences(ROW, [cost(0.18, 0.02)])[1:] == [
+    assert needs_sentences(ROW, [cost(0.18, 0.02)])[2:] == [
         "Attention by the distance alone costs 0.016 and every other key at distance 5 costs 0.18, each more than the "
         "head contributes: wrong attention does harm."
     ]
-    harmless = ROW | {"where_unclipped": -0.1}
-    assert needs_sentences(harmless, [cost(0.012, 0.01), cost(0.002, 0.001)])[1:] == []
-    assert needs_sentences(harmless | {"what_unclipped": -1.0})[1:] == [
+    harmless = ROW | {"kept_distance": -0.1}
+    assert needs_sentences(harmless, [cost(0.012, 0.01), cost(0.002, 0.001)])[2:] == []
+    assert needs_sentences(harmless | {"kept_content": -1.0})[2:] == [
         "Every other key at distance 5 costs 0.022, more than the head contributes: wrong attention does harm."
     ]
     assert needs_sentences(ROW | {"verdict": "not used"}, [cost(0.18, 0.02)])[1:] == []
@@ -358,7 +370,7 @@ def test_scores_look_like_what_differs_from_random_weights() -> None:
     assert looks_like(SHARES | {"share_key": 0.55}) is None
 
 
-@pytest.mark.parametrize("verdict", ["what", "both", "either", "neither", "not used"])
+@pytest.mark.parametrize("verdict", ["what", "mixed", "neither", "not used"])
 def test_a_disagreement_is_told(verdict: str) -> None:
     said = disagreement_sentence({"verdict": verdict}, SHARES)
     assert said is not None

@@ -61,11 +61,11 @@ def plain_attention(head: str, texts: Tensor, keys: Keys = keys_of) -> Tensor:
     return attention
 
 
-def plain_values(head: str, texts: Tensor, keys: Keys = keys_of) -> Tensor:
+def plain_values(head: str, texts: Tensor, keys: Keys = keys_of, *, with_topic: float = 0.0) -> Tensor:
     """Compute what a head reads, ``[text, query]``."""
     topic, _, label, sign = by_hand.attributes(texts)
     read = {"where": sign, "what": label, "neither": topic, "both": sign, "not used": torch.zeros_like(sign)}[head]
-    return torch.einsum("tqk,tk->tq", plain_attention(head, texts, keys), read.double())
+    return torch.einsum("tqk,tk->tq", plain_attention(head, texts, keys), read + with_topic * topic.double())
 
 
 def leak(head: str) -> float:
@@ -174,7 +174,9 @@ def test_where_distance_tells_content_either_replaces_the_pattern(wrapper: str) 
         assert [shares["distance"], shares["content"]] == pytest.approx([1, 1], abs=1e-3)
         assert shares["uniform"] == pytest.approx(float(head == "neither"), abs=0.15)
     by_head = dict(zip(by_hand.HEADS, verdicts(model, texts[1], texts[0]), strict=True))
-    assert (by_head["what"], by_head["neither"]) == ("either", "neither")
+    assert (by_head["what"], by_head["neither"]) == ("mixed", "neither")
+    joint = where_or_what(model, texts[1], texts[0], exact="all", progress=False)["joint"]
+    assert joint[by_hand.HEADS.index("what")] == pytest.approx(-1, abs=0.15)
 
 
 @pytest.mark.slow
@@ -203,12 +205,64 @@ def verdicts(model: Any, *tokens: Any, **options: Any) -> list[str]:
     return where_or_what(model, *tokens, progress=False, **options)["verdict"].tolist()
 
 
+VERDICTS = ["mixed" if head == "both" else head for head in by_hand.HEADS]
+"""The verdicts that the heads are made for: what needs both is where and what alike."""
+
+
 @IN_BOTH_CLASSES
 def test_verdicts_are_the_corners(wrapper: str) -> None:
     model = wrapped(wrapper)
     for seed in range(2):
-        assert verdicts(model, TEXTS, exact=0, seed=seed) == list(by_hand.HEADS)
-    assert verdicts(model, REFERENCE, TEXTS, exact="all") == list(by_hand.HEADS)
+        assert verdicts(model, TEXTS, exact=0, seed=seed) == VERDICTS
+    assert verdicts(model, REFERENCE, TEXTS, exact="all") == VERDICTS
+
+
+PARTS = ["where_part", "what_part", "neither_part"]
+PURE = {"where": (1, 0, 0), "what": (0, 1, 0), "both": (0.5, 0.5, 0), "neither": (0, 0, 1)}
+
+
+@IN_BOTH_CLASSES
+def test_parts_are_those_of_the_corners(wrapper: str) -> None:
+    """With the joint part of a head that needs both."""
+    table = where_or_what(wrapped(wrapper), REFERENCE, TEXTS, exact="all", progress=False)
+    for head, parts in PURE.items():
+        row = table.loc[by_hand.HEADS.index(head)]
+        assert row[PARTS].tolist() == pytest.approx(parts, abs=0.25 if head == "both" else 0.12)
+        assert row["joint"] == pytest.approx(head == "both", abs=0.45 if head == "both" else 0.15)
+
+
+@IN_BOTH_CLASSES
+@pytest.mark.parametrize("topic", [0.5, *slow([1.0, 2.0])])
+def test_points_between_corners(wrapper: str, topic: float) -> None:
+    """Heads that also read the topic, which any key tells: their parts from the tokens alone.
+
+    The head *where* keeps all with distances alone, and with content alone what uniform attention keeps; the head
+    *what* keeps all with content alone.
+    """
+    model = {"bridge": zoo.as_bridge, "hooked": zoo.as_hooked}[wrapper](by_hand.model(topic))
+    table = where_or_what(model, REFERENCE, TEXTS, exact="all", progress=False)
+
+    def values(head: str, texts: Tensor, keys: Keys = keys_of) -> Tensor:
+        return plain_values(head, texts, keys, with_topic=topic)[:, 1:]
+
+    for head in ("where", "what"):
+        v, mean = values(head, TEXTS), values(head, REFERENCE).mean()
+        even = values(head, TEXTS, lambda head, kinds, i: list(range(i + 1)))
+        contribution, lost = (float(divergence(v, other)[:, :-1].mean()) for other in (mean, even))
+        neither = 1 - lost / contribution
+        row, close = table.loc[by_hand.HEADS.index(head)], 4 * 2 * leak(head) * (1 + topic) / contribution + 1e-3
+        assert row["contribution"] == pytest.approx(contribution, abs=close)
+        assert row["kept_uniform"] == pytest.approx(neither, abs=close)
+        assert 0.05 < neither < 0.95
+        kept = row["kept_distance"] if head == "where" else row["kept_content"]
+        assert kept == pytest.approx(1, abs=0.02)
+        other = max(row["kept_content"] if head == "where" else row["kept_distance"], neither)
+        own, rest = (1 - neither + 1 - other) / 2, (other - neither) / 2
+        expected = [own, rest, neither] if head == "where" else [rest, own, neither]
+        assert row[PARTS].tolist() == pytest.approx(expected, abs=0.02)
+    both = table.loc[by_hand.HEADS.index("both"), PARTS].tolist()
+    assert both[2] > 0.02
+    assert both[0] == pytest.approx(both[1], abs=0.2)
 
 
 @pytest.mark.parametrize(("side", "exact"), [("left", 0), *slow([("right", "all")])])
@@ -217,7 +271,7 @@ def test_verdicts_in_a_padded_batch(wrapper: str, side: str, exact: Any) -> None
     lengths = 33 + 8 * (torch.arange(len(TEXTS)) // 2 % 4)
     there = torch.arange(TEXTS.shape[1]) < lengths[:, None]
     batch = {"input_ids": TEXTS, "attention_mask": (there.flip(1) if side == "left" else there).long()}
-    assert verdicts(wrapped(wrapper), batch, exact=exact) == list(by_hand.HEADS)
+    assert verdicts(wrapped(wrapper), batch, exact=exact) == VERDICTS
 
 
 @pytest.mark.slow
@@ -229,5 +283,5 @@ def test_shares_are_those_of_single_runs(wrapper: str) -> None:
         exact = exact_divergences(model, head)
         shares, error = recovered(exact), rounding(3.0)
         assert row.contribution == pytest.approx(exact["mean"], abs=error)
-        measured = row.where_unclipped, row.what_unclipped
+        measured = row.kept_distance, row.kept_content
         assert measured == pytest.approx((shares["distance"], shares["content"]), abs=2 * error / exact["mean"])

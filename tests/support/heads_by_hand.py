@@ -46,8 +46,13 @@ FREQUENCIES = BASE ** -(torch.arange(PLANES, dtype=torch.float64) / PLANES)
 STILL = PLANES - KINDS
 
 
-def model() -> transformers.LlamaForCausalLM:
-    """Build the model; `zoo.as_bridge` and `zoo.as_hooked` wrap and copy it."""
+def model(with_topic: float = 0.0) -> transformers.LlamaForCausalLM:
+    """Build the model; `zoo.as_bridge` and `zoo.as_hooked` wrap and copy it.
+
+    Args:
+        with_topic: how much of the topic the heads *where*, *what* and *both* read beside their own attribute, which moves
+            them towards *neither*.
+    """
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=D_MODEL,
@@ -91,6 +96,7 @@ def model() -> transformers.LlamaForCausalLM:
                 _add_wave(q[h], k[h], 2, slope, peak=32 - torch.pi / 2 / FREQUENCIES[2].item())
             if head in READS:
                 v[h, 0, READS[head]] = 1
+                v[h, 0, TOPIC] += with_topic * (head in ("where", "what", "both"))
             o[OUTPUT + h, h, 0] = head in READS
         q *= D_HEAD**0.5  # scores are divided by it
         bits = torch.stack([sign, label, topic, 1 - 2 * (kind % 2), 1 - 2 * (kind // 2)], -1)
