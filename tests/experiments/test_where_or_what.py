@@ -14,8 +14,16 @@ from support import zoo
 from support.lanes import slow
 from torch import Tensor
 
-from tl_posdisent import demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
-from tl_posdisent.hooks import fitted_attention, substitute_attention
+from tl_posdisent import (
+    ablate_heads,
+    demo_tokens,
+    describe_head,
+    knock_out,
+    load_demo_model,
+    remap_distance,
+    where_or_what,
+)
+from tl_posdisent.hooks import applied, fitted_attention, substitute_attention
 
 FITTED, MEASURED = zoo.random_tokens(12, 4, seed=1), zoo.random_tokens(11, 3, seed=2)
 LENGTHS = (9, 12, 7, 12, 10)
@@ -414,6 +422,27 @@ def test_hooks_of_the_user_are_named(shared_model: Any) -> None:
     assert table.attrs["statement"].endswith(f"). Measured under hooks of your own at {point}.")
     assert f"Measured under hooks of your own at {point}." in repr(description)
     assert (table[table["layer"] == 1]["verdict"] == "not used").all()
+
+
+@pytest.mark.usefixtures("unchecked")
+@FEW
+def test_hooks_of_this_package_on_measured_heads_are_refused(kind: str, name: str, shared_model: Any) -> None:
+    """Of any kind, also by ``applied``; other heads can be measured under them."""
+    model = shared_model(kind, name)
+    lists = [remap_distance(model, 3, heads="L0H2"), substitute_attention(model, "uniform", heads="L0H2")]
+    lists += [ablate_heads(model, ["L0H2"]), knock_out(model, keys=[1], heads="L0H2")]
+    words = r"^model must not have hooks of this package .* change L0H2: remove them, or measure other heads"
+    for hooks in lists:
+        for on_model in (model.hooks(fwd_hooks=hooks), applied(model, hooks)):
+            with on_model:
+                with pytest.raises(ValueError, match=words):
+                    measured(model, FITTED)
+                with pytest.raises(ValueError, match=words):
+                    measured(model, FITTED, groups={"some": ["L1H1", "L0H2"]})
+                with pytest.raises(ValueError, match=words):
+                    describe_head(model, FITTED, "L0H2", progress=False)
+                assert len(measured(model, FITTED, layers=1, heads=[2], exact=0)) == 1
+    assert len(measured(model, FITTED, exact=0)) == 16
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -50,8 +50,8 @@ def model(with_topic: float = 0.0) -> transformers.LlamaForCausalLM:
     """Build the model; `zoo.as_bridge` and `zoo.as_hooked` wrap and copy it.
 
     Args:
-        with_topic: how much of the topic the heads *where*, *what* and *both* read beside their own attribute, which moves
-            them towards *neither*.
+        with_topic: how much of the topic the heads *where*, *what* and *both* read beside their own attribute, which
+            moves them towards *neither*.
     """
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from tl_posdisent.hooks.edit import Head
 from tl_posdisent.hooks.hook_function import HookFunction
 from tl_posdisent.hooks.hook_list import check_entries
 from tl_posdisent.models.running.forward_pass import Hook, installed
 from tl_posdisent.models.running.model_parts import n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import shown
+from tl_posdisent.utils.validation import head_label, shown
+from tl_posdisent.utils.words import plural
+
+_NAMED = 3  # heads that a message names
 
 
 @contextlib.contextmanager
@@ -85,3 +89,26 @@ def check_hooks(model: Any, hooks: Any) -> list[Hook]:
         if isinstance(name, str) and name not in there:
             raise ArgumentError("hooks", f"names {name!r}, which the model does not have")
     return found
+
+
+def check_free(model: Any, heads: Collection[Head]) -> None:
+    """Raise if interventions of this package that are on the model change one of these heads."""
+    left = {head for function in _own_functions(model) for layer in function.layers for head in layer.pairs}
+    if found := sorted(left.intersection(heads)):
+        labels = ", ".join(head_label(*head) for head in found[:_NAMED])
+        more = f" and of {plural(len(found) - _NAMED, 'other head')}" if len(found) > _NAMED else ""
+        raise ArgumentError(
+            "model",
+            f"must not have hooks of this package on the heads that are measured, got some that change {labels}{more}: "
+            "remove them, or measure other heads",
+        )
+
+
+def _own_functions(model: Any) -> Iterator[HookFunction]:
+    """Yield the hooks of this package that are on the model; TransformerLens keeps them in a function's closure."""
+    for point in set(model.hook_dict.values()):
+        for wrapped in point._forward_hooks.values():
+            free = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__ or (), strict=False))
+            hook = free["hook"].cell_contents if "hook" in free else None
+            parts = hook.args if isinstance(hook, functools.partial) else (hook,)
+            yield from (part for part in parts if isinstance(part, HookFunction))

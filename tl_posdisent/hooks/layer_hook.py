@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edit import Edit, View
+from tl_posdisent.hooks.edit import Edit, Head, View
 from tl_posdisent.hooks.edited_pattern import EditedRows, edited_rows
 from tl_posdisent.hooks.rotated_scores import Vectors, rotated_scores
 from tl_posdisent.models.agreement import (
@@ -51,6 +51,11 @@ class LayerHook:
         self.lent, self.names = self._needed()
         self.seen: dict[str, Tensor] = {}
         self.edited: EditedRows | None = None
+
+    @property
+    def pairs(self) -> list[Head]:
+        """The layer and each of the heads that are edited."""
+        return [(self.spec.layer, head) for head in self.records]
 
     # --- what is needed
 

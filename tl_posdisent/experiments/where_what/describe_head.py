@@ -14,6 +14,7 @@ from tl_posdisent.experiments.where_what.head_looks import measure_looks
 from tl_posdisent.experiments.where_what.head_runs import measure_head
 from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.hooks.ablate import check_reach
+from tl_posdisent.hooks.applied import check_free
 from tl_posdisent.hooks.hook_list import Chosen, any_heads
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
@@ -90,6 +91,7 @@ def describe_head(
     model, chosen = reading.model, _one_head(reading, head)
     ((spec, (number,)),) = chosen
     check_reach(reading, [spec.layer])
+    check_free(model, [(spec.layer, number)])
     with running(model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         total = len(texts.tokens) * len(of_folds[0].replacements)

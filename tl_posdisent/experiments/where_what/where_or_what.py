@@ -20,6 +20,7 @@ from tl_posdisent.experiments.where_what.rows import from_estimates, from_runs, 
 from tl_posdisent.experiments.where_what.sentences import hooks_sentences
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
 from tl_posdisent.hooks.ablate import check_reach
+from tl_posdisent.hooks.applied import check_free
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
@@ -150,6 +151,7 @@ def where_or_what(
     pairs = pairs_of(chosen)
     to_run = heads_to_run(reading, pairs, exact)
     check_reach(reading, [spec.layer for spec, _ in chosen])
+    check_free(reading.model, pairs)
     with running(reading.model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         facts, n_replacements = block_facts(p), len(of_folds[0].replacements)
@@ -182,6 +184,7 @@ def _of_groups(
     by_name = _read_groups(reading, groups)
     chosen = any_heads(reading, None, sorted({pair for pairs in by_name.values() for pair in pairs}), "where_or_what")
     check_reach(reading, [spec.layer for spec, _ in chosen])
+    check_free(reading.model, pairs_of(chosen))
     with running(reading.model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         n_texts, n_replacements = len(texts.tokens), len(of_folds[0].replacements)
