@@ -429,7 +429,10 @@ def test_hooks_of_the_user_are_named(shared_model: Any) -> None:
 def test_hooks_of_this_package_on_measured_heads_are_refused(kind: str, name: str, shared_model: Any) -> None:
     """Of any kind, also by ``applied``; other heads can be measured under them."""
     model = shared_model(kind, name)
-    lists = [remap_distance(model, 3, heads="L0H2"), substitute_attention(model, "uniform", heads="L0H2")]
+    lists = [
+        remap_distance(model, partial(torch.clamp, max=3), heads="L0H2"),
+        substitute_attention(model, "uniform", heads="L0H2"),
+    ]
     lists += [ablate_heads(model, ["L0H2"]), knock_out(model, keys=[1], heads="L0H2")]
     words = r"^model must not have hooks of this package .* change L0H2: remove them, or measure other heads"
     for hooks in lists:

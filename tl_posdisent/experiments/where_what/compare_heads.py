@@ -26,6 +26,7 @@ from tl_posdisent.experiments.where_what.sentences import hooks_sentences
 from tl_posdisent.experiments.where_what.two_models import read_both, same_heads, same_models
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
 from tl_posdisent.hooks.ablate import check_reach
+from tl_posdisent.hooks.applied import check_free
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading
 from tl_posdisent.models.running.forward_pass import running
@@ -107,6 +108,7 @@ def compare_heads(
     to_run = heads_to_run(readings[0], pairs, exact)
     for reading in readings:
         check_reach(reading, [spec.layer for spec, _ in chosen])
+        check_free(reading.model, pairs)
     with (
         running(readings[0].model) as p,
         running(readings[1].model) as other,
