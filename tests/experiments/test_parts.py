@@ -331,6 +331,25 @@ def test_what_is_open() -> None:
     assert rate(drawn(0.55, 0.15, 0.1, n_texts=16, spread=0.2), "undecided") < 0.1
 
 
+def test_a_run_may_decide_what_only_the_estimate_leaves_open() -> None:
+    """Estimates are far off in some heads, so none is sure; with the errors over texts alone, most would be."""
+    clear, n = (
+        {MEAN: 1.0, DISTANCE: 0.2, UNIFORM: 0.95, GATE: 0.9} | dict.fromkeys(CONTENTS, 0.9),
+        torch.full((9,), 95.0),
+    )
+    generator = torch.Generator().manual_seed(4)
+    estimated = {name: x * factors(generator, (9, 6), 0.1) for name, x in clear.items()}
+    run = {name: x[:, :2].clone() for name, x in estimated.items()}
+    run[DISTANCE] *= 4
+    pairs = [(0, head) for head in range(6)]
+    found = from_estimates(pairs, 1, estimated, run, [0, 1], n.double())
+    table = table_of(pd.DataFrame(pairs), found, NEGLIGIBLE)
+    assert table["verdict"][2:].tolist() == ["undecided"] * 4
+    assert table["open"][2:].tolist() == ["a run"] * 4
+    alone = table_of(pd.DataFrame(pairs), from_runs(estimated, n.double()), NEGLIGIBLE)
+    assert alone["verdict"][2:].tolist() == ["where"] * 4
+
+
 def test_many_heads_without_a_difference_have_few_discoveries() -> None:
     """The false discovery rate of the difference over the rows: some row of a table is found in few tables."""
     found = drawn(0.5, 0.5, 0.1, spread=0.4)["q"].to_numpy()

@@ -89,8 +89,15 @@ def statement(table: pd.DataFrame, measured: Measured, lengths: Sequence[int]) -
     return (
         f"Of what {plural(len(table), 'head')} contribute in {texts_in_words(lengths)}, each alone, {where} % depends "
         f"on where keys are, {what} % on what they are, {neither} % on neither ({by_runs} measured by runs). "
-        f"Heads (share of the sum): {', '.join(counts)}."
+        f"Heads (share of the sum): {', '.join(counts)}{_opened(table)}."
     )
+
+
+def _opened(table: pd.DataFrame) -> str:
+    """Say how many undecided heads a run, or more texts, may decide."""
+    counts = table["open"].value_counts()
+    may = [f"{name} may decide {counts[name]}" for name in ("a run", "more texts") if name in counts]
+    return f", of which {' and '.join(may)}" if may else ""
 
 
 def groups_statement(table: pd.DataFrame, lengths: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from typing import Final
 
@@ -126,14 +126,21 @@ def _values(divergences: ByReplacement, n_predictions: Float64[Tensor, " text"])
 
 def table_of(index: pd.DataFrame, measured: Measured, negligible: float) -> pd.DataFrame:
     """Return a row for each head or group: ``index``, its quantities and their errors, and the verdict."""
-    table, df = index.copy(), degrees_of_freedom(measured.n_predictions)
-    for name in COLUMNS:
-        value, error = measured.estimate(name)
-        table[name], table[f"{name}_se"] = value.numpy(), error.numpy()
+    table, df = _with_estimates(index, measured), degrees_of_freedom(measured.n_predictions)
     table["content_distance"] = measured.content_distance
     p = [1 - significance(abs(x), e, df) for x, e in table[["difference", "difference_se"]].itertuples(index=False)]
     unknown = table["difference"].isna().to_numpy()
     tests = torch.tensor(p, dtype=torch.float64).masked_fill(torch.tensor(unknown), nan)
     table["q"] = false_discovery_rates(tests).numpy()
     table["measured"] = ["run" if run else "estimated" for run in measured.run.tolist()]
-    return table.join(verdicts(table, df, negligible))
+    over_texts = _with_estimates(index, replace(measured, off={}))
+    return table.join(verdicts(table, over_texts, df, negligible))
+
+
+def _with_estimates(index: pd.DataFrame, measured: Measured) -> pd.DataFrame:
+    """Return ``index`` with the quantities and their standard errors."""
+    table = index.copy()
+    for name in COLUMNS:
+        value, error = measured.estimate(name)
+        table[name], table[f"{name}_se"] = value.numpy(), error.numpy()
+    return table

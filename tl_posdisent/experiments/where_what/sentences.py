@@ -173,7 +173,7 @@ def _verdict(row: Row) -> str:
     """Return the verdict, and what is open of an undecided head."""
     if row["verdict"] != "undecided":
         return str(row["verdict"])
-    return f"undecided, {'more texts may decide' if row['open'] == 'more texts' else row['open']}"
+    return f"undecided, {row['open']}{'' if ' or ' in row['open'] else ' may decide'}"
 
 
 def _kept_shares(row: Row) -> list[str]:

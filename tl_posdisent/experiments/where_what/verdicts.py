@@ -17,25 +17,25 @@ SIMILAR: Final = 0.2
 """The difference of the parts *where* and *what* below which they are similar."""
 CONFIDENCE: Final = 0.95
 _ONE_SIDED: Final = 2 * CONFIDENCE - 1  # the confidence of the two-sided interval that ends where a one-sided one does
+_ERRORS: Final = ("contribution_se", "kept_uniform_se", "difference_se")
 _TIMES: Final = 4  # as many texts, with half the errors, may decide a head of which only the error is open
 
 
-def verdicts(table: pd.DataFrame, df: float, negligible: float) -> pd.DataFrame:
+def verdicts(table: pd.DataFrame, over_texts: pd.DataFrame, df: float, negligible: float) -> pd.DataFrame:
     """Decide each row of a table of ``where_or_what``: ``verdict``, and what is ``open`` of an undecided one.
 
     Divergences are skewed: where no text has a large one, too much seems to survive, with too small an error. Errors of
     the share under uniform attention are therefore scaled as in ``surely_below``.
 
     Args:
+        over_texts: the errors of the same rows that runs of the heads would leave: those over texts alone.
         df: degrees of freedom of the errors.
         negligible: the contribution in nats per prediction below which a head is not used.
     """
-    rows = table.to_dict("records")
-    found = [_verdict(row, df, negligible) for row in rows]
-    opened = [
-        _open(row, df, negligible) if verdict == "undecided" else "" for row, verdict in zip(rows, found, strict=True)
-    ]
-    return pd.DataFrame({"verdict": found, "open": opened}, index=table.index)
+    rows = zip(table.to_dict("records"), over_texts[[*_ERRORS]].to_dict("records"), strict=True)
+    found = [(_verdict(row, df, negligible), row, errors) for row, errors in rows]
+    opened = [_open(row, errors, df, negligible) if verdict == "undecided" else "" for verdict, row, errors in found]
+    return pd.DataFrame({"verdict": [verdict for verdict, *_ in found], "open": opened}, index=table.index)
 
 
 def _verdict(head: Mapping[Any, Any], df: float, negligible: float) -> Verdict:
@@ -59,10 +59,12 @@ def _where_or_what(head: Mapping[Any, Any], df: float) -> Verdict:
     return "undecided"
 
 
-def _open(head: Mapping[Any, Any], df: float, negligible: float) -> str:
-    """Say what is open of an undecided head: which verdicts it lies between, or its error, which more texts reduce."""
-    names = ("contribution_se", "kept_uniform_se", "difference_se")
-    of_more = {**head, **{name: head[name] / _TIMES**0.5 for name in names}}
-    if _verdict(of_more, df, negligible) == "undecided" and (other := _where_or_what(head, df)) != "undecided":
+def _open(head: Mapping[Any, Any], over_texts: Mapping[Any, float], df: float, negligible: float) -> str:
+    """Say what is open of an undecided head: that it was not run, its error over texts, or between which verdicts it is."""
+    run = {**head, **over_texts}
+    if head["measured"] == "estimated" and _verdict(run, df, negligible) != "undecided":
+        return "a run"
+    of_more = {**run, **{name: error / _TIMES**0.5 for name, error in over_texts.items()}}
+    if _verdict(of_more, df, negligible) == "undecided" and (other := _where_or_what(run, df)) != "undecided":
         return f"neither or {other}"
     return "more texts"

@@ -118,8 +118,9 @@ def where_or_what(
 
         then ``content_distance``, the distance of the other keys at which most is kept; ``q``, the false discovery rate
         of ``difference`` over the rows (Benjamini–Hochberg); ``measured``, ``"run"`` or ``"estimated"``; ``verdict``;
-        ``open``: of an undecided head the verdicts that it lies between, or ``"more texts"`` if the error is what is
-        open. Errors of estimated rows include that of the estimate, as far as runs show it: not with ``exact=0``.
+        ``open``: of an undecided head ``"a run"`` or ``"more texts"`` where the error of the estimate, or that over
+        texts, is what is open, or else the verdicts that it lies between. Errors of estimated rows include that of the
+        estimate, as far as runs show it: not with ``exact=0``.
 
         The table shows its sentence before its rows: ``attrs["statement"]``, the parts of the sum of all contributions,
         each head alone, and the counts of verdicts. ``attrs["passes"]`` is the cost in forward passes of all measured
