@@ -170,7 +170,7 @@ def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
     assert set(by_head.values()) > {"none"}
     rows, data = document.rows("atlas"), document.data["atlas-data"]
     assert {row["head"]: row["label"] for row in rows} == by_head
-    hover = ["".join(re.findall("<br>label: ([a-z +]+)", text)) for text in data["hover"]]
+    hover = ["".join(re.findall("\nlabel: ([a-z +]+)", text)) for text in data["hover"]]
     assert hover == [row["label"] for row in rows]
     for head, words in by_head.items():
         (sentence,) = [x for x in data["panels"][head]["says"] if x.startswith("Usual label")]
@@ -207,7 +207,7 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     drawn = {
         label: (x, y)
         for trace in points
-        for (label, _), x, y in zip(trace["customdata"], trace["x"], trace["y"], strict=True)
+        for (label, *_), x, y in zip(trace["customdata"], trace["x"], trace["y"], strict=True)
     }
     for row, label in zip(needs.itertuples(), labels(needs), strict=True):
         assert drawn[label] == pytest.approx((row.where_part, row.what_part))
@@ -287,12 +287,12 @@ def test_the_atlas_says_the_numbers_of_its_table_and_draws_profiles(made: tuple[
     errors = ("contribution", "where", "what", "neither", "joint")
     profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
     for row, text in zip(rows, hover, strict=True):
-        assert text.startswith(f"<b>{row['head']}</b><br>verdict: {row['verdict']}<br>")
-        assert all(f"<br>{name}: {row[name]} ± {row[f'error of {name}']}<br>" in text for name in errors)
-        assert f"<br>measured: {row['measured']}<br>" in text
-        assert text.endswith("<br>(± standard error over texts)")
+        assert text.startswith(f"{row['head']}\nverdict: {row['verdict']}\n")
+        assert all(f"\n{name}: {row[name]} ± {row[f'error of {name}']}\n" in text for name in errors)
+        assert f"\nmeasured: {row['measured']}\n" in text
+        assert text.endswith("\n(± standard error over texts)")
         for name in ("distance alone", "key alone", "held-out r", "added loss", "profile"):
-            assert f"<br>{name}: {row[name]}<br>" in text
+            assert f"\n{name}: {row[name]}\n" in text
         layer, head = map(int, re.findall(r"\d+", row["head"]))
         shown = profiles[8 * layer + head, [0, 1, 2, 4, 8, 16, 32]]
         assert as_number(row["range"]) == pytest.approx(np.ptp(shown), abs=6e-3)

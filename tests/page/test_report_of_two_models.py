@@ -57,7 +57,7 @@ def test_the_section_says_what_the_comparison_says(tmp_path: Path) -> None:
     drawn = {
         label: (x, y)
         for trace in traces
-        for (label, _), x, y in zip(trace.get("customdata", ()), trace["x"], trace["y"], strict=False)
+        for (label, *_), x, y in zip(trace.get("customdata", ()), trace["x"], trace["y"], strict=False)
     }
     places = {f"L3H{row.head}": row for row in table.itertuples()}
     assert drawn.keys() == places.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -347,15 +348,20 @@ def test_verdicts_have_their_colours_and_are_counted() -> None:
 
 
 def heads_of(figure: go.Figure) -> dict[str, dict[str, Any]]:
-    """What is drawn of each head of a plane, by its name."""
+    """What is drawn of each head of a plane, by its name; the hover text as plotly fills its template."""
     return {
-        name: {"trace": trace, "at": (x, y), "size": size, "label": label, "hover": hover}
+        data[0]: {"trace": trace, "at": (x, y), "size": size, "label": label, "hover": filled(trace, data)}
         for trace in figure.data
         if trace.customdata is not None
-        for x, y, size, label, (name, hover) in zip(
+        for x, y, size, label, data in zip(
             trace.x, trace.y, trace.marker.size, trace.text, trace.customdata, strict=True
         )
     }
+
+
+def filled(trace: Any, data: Any) -> str:
+    template = re.sub(r"%\{customdata\[(\d+)\](:[^}]*)?\}", r"{\1\2}", trace.hovertemplate)
+    return template.removesuffix("<extra></extra>").format(*data)
 
 
 def named(figure: go.Figure, name: str) -> Any:
@@ -404,21 +410,24 @@ def test_hovering_over_a_head_shows_its_numbers() -> None:
     after = full.assign(verdict="what", neither_part=0.25)
     hover = {name: head["hover"].split("<br>") for name, head in heads_of(plot_where_or_what(full)).items()}
     lines = [
-        "where 40% ± 3%, what 50% ± 3%",
+        "where 40% ± 3%",
+        "what 50% ± 3%",
         "neither 10% ± 3%",
         "joint 0.70 ± 0.03",
-        "kept distance -0.80 ± 0.03",
-        "kept content 0.30 ± 0.03",
-        "kept uniform 0.10 ± 0.03",
-        "gate 0.20 ± 0.03",
-        "0.02 ± 0.004 nats per token, estimated",
+        "kept by distance -0.80 ± 0.03",
+        "kept by content 0.30 ± 0.03",
+        "kept by uniform 0.10 ± 0.03",
+        "kept by gate 0.20 ± 0.03",
+        "nats per token 0.02 ± 0.004",
     ]
-    assert hover["L1H0"] == ["mixed", *lines, "(± standard error over texts)"]
-    assert hover["L0H1"][0] == "undecided (mixed or what)"
-    short = [text.split("<br>") for text in (head["hover"] for head in heads_of(plot_where_or_what(PLANE)).values())]
-    assert ["mixed", "where 40%, what 50%", "neither 10%", "joint 0.70", "0.02 nats per token"] in short
+    assert hover["L1H0"] == ["L1H0: mixed, estimated", *lines, "(± standard error over texts)"]
+    assert hover["L0H1"][0] == "L0H1: undecided (mixed or what), estimated"
+    short = heads_of(plot_where_or_what(PLANE))["L1H0"]["hover"].split("<br>")
+    assert short == ["L1H0: mixed", "where 40%", "what 50%", "neither 10%", "joint 0.70", "nats per token 0.02"]
     hover = {name: head["hover"] for name, head in heads_of(plot_where_or_what(full, after=after)).items()}
-    assert hover["L1H0"].startswith("<br>".join(["mixed", *lines, "after: what", lines[0], "neither 25% ± 3%"]))
+    assert hover["L1H0"].startswith(
+        "<br>".join(["L1H0: mixed, estimated", *lines, "after: what, estimated", *lines[:2], "neither 25% ± 3%"])
+    )
     assert hover["L1H0"].count("standard error") == 1
 
 
@@ -473,7 +482,7 @@ def test_groups_are_named_in_the_plane() -> None:
         "abcdef"[3 * int(name[1]) + int(name[3])]: head["at"] for name, head in by_head.items()
     }
     assert by_name["c"]["label"] == "c"
-    assert by_name["c"]["hover"].endswith("nats per token<br>L1H2, L3H4")
+    assert by_name["c"]["hover"].endswith("nats per token 0.16<br>L1H2, L3H4")
     with pytest.raises(ValueError, match="one row for each group, got several for a"):
         plot_where_or_what(pd.concat([groups, groups]))
 
@@ -486,7 +495,7 @@ def drawn_at(figure: go.Figure, width: float, height: float) -> tuple[dict[str, 
         if trace.customdata is None:
             continue  # rings
         columns = (trace.x, trace.y, trace.marker.size, trace.text, trace.textposition, trace.customdata)
-        for x, y, size, text, side, (name, _) in zip(*columns, strict=True):
+        for x, y, size, text, side, (name, *_) in zip(*columns, strict=True):
             at = np.array([width * (x - left) / (right - left), height * (high - y) / (high - low)])
             markers[name] = np.concatenate([at - size / 2, at + size / 2])
             if text:

@@ -53,15 +53,14 @@ _TITLES = {
 """The columns of the table of all heads and their titles; the first are shown, the others on request."""
 _DIGITS = {"effect": 4, "contribution": 4, "contribution_se": 4, "range": 2}
 _PARTS = ("where_part", "what_part", "neither_part", "joint")
-_KEPT = ("kept_distance", "kept_content", "kept_uniform", "gate")
-_DIGITS |= dict.fromkeys([f"{name}{end}" for name in (*_PARTS, *_KEPT) for end in ("", "_se")], 2)
+_DIGITS |= dict.fromkeys([*_PARTS, *(f"{name}_se" for name in _PARTS)], 2)
+_DIGITS |= dict.fromkeys(("kept_distance", "kept_content", "kept_uniform", "gate"), 2)
 _HOVER = (
     "verdict",
     "open",
     "contribution",
     "measured",
     *_PARTS,
-    *_KEPT,
     "share_distance",
     "share_key",
     "r_held_out",
@@ -171,15 +170,15 @@ def _profile_lines(distance: pd.DataFrame) -> pd.DataFrame:
 def _hover_texts(heads: pd.DataFrame) -> list[str]:
     """Write the numbers of each head in the digits of the table, with the standard errors over texts that there are."""
     cells = cells_of(heads, _DIGITS)
-    lines = [[f"<b>{head_label(*place)}</b>" for place in places_of(heads)]]
+    lines = [[head_label(*place) for place in places_of(heads)]]
     for name in _HOVER:
         if name in cells:
             errors = cells.get(f"{name}_se")
             values = cells[name] if errors is None else [f"{x} ± {e}" for x, e in zip(cells[name], errors, strict=True)]
-            lines.append([f"{_TITLES[name]}: {value}" for value in values])
+            lines.append([f"{_TITLES[name]}: {value}" if value != "" else "" for value in values])
     if "verdict" in cells:
         lines.append(["(± standard error over texts)"] * len(heads))
-    return ["<br>".join(of_head) for of_head in zip(*lines, strict=True)]
+    return ["\n".join(filter(None, of_head)) for of_head in zip(*lines, strict=True)]
 
 
 def colours_of(heads: pd.DataFrame) -> dict[str, Colour]:

@@ -48,7 +48,7 @@ class AtlasData(TypedDict):
 
     Attributes:
         labels: of the heads, such as L4H2.
-        hover: the numbers of each head, in the HTML that plotly allows.
+        hover: the label and the numbers of each head, in lines.
         layers: the name of each layer of the map, by its number.
         colours: by name; the first is shown first.
         words: the tokens of the score maps.

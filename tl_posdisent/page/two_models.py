@@ -39,7 +39,8 @@ Both models read the same texts, and the contribution of each head and its parts
 is this model, after the other one. A change is after minus before, paired by text, with its standard error over texts.
 It is named if its false discovery rate (Benjamini–Hochberg) is at most 5 %, of contributions among all heads, of parts
 among those of all heads. A head that changed need not be one that was changed: others make up for it, and later layers
-receive something else. The {_EXACT} heads that contribute most in either model are run in both, the others are estimated.
+receive something else. The {_EXACT} heads that contribute most in either model are run in both, the others are
+estimated.
 """
 
 

@@ -2,7 +2,8 @@
 // which of them are drawn.
 const atlas = document.querySelector("#atlas .plot");
 const stored = JSON.parse(document.getElementById("atlas-data").textContent);
-const { labels, hover, colours, panels } = stored;
+const { labels, colours, panels } = stored;
+const hover = stored.hover.map((lines) => lines.replaceAll("\n", "<br>"));
 const [colour, across, up] = ["colour", "x", "y"].map((name) => document.getElementById(`atlas-${name}`));
 const axes = Object.keys(colours).filter((name) => !colours[name].names.length);
 const layers = Object.keys(stored.layers);

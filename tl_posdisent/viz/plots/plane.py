@@ -96,14 +96,13 @@ def plot_where_or_what(
         behind.append(arrows(table, after))
     check_integer("labels", labels, 0)
     inside = _size_inside("width", width), _size_inside("height", height)
-    heads = points_of(table, after)
+    heads = points_of(table)
     ringed = heads[heads["outer"] > heads["size"]]
     before = [] if ringed.empty else [rings(ringed)]
     legend = _legend_box([*present(heads), *(str(trace.name) for trace in [*behind, *before])], inside)
     heads = _with_labels(heads, labels, [] if legend is None else [legend], inside)
-    of_verdicts = [
-        markers(heads[heads["verdict"] == verdict], verdict, bars=len(table) == 1) for verdict in present(heads)
-    ]
+    by_verdict = [(verdict, heads[heads["verdict"] == verdict]) for verdict in present(heads)]
+    of_verdicts = [markers(some, verdict, after, bars=len(table) == 1) for verdict, some in by_verdict]
     figure = go.Figure([*behind, *of_verdicts, *before])
     _draw_triangle(figure)
     axis = {"tickformat": ".0%", "zeroline": False, "showgrid": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +16,18 @@ from tl_posdisent.viz.plots.tables import check_table
 
 X, Y = "where_part", "what_part"
 """The columns of the axes."""
-_PARTS: Final = (X, Y, "neither_part")
-_HOVER: Final = ("joint", "kept_distance", "kept_content", "kept_uniform", "gate")
-"""Columns in the hover text beside the parts and the contribution, of those that a table has."""
+_HOVER: Final = {
+    X: ("where", ".0%"),
+    Y: ("what", ".0%"),
+    "neither_part": ("neither", ".0%"),
+    "joint": ("joint", ".2f"),
+    "kept_distance": ("kept by distance", ".2f"),
+    "kept_content": ("kept by content", ".2f"),
+    "kept_uniform": ("kept by uniform", ".2f"),
+    "gate": ("kept by gate", ".2f"),
+    "contribution": ("nats per token", ".2g"),
+}
+"""The numbers of the hover text, of those that a table has: their titles, and their formats in d3."""
 _JOINT: Final = 0.3
 """Heads of ``joint`` above this have a ring."""
 _MOVED: Final = 0.04
@@ -39,7 +47,7 @@ def drawable(table: Any, name: str, *, several: bool = False) -> pd.DataFrame:
     """
     index = ["group"] if "group" in getattr(table, "columns", ()) else HEAD
     with naming(table=name):
-        checked = check_table(table, [*index, "verdict"], [*_PARTS, "contribution"], "where_or_what")
+        checked = check_table(table, [*index, "verdict"], [X, Y, "neither_part", "contribution"], "where_or_what")
         repeated = checked[checked.duplicated(index)]
         if len(repeated) and not several:
             raise ArgumentError(
@@ -47,17 +55,17 @@ def drawable(table: Any, name: str, *, several: bool = False) -> pd.DataFrame:
                 f"must have one row for each {' and '.join(index)}, got several for {row_names(repeated)[0]}: select "
                 "the rows of one model, or draw a figure for each",
             )
-    return checked
+    return checked.reset_index(drop=True)
 
 
 def same_heads(after: pd.DataFrame, before: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of ``after`` in the order of ``before``, or raise unless both have the same heads."""
+    """Return the rows of ``after`` in the order of ``before``, and with its index; raise if they are of other heads."""
     own, wanted = row_names(after), row_names(before)
     if missing := [name for name in wanted if name not in own]:
         raise ArgumentError("after", f"must have the heads of table, got one without {missing[0]}")
     if more := [name for name in own if name not in wanted]:
         raise ArgumentError("after", f"must have the heads of table, got one with {more[0]} as well")
-    return after.iloc[[own.index(name) for name in wanted]]
+    return after.iloc[[own.index(name) for name in wanted]].set_axis(before.index)
 
 
 def present(table: pd.DataFrame) -> list[str]:
@@ -65,25 +73,31 @@ def present(table: pd.DataFrame) -> list[str]:
     return [verdict for verdict in NEEDS if (table["verdict"] == verdict).any()]
 
 
-def points_of(table: pd.DataFrame, after: pd.DataFrame | None) -> pd.DataFrame:
-    """Return the heads that have parts, those that contribute most first, with name and hover text.
+def points_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the heads that have parts, those that contribute most first, with their names.
 
     ``size`` is the diameter of the marker, ``outer`` that of its ring, if it has one.
     """
-    texts = [_hover(row) for row in table.to_dict("records")]
-    if after is not None:
-        rows = after.to_dict("records")
-        texts = [f"{text}<br>after: {_hover(row)}" for text, row in zip(texts, rows, strict=True)]
-    note = "<br>(± standard error over texts)" if f"{X}_se" in table else ""
     largest = _ALONE if len(table) == 1 else _LARGEST
     size = ((table["contribution"] / table["contribution"].max()).clip(0, 1) ** 0.5 * largest).clip(lower=_LEAST)
     outer = size + (_WIDER * (table["joint"] > _JOINT) if "joint" in table else 0)
-    points = table.assign(name=row_names(table), size=size, outer=outer, hover=[text + note for text in texts])
+    points = table.assign(name=row_names(table), size=size, outer=outer)
     return points.dropna(subset=[X, Y]).sort_values("contribution", ascending=False, kind="stable")
 
 
-def markers(heads: pd.DataFrame, verdict: str, *, bars: bool) -> go.Scatter:
-    """Draw the heads of one verdict, with their labels and, if asked for, their errors."""
+def markers(heads: pd.DataFrame, verdict: str, after: pd.DataFrame | None, *, bars: bool) -> go.Scatter:
+    """Draw the heads of one verdict, with their labels and, if asked for, their errors.
+
+    Args:
+        after: of these heads in another model, for the hover text.
+    """
+    values, text = _hover(heads, 1)
+    if after is not None:
+        of_after, more = _hover(after.loc[heads.index], 1 + values.shape[1])
+        values, text = values.join(of_after.add_suffix("_after")), f"{text}<br>after: {more}"
+    if "heads" in heads:
+        values, text = values.assign(heads=heads["heads"]), f"{text}<br>%{{customdata[{1 + values.shape[1]}]}}"
+    note = "<br>(± standard error over texts)" if f"{X}_se" in heads else ""
     return go.Scatter(
         x=heads[X],
         y=heads[Y],
@@ -99,8 +113,8 @@ def markers(heads: pd.DataFrame, verdict: str, *, bars: bool) -> go.Scatter:
             "symbol": "circle-open" if verdict == "undecided" else "circle",
             "opacity": 0.75,
         },
-        customdata=heads[["name", "hover"]],
-        hovertemplate="%{customdata[0]}: %{customdata[1]}<extra></extra>",
+        customdata=pd.concat([heads["name"], values], axis=1),
+        hovertemplate=f"%{{customdata[0]}}: {text}{note}<extra></extra>",
         cliponaxis=False,
     )
 
@@ -156,19 +170,21 @@ def arrows(before: pd.DataFrame, after: pd.DataFrame) -> go.Scatter:
     )
 
 
-def _hover(head: Mapping[Any, Any]) -> str:
-    """Describe a head in lines: verdict, parts, what each replacement keeps, and contribution, with their errors."""
-    is_open = pd.notna(head.get("open")) and head["open"]  # files have NaN for what is empty
-    first = f"{head['verdict']} ({head['open']})" if is_open else str(head["verdict"])
-    where, what, neither = (_with_error(head, name, "{:.0%}") for name in _PARTS)
-    size = f"{_with_error(head, 'contribution', '{:.2g}')} nats per token"
-    lines = [first, f"where {where}, what {what}", f"neither {neither}"]
-    lines += [f"{name.replace('_', ' ')} {_with_error(head, name, '{:.2f}')}" for name in _HOVER if name in head]
-    lines += [size + (f", {head['measured']}" if "measured" in head else "")]
-    return "<br>".join([*lines, *([str(head["heads"])] if "heads" in head else [])])
-
-
-def _with_error(head: Mapping[Any, Any], name: str, style: str) -> str:
-    """Format a number of a head, with its standard error over texts if the table has it."""
-    error = f" ± {style.format(head[f'{name}_se'])}" if f"{name}_se" in head else ""
-    return style.format(head[name]) + error
+def _hover(heads: pd.DataFrame, first: int) -> tuple[pd.DataFrame, str]:
+    """Return the values of the hover text, and the text, which names them by their places from ``first`` on."""
+    numbers = [name for name in _HOVER if name in heads]
+    errors = [f"{name}_se" for name in numbers if f"{name}_se" in heads]
+    words = heads["verdict"].astype(str)
+    if "open" in heads:
+        words += [f" ({said})" if pd.notna(said) and said else "" for said in heads["open"]]  # files have NaN for ""
+    if "measured" in heads:
+        words += ", " + heads["measured"]
+    digits = {name: 6 if name.startswith("contribution") else 4 for name in (*numbers, *errors)}
+    values = heads[[*digits]].round(digits).assign(words=words)  # digits are most of the size of a figure
+    place = {name: f"customdata[{first + n}]" for n, name in enumerate(values)}
+    lines = [f"%{{{place['words']}}}"]
+    for name in numbers:
+        title, style = _HOVER[name]
+        fields = [f"%{{{place[x]}:{style}}}" for x in (name, f"{name}_se") if x in place]
+        lines.append(f"{title} {' ± '.join(fields)}")
+    return values, "<br>".join(lines)
