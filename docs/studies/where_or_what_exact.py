@@ -38,12 +38,14 @@ def measured(model: Any, texts: Tensor, heads: int) -> tuple[pd.DataFrame, pd.Da
 
 
 def compared(one: pd.DataFrame, other: pd.DataFrame) -> dict[str, Any]:
-    """Correlations, median errors, and the share of heads in the same half; correlations of the first third of layers
-    alone; the median ratio of estimated to measured contribution."""
+    """Correlations and median errors of the parts, also in the first third of layers alone; the median ratio of
+    estimated to measured contribution, with its quartiles."""
     early = (one["layer"] <= one["layer"].max() // 3).to_numpy()
     row: dict[str, Any] = {"heads": len(one)}
-    for name in ("where", "what"):
-        a, b = (x[f"{name}_unclipped"].clip(-1).to_numpy() for x in (one, other))
-        row |= {f"r_{name}": np.corrcoef(a, b)[0, 1], f"r_{name}_early": np.corrcoef(a[early], b[early])[0, 1]}
-        row |= {f"error_{name}": np.median(abs(a - b)), f"same_half_{name}": ((a > 0.5) == (b > 0.5)).mean()}
-    return row | {"level": np.median(one["contribution"].to_numpy() / other["contribution"].to_numpy())}
+    for name in ("where_part", "what_part", "neither_part"):
+        a, b = (x[name].to_numpy() for x in (one, other))
+        row |= {f"r of {name}": np.corrcoef(a, b)[0, 1], f"r of {name}, early": np.corrcoef(a[early], b[early])[0, 1]}
+        row |= {f"error of {name}": np.median(abs(a - b))}
+    ratios = one["contribution"].to_numpy() / other["contribution"].to_numpy()
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return row | {"level": middle, "level, lower quartile": low, "level, upper quartile": high}

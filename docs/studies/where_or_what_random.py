@@ -13,7 +13,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 def table(model: Any, texts: int = 4, length: int = 96, seeds: int = 2) -> pd.DataFrame:
-    """One row for the trained model and for each copy with random and with shuffled weights: quantiles of both shares
+    """One row for the trained model and for each copy with random and with shuffled weights: quantiles of the parts
     over the heads that contribute 0.0005 nats or more, and the number of heads with each verdict."""
     tokens = parts(model, "speeches", texts, length) if model.cfg.d_vocab > 10_000 else demo_texts(texts, length)
     rows = [{"weights": "trained"} | measured(model, tokens)]
@@ -27,13 +27,12 @@ def table(model: Any, texts: int = 4, length: int = 96, seeds: int = 2) -> pd.Da
 
 
 def measured(model: Any, tokens: Any) -> dict[str, Any]:
-    """The shares and verdicts of all heads, estimated."""
+    """The parts and verdicts of all heads, estimated."""
     heads = tp.where_or_what(model, tokens, exact=0, progress=False)
     used = heads[heads["contribution"] >= 0.0005]
     row: dict[str, Any] = {"texts": len(tokens), "length": tokens.shape[1], "heads": len(heads), "used": len(used)}
     row["contribution"] = heads["contribution"].median()
-    for name in ("where", "what"):
+    for name in ("where_part", "what_part", "neither_part"):
         for quantile in QUANTILES:
-            row[f"{name}_{quantile:.2f}"] = used[f"{name}_unclipped"].quantile(quantile)
-    verdicts = ("where", "what", "both", "either", "neither", "not used", "undecided")
-    return row | {verdict: int((heads["verdict"] == verdict).sum()) for verdict in verdicts}
+            row[f"{name}_{quantile:.2f}"] = used[name].quantile(quantile)
+    return row | {str(verdict): int(n) for verdict, n in heads["verdict"].value_counts().items()}

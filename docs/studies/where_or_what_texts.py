@@ -1,44 +1,52 @@
-"""Are the where–what plane and its verdicts the same on other texts?"""
+"""Are the parts of contributions, and the verdicts, the same on other texts and lengths?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from shared.texts import demo_texts, parts
-from torch import Tensor
+from shared.texts import Source, demo_texts, parts
 
 import tl_posdisent as tp
 
-
-def table(model: Any, texts: int = 4, length: int = 96) -> pd.DataFrame:
-    """One row per comparison of two tables of all heads, estimated: of two sets of texts, each with fits to the other
-    set; and of one set with fits to the other set and to itself."""
-    small = model.cfg.d_vocab < 10_000
-    both = demo_texts(2 * texts, length) if small else parts(model, "speeches", 2 * texts, length)
-    one, other = both[::2], both[1::2]
-    tables = measured(model, other, one), measured(model, one, other), measured(model, one, one)
-    pairs = {"two sets": (tables[0], tables[1]), "fitted to the same texts": (tables[0], tables[2])}
-    sizes = {"texts": texts, "length": length}
-    return pd.DataFrame([{"compared": name} | sizes | compared(*pair) for name, pair in pairs.items()])
+SOURCES: tuple[Source, ...] = ("speeches", "wikitext")
+LENGTHS = (48, 96, 192)
+GEMMA = {"texts": 6, "lengths": (96,)}
 
 
-def measured(model: Any, fitted: Tensor, texts: Tensor) -> pd.DataFrame:
-    return tp.where_or_what(model, fitted, texts, exact=0, progress=False)
+def table(model: Any, texts: int = 12, lengths: Sequence[int] = LENGTHS) -> pd.DataFrame:
+    """One row for each source and length: the parts of the sum, the heads and the contributions of each verdict; and
+    how the two halves of the texts agree, each measured alone, by estimates."""
+    rows, small = [], model.cfg.d_vocab < 10_000
+    for source in SOURCES[: 1 if small else None]:
+        for length in lengths:
+            tokens = demo_texts(texts, length) if small else parts(model, source, texts, length)
+            heads = tp.where_or_what(model, tokens, progress=False)
+            halves = [tp.where_or_what(model, half, exact=0, progress=False) for half in (tokens[::2], tokens[1::2])]
+            row = {"source": "demo" if small else source, "texts": len(tokens), "length": length}
+            rows.append(row | decided(heads) | agreement(*halves))
+            print(rows[-1], flush=True)
+    return pd.DataFrame(rows)
 
 
-def compared(one: pd.DataFrame, other: pd.DataFrame) -> dict[str, Any]:
-    """Of the heads that contribute 0.0005 nats or more in both: rank correlations, the share of heads in the same half,
-    differences, also in standard errors; and of all heads, how often two decided verdicts differ."""
-    used = (one["contribution"] >= 0.0005) & (other["contribution"] >= 0.0005)
-    row: dict[str, Any] = {"used": int(used.sum())}
-    for name in ("where", "what"):
-        a, b = (x.loc[used, f"{name}_unclipped"] for x in (one, other))
-        error = (one[f"{name}_se"] ** 2 + other[f"{name}_se"] ** 2)[used] ** 0.5
-        row[f"rank_{name}"] = a.corr(b, method="spearman")
-        row[f"same_half_{name}"] = ((a > 0.5) == (b > 0.5)).mean()
-        row |= {f"difference_{name}": (b - a).median(), f"size_{name}": (b - a).abs().median()}
-        row[f"size_in_errors_{name}"] = ((b - a) / error).abs().median() / 0.6745  # of a normal deviate: 1
-    decided = (one["verdict"] != "undecided") & (other["verdict"] != "undecided")
-    row |= {"undecided_one": int((one["verdict"] == "undecided").sum()), "decided_in_both": int(decided.sum())}
-    return row | {"otherwise": int((decided & (one["verdict"] != other["verdict"])).sum())}
+def decided(heads: pd.DataFrame) -> dict[str, Any]:
+    """The parts of the sum with their errors, and the heads of each verdict with their share of the sum."""
+    shares = heads.groupby("verdict")["contribution"].sum() / heads["contribution"].sum()
+    counts = {f"{verdict} heads": int(n) for verdict, n in heads["verdict"].value_counts().items()}
+    return heads.attrs["parts"] | counts | {f"{verdict} share": share for verdict, share in shares.items()}
+
+
+def agreement(one: pd.DataFrame, other: pd.DataFrame) -> dict[str, Any]:
+    """Of the heads that are used in both: rank correlations of the parts; how many are decided in both, how many of
+    these otherwise, and how many are *where* in one and *what* in the other."""
+    used = (one["verdict"] != "not used") & (other["verdict"] != "not used")
+    both = used & (one["verdict"] != "undecided") & (other["verdict"] != "undecided")
+    otherwise, sides = both & (one["verdict"] != other["verdict"]), {"where", "what"}
+    opposite = otherwise & one["verdict"].isin(sides) & other["verdict"].isin(sides)
+    ranks = {
+        f"rank of {name}": one.loc[used, name].corr(other.loc[used, name], method="spearman")
+        for name in ("where_part", "what_part", "neither_part")
+    }
+    counts = {"decided in both": both, "otherwise": otherwise, "opposite": opposite}
+    return ranks | {name: int(rows.sum()) for name, rows in counts.items()}

@@ -72,6 +72,13 @@ class Measured:
         of_size = (values[0] - value).square() * self._squares_off("contribution")
         return Estimate(value, (error.square() + (of_part + of_size).sum() / total[0].square()).sqrt())
 
+    def parts_of_sum(self) -> dict[str, float]:
+        """Return the parts of the sum of all contributions, each with its error ``…_se``."""
+        found = {name: self.part_of_sum(name) for name in PARTS}
+        return {
+            key: x.item() for name, part in found.items() for key, x in zip((name, f"{name}_se"), part, strict=True)
+        }
+
 
 def from_runs(divergences: ByReplacement, n_predictions: Float64[Tensor, " text"]) -> Measured:
     """Compute the quantities of heads, or groups, that were all run.

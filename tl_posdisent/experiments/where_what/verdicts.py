@@ -60,7 +60,7 @@ def _where_or_what(head: Mapping[Any, Any], df: float) -> Verdict:
 
 
 def _open(head: Mapping[Any, Any], over_texts: Mapping[Any, float], df: float, negligible: float) -> str:
-    """Say what is open of an undecided head: that it was not run, its error over texts, or between which verdicts it is."""
+    """Say what is open of an undecided head: the estimate, the error over texts, or which of two verdicts it has."""
     run = {**head, **over_texts}
     if head["measured"] == "estimated" and _verdict(run, df, negligible) != "undecided":
         return "a run"

@@ -123,8 +123,8 @@ def where_or_what(
         estimate, as far as runs show it: not with ``exact=0``.
 
         The table shows its sentence before its rows: ``attrs["statement"]``, the parts of the sum of all contributions,
-        each head alone, and the counts of verdicts. ``attrs["passes"]`` is the cost in forward passes of all measured
-        texts; a backward pass counts as two.
+        each head alone (``attrs["parts"]`` as numbers), and the counts of verdicts. ``attrs["passes"]`` is the cost in
+        forward passes of all measured texts; a backward pass counts as two.
 
     Raises:
         ValueError: fewer than two texts; ``heldout`` that is longer than all ``tokens``; layers without RoPE, or whose
@@ -167,6 +167,7 @@ def where_or_what(
     reading.note(table)
     said = [statement(table, found, texts.lengths), *estimates_sentences(pairs, found.ratios.tolist())]
     table.attrs["statement"] = " ".join([*said, *hooks_sentences(table)])
+    table.attrs["parts"] = found.parts_of_sum()
     table.attrs["passes"] = sum(counts) / sum(texts.lengths) / n_layers + 2 * draws
     return table
 
