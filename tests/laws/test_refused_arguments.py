@@ -96,6 +96,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "token": ([0.5, "a"], "against position"),
     "hooks": ([3, [("x", print)]], "hooks"),
     "interventions": ([3, {}, [], "x", {"x": 3}, {3: []}, {"x": [("x", print)]}], "interventions"),
+    "groups": ([3, {}, ["L0H1"], {"a": ["L9H0"]}, {3: ["L0H1"]}, {"a": []}, {"a": "head"}], "groups"),
     "limits": ([3, (1.0, 0.0), (NAN, 1.0)], "limits"),
     "title": ([3], "title"),
     "number of a text": ([3, -1.5, "x"], ""),
