@@ -277,12 +277,13 @@ def test_another_rotary_base_is_found_with_equal_weights(kind: str) -> None:
     assert table.attrs["statement"].startswith("All weights of the two models are equal; settings or buffers differ.")
 
 
-def test_hooks_on_one_of_the_models_are_noted(shared_model: Any) -> None:
+def test_hooks_on_the_models_are_noted(shared_model: Any) -> None:
     model, after = shared_model("bridge", "llama-gqa"), zoo.load("bridge", "llama-gqa")
-    point = "blocks.1.attn.hook_z"
-    with after.hooks(fwd_hooks=[(point, lambda z, hook: 0 * z)]):
+    point, other = "blocks.1.attn.hook_z", "blocks.0.hook_resid_pre"
+    hooks = [(point, lambda z, hook: 0 * z)]
+    with after.hooks(fwd_hooks=hooks), model.hooks(fwd_hooks=[(other, lambda x, hook: x)]):
         table = compare_heads(model, after, TEXTS, layers=1, exact=2, **QUIET)
-    assert table.attrs["statement"].endswith(f"Measured under hooks of your own at {point}.")
+    assert table.attrs["statement"].endswith(f"Measured under hooks of your own at {other}, {point}.")
     assert (table["verdict_after"] == "not used").all()
     assert table["where_part_q"].isna().all()
 

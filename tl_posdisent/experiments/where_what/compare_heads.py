@@ -30,6 +30,7 @@ from tl_posdisent.hooks.applied import check_free
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading
 from tl_posdisent.models.running.forward_pass import running
+from tl_posdisent.models.running.model_parts import user_hooks
 from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts
 from tl_posdisent.models.running.texts import Tokens
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, listed
@@ -124,8 +125,9 @@ def compare_heads(
         found = _measure(both, pairs, to_run, draws=draws, seed=seed, progress=progress)
     table = ChangeTable(table_of_changes(pairs, found, negligible))
     table["same_weights"] = same_heads(*readings, pairs)
-    for reading in readings:
-        reading.note(table)
+    readings[0].note(table)
+    if hooked := [name for reading in readings for name in user_hooks(reading.model)]:
+        table.attrs["hooks"] = list(dict.fromkeys(hooked))
     said = [change_statement(table, texts.lengths, equal=same_models(*readings))]
     for side in (found.before, found.after):
         said += estimates_sentences(pairs, side.ratios.tolist())
