@@ -242,6 +242,9 @@ def test_the_table_says_what_it_holds_before_its_rows(shared_model: Any) -> None
         assert names in table._repr_html_()
     assert repr(table).startswith(statement)
     assert type(table[table["verdict"] == "what"]) is type(table.copy()) is pd.DataFrame
+    del table["verdict"]
+    assert repr(table) == repr(pd.DataFrame(table))
+    assert table._repr_html_() == pd.DataFrame(table)._repr_html_()
 
 
 def test_groups_are_replaced_together(shared_model: Any) -> None:

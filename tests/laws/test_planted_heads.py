@@ -22,7 +22,7 @@ from tl_posdisent.hooks.hook_list import Hooks
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 REFERENCE, TEXTS = by_hand.draw_texts(16, seed=1), by_hand.draw_texts(16, seed=2)
-MORE = by_hand.draw_texts(64, seed=3)  # by which the difference of the parts of the head *both* is known
+MORE = by_hand.draw_texts(32, seed=3)  # by which the difference of the parts of the head *both* is known
 CORNERS = {"where": (1, 0), "what": (0, 1), "neither": (1, 1), "both": (0, 0)}
 IN_BOTH_CLASSES = pytest.mark.parametrize("wrapper", zoo.KINDS)
 

@@ -21,6 +21,11 @@ class ChangeTable(HeadTable):
     def _summary(self) -> pd.DataFrame:
         return changes_in(self)
 
+    @property
+    def _needed(self) -> set[str]:
+        changes = {"difference_change", *(f"{name}_change" for name in WORDS)}
+        return {"layer", "head", "changed", "verdict_before", "verdict_after", *changes}
+
 
 def changes_in(table: pd.DataFrame) -> pd.DataFrame:
     """Count the heads of each change in a table of ``compare_heads``.

@@ -34,12 +34,25 @@ class HeadTable(pd.DataFrame):
         return verdict_table(self)
 
     def __repr__(self) -> str:
-        summary = self._summary().to_string(index=False)
-        return "\n\n".join([self.attrs["statement"], summary, super().__repr__()])
+        rows = super().__repr__()
+        if not self._is_whole:
+            return rows
+        return "\n\n".join([self.attrs["statement"], self._summary().to_string(index=False), rows])
 
     def _repr_html_(self) -> str:
-        rows = pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
+        rows: str = pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
+        if not self._is_whole:
+            return rows
         return f"<p>{html.escape(self.attrs['statement'])}</p>{self._summary().to_html(index=False)}{rows}"
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the table still has what its summary is made of: columns can be deleted in place."""
+        return "statement" in self.attrs and self._needed <= {*self.columns}
+
+    @property
+    def _needed(self) -> set[str]:
+        return {"contribution", "verdict", "group" if "group" in self else "layer"}
 
 
 def verdict_table(table: pd.DataFrame) -> pd.DataFrame:
