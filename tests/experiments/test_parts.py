@@ -25,7 +25,7 @@ from tl_posdisent.experiments.where_what.replacements import (
     UNIFORM,
     content_alone,
 )
-from tl_posdisent.experiments.where_what.rows import COLUMNS, from_estimates, from_runs, table_of
+from tl_posdisent.experiments.where_what.rows import COLUMNS, SHARES, from_estimates, from_runs, table_of
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
 from tl_posdisent.utils.statistics import jackknife
 
@@ -119,7 +119,7 @@ def test_without_a_text_is_as_if_it_had_not_been_there() -> None:
         for name in ("contribution", "kept_distance", "kept_content", "kept_uniform", "gate"):
             torch.testing.assert_close(values[name][1 + text], alone[name][0])
         kept = [x[name][0] for x in (values, alone) for name in ("kept_distance", "kept_content", "kept_uniform")]
-        inside = torch.stack(kept).amin(0) > 0
+        inside = torch.stack(kept).amin(0) > 0  # others are clipped
         assert inside.any()
         for name in (*PARTS, "joint", "difference"):
             torch.testing.assert_close(values[name][1 + text][inside], alone[name][0][inside])
@@ -202,7 +202,10 @@ def test_errors_of_estimates_are_how_far_others_were_off() -> None:
         return float((over_texts.item() ** 2 + off**2) ** 0.5)
 
     for name in COLUMNS[1:]:
-        off = (of_estimates.values[name][0] - of_runs.values[name][0]).square()
+        both = [x.values[name][0] for x in (of_estimates, of_runs)]
+        if name in SHARES:  # how far estimates of harm are off does not count
+            both = [x.clamp(0, 1) for x in both]
+        off = (both[0] - both[1]).square()
         error = found.estimate(name).error
         for head in (2, 5):
             expected = averaged({x: off[x].item() for x in places}, head) ** 0.5
@@ -325,7 +328,7 @@ def test_what_is_open() -> None:
     assert (undecided["open"] == "neither or what").mean() > 0.5
     wide = drawn(0.55, 0.4, 0.1, n_texts=4, spread=0.6)
     undecided = wide[wide["verdict"] == "undecided"]
-    assert (undecided["open"] == "more texts").mean() > 0.95
+    assert (undecided["open"] == "more texts").mean() > 0.9
     assert rate(wide, "undecided") > 0.5
     assert (wide.loc[wide["verdict"] != "undecided", "open"] == "").all()
     assert rate(drawn(0.55, 0.15, 0.1, n_texts=16, spread=0.2), "undecided") < 0.1

@@ -26,7 +26,7 @@ from tl_posdisent.utils.statistics import jackknife
 PARTS: Final = ("where_part", "what_part", "neither_part")
 KEPT: Final = {"kept_distance": DISTANCE, "kept_uniform": UNIFORM, "gate": GATE}
 """Shares of the contribution that survive, and the replacement under which they do; ``kept_content`` has several."""
-_SURE: Final = 2.0  # standard errors below 0 at which a share is surely none
+_INTERVAL: Final = 2.0  # standard errors
 
 Values = dict[str, Float64[Tensor, "left_out head"]]
 """Quantities of each head: of all texts, then without each of the texts."""
@@ -91,10 +91,12 @@ def divide(kept: Values, n_predictions: Float64[Tensor, " text"]) -> Values:
 
 
 def _clipped(share: Float64[Tensor, "left_out head"], n_predictions: Tensor) -> Float64[Tensor, "left_out head"]:
-    """Clip a share to [0, 1]; without a text it differs as before, unless it is surely below 0.
+    """Clip a share to [0, 1]; one below 0 differs without a text by as much less as its interval has of [0, 1].
 
-    A share that is just below 0 may be above it in other texts: clipped as well, it would have no error.
+    Clipped as well, estimates without a text would be 0 for a share that is just below 0, and have no error, although
+    in other texts it may be above. Not clipped, it would have the error of the harm that the replacement does.
     """
     value, error = jackknife(share, n_predictions)
-    differs = torch.where(value + _SURE * error < 0, 0.0, share - value)
-    return value.clamp(0, 1) + differs
+    above = (value + _INTERVAL * error).clamp(0, 1)
+    of_interval = torch.where((value < 0) & (error > 0), above / (_INTERVAL * error), 1.0)
+    return value.clamp(0, 1) + of_interval * (share - value)

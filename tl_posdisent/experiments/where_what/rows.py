@@ -19,16 +19,8 @@ from tl_posdisent.experiments.where_what.replacements import MEAN, ByReplacement
 from tl_posdisent.experiments.where_what.verdicts import verdicts
 from tl_posdisent.utils.statistics import Estimate, degrees_of_freedom, false_discovery_rates, jackknife, significance
 
-COLUMNS: Final = (
-    "contribution",
-    *PARTS,
-    "joint",
-    "difference",
-    "kept_distance",
-    "kept_content",
-    "kept_uniform",
-    "gate",
-)
+SHARES: Final = ("kept_distance", "kept_content", "kept_uniform", "gate")
+COLUMNS: Final = ("contribution", *PARTS, "joint", "difference", *SHARES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +108,8 @@ def from_estimates(
     estimates, values = (_values(x, n_predictions) for x in (estimated, combined))
     off, band = {}, bands(pairs, n_layers)
     for name in COLUMNS[1:]:
-        squares = (estimates[name][0] - values[name][0]).square()
+        both = (_within(name, x[name][0]) for x in (estimates, values))
+        squares = torch.sub(*both).square()
         off[name] = from_others(squares, band, run & ~squares.isnan()).sqrt()
     known = torch.where(run, values["contribution"][0], torch.nan)
     logs = log_ratios(estimates["contribution"][0], known)
@@ -124,6 +117,11 @@ def from_estimates(
     factors = torch.where(run, 1.0, from_others(logs, band, ~logs.isnan()).exp().nan_to_num(1.0))
     values["contribution"] = values["contribution"] * factors
     return Measured(values, n_predictions, run, content_distances(combined, n_predictions), off, logs.exp())
+
+
+def _within(name: str, value: Float64[Tensor, " head"]) -> Float64[Tensor, " head"]:
+    """Clip shares of a contribution to [0, 1]: how far estimates of harm are off is another question."""
+    return value.clamp(0, 1) if name in SHARES else value
 
 
 def _values(divergences: ByReplacement, n_predictions: Float64[Tensor, " text"]) -> Values:
