@@ -125,6 +125,21 @@ def test_without_a_text_is_as_if_it_had_not_been_there() -> None:
             torch.testing.assert_close(values[name][1 + text][inside], alone[name][0][inside])
 
 
+@pytest.mark.parametrize("below", [0.02, 0.3, 2.0])
+def test_a_share_below_0_has_the_error_of_its_interval_above_0(below: float) -> None:
+    """Half of that interval of two standard errors to either side, which is nothing for a share that is surely none."""
+    generator, n = torch.Generator().manual_seed(6), torch.full((12,), 95.0, dtype=torch.float64)
+    sizes = {MEAN: 1.0, DISTANCE: 0.5, UNIFORM: 1 + below, GATE: 0.9} | dict.fromkeys(CONTENTS, 0.5)
+    found = from_runs({name: x * factors(generator, (12, 50), 0.5) for name, x in sizes.items()}, n)
+    value, error = found.estimate("kept_uniform")
+    some = value < 0
+    assert some.sum() > 10
+    expected = (value + 2 * error).clamp(0, 1) / 2
+    torch.testing.assert_close(found.estimate("neither_part").error[some], expected[some])
+    torch.testing.assert_close(found.estimate("neither_part").error[~some], error[~some])
+    assert below < 1 or (expected == 0).any()
+
+
 def test_parts_of_the_sum_are_those_of_the_heads() -> None:
     divergences, n = numbers()
     found = from_runs(divergences, n)
