@@ -54,8 +54,8 @@ def where_or_what(
     ``K_mean = KL(unmodified ‖ replaced)``. Other replacements keep a part of its attention, and ``1 - K / K_mean`` is
     the share of the contribution that they keep:
 
-    * *distances alone*, p: the best attention that depends on the distance and the first token only
-      (``fitted_attention``, ``"distance+sink"``);
+    * *distances alone*, p: attention that depends on the distance and the first token only, the nearest to the head's
+      own in divergence (``fitted_attention``, ``"distance+sink"``);
     * *content alone*, c: every key but the query's own at one distance, the best of 1, 5 and 32 (``remap_distance``);
     * *neither*, u: uniform attention.
 
