@@ -192,8 +192,13 @@ def test_estimates_leave_out_what_positions_do_together() -> None:
     probability = torch.tensor([0.8, 0.2]).repeat(8)[:, None]  # of +1 in a text: its topic
     texts = (torch.rand(16, 48, generator=generator) < probability).long()
     model = pooling_model()
-    estimated, run = (measured(model, texts, exact=exact, draws=16).iloc[0] for exact in (0, "all"))
+    tables = [measured(model, texts, exact=exact, draws=16) for exact in (0, "all")]
+    estimated, run = (table.iloc[0] for table in tables)
     assert estimated["contribution"] < 0.1 * run["contribution"]
+    times = re.search(r"The contribution of L0H0 is (\d+) times its estimate", tables[1].attrs["statement"])
+    assert times is not None
+    assert int(times[1]) == pytest.approx(run["contribution"] / estimated["contribution"], abs=0.51)
+    assert "its estimate" not in tables[0].attrs["statement"]
     assert run["kept_uniform"] > 0.95
     assert estimated["kept_uniform"] < 0.8
     assert min(estimated["kept_distance"], run["kept_distance"]) > 0.99
