@@ -324,6 +324,7 @@ ROW |= {f"{name}_se": 0.02 for name in ROW} | {"contribution_se": 0.0023, "kept_
         ),
         ({"measured": "estimated"}, "L8H1 contributes an estimated 0.011 ± 0.002 nats per predicted token: "),
         ({"group": "sinks", "heads": "L8H1, L9H2"}, "sinks (L8H1, L9H2) contributes 0.011 ± 0.002 nats"),
+        ({"group": "many", "heads": ", ".join(f"L8H{n}" for n in range(5))}, "many (5 heads) contributes 0.011"),
     ],
     ids=lambda x: "" if isinstance(x, str) else ", ".join(x) or "as it is",
 )

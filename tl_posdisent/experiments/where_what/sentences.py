@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 
 from tl_posdisent.utils.validation import head_label
+from tl_posdisent.utils.words import plural
 
 Row = Mapping[Any, Any] | pd.Series
 """A row of a table, such as ``row._asdict()`` of ``itertuples()`` or a ``pandas.Series``."""
@@ -24,6 +25,7 @@ _NEEDS: Final = {
     "neither": "its contribution does not depend on the pattern",
     "not used": "the predictions do not use the head",
 }
+_LISTED: Final = 4  # heads of a group that a sentence lists
 _PROFILE_SHOWN: Final = (0, 1, 5, 32)
 
 
@@ -158,8 +160,7 @@ def hooks_sentences(table: pd.DataFrame) -> list[str]:
 
 def _answer(row: Row) -> str:
     """Return the answer in one sentence."""
-    group = "group" in row
-    name = f"{row['group']} ({row['heads']})" if group else head_label(row["layer"], row["head"])
+    name = _group(row) if "group" in row else head_label(row["layer"], row["head"])
     estimated = "" if row["measured"] == "run" else "an estimated "
     size = _with_error(row["contribution"], row["contribution_se"])
     contribution = f"{name} contributes {estimated}{size} nats per predicted token"
@@ -167,6 +168,12 @@ def _answer(row: Row) -> str:
         return f"{contribution}, which is negligible: not used."
     parts = (f"{_kept(row[f'{part}_part'], row[f'{part}_part_se'])} {part}" for part in ("where", "what", "neither"))
     return f"{contribution}: {', '.join(parts)}: {_verdict(row)}."
+
+
+def _group(row: Row) -> str:
+    """Name a group, with its heads if they are few."""
+    labels = row["heads"].split(", ")
+    return f"{row['group']} ({row['heads'] if len(labels) <= _LISTED else plural(len(labels), 'head')})"
 
 
 def _verdict(row: Row) -> str:
