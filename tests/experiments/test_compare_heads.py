@@ -67,6 +67,7 @@ def test_both_sides_are_those_of_where_or_what(kind: str, name: str, shared_mode
     assert table["contribution_change"].abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_same_heads_are_run_in_both(shared_model: Any) -> None:
     """Those that would be run in one of the two."""
     before = shared_model("bridge", "llama-gqa")
@@ -139,7 +140,7 @@ def test_errors_of_estimated_changes_are_how_far_those_of_runs_were_off() -> Non
 # --- error rates ------------------------------------------------------------------------------------------------
 
 
-RATES = [(8, 0.5, 0.05), *slow([(4, 0.5, 0.05), (24, 1.0, 0.05), (8, 1.5, 0.15)])]
+RATES = slow([(8, 0.5, 0.05), (4, 0.5, 0.05), (24, 1.0, 0.05), (8, 1.5, 0.15)])
 
 
 @pytest.mark.parametrize(("n_texts", "spread", "stated"), RATES)
@@ -242,6 +243,7 @@ def test_weights_of_latent_attention_are_those_of_the_layer(shared_model: Any) -
     assert table["same_weights"].tolist() == [True, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", zoo.KINDS)
 def test_the_head_that_was_scaled_comes_first_and_others_make_up_for_it(backend: Any) -> None:
     """L3H0 of the demo model writes less; no head of an earlier layer has other weights, or other inputs."""
@@ -319,6 +321,7 @@ def test_other_models_are_refused_by_what_differs(shared_model: Any) -> None:
             compare_heads(**both, tokens=TEXTS, progress=False)
 
 
+@pytest.mark.slow
 def test_the_summary_counts_what_the_rows_say(shared_model: Any) -> None:
     before = shared_model("bridge", "llama-gqa")
     table = compare_heads(

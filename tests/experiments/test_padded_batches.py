@@ -335,7 +335,7 @@ def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, 
 
 def test_every_experiment_takes_a_mask() -> None:
     """All public experiments on tokens; their laws are above. Some take two sets of texts, each with its mask."""
-    of_two = (tp.attention_ladder, tp.where_or_what, tp.describe_head)
+    of_two = (tp.attention_ladder, tp.where_or_what, tp.describe_head, tp.compare_heads)
     for name, function in public_names().items():
         if inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.experiments"):
             named = inspect.signature(function).parameters

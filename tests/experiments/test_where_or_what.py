@@ -427,7 +427,7 @@ def test_hooks_of_the_user_are_named(shared_model: Any) -> None:
         table = measured(model, FITTED, exact=0)
         description = describe_head(model, FITTED, "L1H0", seeds=0, progress=False)
     assert table.attrs["hooks"] == [point]
-    assert table.attrs["statement"].endswith(f"). Measured under hooks of your own at {point}.")
+    assert table.attrs["statement"].endswith(f" Measured under hooks of your own at {point}.")
     assert f"Measured under hooks of your own at {point}." in repr(description)
     assert (table[table["layer"] == 1]["verdict"] == "not used").all()
 

@@ -27,6 +27,7 @@ def weaker(model: Any) -> Any:
     return after
 
 
+@pytest.mark.slow
 def test_the_section_says_what_the_comparison_says(tmp_path: Path) -> None:
     before = tp.load_demo_model(backend="bridge")
     after = weaker(before)
