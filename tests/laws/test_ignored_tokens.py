@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.lanes import slow
 from support.tolerance import rounding
 from torch import Tensor
 
