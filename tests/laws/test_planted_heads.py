@@ -14,7 +14,7 @@ from support.lanes import slow
 from support.tolerance import rounding
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, dummy_distance, remap_distance
+from tl_posdisent import dummy_distance, remap_distance
 from tl_posdisent.experiments import where_or_what
 from tl_posdisent.hooks import fitted_attention, substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks
@@ -90,13 +90,27 @@ def divergence(v: Tensor, other: Tensor) -> Tensor:
 # --- the model --------------------------------------------------------------------------------------------------
 
 
+def mean_output(model: Any, head: int, reference: Tensor) -> Any:
+    """Put a head's mean over the reference in its place, but for first tokens."""
+    name = "blocks.0.attn.hook_z"
+    with torch.no_grad():
+        mean = model.run_with_cache(reference, names_filter=name)[1][name][:, 1:, head].double().mean((0, 1))
+
+    def put(z: Tensor, hook: Any) -> Tensor:
+        z = z.clone()
+        z[:, 1:, head] = mean.to(z)
+        return z
+
+    return [(name, put)]
+
+
 def interventions(model: Any, head: str, reference: Tensor) -> dict[str, list[Hooks]]:
     """Return those of K_mean, K_D and K_C, where the smallest divergence counts, and two more."""
     chosen = [(0, by_hand.HEADS.index(head))]
     n = reference.shape[1]
     others = [torch.full((n, n), float(d)).fill_diagonal_(0) for d in (1, 5, 32)]
     return {
-        "mean": [ablate_heads(model, chosen, mode="mean", reference=reference)],
+        "mean": [mean_output(model, chosen[0][1], reference)],
         "distance": [fitted_attention(model, reference, "distance+sink", heads=chosen)],
         "content": [remap_distance(model, distances, heads=chosen) for distances in others],
         "one distance": [dummy_distance(model, d, heads=chosen) for d in (1, 5, 32)],
@@ -105,11 +119,11 @@ def interventions(model: Any, head: str, reference: Tensor) -> dict[str, list[Ho
 
 
 def exact_divergences(model: Any, head: str, texts: Tensor = TEXTS, reference: Tensor = REFERENCE) -> dict[str, float]:
-    """Measure one head changed alone, one run for each intervention, at each token that another follows."""
+    """Measure one head changed alone, one run for each intervention, at tokens between the first and the last."""
 
     def log_predictions(hooks: Any) -> Tensor:
         with torch.no_grad():
-            return model.run_with_hooks(texts, fwd_hooks=hooks)[:, :-1].double().log_softmax(-1)
+            return model.run_with_hooks(texts, fwd_hooks=hooks)[:, 1:-1].double().log_softmax(-1)
 
     untouched, found = log_predictions([]), {}
     for name, tried in interventions(model, head, reference).items():
@@ -141,13 +155,13 @@ def test_divergences_are_those_of_what_heads_read(wrapper: str) -> None:
     for head in by_hand.HEADS:
         exact, v = exact_divergences(model, head), plain_values(head, TEXTS)
         expected = {
-            "mean": divergence(v, plain_values(head, REFERENCE).mean()),
+            "mean": divergence(v, plain_values(head, REFERENCE)[:, 1:].mean()),
             "one distance": divergence(v, plain_values(head, TEXTS, keys_at_one_distance)),
         }
         for name, of_tokens in expected.items():
             off = 0 if head in ("neither", "not used") else 2 * leak(head)  # error of v
             steepest = 2 + 2  # slopes of the divergence in its two arguments, at most
-            assert exact[name] == pytest.approx(float(of_tokens[:, :-1].mean()), abs=steepest * off + rounding(1.0))
+            assert exact[name] == pytest.approx(float(of_tokens[:, 1:-1].mean()), abs=steepest * off + rounding(1.0))
 
 
 @IN_BOTH_CLASSES
@@ -192,7 +206,7 @@ def test_a_duplicate_head_needs_its_own_token_apart(wrapper: str) -> None:
     v, confused = sign.gather(1, first), (sign + sign.gather(1, first)) / 2
     exact = exact_divergences(model, "what", texts, reference)
     close = 4 * exp(-by_hand.PER_POSITION * cos(0.32)) + rounding(1.0)
-    one_distance = float(divergence(v, confused)[:, :-1].mean())
+    one_distance = float(divergence(v, confused)[:, 1:-1].mean())
     assert one_distance > exact["mean"] / 5
     assert exact["one distance"] == pytest.approx(one_distance, abs=close)
     assert exact["content"] == pytest.approx(0, abs=close)
