@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from tl_posdisent.models.reading.model_reading import Layers, ModelReading
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import user_hooks
 from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts
-from tl_posdisent.models.running.texts import Tokens
+from tl_posdisent.models.running.texts import TokenIds, Tokens
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, listed
 
 
@@ -47,7 +47,7 @@ def compare_heads(
     draws: int = 4,
     exact: Exact = "half",
     negligible: float = NEGLIGIBLE,
-    ignore: int | Iterable[int] | None = None,
+    ignore: TokenIds | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from tl_posdisent.hooks.applied import check_free
 from tl_posdisent.hooks.hook_list import Chosen, any_heads
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
-from tl_posdisent.models.running.texts import Tokens
+from tl_posdisent.models.running.texts import TokenIds, Tokens
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.validation import check_seed, check_seeds, is_integer, shown
 
@@ -35,7 +35,7 @@ def describe_head(
     query: tuple[int, int] | None = None,
     key: int | None = None,
     seeds: int | Iterable[int] = 1,
-    ignore: int | Iterable[int] | None = None,
+    ignore: TokenIds | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> HeadDescription:

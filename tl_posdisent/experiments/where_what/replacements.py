@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -20,7 +20,7 @@ from tl_posdisent.hooks.hook_list import Chosen, Hooks, hooks_for, pairs_of
 from tl_posdisent.hooks.positions import remap_distance
 from tl_posdisent.hooks.substitute import substitute_attention
 from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.running.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.words import plural
 
@@ -72,7 +72,7 @@ def folds(
     tokens: Tokens,
     heldout: Tokens | None,
     chosen: Chosen,
-    ignore: int | Iterable[int] | None = None,
+    ignore: TokenIds | None = None,
 ) -> tuple[Texts, list[Fold]]:
     """Separate the texts that replacements are fitted to from those that are measured.
 

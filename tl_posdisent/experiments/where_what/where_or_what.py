@@ -25,7 +25,7 @@ from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.partial_forward import block_facts
-from tl_posdisent.models.running.texts import Tokens
+from tl_posdisent.models.running.texts import TokenIds, Tokens
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, head_label, listed, shown
 
@@ -44,7 +44,7 @@ def where_or_what(
     draws: int = 4,
     exact: Exact = "half",
     negligible: float = NEGLIGIBLE,
-    ignore: int | Iterable[int] | None = None,
+    ignore: TokenIds | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -178,7 +178,7 @@ def _of_groups(
     heldout: Tokens | None,
     groups: Groups,
     negligible: float,
-    ignore: int | Iterable[int] | None,
+    ignore: TokenIds | None,
     *,
     progress: bool,
 ) -> pd.DataFrame:
