@@ -1,43 +1,72 @@
-"""Which heads does fine-tuning change? SmolLM2, a few minutes of training on speeches, and `compare_heads`."""
+"""Which heads does fine-tuning change? SmolLM2 after some minutes of training, beside itself, by `compare_heads`."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 import torch
-from shared.texts import demo_texts, parts
+from shared.texts import demo_texts, parts, parts_of, training_speeches
+from torch import Tensor
 
 import tl_posdisent as tp
 
 COLUMNS = ("contribution", "where_part", "what_part", "neither_part")
 
 
-def table(model: Any, texts: int = 8, length: int = 96, steps: int = 60, batch: int = 4) -> pd.DataFrame:
-    """One row per head that surely changed between the model and a copy that was trained on other parts of speeches."""
+def table(model: Any, texts: int = 12, length: int = 96, steps: int = 60, batch: int = 4) -> pd.DataFrame:
+    """One row per head that surely changed in each of three trainings: on speeches, on other speeches, on WikiText.
+
+    Heads are measured in speeches that no training saw, and those of the first training in WikiText as well.
+    """
     small = model.cfg.d_vocab < 10_000
-    n = texts + steps * batch
-    both = demo_texts(texts + 8, length) if small else parts(model, "speeches", n, length)
-    measured, seen = both[:texts], both[texts:]
-    trained = train(copy.deepcopy(model), seen, steps, batch)
-    changes = tp.compare_heads(model, trained, measured, exact=12, progress=False)
-    print(changes.attrs["statement"], flush=True)
+    measured = {"speeches": demo_texts(texts, length) if small else parts(model, "speeches", texts, length)}
+    if not small:
+        measured["wikitext"] = parts(model, "wikitext", texts, length, skip=steps * batch)
+    tables = []
+    for name, seen in trainings(model, steps * batch, length, small=small):
+        trained = train(copy.deepcopy(model), seen, steps, batch)
+        for source, tokens in measured.items():
+            if source == "speeches" or name == "speeches":
+                changes = changed(model, trained, tokens)
+                tables.append(changes.assign(training=name, measured_in=source, steps=steps, texts=texts, length=length))
+    return pd.concat(tables)
+
+
+def trainings(model: Any, n: int, length: int, *, small: bool) -> Iterator[tuple[str, Tensor]]:
+    """The texts of each training."""
+    if small:
+        yield "demo", demo_texts(20, length)[12:]
+        return
+    speeches = training_speeches()
+    yield "speeches", parts_of(model, speeches[::2], n, length)
+    yield "other speeches", parts_of(model, speeches[1::2], n, length)
+    yield "wikitext", parts(model, "wikitext", n, length)
+
+
+def changed(before: Any, after: Any, tokens: Tensor) -> pd.DataFrame:
+    """The rows of heads that surely changed; prints the sentence, the losses, and how verdicts moved."""
+    losses = [x(tokens.to(x.cfg.device), return_type="loss").item() for x in (before, after)]
+    changes = tp.compare_heads(before, after, tokens, progress=False)
+    print(f"loss {losses[0]:.3f} before, {losses[1]:.3f} after. {changes.attrs['statement']}", flush=True)
+    rows = pd.DataFrame(changes[changes["changed"] != ""])
+    print(rows.groupby(["verdict_before", "verdict_after"]).size().to_string(), flush=True)
     numbers = [f"{name}_{end}" for name in COLUMNS for end in ("before", "change", "change_se", "q")]
-    kept = ["layer", "head", "changed", "verdict_before", "verdict_after", "measured", *numbers]
-    return pd.DataFrame(changes.loc[changes["changed"] != "", kept]).assign(steps=steps, texts=texts, length=length)
+    return rows[["layer", "head", "changed", "verdict_before", "verdict_after", "measured", *numbers]]
 
 
-def train(model: Any, tokens: torch.Tensor, steps: int, batch: int, rate: float = 5e-5) -> Any:
+def train(model: Any, tokens: Tensor, steps: int, batch: int, rate: float = 5e-5) -> Any:
     """Train all weights on batches of texts in turn, by AdamW, and return the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for step in range(steps):
         rows = torch.arange(step * batch, (step + 1) * batch) % len(tokens)
         optimizer.zero_grad()
-        loss = model(tokens[rows], return_type="loss")
+        loss = model(tokens[rows].to(model.cfg.device), return_type="loss")
         loss.backward()
         optimizer.step()
-        if step % 10 == 0:
+        if step % 20 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     optimizer.zero_grad()
     return model

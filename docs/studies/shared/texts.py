@@ -50,8 +50,18 @@ def parts(model: Any, source: Source, n: int, length: int, skip: int = 0) -> Ten
 
     Where the source has fewer, as many as it has: the demo text has eight of 256 tokens and two of 1024.
     """
+    return parts_of(model, documents(source), n, length, skip)
+
+
+def training_speeches() -> list[str]:
+    """Read other speeches than those of the source."""
+    return gzip.decompress(data_file("speeches-train.txt.gz").read_bytes()).decode().split("\f")
+
+
+def parts_of(model: Any, texts: list[str], n: int, length: int, skip: int = 0) -> Tensor:
+    """``[n, length]``: parts ``skip`` to ``skip + n`` of documents, all first parts before the second."""
     found: list[tuple[int, int, Tensor]] = []
-    for document, text in enumerate(documents(source)):
+    for document, text in enumerate(texts):
         ids = model.to_tokens(text, truncate=False)[0]
         rows = ids[1:].unfold(0, length - 1, length - 1) if len(ids) >= length else ids.new_zeros(0, length - 1)
         found += [(part, document, torch.cat([ids[:1], row])) for part, row in enumerate(rows)]
