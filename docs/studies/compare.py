@@ -31,7 +31,9 @@ def table(model: Any, texts: int = 12, length: int = 96, steps: int = 60, batch:
         for source, tokens in measured.items():
             if source == "speeches" or name == "speeches":
                 changes = changed(model, trained, tokens)
-                tables.append(changes.assign(training=name, measured_in=source, steps=steps, texts=texts, length=length))
+                tables.append(
+                    changes.assign(training=name, measured_in=source, steps=steps, texts=texts, length=length)
+                )
     return pd.concat(tables)
 
 
