@@ -130,11 +130,10 @@ def test_ctrl_c_stops_and_keeps_results(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(table: Any, file: Any, **options: Any) -> None:
-        file.write(b"PAR1")
+    def full(file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results.pq, "write_table", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         sweep({name: partial(noted, tmp_path, name) for name in "ab"}, tmp_path / "out", progress=False)
     assert list(calls(tmp_path)) == ["a"]
@@ -195,24 +194,6 @@ def test_damaged_and_other_files_are_refused(content: Any, tmp_path: Path) -> No
     for read in (partial(sweep, {"a": partial(squares, 5)}, progress=False), read_results):
         with pytest.raises(ArgumentError, match=r"out must hold results of a sweep, but .*a.parquet is damaged"):
             read(out=tmp_path)
-
-
-def test_tables_of_all_kinds_are_kept(tmp_path: Path) -> None:
-    """Types, missing values, an index that is a measurement, no rows, other columns."""
-    table = sweep({name: partial(of_kind, name) for name in ("types", "index", "empty")}, tmp_path, progress=False)
-    assert table["job"].tolist() == ["types"] * 2 + ["index"] * 2
-    types = table[table["job"] == "types"].reset_index(drop=True)
-    expected = of_kind("types")
-    pd.testing.assert_frame_equal(types[[*expected]], expected, check_dtype=False)
-    assert table["head"].tolist()[2:] == [3, 5]
-
-
-def of_kind(kind: str) -> pd.DataFrame:
-    table = pd.DataFrame({"r": [0.1, float("nan")], "n": pd.array([1, None], "Int64"), "words": ["a", None]})
-    table.attrs["notes"] = object()
-    if kind == "index":
-        return pd.DataFrame({"r": [1.0, 2.0]}, index=pd.Index([3, 5], name="head"))
-    return table if kind == "types" else table.iloc[:0]
 
 
 def returns(value: Any) -> Any:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
 from tqdm.auto import tqdm
 
 from tl_posdisent.sweeps.jobs import Job, describe_jobs
-from tl_posdisent.sweeps.results import is_finished, join_results, run_job, write_result
+from tl_posdisent.sweeps.results import Maker, is_finished, join_results, made_by, run_job, write_result
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import check_writable
 
-Outcomes = Generator[tuple[str, pa.Table | Exception], None, None]
-"""The name of each job that ends, and its table or the error that it raised."""
+Outcomes = Generator[tuple[str, bytes | Exception], None, None]
+"""The name of each job that ends, and the file of its table or the error that it raised."""
 
 
 def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progress: bool = True) -> pd.DataFrame:
@@ -38,13 +37,15 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
 
     Returns:
         The tables of the jobs, one below the other, in the order of ``jobs``; the first column is ``job``, the name.
-        The index of a table becomes columns, unless it only counts rows.
+        The index of a table becomes columns, unless it is unnamed and counts the rows from 0.
 
     Raises:
-        ValueError: before a job runs: jobs, names or arguments other than these; a result in ``out`` that another call
-            or another version of this package made; ``out`` cannot be written.
-        ExceptionGroup: the errors of jobs, each with a note that names its job, when the other jobs have run. Their
-            results are kept (``read_results``), and the next call runs only what is missing.
+        ValueError: before a job runs: jobs, names or arguments other than these; a result in ``out`` that another call,
+            other code of the function (its body, a default or a decorator), or another version of this package or of
+            Python made; ``out`` cannot be written.
+        ExceptionGroup: the errors of jobs, each with a note that names its job, when the other jobs have run; also a
+            table that would be another one when it is read again, which the error describes. The other results are
+            kept (``read_results``), and the next call runs only what is missing.
         OSError: a result cannot be written (a full disk). Earlier results are kept.
 
     Example:
@@ -65,7 +66,8 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
     _check_client(client)
     folder = check_writable("out", out, "folder")
     paths = {name: folder / f"{name}.parquet" for name in jobs}
-    todo = {name: (job, calls[name]) for name, job in jobs.items() if not is_finished(paths[name], calls[name])}
+    makers = {name: made_by(calls[name], job) for name, job in jobs.items()}
+    todo = {name: (job, makers[name]) for name, job in jobs.items() if not is_finished(paths[name], makers[name])}
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = _run_here(todo) if client is None else _run_on_cluster(todo, client)
     errors: dict[str, Exception] = {}
@@ -99,11 +101,11 @@ def _check_client(client: Any) -> None:
     )
 
 
-def _run_here(todo: dict[str, tuple[Job, str]]) -> Outcomes:
+def _run_here(todo: dict[str, tuple[Job, Maker]]) -> Outcomes:
     """Run jobs one after another in this process."""
-    for name, (job, call) in todo.items():
+    for name, (job, maker) in todo.items():
         try:
-            outcome = run_job(job, call)
+            outcome: bytes | Exception = run_job(job, maker)
         except Exception as error:  # noqa: BLE001 - it is raised when the other jobs have run
             _release_locals(error)
             outcome = error
@@ -117,12 +119,12 @@ def _release_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _run_on_cluster(todo: dict[str, tuple[Job, str]], client: Any) -> Outcomes:
+def _run_on_cluster(todo: dict[str, tuple[Job, Maker]], client: Any) -> Outcomes:
     """Run jobs on the workers of a dask cluster, in the order in which they end; if closed, cancel the rest."""
     from distributed import as_completed
 
-    jobs, calls = [job for job, _ in todo.values()], [call for _, call in todo.values()]
-    names = dict(zip(client.map(run_job, jobs, calls, pure=False), todo, strict=True))
+    jobs, makers = [job for job, _ in todo.values()], [maker for _, maker in todo.values()]
+    names = dict(zip(client.map(run_job, jobs, makers, pure=False), todo, strict=True))
     try:
         for future in as_completed(list(names)):  # a future that nothing holds any more frees its table on the worker
             error = future.exception()

@@ -1,0 +1,138 @@
+"""A result of an earlier version of a function is refused, and one of the same code is taken."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support.processes import run
+
+from tl_posdisent.sweeps import sweep
+from tl_posdisent.utils.errors import ArgumentError
+
+BEGIN = """
+from functools import lru_cache, partial, wraps
+from pandas import DataFrame
+
+def times(factor, also=None):
+    def decorate(f):
+        @wraps(f)
+        def run(*arguments, **named):
+            return f(*arguments, **named) * (factor if also is None else 5)
+        return run
+    return decorate
+
+def doubled(f):
+    @wraps(f)
+    def run(*arguments, **named):
+        return f(*arguments, **named) + f(*arguments, **named)
+    return run
+
+@lru_cache
+def cached(x):
+    return x
+
+"""
+SAME = [
+    "def job(n=1): return DataFrame({'a': [n]})",
+    "\n\n# a comment\ndef job(n = 1):\n    # another one\n    return DataFrame( {'a': [n]} )",
+]
+OTHERS = {
+    "body": "def job(n=1): return DataFrame({'a': [n + 1]})",
+    "constant": "def job(n=1): return DataFrame({'b': [n]})",
+    "called by name": "def job(n=1): return DataFrame.from_dict({'a': [n]})",
+    "default": "def job(n=2): return DataFrame({'a': [n]})",
+    "type of the default": "def job(n=True): return DataFrame({'a': [n]})",
+    "list as default": "def job(n=[1]): return DataFrame({'a': n})",
+    "function as default": "def job(n=times): return DataFrame({'a': [1]})",
+    "named default": "def job(*, n=1): return DataFrame({'a': [n]})",
+    "decorator": "@doubled\ndef job(n=1): return DataFrame({'a': [n]})",
+    "other decorator": "@times(2)\ndef job(n=1): return DataFrame({'a': [n]})",
+    "argument of the decorator": "@times(3)\ndef job(n=1): return DataFrame({'a': [n]})",
+    "list for the decorator": "@times(2, [1])\ndef job(n=1): return DataFrame({'a': [n]})",
+    "function with a cache": "@times(2, cached)\ndef job(n=1): return DataFrame({'a': [n]})",
+    "two decorators": "@doubled\n@times(3)\ndef job(n=1): return DataFrame({'a': [n]})",
+    "two decorators in another order": "@times(3)\n@doubled\ndef job(n=1): return DataFrame({'a': [n]})",
+    "function inside": "def job(n=1): return DataFrame({'a': [*map(lambda x: x, [n])]})",
+    "function inside, changed": "def job(n=1): return DataFrame({'a': [*map(lambda x: -x, [n])]})",
+    "words of a set": "def job(n=1): return DataFrame({'a': [n in {'a', 'b'}]})",
+    "other words of a set": "def job(n=1): return DataFrame({'a': [n in {'a', 'c'}]})",
+    "error that is caught": "def job(n=1):\n    try: return DataFrame({'a': [n]})\n    except ValueError: raise",
+    "calls itself": "def job(n=1): return DataFrame({'a': [n]}) if n else job(1)",
+    "two names": "def job(n=1, m=1): return DataFrame({'a': [n]})",
+}
+
+
+def made(text: str, name: str = "job") -> Any:
+    """A function of a module, as its file is read after a change."""
+    module = ModuleType("versions")
+    exec(BEGIN + text, vars(module))
+    return vars(module)[name]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_version_of_a_function_is_refused(other: str, tmp_path: Path) -> None:
+    """Whichever was first; with the name of the job, and what to do."""
+    versions = {**OTHERS, "first": SAME[0]}
+    sweep({"one": made(versions.pop(other))}, tmp_path, progress=False)
+    before = (tmp_path / "one.parquet").read_bytes()
+    for text in versions.values():
+        with pytest.raises(ArgumentError, match=r"jobs must be .* in out, got 'one' as versions.job\(\)") as caught:
+            sweep({"one": made(text)}, tmp_path, progress=False)
+        assert "the function, a default or a decorator of it has changed since" in str(caught.value)
+        assert f"{tmp_path / 'one.parquet'} was made: choose another name or folder" in str(caught.value)
+    assert (tmp_path / "one.parquet").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", [*SAME, *OTHERS.values()], ids=[*map(str, range(len(SAME))), *OTHERS])
+def test_the_same_code_is_taken(text: str, tmp_path: Path) -> None:
+    """Read again, and with other comments and lines."""
+    one, again = made(text), made("\n# moved\n" + text)
+    sweep({"one": one}, tmp_path, progress=False)
+    before = (tmp_path / "one.parquet").stat().st_mtime_ns
+    sweep({"one": again}, tmp_path, progress=False)
+    assert (tmp_path / "one.parquet").stat().st_mtime_ns == before
+
+
+def test_comments_are_no_change(tmp_path: Path) -> None:
+    for text in SAME:
+        sweep({"one": made(text)}, tmp_path, progress=False)
+
+
+def test_functions_that_are_arguments_are_code_too(tmp_path: Path) -> None:
+    texts = [f"def measure(): return {n}\ndef job(f): return DataFrame({{'a': [f[0]()]}})" for n in (1, 2)]
+    jobs = [{"one": partial(made(text), [made(text, "measure")])} for text in texts]
+    assert sweep(jobs[0], tmp_path, progress=False)["a"].tolist() == [1]
+    with pytest.raises(ArgumentError, match="has changed since"):
+        sweep(jobs[1], tmp_path, progress=False)
+
+
+def test_an_edited_file_is_not_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is edited while it is in use keeps its results; those are of the former code when it is read."""
+    file, out = tmp_path / "edited.py", tmp_path / "out"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file.write_text(BEGIN + SAME[0], encoding="utf-8")
+    import edited
+
+    file.write_text(BEGIN + OTHERS["body"], encoding="utf-8")
+    assert sweep({"one": edited.job}, out, progress=False)["a"].tolist() == [1]
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), vars(edited))
+    with pytest.raises(ArgumentError, match="has changed since"):
+        sweep({"one": edited.job}, out, progress=False)
+    monkeypatch.delitem(sys.modules, "edited")
+
+
+def test_it_is_equal_in_every_process() -> None:
+    """Sets of words have another order in each."""
+    code = f"""
+from tl_posdisent.sweeps.code_digest import code_digest
+names = {{}}
+exec({BEGIN.replace("from pandas import DataFrame", "")!r} + {OTHERS["words of a set"]!r}, names)
+print(code_digest(names["times"](object())(names["job"])))
+"""
+    found = {run(sys.executable, "-c", code, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2", "3")}
+    assert len(found) == 1
