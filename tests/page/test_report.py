@@ -302,7 +302,7 @@ def test_the_atlas_says_the_numbers_of_its_table_and_draws_profiles(made: tuple[
 
 
 def test_ablation_is_on_request_and_a_bar_names_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = Document(tp.report(tp.load_demo_model(), TOKENS, tmp_path / "r.html", layers=[1]))
+    document = Document(tp.report(tp.load_demo_model(), TOKENS[:, :16], tmp_path / "r.html", layers=[1], heads=[0, 3]))
     ids = {a.get("id") for _, a in document.attributes}
     assert ids & set(SECTION_NAMES) == set(SECTION_NAMES) - {"ablation"}
     bars = [x.strip() for x in re.split(r"[\r\n]", capsys.readouterr().err)]
@@ -316,12 +316,13 @@ def test_ablation_is_on_request_and_a_bar_names_the_section(tmp_path: Path, caps
 def test_a_single_text_is_no_answer(tmp_path: Path) -> None:
     """The section says why, in the words of the experiment; the map begins with another measure."""
     model = tp.load_demo_model()
-    document = Document(tp.report(model, TOKENS[:1], tmp_path / "r.html", control=0, progress=False))
+    options: Any = {"layers": [3], "control": 0, "progress": False}
+    document = Document(tp.report(model, TOKENS[:1, :24], tmp_path / "r.html", **options))
     with pytest.raises(ValueError, match="must be at least two texts") as refused:
-        tp.where_or_what(model, TOKENS[:1], progress=False)
+        tp.where_or_what(model, TOKENS[:1, :24], progress=False)
     assert f"Not measured: {refused.value}" in document.text
     check_without_verdicts(document)
-    assert len(document.rows("atlas")) == 40
+    assert len(document.rows("atlas")) == 8
 
 
 def check_without_verdicts(document: Document) -> None:
@@ -370,7 +371,7 @@ def test_what_was_analysed_and_how_to_do_it_again(made: tuple[Any, Document]) ->
 def test_the_same_again_byte_for_byte_and_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tp.load_demo_model()
     options: dict[str, Any] = {"heads": ["L3H5", (1, 0), (4, -1)], "sections": ["additivity", "ablation"]}
-    pages = [tp.report(model, TOKENS, tmp_path / n / "r.html", progress=False, **options) for n in "ab"]
+    pages = [tp.report(model, TOKENS[:, :16], tmp_path / n / "r.html", progress=False, **options) for n in "ab"]
     assert pages[0].read_bytes() == pages[1].read_bytes()
     document = Document(pages[0])
     assert [row["head"] for row in document.rows("atlas")] == ["L1H0", "L3H5", "L4H7"]
@@ -467,10 +468,11 @@ def test_in_both_directions(tmp_path: Path) -> None:
 def test_hooks_of_the_user_are_measured(tmp_path: Path) -> None:
     model = tp.load_demo_model()
     with model.hooks(fwd_hooks=tp.dummy_distance(model, 3, layers=[4])):
-        path = tp.report(model, TOKENS, tmp_path / "r.html", sections=["additivity"], control=0, progress=False)
-        table = over_texts(model)
+        options: Any = {"layers": [4], "sections": ["additivity"], "control": 0, "progress": False}
+        path = tp.report(model, TOKENS, tmp_path / "r.html", **options)
+        table = over_texts(model, layers=[4])
     agrees(Document(path), "atlas", {"held-out r": "r_held_out", "distance alone": "share_distance"}, table)
-    plain = over_texts(model)
+    plain = over_texts(model, layers=[4])
     assert (plain["r"] - table["r"]).abs().max() > 0.01
 
 

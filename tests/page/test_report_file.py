@@ -33,7 +33,7 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!-- &lt;b&gt; \u202e"
     model = tp.load_demo_model()
     path = tmp_path / "report.html"
-    subject = read_subject(model, hostile * 2)
+    subject = read_subject(model, hostile * 2, layers=[2])
     settings = read_settings(subject, 0, 0, progress=False)
     write_report(path, subject, check_sections(["additivity"]), settings, hostile, hostile)
     document = Document(path)
@@ -136,7 +136,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_model_runs(tmp_path
         assert str(raised.value).startswith("path must be ")
         assert len(str(raised.value)) < 400
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
-    assert tp.report(model, TOKENS, tmp_path / "a" / "b.html", sections=["additivity"], progress=False).is_file()
+    options: Any = {"sections": ["additivity"], "layers": [0], "control": 0, "progress": False}
+    assert tp.report(model, TOKENS[:, :8], tmp_path / "a" / "b.html", **options).is_file()
 
 
 @pytest.mark.usefixtures("unchecked")

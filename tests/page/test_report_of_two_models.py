@@ -73,8 +73,8 @@ def test_the_section_says_what_the_comparison_says(tmp_path: Path) -> None:
 
 def test_equal_models_have_no_heads_that_changed(tmp_path: Path) -> None:
     before = tp.load_demo_model()
-    sections: Any = ["additivity"]
-    path = tp.report(before, TOKENS, tmp_path / "r.html", after=copy.deepcopy(before), sections=sections, **OPTIONS)
+    options: Any = OPTIONS | {"sections": ["additivity"], "heads": [0]}
+    path = tp.report(before, TOKENS[:2, :16], tmp_path / "r.html", after=copy.deepcopy(before), **options)
     document = Document(path)
     assert "All weights of the two models are equal" in document.text
     assert "two_models" not in document.tables
@@ -83,11 +83,11 @@ def test_equal_models_have_no_heads_that_changed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_models_that_cannot_be_compared(tmp_path: Path) -> None:
     """What is no model is refused; of another architecture the section says so, and the others are measured."""
-    before, sections = tp.load_demo_model(), ["additivity"]
+    before, tokens, options = tp.load_demo_model(), TOKENS[:2, :16], OPTIONS | {"sections": ["additivity"]}
     with pytest.raises(ValueError, match="after must be"):
-        tp.report(before, TOKENS, tmp_path / "r.html", after=pd.DataFrame(), sections=sections, **OPTIONS)  # type: ignore[arg-type]
+        tp.report(before, tokens, tmp_path / "r.html", after=pd.DataFrame(), **options)
     assert [*tmp_path.iterdir()] == []
     other = zoo.bridge("llama")
-    document = Document(tp.report(before, TOKENS, tmp_path / "r.html", after=other, sections=sections, **OPTIONS))  # type: ignore[arg-type]
+    document = Document(tp.report(before, tokens, tmp_path / "r.html", after=other, **options))
     assert "Not measured: after must have the same" in document.text
     assert len(document.rows("atlas")) == 8

@@ -29,7 +29,8 @@ def report_of(model: Any, folder: Path, tokens: Any = TOKENS, **options: Any) ->
 
 def test_the_data_are_those_of_the_contract(tmp_path: Path) -> None:
     """No field more or less, each of them read by the script."""
-    data, script = report_of(tp.load_demo_model(), tmp_path, layers=[1]).data["atlas-data"], read("atlas.js")
+    document = report_of(tp.load_demo_model(), tmp_path, TOKENS[:, :12], layers=[1], heads=[0])
+    data, script = document.data["atlas-data"], read("atlas.js")
     colour, panel = next(iter(data["colours"].values())), data["panels"]["L1H0"]
     for kind, found in (("AtlasData", data), ("Colour", colour), ("Panel", panel)):
         assert set(found) == set(get_type_hints(getattr(contract, kind)))
@@ -39,13 +40,16 @@ def test_the_data_are_those_of_the_contract(tmp_path: Path) -> None:
 
 def test_panels_have_the_scores_and_profiles_of_each_head(tmp_path: Path) -> None:
     model = tp.load_demo_model()
-    document = report_of(model, tmp_path, seed=3)
+    document = report_of(model, tmp_path, layers=[1, 4], seed=3)
     data = document.data["atlas-data"]
     assert [*data["panels"]] == [row["head"] for row in document.rows("atlas")]
     assert data["words"] == [word.replace("\n", "\\n") for word in model.to_str_tokens(TOKENS[0])[:48]]
-    profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
+    profiles = {
+        x.layer: tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS, layers=[1, 4])
+    }
+    assert len(data["panels"]) == 16
     assert data["distances"] == [0, 1, 2, 4, 8, 16, 32, 64]
-    for layer in tp.capture(model, TOKENS[:1, :48]):
+    for layer in tp.capture(model, TOKENS[:1, :48], layers=[1, 4]):
         for head in range(8):
             one = data["panels"][f"L{layer.layer}H{head}"]
             expected = np.where(np.tri(48) > 0, layer.scores[0, head].numpy(), np.nan)
@@ -53,13 +57,12 @@ def test_panels_have_the_scores_and_profiles_of_each_head(tmp_path: Path) -> Non
             found = decoded(one["scores"], 48, causal=True)
             assert found == pytest.approx(expected, abs=0.51 * step, nan_ok=True)
             assert np.nanmax(found) - np.nanmin(found) == pytest.approx(254 * step)
-            assert one["profile"] == pytest.approx(
-                profiles[8 * layer.layer + head, data["distances"]].tolist(), abs=6e-4
-            )
+            assert one["profile"] == pytest.approx(profiles[layer.layer][head, data["distances"]].tolist(), abs=6e-4)
 
 
 def test_the_map_chooses_among_the_numbers_of_the_table(tmp_path: Path) -> None:
-    document = report_of(tp.load_demo_model(), tmp_path, sections=["additivity", "distance", "ablation"])
+    sections = ["additivity", "distance", "ablation"]
+    document = report_of(tp.load_demo_model(), tmp_path, TOKENS[:, :24], layers=[0, 3], sections=sections)
     offered, rows = document.data["atlas-data"], document.rows("atlas")
     assert offered["labels"] == [row["head"] for row in rows]
     titles = {"share_distance": "distance alone", "share_key": "key alone", "r_held_out": "held-out r"}

@@ -50,18 +50,19 @@ def test_layers_with_windows_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_model_without_windows_has_no_such_column(tmp_path: Path) -> None:
-    path = tp.report(tp.load_demo_model(), TOKENS, tmp_path / "r.html", sections=["additivity"], **OPTIONS)
+    options = OPTIONS | {"sections": ["additivity"], "layers": [1]}
+    path = tp.report(tp.load_demo_model(), TOKENS[:, :16], tmp_path / "r.html", **options)
     assert "attention" not in Document(path).rows("atlas")[0]
     assert "sliding windows: none" in Document(path).text
 
 
 def test_each_section_says_what_it_read(tmp_path: Path) -> None:
     model, tokens = tp.load_demo_model(), tp.demo_tokens(length=289)[:, 1:].view(2, 144)
-    options = OPTIONS | {"sections": ["additivity", "ablation"], "layers": [3]}
+    options = OPTIONS | {"sections": ["additivity", "ablation"], "layers": [3], "heads": [1, 6]}
     document = Document(tp.report(model, tokens, tmp_path / "r.html", **options))
     reads = re.findall(r"<p>(Read: .*?)</p>", document.source)
     assert reads == ["Read: 2 texts of 144 tokens.", "Read: 2 texts of 96 tokens, of 2 texts of 144 tokens."]
-    drops = tp.head_ablation(model, tokens[:, :96], layers=[3], progress=False)
+    drops = tp.head_ablation(model, tokens[:, :96], layers=[3], heads=[1, 6], progress=False)
     shown = [as_number(row["added loss"]) for row in document.rows("atlas")]
     assert shown == pytest.approx(drops["effect"].tolist(), abs=6e-5)
 
@@ -125,8 +126,8 @@ def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.Monke
     read: list[Any] = []
     described = model_reading._described
     monkeypatch.setattr(model_reading, "_described", lambda layer: read.append(layer.number) or described(layer))
-    options = OPTIONS | {"sections": ["additivity", "distance", "shares", "ablation"]}
-    tp.report(tp.load_demo_model(), TOKENS, tmp_path / "r.html", **options)
+    options = OPTIONS | {"sections": ["additivity", "distance", "shares", "ablation"], "heads": [2]}
+    tp.report(tp.load_demo_model(), TOKENS[:, :16], tmp_path / "r.html", **options)
     assert sorted(read) == [0, 1, 2, 3, 4]
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children, forkserver, get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +69,6 @@ def copies() -> Any:
 
 
 @contextlib.contextmanager
-def started(
-    function: Callable[..., Any], *arguments: Any, stderr: Path | None = None, limit: float = LIMIT
-) -> Iterator[BaseProcess]:
-    """A process that calls a function of a module, and writes its errors to a file. It is killed after ``limit``
-    seconds, or when the context ends."""
-    child = copies().Process(target=_call, args=(stderr or Path(os.devnull), function, arguments))
-    child.start()
-    try:
-        with _killed(child.kill, limit):
-            yield child
-    finally:
-        child.join()
-
-
-def _call(stderr: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    _default_signals()
-    with stderr.open("wb") as file:
-        os.dup2(file.fileno(), 2)
-    function(*arguments)
-
-
-@contextlib.contextmanager
 def time_limit(seconds: float = LIMIT) -> Iterator[None]:
     """Raise in the main thread after so many seconds, and kill the worker processes that it may be waiting for."""
 
@@ -109,13 +86,15 @@ def time_limit(seconds: float = LIMIT) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def wait_until(there: Callable[[], Any], running: BaseProcess | None = None, limit: float = LIMIT) -> None:
+def wait_until(
+    there: Callable[[], Any], running: subprocess.Popen[bytes] | None = None, limit: float = LIMIT
+) -> None:
     """Wait for something that a process does, which must not end before."""
     until = time.monotonic() + limit
     while not there():
         assert time.monotonic() < until, "waited in vain"
-        if running is not None and running.exitcode is not None and not there():
-            raise AssertionError(f"the process ended with {running.exitcode}")
+        if running is not None and running.poll() is not None and not there():
+            raise AssertionError(f"the process ended with {running.returncode}")
         time.sleep(0.002)
 
 

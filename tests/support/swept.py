@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from tl_posdisent import additivity, demo_tokens, load_demo_model
+from tl_posdisent.sweeps import sweep
 
 
 def squares(count: int, start: float = 0) -> pd.DataFrame:
@@ -21,6 +21,8 @@ def squares(count: int, start: float = 0) -> pd.DataFrame:
 
 def measured(length: int, layers: list[int]) -> pd.DataFrame:
     """Fit heads of the demo model: numbers that depend on a model and on each argument."""
+    from tl_posdisent import additivity, demo_tokens, load_demo_model  # other jobs do without torch
+
     return additivity(load_demo_model(), demo_tokens(length=length), layers=layers, progress=False)
 
 
@@ -53,3 +55,8 @@ def calls(folder: Path) -> dict[str, list[int]]:
 def slow_jobs(folder: Path, seconds: float = 0.2) -> dict[str, Any]:
     """Return six jobs that note their calls in the folder."""
     return {name: partial(noted, folder, name, seconds) for name in "abcdef"}
+
+
+def run_slow_jobs(folder: Path) -> None:
+    """Run them, with results in the folder ``out``."""
+    sweep(slow_jobs(folder), folder / "out", progress=False)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.processes import started, wait_until
+from support.processes import python, wait_until
 from support.swept import calls, failing, measured, noted, slow_jobs, squares
 
 from tl_posdisent import demo_tokens
@@ -60,17 +60,13 @@ def test_shares_of_the_jobs_fill_one_folder(tmp_path: Path) -> None:
     assert sorted(pd.concat(tables)["job"]) == list("abcdef")
 
 
-def run_slow_jobs(folder: Path) -> None:
-    sweep(slow_jobs(folder), folder / "out", progress=False)
-
-
 def test_a_killed_sweep_continues_and_equals_direct_calls(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with started(run_slow_jobs, tmp_path) as process:
-        wait_until(lambda: (out / "b.parquet").exists(), process)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+    code = "import pathlib, sys; from support import swept; swept.run_slow_jobs(pathlib.Path(sys.argv[1]))"
+    with python(code, str(tmp_path)) as running:
+        wait_until(lambda: (out / "b.parquet").exists(), running)
+        running.kill()
+        assert running.wait() == -signal.SIGKILL
     before = {name: where for name, where in inodes(out).items() if name.endswith(".parquet")}
     assert 2 <= len(before) < 6, "killed too late to mean anything"
     table = sweep(slow_jobs(tmp_path), out, progress=False)
