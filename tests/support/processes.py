@@ -86,9 +86,7 @@ def time_limit(seconds: float = LIMIT) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def wait_until(
-    there: Callable[[], Any], running: subprocess.Popen[bytes] | None = None, limit: float = LIMIT
-) -> None:
+def wait_until(there: Callable[[], Any], running: subprocess.Popen[bytes] | None = None, limit: float = LIMIT) -> None:
     """Wait for something that a process does, which must not end before."""
     until = time.monotonic() + limit
     while not there():
