@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -132,6 +133,72 @@ def test_a_conversion_that_fails_leaves_nothing(installed: Installed, monkeypatc
     assert not [*installed.cache.iterdir()]
     assert not [*installed.temporary.iterdir()]
     installed.check()
+
+
+def changed(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def flipped(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def replaced_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "rotary base": lambda folder: changed(folder / "config.json", '"rope_theta": ', '"rope_theta": 2'),
+    "empty configuration": lambda folder: (folder / "config.json").write_bytes(b""),
+    "no configuration": lambda folder: (folder / "config.json").unlink(),
+    "one bit of the weights": lambda folder: flipped(folder / "model.safetensors", -5),
+    "one bit of the tokenizer": lambda folder: flipped(folder / "tokenizer.json", 200),
+    "half of the weights": lambda folder: os.truncate(folder / "model.safetensors", 10_000),
+    "other weights beside": lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"?"),
+    "a folder in it": lambda folder: (folder / "other").mkdir(),
+    "checksums": lambda folder: flipped(folder / "checksums.json", 20),
+    "checksums that are a list": lambda folder: (folder / "checksums.json").write_bytes(b"[]"),
+    "no checksums": lambda folder: (folder / "checksums.json").unlink(),  # as of an earlier version
+    "nothing": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    "a file": replaced_by_a_file,
+}
+
+
+def test_a_damaged_conversion_is_made_again(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is damaged, and once; files that a system hides in every folder are no damage."""
+    folder, first, made = converted._converted("pieces"), tmp_path / "first", []
+    whole = {path.name: path.read_bytes() for path in shutil.copytree(folder, first).iterdir()}
+    monkeypatch.setattr(converted, "_convert", lambda name, pieces, to: made.append(shutil.copytree(first, to)))
+    for n, (what, damage) in enumerate(DAMAGES.items(), 1):
+        damage(folder)
+        assert converted._converted("pieces") == folder
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole, what
+        assert len(made) == n, what
+        (folder / ".hidden").touch()
+        assert converted._converted("pieces") == folder
+        assert len(made) == n, what
+    assert [*installed.cache.iterdir()] == [folder]
+
+
+def test_a_damaged_conversion_computes_what_its_file_does(installed: Installed) -> None:
+    converted._converted("pieces")
+    DAMAGES["rotary base"](installed.folder)
+    installed.check()
+
+
+def test_a_damaged_conversion_without_its_package_is_refused(installed: Installed) -> None:
+    converted._converted("pieces")
+    DAMAGES["empty configuration"](installed.folder)
+    shutil.rmtree(installed.site)
+    with pytest.raises(ValueError, match=r"pieces needs the package pieces-part0, which has its weights"):
+        load_model("pieces")
 
 
 def test_a_tensor_that_the_file_lacks_is_not_random(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 A model's folder is ``tl_posdisent/NAME/CHECKSUM`` in the assets folder of huggingface_hub: ``HF_ASSETS_CACHE``, by
 default ``assets`` in ``HF_HOME``, which is ``huggingface`` in ``XDG_CACHE_HOME`` or in ``~/.cache``. It is written
-beside that folder and renamed when it is complete.
+beside that folder and renamed when it is complete. A folder whose files are not those that were written is replaced.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from tl_posdisent.models.loading.checkpoint import check_complete, read_checkpoint
 from tl_posdisent.models.loading.packaged import PACKAGED, SAMPLE, joined_file, packaged_pieces
 from tl_posdisent.utils.errors import ArgumentError
+
+_CHECKSUMS = "checksums.json"
+_BLOCK = 2**20  # bytes that are read at once
 
 
 def read_packaged(
@@ -39,10 +44,10 @@ def read_packaged(
 
 
 def _converted(name: str) -> Path:
-    """Return a model's folder in the cache; convert the model first if it is not there."""
+    """Return a model's folder in the cache; convert the model first if it is not there, or is damaged."""
     cache = Path(constants.HF_ASSETS_CACHE, "tl_posdisent", name)
     folder = cache / PACKAGED[name].sha256[:16]
-    if folder.is_dir():
+    if _intact(folder):
         return folder
     pieces = packaged_pieces(name)
     cache.mkdir(parents=True, exist_ok=True)
@@ -50,15 +55,17 @@ def _converted(name: str) -> Path:
         whole = Path(unfinished, "model")
         _convert(name, pieces, whole)
         try:
+            if folder.exists() and not _intact(folder):
+                folder.rename(Path(unfinished, "damaged"))
             whole.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process converted it meanwhile
+            if not _intact(folder):  # else another process converted it meanwhile
                 raise
     return folder
 
 
 def _convert(name: str, pieces: Sequence[Path], folder: Path) -> None:
-    """Write the model of a GGUF file as safetensors in float32, with its configuration and tokenizer."""
+    """Write the model of a GGUF file as safetensors in float32, with configuration, tokenizer and checksums."""
     # Newer versions of transformers leave weights packed where they have a kernel for them.
     unpacked = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
@@ -84,3 +91,27 @@ def _convert(name: str, pieces: Sequence[Path], folder: Path) -> None:
     model.config.initializer_range = PACKAGED[name].initializer_range
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / _CHECKSUMS).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
+
+
+def _intact(folder: Path) -> bool:
+    """Say whether a folder has the files that were written, and no others."""
+    try:
+        stated = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        return bool(stated == _checksums(folder))
+    except (OSError, ValueError):  # no folder, one of an earlier version, or not JSON
+        return False
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of each visible file, which shows any damage and takes half the time of SHA-256."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != _CHECKSUMS and not path.name.startswith("."))
+    return {name: _checksum(folder / name) for name in names}
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value

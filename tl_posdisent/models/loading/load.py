@@ -222,8 +222,9 @@ def load_model(
 
     Args:
         name_or_dir: an existing directory, which is read without a network; ``"smollm2"`` or ``"gemma3-270m"``, whose
-            weights come in Python packages and are converted to float32 once, in the user's cache (for a folder of
-            that name, write ``"./smollm2"``); or a model's name: a repository, or TransformerLens's name for it.
+            weights come in Python packages and are converted to float32 once, in the user's cache (and again if a
+            checksum shows that a file of the conversion has changed; for a folder of that name, write ``"./smollm2"``);
+            or a model's name: a repository, or TransformerLens's name for it.
         backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer if the installed TransformerLens has it
             and converts this model correctly, otherwise TransformerBridge.
         device: the model's device; by default the CPU for a directory or package, TransformerLens's choice for a name.
