@@ -1,7 +1,7 @@
 """Compare this package on a GPU with the CPU, and measure its costs there: ``make gpu-check``.
 
-In one run: the numbers of every public function that takes a model or tensors, on a model of two layers, in float32 and
-bfloat16; the losses of a training; and passes and memory of three tools on random weights in the shape of Llama 3.2 1B.
+In one run: the numbers of twelve public functions on a model of two layers; the losses of a training; and passes and
+memory of three tools on random weights in the shape of Llama 3.2 1B.
 ``--device cpu`` runs the same code on the CPU, with a small shape. Ends with a table, also in ``out/bench/``. Exit code
 0: all bounds hold; 1: one does not; 4: no GPU.
 """
@@ -36,11 +36,8 @@ from support.results import numbers_in  # noqa: E402
 import tl_posdisent as tp  # noqa: E402
 from tl_posdisent.synthetic import preset, train  # noqa: E402
 
-# A device may be so far from the CPU's float64, or four times as far as the CPU is in the same dtype.
-FLOORS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-FACTOR = 4.0
-DRAWS = 3  # of the CPU's rounding to bfloat16: weights and arguments change in their last place
-MASKED = 1e30  # numbers beyond stand for masked scores, which depend on the dtype
+BOUND = 1e-4  # of the difference in float32, relative to the largest number of a result
+MASKED = 1e30  # numbers beyond stand for masked scores
 
 Numbers = dict[str, np.ndarray]
 Row = dict[str, Any]
@@ -75,27 +72,12 @@ def difference(measured: Numbers | Exception, truth: Numbers | Exception) -> flo
     return float(largest)
 
 
-def error_ratio(name: str, dtype: torch.dtype) -> float | None:
-    """The device's error over what is allowed; None if the CPU's own rounding makes the results incomparable."""
-    truth = numbers(name, Place(dtype=torch.float64))
-    draws = DRAWS if dtype == torch.bfloat16 else 0
-    cpu = [numbers(name, Place(dtype=dtype, jitter=float(n > 0), seed=n)) for n in range(1 + draws)]
-    if isinstance(cpu[0], Exception):  # the CPU refuses the dtype: so must the device
-        truth = cpu[0]
-    allowed = max(FLOORS[dtype], FACTOR * max(difference(x, truth) for x in cpu))
-    if math.isinf(allowed):
-        return None
-    return difference(numbers(name, Place(str(device()), dtype)), truth) / allowed
-
-
-def compare_functions(dtype: torch.dtype) -> Row:
-    ratios = {name: error_ratio(name, dtype) for name in on_devices.NAMES}
-    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    wrong = [f"{name} {ratio:.3g}" for name, ratio in known.items() if not ratio <= 1]
-    left = [name for name, ratio in ratios.items() if ratio is None]
-    note = f"wrong: {', '.join(wrong)}" if wrong else f"{len(known)} functions"
-    note += f"; not comparable: {', '.join(left)}" if left else ""
-    return {"value": max(known.values()), "bound": 1.0, "note": note}
+def compare_functions() -> Row:
+    """The largest difference of twelve functions, between the device and the CPU."""
+    found = {x: difference(numbers(x, Place(str(device()))), numbers(x, Place())) for x in on_devices.NAMES}
+    wrong = [f"{name} {error:.3g}" for name, error in found.items() if not error <= BOUND]
+    note = f"wrong: {', '.join(wrong)}" if wrong else f"{len(found)} functions"
+    return {"value": max(found.values()), "bound": BOUND, "note": note}
 
 
 def compare_training() -> Row:
@@ -172,8 +154,7 @@ def memory(function: Callable[[], Any]) -> float:
 
 
 def checks(miniature: bool) -> Iterator[tuple[str, Row]]:
-    for dtype in FLOORS:
-        yield f"error over what is allowed, {dtype}", compare_functions(dtype)
+    yield "difference of functions, float32", compare_functions()
     yield "difference of losses in training", compare_training()
     yield from costs(miniature)
 

@@ -17,14 +17,14 @@ COLUMNS = ("contribution", "where_part", "what_part", "neither_part")
 
 
 def table(model: Any, texts: int = 12, length: int = 96, steps: int = 60, batch: int = 4) -> pd.DataFrame:
-    """One row per head that surely changed in each of three trainings: on speeches, on other speeches, on WikiText.
+    """One row per head that surely changed in each of two trainings: on speeches, and on other speeches.
 
     Heads are measured in speeches that no training saw, and those of the first training in WikiText as well.
     """
     small = model.cfg.d_vocab < 10_000
     measured = {"speeches": demo_texts(texts, length) if small else parts(model, "speeches", texts, length)}
     if not small:
-        measured["wikitext"] = parts(model, "wikitext", texts, length, skip=steps * batch)
+        measured["wikitext"] = parts(model, "wikitext", texts, length)
     tables = []
     for name, seen in trainings(model, steps * batch, length, small=small):
         trained = train(copy.deepcopy(model), seen, steps, batch)
@@ -45,7 +45,6 @@ def trainings(model: Any, n: int, length: int, *, small: bool) -> Iterator[tuple
     speeches = training_speeches()
     yield "speeches", parts_of(model, speeches[::2], n, length)
     yield "other speeches", parts_of(model, speeches[1::2], n, length)
-    yield "wikitext", parts(model, "wikitext", n, length)
 
 
 def changed(before: Any, after: Any, tokens: Tensor) -> pd.DataFrame:

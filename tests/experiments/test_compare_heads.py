@@ -11,11 +11,10 @@ import pytest
 import torch
 from support import zoo
 from support.lanes import slow
-from tqdm.auto import tqdm
 
 from tl_posdisent import compare_heads, demo_tokens, load_demo_model, read_model, where_or_what
-from tl_posdisent.experiments.where_what.changes import COMPARED, TESTED, Side, compared, table_of_changes
-from tl_posdisent.experiments.where_what.measurement import estimate
+from tl_posdisent.experiments.where_what.changes import COMPARED, TESTED, compared, table_of_changes
+from tl_posdisent.experiments.where_what.measurement import HeadRuns, Subject, heads_to_run, measure
 from tl_posdisent.experiments.where_what.replacements import (
     CONSTANTS,
     DISTANCE,
@@ -93,7 +92,7 @@ def test_errors_are_those_of_a_plain_jackknife() -> None:
     n, generator = 7, np.random.default_rng(0)
     sides = [divergences(n, 3, generator) for _ in range(2)]
     pairs, counts = [(0, 0), (0, 1), (1, 0)], torch.full((n,), 11.0, dtype=torch.float64)
-    found = compared(pairs, 5, *(Side(x, x) for x in sides), [0, 1, 2], counts)
+    found = compared(pairs, 5, *(HeadRuns(x, x) for x in sides), [0, 1, 2], counts)
 
     def change(rows: list[int]) -> dict[str, Any]:
         """After minus before of some texts, by plain means."""
@@ -123,8 +122,8 @@ def test_errors_of_estimated_changes_are_how_far_those_of_runs_were_off() -> Non
     small = [{name: x / 3 for name, x in of_side.items()} for of_side in runs]
     places = [0, 1, 2]
     some = [{name: x[:, places] for name, x in of_side.items()} for of_side in runs]
-    whole = compared(pairs, 5, *(Side(x, x) for x in runs), [0, 1, 2, 3], counts)
-    found = compared(pairs, 5, *map(Side, small, some), places, counts)
+    whole = compared(pairs, 5, *(HeadRuns(x, x) for x in runs), [0, 1, 2, 3], counts)
+    found = compared(pairs, 5, *map(HeadRuns, small, some), places, counts)
     for name in COMPARED:
         for one, other in zip(found.change(name), whole.change(name), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
@@ -132,7 +131,7 @@ def test_errors_of_estimated_changes_are_how_far_those_of_runs_were_off() -> Non
     # Half of the largest change is missed in one of the three heads that were run.
     missed = [small[0], {name: x.clone() for name, x in small[1].items()}]
     missed[1][MEAN][:, 0] *= 2
-    assert (compared(pairs, 5, *map(Side, missed, some), places, counts).change("contribution").error[3]) > (
+    assert (compared(pairs, 5, *map(HeadRuns, missed, some), places, counts).change("contribution").error[3]) > (
         2 * whole.change("contribution").error[3]
     )
 
@@ -151,7 +150,7 @@ def test_equal_heads_seldom_change(n_texts: int, spread: float, stated: float) -
     pairs, counts = [(0, head) for head in range(n_heads)], torch.full((n_texts,), 60.0, dtype=torch.float64)
     for seed in range(100):
         generator = np.random.default_rng((seed, n_texts))
-        sides = [Side(x, x) for x in (divergences(n_texts, n_heads, generator, spread) for _ in range(2))]
+        sides = [HeadRuns(x, x) for x in (divergences(n_texts, n_heads, generator, spread) for _ in range(2))]
         table = table_of_changes(pairs, compared(pairs, 5, *sides, [*range(n_heads)], counts), 0.0005)
         wrong += [table["changed"].str.contains(word).any() for word in ("contributes", "where|what|neither")]
     assert wrong.max() <= 100 * (stated + 2 * (stated * (1 - stated) / 100) ** 0.5)
@@ -168,7 +167,7 @@ def test_planted_changes_are_found_and_named() -> None:
     after[DISTANCE][:, 1], after[content_alone(1)][:, 1] = before[content_alone(1)][:, 1], before[DISTANCE][:, 1]
     after[UNIFORM][:, 2] *= 0.5
     table = table_of_changes(
-        pairs, compared(pairs, 5, Side(before, before), Side(after, after), [*range(40)], counts), 5e-4
+        pairs, compared(pairs, 5, HeadRuns(before, before), HeadRuns(after, after), [*range(40)], counts), 5e-4
     )
     assert table["changed"][:3].tolist()[0] == "contributes less"
     assert table["changed"][1] == "less where, more what"
@@ -185,15 +184,16 @@ def test_a_copy_under_other_draws_does_not_change() -> None:
     pairs = pairs_of(chosen)
     with running(model) as p:
         _, of_folds = folds(reading, tokens, None, chosen)
-        options: Any = {"facts": block_facts(p), "bar": tqdm(disable=True)}
-        found = [estimate(reading, of_folds, pairs, draws=4, seed=seed, **options) for seed in seeds]
+        subject, none = Subject(reading, of_folds, block_facts(p)), heads_to_run(reading, pairs, 0)
+        measured = [measure([subject], pairs, none, draws=4, seed=seed, progress=False) for seed in seeds]
     places = [pairs.index(pair) for pair in [(3, 0), (4, 2), (2, 6), (0, 1), (3, 1)]]
-    n_predictions = found[0][1]
-    run = {name: x[:, places] for name, x in found[0][0].items()}
+    (first, _, n_predictions), found = measured[0], [runs[0].estimated for runs, _, _ in measured]
+    run = {name: x[:, places] for name, x in first[0].estimated.items()}
+    sides = [HeadRuns(estimated, run) for estimated in found]
     tables = [
-        table_of_changes(pairs, compared(pairs, 5, Side(one, run), Side(other, run), places, n_predictions), 5e-4)
-        for n, (one, _) in enumerate(found)
-        for other, _ in found[:n]
+        table_of_changes(pairs, compared(pairs, 5, one, other, places, n_predictions), 5e-4)
+        for n, one in enumerate(sides)
+        for other in sides[:n]
     ]
     assert sum(bool((table["changed"] != "").any()) for table in tables) <= 1  # of 15
 

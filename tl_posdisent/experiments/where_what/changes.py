@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.where_what.corrections import bands, from_others, log_ratios, spread_of_ratios
+from tl_posdisent.experiments.where_what.measurement import HeadRuns
 from tl_posdisent.experiments.where_what.parts import PARTS
-from tl_posdisent.experiments.where_what.replacements import ByReplacement
 from tl_posdisent.experiments.where_what.rows import Measured, from_estimates, from_runs, table_of
 from tl_posdisent.utils.statistics import (
     Estimate,
@@ -38,19 +38,6 @@ WORDS: Final = {
     "neither_part": ("more neither", "less neither"),
 }
 """What a change is called, of each quantity that is tested: upwards and downwards."""
-
-
-@dataclass(frozen=True, eq=False)
-class Side:
-    """One of two models that are compared.
-
-    Attributes:
-        estimated: divergences of all heads, nats per prediction, ``[text, head]``.
-        measured: those of the heads that were run.
-    """
-
-    estimated: ByReplacement
-    measured: ByReplacement
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +69,8 @@ class Comparison:
 def compared(
     pairs: Sequence[Head],
     n_layers: int,
-    before: Side,
-    after: Side,
+    before: HeadRuns,
+    after: HeadRuns,
     places: Sequence[int],
     n_predictions: Float64[Tensor, " text"],
 ) -> Comparison:

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.where_what.change_table import ChangeTable, change_statement
-from tl_posdisent.experiments.where_what.changes import Comparison, Side, compared, table_of_changes
-from tl_posdisent.experiments.where_what.corrections import bands
+from tl_posdisent.experiments.where_what.changes import compared, table_of_changes
 from tl_posdisent.experiments.where_what.head_table import estimates_sentences
-from tl_posdisent.experiments.where_what.measurement import (
-    Exact,
-    HeadsToRun,
-    cost_bar,
-    estimate,
-    heads_to_run,
-    run_heads,
-)
-from tl_posdisent.experiments.where_what.replacements import MEAN, Fold, folds
+from tl_posdisent.experiments.where_what.measurement import Exact, Subject, heads_to_run, measure
+from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.experiments.where_what.sentences import hooks_sentences
 from tl_posdisent.experiments.where_what.two_models import read_both, same_heads, same_models
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.applied import check_free
 from tl_posdisent.hooks.hook_list import Heads, any_heads, pairs_of
-from tl_posdisent.models.reading.model_reading import Layers, ModelReading
+from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import user_hooks
-from tl_posdisent.models.running.partial_forward import BlockFacts, block_facts
+from tl_posdisent.models.running.partial_forward import block_facts
 from tl_posdisent.models.running.texts import TokenIds, Tokens
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, listed
 
@@ -80,7 +69,8 @@ def compare_heads(
         ``"run"`` or ``"estimated"`` in both; ``same_weights``: whether the head's weights and those of its layer's
         input norm are equal.
 
-        Errors of estimated changes include how far such estimates were from runs, if two heads or more were run.
+        Errors of estimated changes include how far such estimates were from runs, as far as runs show it: not with
+        ``exact=0``.
 
         The table shows its sentence before its rows: ``attrs["statement"]``, how many heads changed, in which way, and
         which. ``attrs["passes"]`` is the cost of both models in forward passes of all measured texts.
@@ -119,10 +109,11 @@ def compare_heads(
         texts, of_before = folds(readings[0], tokens, heldout, chosen, ignore)
         of_after = any_heads(readings[1], None, pairs, "compare_heads")
         both = [
-            _Measuring(readings[0], of_before, block_facts(p)),
-            _Measuring(readings[1], [fold.of_another(readings[1], of_after) for fold in of_before], block_facts(other)),
+            Subject(readings[0], of_before, block_facts(p)),
+            Subject(readings[1], [fold.of_another(readings[1], of_after) for fold in of_before], block_facts(other)),
         ]
-        found = _measure(both, pairs, to_run, draws=draws, seed=seed, progress=progress)
+        (first, second), places, n = measure(both, pairs, to_run, draws=draws, seed=seed, progress=progress)
+    found = compared(pairs, readings[0].n_layers, first, second, places, n)
     table = ChangeTable(table_of_changes(pairs, found, negligible))
     table["same_weights"] = same_heads(*readings, pairs)
     readings[0].note(table)
@@ -132,36 +123,6 @@ def compare_heads(
     for side in (found.before, found.after):
         said += estimates_sentences(pairs, side.ratios.tolist())
     table.attrs["statement"] = " ".join([*dict.fromkeys(said), *hooks_sentences(table)])
-    tokens_run = (sum(counts) + sum(other_counts)) / len(readings[0].model.blocks)
+    tokens_run = (sum(counts) + sum(other_counts)) / readings[0].n_layers
     table.attrs["passes"] = tokens_run / sum(texts.lengths) + 4 * draws
     return table
-
-
-@dataclass(frozen=True, eq=False)
-class _Measuring:
-    """One of the two models while it is measured."""
-
-    reading: ModelReading
-    folds: Sequence[Fold]
-    facts: BlockFacts
-
-
-def _measure(
-    both: Sequence[_Measuring], pairs: Sequence[Head], to_run: HeadsToRun, *, draws: int, seed: int, progress: bool
-) -> Comparison:
-    """Estimate all heads in both models with the same draws, and run the same heads in both."""
-    n_texts = sum(len(fold.rows) for model in both for fold in model.folds)
-    n_replacements = len(both[0].folds[0].replacements)
-    n_most = min(2 * to_run.most, len(pairs)) if to_run.asked is None else to_run.most
-    n_layers = both[0].reading.n_layers
-    with cost_bar(n_texts, draws, n_replacements, n_most, progress=progress) as bar:
-        options: Any = {"draws": draws, "seed": seed, "bar": bar}
-        found = [estimate(x.reading, x.folds, pairs, facts=x.facts, **options) for x in both]
-        n_predictions = found[0][1]
-        band = bands(pairs, n_layers)
-        places = sorted({n for estimated, _ in found for n in to_run.choose(n_predictions @ estimated[MEAN], band)})
-        bar.total -= n_texts * n_replacements * (n_most - len(places))
-        run = [pairs[n] for n in places]
-        measured = [run_heads(x.reading, x.folds, run, facts=x.facts, bar=bar)[0] for x in both]
-    before, after = (Side(estimated, own) for (estimated, _), own in zip(found, measured, strict=True))
-    return compared(pairs, n_layers, before, after, places, n_predictions)

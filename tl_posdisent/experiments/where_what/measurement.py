@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 from tl_posdisent.experiments.measuring.curvature import curvature
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.run_changes import Item, run_changes
-from tl_posdisent.experiments.where_what.replacements import ByReplacement, Fold, over_folds
+from tl_posdisent.experiments.where_what.corrections import bands
+from tl_posdisent.experiments.where_what.replacements import MEAN, ByReplacement, Fold, over_folds
 from tl_posdisent.hooks.hook_list import any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.partial_forward import BlockFacts
@@ -72,33 +73,70 @@ def heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> 
     return HeadsToRun(len(asked), sorted(pairs.index(pair) for pair in asked))
 
 
-def estimate(
-    reading: ModelReading,
-    folds: Sequence[Fold],
-    pairs: Sequence[Head],
-    *,
-    draws: int,
-    seed: int,
-    facts: BlockFacts,
-    bar: Any,
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model to measure, and what short passes show about it."""
+
+    reading: ModelReading
+    folds: Sequence[Fold]
+    facts: BlockFacts
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRuns:
+    """Divergences of heads of one model, nats per prediction, ``[text, head]``.
+
+    Attributes:
+        estimated: of all heads.
+        measured: of the heads that were run.
+    """
+
+    estimated: ByReplacement
+    measured: ByReplacement
+
+
+def measure(
+    subjects: Sequence[Subject], pairs: Sequence[Head], to_run: HeadsToRun, *, draws: int, seed: int, progress: bool
+) -> tuple[list[HeadRuns], list[int], Float64[Tensor, " text"]]:
+    """Estimate all heads with the same draws in each model, and run those that are to be run in one of them in all.
+
+    Returns:
+        The divergences of each model; the heads that were run, as places among ``pairs``; the number of predictions of
+        each text.
+    """
+    n_texts = sum(len(fold.rows) for subject in subjects for fold in subject.folds)
+    n_replacements, band = len(subjects[0].folds[0].replacements), bands(pairs, subjects[0].reading.n_layers)
+    n_most = min(len(subjects) * to_run.most, len(pairs)) if to_run.asked is None else to_run.most
+    with cost_bar(n_texts, draws, n_replacements, n_most, progress=progress) as bar:
+        found = [_estimate(x, pairs, draws=draws, seed=seed, bar=bar) for x in subjects]
+        n_predictions = found[0][1]
+        places = sorted({n for estimated, _ in found for n in to_run.choose(n_predictions @ estimated[MEAN], band)})
+        bar.total -= n_texts * n_replacements * (n_most - len(places))
+        run = [pairs[n] for n in places]
+        measured = [run_heads(x, run, bar=bar)[0] for x in subjects]
+    runs = [HeadRuns(estimated, own) for (estimated, _), own in zip(found, measured, strict=True)]
+    return runs, places, n_predictions
+
+
+def _estimate(
+    subject: Subject, pairs: Sequence[Head], *, draws: int, seed: int, bar: Any
 ) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
     """Estimate the divergence of each text under each replacement of each head, and count its predictions."""
+    options: Any = {"seed": seed, "by_position": True, "facts": subject.facts, "bar": bar}
     estimates = []
-    for fold in folds:
+    for fold in subject.folds:
         heads = dict.fromkeys(fold.replacements, pairs)
-        options: Any = {"seed": seed, "by_position": True, "facts": facts, "bar": bar}
-        estimates.append(curvature(reading, fold.texts, fold.replacements, heads, draws, **options))
-    counted = over_folds(folds, [{"": x.predictions[None]} for x in estimates])[""][:, 0]
-    return over_folds(folds, [x.curvature for x in estimates]), counted
+        estimates.append(curvature(subject.reading, fold.texts, fold.replacements, heads, draws, **options))
+    counted = over_folds(subject.folds, [{"": x.predictions[None]} for x in estimates])[""][:, 0]
+    return over_folds(subject.folds, [x.curvature for x in estimates]), counted
 
 
-def run_heads(
-    reading: ModelReading, folds: Sequence[Fold], items: Sequence[Item], *, facts: BlockFacts, bar: Any
-) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
+def run_heads(subject: Subject, items: Sequence[Item], *, bar: Any) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
     """Measure the divergence of each text by runs, each of one replacement of a head, or of some heads together."""
-    found = [run_changes(reading, x.texts, x.replacements, items, facts=facts, bar=bar).checked() for x in folds]
-    counted = over_folds(folds, [{"": x.predictions[None]} for x in found])[""][:, 0]
-    return over_folds(folds, [x.by_change for x in found]), counted
+    options: Any = {"facts": subject.facts, "bar": bar}
+    found = [run_changes(subject.reading, x.texts, x.replacements, items, **options).checked() for x in subject.folds]
+    counted = over_folds(subject.folds, [{"": x.predictions[None]} for x in found])[""][:, 0]
+    return over_folds(subject.folds, [x.by_change for x in found]), counted
 
 
 def cost_bar(n_texts: int, draws: int | None, n_replacements: int, n_runs: int, *, progress: bool) -> Any:

@@ -57,7 +57,7 @@ def content_distances(
     divergences: Mapping[str, Float64[Tensor, "text head"]], n_predictions: Float64[Tensor, " text"]
 ) -> list[int]:
     """Return the distance of all other keys under which each head keeps most, of ``CONSTANTS``."""
-    sums = torch.stack([n_predictions @ divergences[content_alone(constant)] for constant in CONSTANTS])
+    sums = torch.einsum("t,cth->ch", n_predictions, _contents(divergences))
     return [CONSTANTS[n] for n in sums.argmin(0).tolist()]
 
 
@@ -65,10 +65,14 @@ def _best_of_others(
     divergences: Mapping[str, Float64[Tensor, "text head"]], n_predictions: Float64[Tensor, " text"]
 ) -> Float64[Tensor, "text head"]:
     """Return the divergences under content alone, of each text at the constant that is best in the others."""
-    contents = torch.stack([divergences[content_alone(constant)] for constant in CONSTANTS])
+    contents = _contents(divergences)
     weighted = n_predictions[:, None] * contents
     best = (weighted.sum(1, keepdim=True) - weighted).argmin(0)
     return contents.gather(0, best[None])[0]
+
+
+def _contents(divergences: Mapping[str, Float64[Tensor, "text head"]]) -> Float64[Tensor, "constant text head"]:
+    return torch.stack([divergences[content_alone(constant)] for constant in CONSTANTS])
 
 
 def divide(kept: Values, n_predictions: Float64[Tensor, " text"]) -> Values:

@@ -7,15 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from tl_posdisent.experiments.where_what.corrections import bands
 from tl_posdisent.experiments.where_what.head_table import (
     HeadTable,
     estimates_sentences,
     groups_statement,
     statement,
 )
-from tl_posdisent.experiments.where_what.measurement import Exact, cost_bar, estimate, heads_to_run, run_heads
-from tl_posdisent.experiments.where_what.replacements import MEAN, folds
+from tl_posdisent.experiments.where_what.measurement import Exact, Subject, cost_bar, heads_to_run, measure, run_heads
+from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.experiments.where_what.rows import from_estimates, from_runs, table_of
 from tl_posdisent.experiments.where_what.sentences import hooks_sentences
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE
@@ -155,20 +154,15 @@ def where_or_what(
     check_free(reading.model, pairs)
     with running(reading.model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
-        facts, n_replacements = block_facts(p), len(of_folds[0].replacements)
-        with cost_bar(len(texts.tokens), draws, n_replacements, to_run.most, progress=progress) as bar:
-            estimated, n_predictions = estimate(reading, of_folds, pairs, draws=draws, seed=seed, facts=facts, bar=bar)
-            n_layers = len(reading.model.blocks)
-            places = to_run.choose(n_predictions @ estimated[MEAN], bands(pairs, n_layers))
-            bar.total -= len(texts.tokens) * n_replacements * (to_run.most - len(places))
-            measured, _ = run_heads(reading, of_folds, [pairs[n] for n in places], facts=facts, bar=bar)
-    found = from_estimates(pairs, n_layers, estimated, measured, places, n_predictions)
+        subject = Subject(reading, of_folds, block_facts(p))
+        (runs,), places, n = measure([subject], pairs, to_run, draws=draws, seed=seed, progress=progress)
+    found = from_estimates(pairs, reading.n_layers, runs.estimated, runs.measured, places, n)
     table = HeadTable(table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible))
     reading.note(table)
     said = [statement(table, found, texts.lengths), *estimates_sentences(pairs, found.ratios.tolist())]
     table.attrs["statement"] = " ".join([*said, *hooks_sentences(table)])
     table.attrs["parts"] = found.parts_of_sum()
-    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / n_layers + 2 * draws
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / reading.n_layers + 2 * draws
     return table
 
 
@@ -191,13 +185,13 @@ def _of_groups(
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         n_texts, n_replacements = len(texts.tokens), len(of_folds[0].replacements)
         with cost_bar(n_texts, None, n_replacements, len(by_name), progress=progress) as bar:
-            items = [*by_name.values()]
-            measured, n_predictions = run_heads(reading, of_folds, items, facts=block_facts(p), bar=bar)
+            items, subject = [*by_name.values()], Subject(reading, of_folds, block_facts(p))
+            measured, n_predictions = run_heads(subject, items, bar=bar)
     named = {"group": [*by_name], "heads": [", ".join(head_label(*pair) for pair in pairs) for pairs in items]}
     table = HeadTable(table_of(pd.DataFrame(named), from_runs(measured, n_predictions), negligible))
     reading.note(table)
     table.attrs["statement"] = " ".join([groups_statement(table, texts.lengths), *hooks_sentences(table)])
-    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / len(reading.model.blocks)
+    table.attrs["passes"] = sum(counts) / sum(texts.lengths) / reading.n_layers
     return table
 
 
